@@ -74,7 +74,7 @@ import importlib.util as _util
 import typing as _typing
 
 from ._autocast.api import autocast, full_precision
-from ._gradients.boundary import scale_backward
+from ._gradients.scale_backward import scale_backward
 from ._gradients.scaled import scale, unscale
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._gradients.verdict import all_finite
@@ -91,7 +91,7 @@ from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
 from ._step.train_step import train_step
 from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
-from ._trees.tree import tree_where
+from ._trees.selection import tree_where
 
 # A group a line, in the order of the docstring, which is that of the API reference, too.
 __all__ = [  # noqa: RUF022

@@ -37,7 +37,9 @@ from ._step.optimizer import (
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import name_step
-from ._trees.tree import OVERWRITE_WITH_GRADIENT, cast_like, select_like
+from ._trees.casts import cast_like
+from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
+from ._trees.selection import select_like
 
 __all__ = ["TrainState", "train_step"]
 

@@ -31,7 +31,8 @@ from ._step.optimizer import apply_step, as_optimizer
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import BackwardResult, is_traced
 from ._step.train_step import name_step
-from ._trees.tree import OVERWRITE_WITH_GRADIENT, replace_finite
+from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
+from ._trees.overwrites import replace_finite
 
 __all__ = ["train_step"]
 

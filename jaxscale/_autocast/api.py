@@ -126,7 +126,9 @@ def autocast(
     """
     is_dtype = _is_dtype(fun)
     if is_dtype or not callable(fun):
-        got = repr(fun) if is_dtype else type(fun).__name__
+        got = type(fun).__name__
+        if is_dtype:
+            got = repr(fun)
         raise TypeError(
             f"`autocast(fun)` must be a function, got {got}. Pass the function first, such as the "
             "loss or `model.apply`, and not what it returns. As a decorator with another dtype, "

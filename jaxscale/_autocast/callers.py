@@ -34,18 +34,24 @@ def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
     A cached program, such as that of `jax.numpy.einsum`, does not know who calls it. So what is
     in it belongs to the owner of the equation `around` it.
     """
-    found = _find_owner(_jax.traceback_of(eqn))
-    return around if found is None else found
+    owner = _find_owner(_jax.traceback_of(eqn))
+    if owner is None:
+        return around
+    return owner
 
 
 @functools.lru_cache(maxsize=4096)
 def _find_owner(traceback: Any) -> Owner | None:
-    for package, file, functions in _jax.callers(traceback):
-        if package not in table.LIBRARIES:
+    for caller in _jax.callers(traceback):
+        if caller.package not in table.LIBRARIES:
             return Owner.MODEL
-        if package == "jax" and file == table.ATTENTION_FILE:
-            return Owner.ATTENTION if table.ATTENTION in functions else Owner.MODEL
-        if package != "jax" or not _passes_on(file, functions):
+        if caller.package != "jax":
+            return Owner.LIBRARY
+        if caller.file == table.ATTENTION_FILE:
+            if table.ATTENTION in caller.functions:
+                return Owner.ATTENTION
+            return Owner.MODEL
+        if not _passes_on(caller.file, caller.functions):
             return Owner.LIBRARY
     return None
 

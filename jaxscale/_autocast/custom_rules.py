@@ -27,7 +27,7 @@ from .._jax import (
     holds_inexact,
     jaxpr_as_fun,
 )
-from .._trees.tree import blank
+from .._trees.casts import blank
 from .casts import has_products
 from .frame import Frame
 from .higher_order import Way, place_inside, read_inputs, rewrite, run_inline
@@ -81,16 +81,19 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return tuple(jaxpr_as_fun(program)(*leaves))
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        tangents = _select_sources(jax.tree.unflatten(views, tangents))
-        perturbed = tuple(not isinstance(tangent, SymbolicZero) for tangent in tangents)
+        tangents_of_sources = _select_sources(jax.tree.unflatten(views, tangents))
+        perturbed = tuple(not isinstance(t, SymbolicZero) for t in tangents_of_sources)
         values = jax.tree.unflatten(views, primals)
-        values += itertools.compress(tangents, perturbed)
-        kinds_of_values = [*kinds, *[None] * sum(perturbed)]
+        kinds_of_values = list(kinds)
+        for tangent in itertools.compress(tangents_of_sources, perturbed):
+            values.append(tangent)
+            kinds_of_values.append(None)
         with _jax.making_forward_rule():
-            outputs = autocast.run_from_outside(trace(perturbed), values, kinds_of_values, place)
+            results = autocast.run_from_outside(trace(perturbed), values, kinds_of_values, place)
         types = program.out_avals
-        derivatives = _fill_in(outputs[len(types) :], types)
-        return tuple(map(_cast_as, outputs, types)), derivatives
+        derivatives = _fill_in(results[len(types) :], types)
+        outputs = tuple(map(_cast_as, results, types))
+        return outputs, derivatives
 
     fun.defjvp(jvp, symbolic_zeros=True)
     return fun(*leaves)
@@ -109,8 +112,9 @@ def _trace_jvp(eqn: JaxprEqn, declared: ClosedJaxpr, perturbed: tuple[bool, ...]
         return outputs, list(filter(holds_inexact, derivatives))
 
     types = tuple(declared.in_avals)
-    tangent_types = map(_jax.tangent_type, itertools.compress(types, perturbed))
-    return jax.make_jaxpr(derive)(types, tuple(tangent_types))
+    perturbed_types = itertools.compress(types, perturbed)
+    tangent_types = tuple(map(_jax.tangent_type, perturbed_types))
+    return jax.make_jaxpr(derive)(types, tangent_types)
 
 
 def _fill_in(derivatives: Sequence[Any], types: Sequence[Any]) -> tuple[Any, ...]:
@@ -170,20 +174,22 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         sources = _select_sources(jax.tree.unflatten(views, primals))
         perturbed = tuple(source.perturbed and holds_inexact(source.value) for source in sources)
         values = jax.tree.unflatten(views, [primal.value for primal in primals])
-        outputs = autocast.run_from_outside(trace(perturbed).program, values, kinds, place)
+        forward = trace(perturbed)
+        results = autocast.run_from_outside(forward.program, values, kinds, place)
         types = program.out_avals
         residuals = []
-        for value in outputs[len(types) :]:
+        for value in results[len(types) :]:
             if isinstance(value, ToRound):
                 value = cast(value.wide, autocast.precision.narrow)  # what is kept may be narrow
             residuals.append(value)
-        return tuple(map(_cast_as, outputs, types)), (residuals, _flags_as_tree(perturbed))
+        outputs = tuple(map(_cast_as, results, types))
+        return outputs, (residuals, _flags_as_tree(perturbed))
 
-    def bwd(kept: Any, cotangents: Any) -> Any:
+    def bwd(residuals_and_flags: Any, cotangents: Any) -> Any:
         if at_boundary:
             for cotangent in cotangents:
                 check_cotangent(cotangent)
-        residuals, flags = kept
+        residuals, flags = residuals_and_flags
         perturbed = _flags_of_tree(flags)
         forward = trace(perturbed)
         types = declared.out_avals
@@ -191,8 +197,9 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         cotangents = tuple(map(_cast_cotangent, cotangents, types))
 
         def pull(values: Any, cotangents: Any) -> Any:
+            run_backward = forward.pullback.unflatten(values)
             # The rule may ask which cotangents are zeros, so these are not made arrays.
-            return forward.pullback.unflatten(values)(tuple(map(_fill_zero, cotangents, types)))
+            return run_backward(tuple(map(_fill_zero, cotangents, types)))
 
         gradients = autocast.call_rule(pull, place, values, cotangents)
         in_types = jax.tree.unflatten(views, program.in_avals)
@@ -244,7 +251,9 @@ def _vary(
         remaining = iter(varied)
         inputs = []
         for value, is_perturbed in zip(values, perturbed, strict=True):
-            inputs.append(next(remaining) if is_perturbed else value)
+            if is_perturbed:
+                value = next(remaining)
+            inputs.append(value)
         with context(eqn):
             return tuple(bind(eqn, inputs))
 
@@ -255,7 +264,10 @@ def _flags_as_tree(flags: Sequence[bool]) -> list[tuple[()] | None]:
     """Returns flags as the structure of a tree that holds no array."""
     tree: list[tuple[()] | None] = []
     for flag in flags:
-        tree.append(() if flag else None)
+        if flag:
+            tree.append(())
+        else:
+            tree.append(None)
     return tree
 
 
@@ -265,7 +277,13 @@ def _flags_of_tree(tree: Sequence[tuple[()] | None]) -> tuple[bool, ...]:
 
 def _select_sources(args: Sequence[Any]) -> list[Any]:
     """Returns what has the gradient of each input: of two views of a value, the second."""
-    return [arg.wide if isinstance(arg, Narrow) else arg for arg in args]
+    sources = []
+    for arg in args:
+        if isinstance(arg, Narrow):
+            sources.append(arg.wide)
+        else:
+            sources.append(arg)
+    return sources
 
 
 def _give_to_sources(
@@ -281,7 +299,10 @@ def _give_to_sources(
         if isinstance(aval, Narrow):
             cotangents.append(None)
             (aval,) = _select_sources([aval])
-        cotangents.append(_cast_as(next(remaining), aval) if is_perturbed else None)
+        cotangent = None
+        if is_perturbed:
+            cotangent = _cast_as(next(remaining), aval)
+        cotangents.append(cotangent)
     return tuple(cotangents)
 
 

@@ -152,13 +152,15 @@ class Frame:
 
     def _round(self, var: Any) -> jax.Array:
         """Returns a float32 value in half precision, for all products that read it."""
+        narrow_dtype = self.precision.narrow
         if var in self.links:
-            return self._compute(var, self.precision.narrow)
+            return self._compute(var, narrow_dtype)
         if var in self.narrow:
-            return self._stand_in(self.read_narrow(var), self.read_wide(var))
+            return self._stand_in(half=self.read_narrow(var), wide=self.read_wide(var))
+        value = self.values[var]
         if var in self.written:
-            return self._stand_in(self.written[var], self.values[var])
-        return cast(self.values[var], self.precision.narrow, var.aval.weak_type)
+            return self._stand_in(half=self.written[var], wide=value)
+        return cast(value, narrow_dtype, var.aval.weak_type)
 
     def _stand_in(self, half: Any, wide: Any) -> jax.Array:
         """Returns a half-precision array whose gradient goes to its cast to float32."""
@@ -167,9 +169,9 @@ class Frame:
     def read_own_half(self, atom: Any) -> Any:
         """Returns a value as `read_half` does, for one reader that is not a product."""
         if self.meets(atom):
-            return self._stand_in(self.read_narrow(atom), self.read_wide(atom))
+            return self._stand_in(half=self.read_narrow(atom), wide=self.read_wide(atom))
         if self._is_shared_wide(atom):
-            return self._stand_in(self.read_half(atom), self.read_wide(atom))
+            return self._stand_in(half=self.read_half(atom), wide=self.read_wide(atom))
         return self.read_half(atom)
 
     def _is_shared_wide(self, atom: Any) -> bool:

@@ -61,7 +61,9 @@ class Rewritten(NamedTuple):
         """Returns what an equation with this program gave back as its rule returns it."""
         outputs = []
         for value, is_to_round in zip(values, self.to_round, strict=True):
-            outputs.append(ToRound(value) if is_to_round else value)
+            if is_to_round:
+                value = ToRound(value)
+            outputs.append(value)
         return outputs
 
 
@@ -248,7 +250,8 @@ def rewrite_remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     jaxpr, consts = _jax.without_constants(rewritten.program)
     leaves = jax.tree.leaves(inputs.args)
     params = _jax.with_rematted(eqn, jaxpr, _count_leaves(inputs.args))
-    return rewritten.mark(bind(eqn, [*consts, *leaves], params))
+    outputs = bind(eqn, [*consts, *leaves], params)
+    return rewritten.mark(outputs)
 
 
 def rewrite_scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -336,8 +339,10 @@ def rewrite_while(frame: Frame, eqn: JaxprEqn) -> Outputs:
     )
     in_order = []
     for program in programs(eqn):
-        is_test = closed(program) is loop.test
-        in_order.append(test.program if is_test else body.program)
+        if closed(program) is loop.test:
+            in_order.append(test.program)
+        else:
+            in_order.append(body.program)
     return bind(eqn, args + carries, with_programs(eqn, in_order))
 
 
@@ -349,10 +354,12 @@ def rewrite_branches(frame: Frame, eqn: JaxprEqn) -> Outputs:
     args, kinds = read_inputs(frame, eqn)
     inputs = Inputs(args[1:], kinds[1:])  # the first says which branch it is
     way = Way(fixed=(False,) * len(eqn.outvars))
-    rewritten = []
+    rewritten_branches = []
     for branch in branches:
-        rewritten.append(rewrite(frame, eqn, branch, inputs, way).program)
-    return bind(eqn, jax.tree.leaves(args), with_programs(eqn, rewritten))
+        rewritten = rewrite(frame, eqn, branch, inputs, way)
+        rewritten_branches.append(rewritten.program)
+    params = with_programs(eqn, rewritten_branches)
+    return bind(eqn, jax.tree.leaves(args), params)
 
 
 def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:

@@ -116,14 +116,19 @@ def _find_meeting(jaxpr: Jaxpr, products: set[int]) -> set[Any]:
 
 def _find_only_float32(jaxpr: Jaxpr) -> set[Any]:
     """Returns the differences that only operations in float32 read."""
-    differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
-    if not differences:
-        return differences
+    differences = set()
+    read_otherwise = set(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
-        is_power = eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
-        if eqn.primitive.name not in table.FLOAT32 and not is_power:
-            differences.difference_update(variables(eqn.invars))
-    return differences.difference(variables(jaxpr.outvars))
+        if eqn.primitive.name == "sub":
+            differences.add(eqn.outvars[0])
+        if eqn.primitive.name not in table.FLOAT32 and not _is_square(eqn):
+            read_otherwise.update(variables(eqn.invars))
+    return differences - read_otherwise
+
+
+def _is_square(eqn: JaxprEqn) -> bool:
+    """Returns whether a product is of an array with itself, which is a power."""
+    return eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]
 
 
 class _RoundedReads:

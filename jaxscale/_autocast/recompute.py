@@ -181,11 +181,13 @@ def compute_chain(last: Link, dtype: np.dtype, scopes: Any, recomputed: Recomput
     chain = collect(last)
     with source(last.eqn, scopes, own=False):
         if all(map(_is_linear, chain.links)):
-            value = _compute_linear(_open_singles(chain, is_alone=False), dtype)
+            chain = _open_singles(chain, is_alone=False)
+            value = _compute_linear(chain, dtype)
         else:
             is_alone = not any(link.is_shared for link in chain.links)
             chain = _open_singles(chain, is_alone)
-            (value,) = recomputed.run(_assemble(chain, dtype), _views_of_starts(chain))
+            program = _assemble(chain, dtype)
+            (value,) = recomputed.run(program, _views_of_starts(chain))
     return Computed(value, len(chain.links))
 
 
@@ -220,7 +222,9 @@ def _compute_linear(chain: Chain, dtype: np.dtype) -> jax.Array:
     """Returns the value of a chain that keeps nothing for the backward pass."""
     values: dict[Any, Any] = {}
     for key, start in chain.starts.items():
-        values[key] = start.wide if isinstance(start, Narrow) else start
+        if isinstance(start, Narrow):
+            start = start.wide
+        values[key] = start
     scopes = _jax.current_scopes()
     for link in chain.links:
         inputs = []
@@ -345,7 +349,9 @@ def _link_again(links: Sequence[Link], starts: dict[Any, Any]) -> Link:
     for link in links:
         inputs: list[Any] = []
         for value in link.inputs:
-            inputs.append(None if value is None else values[_key_of(value)])
+            if value is not None:
+                value = values[_key_of(value)]
+            inputs.append(value)
         other = Link(link.eqn, inputs, link.index)
         other.is_shared = link.is_shared
         values[link] = other

@@ -81,9 +81,12 @@ def is_call_for_chain(frame: Frame, eqn: JaxprEqn) -> bool:
 
 def _fits_chain(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether an equation may be part of a chain, as its start or further on."""
-    if operation(eqn) not in table.CHAINED or not all(map(is_float32, eqn.outvars)):
+    if operation(eqn) not in table.CHAINED:
         return False
-    if any(programs(eqn)) and not table.CHAINED.issuperset(_walk_operations(eqn)):
+    if not all(map(is_float32, eqn.outvars)):
+        return False
+    is_call = any(programs(eqn))
+    if is_call and not table.CHAINED.issuperset(_walk_operations(eqn)):
         return False
     if eqn.primitive.name == "add":
         return _sum_fits_chain(frame, eqn)

@@ -7,7 +7,7 @@ functions. A primitive is smaller, so the tables differ in four places:
 
 - A function that both list as float32, such as a norm, a loss or softmax, is made of primitives:
   its sums, exponentials, powers and quotients are in `FLOAT32`, and what follows those in it is
-  computed in float32, too, because it follows its inputs.
+  also computed in float32, because it follows its inputs.
 - A square is a power, also if it is written `x * x`: see `multiply`.
 - What is added to a product, such as a bias, is added in float32 as PyTorch's promotion does, and
   the sum is rounded where half precision is read, as in its `linear`: see `add`.
@@ -91,7 +91,7 @@ ELEMENTWISE = {
     *("eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"),
 }
 
-# These follow their inputs, too, and only move the elements of one array.
+# These also follow their inputs, and only move the elements of one array.
 MOVES = {
     *("broadcast_in_dim", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims"),
     *("gather", "layout_constraint", "mesh_cast", "name", "pvary", "reshape", "reshard"),
@@ -99,7 +99,7 @@ MOVES = {
     *("transpose", "unstack", "with_memory_space_constraint"),
 }
 
-# These follow their inputs, too: they move or choose elements of several arrays.
+# These also follow their inputs: they move or choose elements of several arrays.
 CHOICES = {
     *("all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin"),
     *("concatenate", "cummax", "cummin", "dynamic_update_slice", "optimization_barrier"),
@@ -132,7 +132,7 @@ CHAINED_MOVES = {
     *("broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reshape", "rev"),
     *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
 }
-# Calls are part of a chain, too, if all that they hold is.
+# A call is part of a chain if all that it holds is.
 CALLS = {"custom_jvp_call", "jit", "pjit"}
 CHAINED = FLOAT32_ELEMENTWISE | ELEMENTWISE | CHAINED_MOVES | CALLS
 CHAINED |= {"convert_element_type", "stop_gradient"}

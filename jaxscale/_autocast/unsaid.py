@@ -105,11 +105,13 @@ def _reads_nothing_but(known: set[Any], eqn: JaxprEqn) -> bool:
 
 def _why_left(eqn: JaxprEqn) -> str | None:
     """Returns why what is in an equation runs as it is written, or `None` if it does not."""
-    read: Any = _READERS.get(operation(eqn))
-    if read is None:
-        return _NO_RULE if _may_have_products(eqn) else None
+    reader: Any = _READERS.get(operation(eqn))
+    if reader is None:
+        if _may_have_products(eqn):
+            return _NO_RULE
+        return None
     try:
-        read(eqn)
+        reader(eqn)
     except _jax.UnknownFormError:
         return _why_not_read(eqn)
     is_with_refs = eqn.primitive.name in _LOOPS and any(map(_jax.is_ref, eqn.invars))
@@ -122,7 +124,9 @@ def _why_not_read(eqn: JaxprEqn) -> str | None:
     """Returns why an equation has another form than is known, `None` if no product is in it."""
     if any(programs(eqn)) and not has_products(eqn):
         return None
-    reason = _OWN_TYPES if _jax.takes_own_types(eqn) else _UNKNOWN_FORM
+    reason = _UNKNOWN_FORM
+    if _jax.takes_own_types(eqn):
+        reason = _OWN_TYPES
     class_name = _jax.class_of_object(eqn)
     if class_name is None:
         return reason

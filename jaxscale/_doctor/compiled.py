@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from .._gradients.boundary import scale_backward
+from .._gradients.scale_backward import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import LossScaleState, init_state
-from .._trees.tree import combine
+from .._trees.params import combine
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_array
 from ..diagnostics._trace.program import compile_fast
@@ -52,7 +52,12 @@ class CompiledBackward:
             loss, grads = value_and_grad(loss_of, state)(params, arrays)
             return BackwardPass(loss, grads, all_finite(grads))
 
-        arrays = jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, target.batch)
+        def keep_array(leaf: Any) -> Any:
+            if is_array(leaf):
+                return leaf
+            return None
+
+        arrays = jax.tree.map(keep_array, target.batch)
         self.loss_of = loss_of
         self.args = (target.params, arrays)
         # As if each operation ran by itself, which is how the trace runs it.

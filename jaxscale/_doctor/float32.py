@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from .._trees.tree import leaf_name
+from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._trace.backward import Run, TracedBackward
 from ..diagnostics._trace.report import Place, TraceReport
 from .announcer import Announce

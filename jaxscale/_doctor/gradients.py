@@ -1,6 +1,6 @@
 """Gradients on the host: by their names, compared with others, and counted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._trees.tree import leaf_name, replace_gradients
+from .._trees.gradient_leaves import leaf_name, replace_gradients
 from ..diagnostics._histogram import Histogram, histogram
 from ..diagnostics._leaves import LeafCounts, leaf_counts
 
@@ -29,8 +29,10 @@ class Gradients(NamedTuple):
 
     @classmethod
     def from_tree(cls, tree: optax.Updates) -> Self:
-        pairs = jax.tree_util.tree_leaves_with_path(tree)
-        return cls(tree, {leaf_name(path): np.asarray(leaf) for path, leaf in pairs})
+        by_name = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            by_name[leaf_name(path)] = np.asarray(leaf)
+        return cls(tree, by_name)
 
     @property
     def largest(self) -> float:
@@ -73,26 +75,65 @@ def are_finite(grads: Mapping[str, np.ndarray]) -> bool:
     return all(np.isfinite(leaf).all() for leaf in grads.values())
 
 
+class _Difference(NamedTuple):
+    """How numbers differ from what they should be."""
+
+    num_flushed: int  # how many became 0
+    num_nonzero: int  # how many should not be 0
+    error_norm: float  # the norm of the difference
+    exact_norm: float  # the norm of what they should be
+
+    @property
+    def flushed(self) -> float:
+        return _ratio(self.num_flushed, self.num_nonzero)
+
+    @property
+    def error(self) -> float:
+        return _ratio(self.error_norm, self.exact_norm)
+
+
 def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Comparison:
     """Returns what `grads` lost, compared with `exact`, both by the names of leaves."""
     leaves = []
-    counts = []  # of each leaf: how many numbers became 0, and how many should not be 0
-    norms = []  # of each leaf: that of the difference, and that of what it should be
+    differences = []
     for name, exact_leaf in exact.items():
-        leaf = np.asarray(grads[name])
-        exact_leaf = np.asarray(exact_leaf)
-        count = np.sum((leaf == 0) & (exact_leaf != 0)), np.count_nonzero(exact_leaf)
-        norm = _norm(leaf, exact_leaf), _norm(exact_leaf)
-        leaves.append(LeafError(name, flushed=_ratio(*count), error=_ratio(*norm)))
-        counts.append(count)
-        norms.append(norm)
-    worst = max(leaves, key=lambda leaf: leaf.flushed)
+        difference = _compare_leaf(np.asarray(grads[name]), np.asarray(exact_leaf))
+        differences.append(difference)
+        leaves.append(LeafError(name, flushed=difference.flushed, error=difference.error))
+    whole = _unite_differences(differences)
+    leaf_most_flushed = max(leaves, key=lambda leaf: leaf.flushed)
+    worst = ""
+    if leaf_most_flushed.flushed:
+        worst = leaf_most_flushed.path
+    leaves.sort(key=lambda leaf: -leaf.error)
     return Comparison(
-        flushed=_ratio(*np.sum(counts, axis=0)),
-        error=_ratio(*np.linalg.norm(norms, axis=0)),
-        worst=worst.path if worst.flushed else "",
-        worst_flushed=worst.flushed,
-        leaves=tuple(sorted(leaves, key=lambda leaf: -leaf.error)),
+        flushed=whole.flushed,
+        error=whole.error,
+        worst=worst,
+        worst_flushed=leaf_most_flushed.flushed,
+        leaves=tuple(leaves),
+    )
+
+
+def _compare_leaf(leaf: np.ndarray, exact: np.ndarray) -> _Difference:
+    is_flushed = (leaf == 0) & (exact != 0)
+    return _Difference(
+        num_flushed=int(np.count_nonzero(is_flushed)),
+        num_nonzero=int(np.count_nonzero(exact)),
+        error_norm=_norm(leaf, exact),
+        exact_norm=_norm(exact),
+    )
+
+
+def _unite_differences(differences: Sequence[_Difference]) -> _Difference:
+    """Returns the difference of all leaves together."""
+    norms = [(leaf.error_norm, leaf.exact_norm) for leaf in differences]
+    error_norm, exact_norm = np.linalg.norm(norms, axis=0)
+    return _Difference(
+        num_flushed=sum(leaf.num_flushed for leaf in differences),
+        num_nonzero=sum(leaf.num_nonzero for leaf in differences),
+        error_norm=error_norm,
+        exact_norm=exact_norm,
     )
 
 
@@ -130,16 +171,24 @@ def _count_rows(leaf: np.ndarray, loss_scale: jax.Array) -> _CountedNumbers:
     num_filled = -leaf.size % _ROW_LENGTH
     if not leaf.size:
         num_filled = _ROW_LENGTH
-    filled = np.append(leaf.ravel(), np.zeros(num_filled, leaf.dtype))
-    rows = [_count_row(row, loss_scale) for row in filled.reshape(-1, _ROW_LENGTH)]
-    rows = jax.device_get(rows)
+    zeros = np.zeros(num_filled, leaf.dtype)
+    filled = np.append(leaf.ravel(), zeros)
+    rows = []
+    for row in filled.reshape(-1, _ROW_LENGTH):
+        rows.append(_count_row(row, loss_scale))
+    return _add_rows(jax.device_get(rows), num_filled)
 
-    counts = np.sum([row.counts for row in rows], axis=0)
-    counts[_LARGEST] = max(row.counts[_LARGEST] for row in rows)
+
+def _add_rows(rows: Sequence[_CountedNumbers], num_filled: int) -> _CountedNumbers:
+    """Adds up the counts of rows, without so many zeros that the last was filled up with."""
+    counts_of_rows = np.array([row.counts for row in rows])
+    counts = counts_of_rows.sum(axis=0)
+    counts[_LARGEST] = counts_of_rows[:, _LARGEST].max()
     counts[_SIZE] -= num_filled
     counts[_ZERO] -= num_filled
     summed = _add_histograms([row.histogram for row in rows])
-    return _CountedNumbers(counts, summed._replace(zero=summed.zero - num_filled))
+    zero = summed.zero - num_filled
+    return _CountedNumbers(counts, summed._replace(zero=zero))
 
 
 def _add_histograms(histograms: list[Histogram]) -> Histogram:
@@ -153,9 +202,14 @@ def _find_largest(leaf: np.ndarray) -> float:
 
 def _norm(leaf: np.ndarray, subtracted: np.ndarray | float = 0.0) -> float:
     # The parts of complex numbers one by one: NumPy has no wider complex type for all of them.
-    wide = np.complex128 if np.iscomplexobj(leaf) else np.float64
-    return float(np.linalg.norm((leaf.astype(wide) - subtracted).ravel()))
+    wide_dtype = np.float64
+    if np.iscomplexobj(leaf):
+        wide_dtype = np.complex128
+    difference = leaf.astype(wide_dtype) - subtracted
+    return float(np.linalg.norm(difference.ravel()))
 
 
 def _ratio(part: Any, whole: Any) -> float:
-    return float(part / whole) if whole else 0.0
+    if not whole:
+        return 0.0
+    return float(part / whole)

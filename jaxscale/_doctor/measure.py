@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from .._autocast.api import autocast
-from .._jax import ClosedJaxpr, JaxprEqn, backward_rule, closed, has_narrow_range, programs
+from .._jax import ClosedJaxpr, backward_rule, has_narrow_range, walk_program
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._histogram import shares
 from ..diagnostics._leaves import table
@@ -307,7 +307,7 @@ def find_layers(histograms: Any, loss_scale: float) -> Underflow:
 def _find_dtypes(program: ClosedJaxpr) -> set[Any]:
     """Returns the floating dtypes that a program computes in."""
     variables = [*program.jaxpr.outvars]
-    for eqn in _walk_equations(program):
+    for eqn in walk_program(program):
         variables += eqn.outvars
     dtypes = {getattr(variable.aval, "dtype", None) for variable in variables}
     return {d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)}
@@ -316,16 +316,9 @@ def _find_dtypes(program: ClosedJaxpr) -> set[Any]:
 def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:
     """Returns the names of the backward rules, by the line that calls their functions."""
     rules = {}
-    for eqn in _walk_equations(program):
+    for eqn in walk_program(program):
         rule = backward_rule(eqn)
         if rule:
             for line in lines(eqn, ())[:1]:
                 rules[str(line)] = rule
     return rules
-
-
-def _walk_equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
-    for eqn in program.jaxpr.eqns:
-        yield eqn
-        for inner in programs(eqn):
-            yield from _walk_equations(closed(inner))

@@ -43,11 +43,11 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
 
 def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
     """Notes inf and NaN that reach neither the loss nor the gradients, on lines not yet named."""
-    places = [
-        place
-        for place in exam.trace.nonfinite
-        if place.file and not place.reaches and SourcePlace(place.file, place.line) not in named
-    ]
+    places = []
+    for place in exam.trace.nonfinite:
+        is_named = SourcePlace(place.file, place.line) in named
+        if place.file and not place.reaches and not is_named:
+            places.append(place)
     if places:
         title = f"Inf or NaN made at {name_lines(places)} does not reach the loss or the gradients."
         words = "This is fine for a mask, unless a whole row is masked: then softmax is NaN."
@@ -133,10 +133,13 @@ def _say_outputs(exam: Exam) -> str:
     """Returns which of the loss, the auxiliary output and the gradients are not finite."""
     names = exam.trace.nonfinite_outputs
     num_grads = sum(name.startswith("grads") for name in names)
-    share = f"inf or NaN is in {num_grads} of {len(exam.leaf_table.rows)} gradients"
+    num_leaves = len(exam.leaf_table.rows)
+    share = f"inf or NaN is in {num_grads} of {num_leaves} gradients"
     if "loss" in names:
         loss = f"The loss is {number(exam.trace.loss)}"
-        return f"{loss}, and {share}" if num_grads else loss
+        if not num_grads:
+            return loss
+        return f"{loss}, and {share}"
     if not num_grads:
         others = [name for name in names if name.startswith("aux")]
         return f"The loss and the gradients are finite, but {list_names(others)} is not"

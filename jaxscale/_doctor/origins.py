@@ -51,6 +51,13 @@ class Sum(NamedTuple):
     weight: float  # the loss is this times the sum: of a mean, one over the size
 
 
+class _Term(NamedTuple):
+    """Numbers that an operation adds up, and how many times they count in the loss."""
+
+    maker: EquationKey  # the operation that made them
+    weight: float
+
+
 class Operations:
     """The operations of a pass, and which of them made the numbers of which."""
 
@@ -88,8 +95,11 @@ class Operations:
 
     def _find_totals(self, exponential: EquationKey) -> list[EquationKey]:
         """Returns the sums that an exponential goes into."""
-        readers = self._walk_on(exponential, _MOVES)
-        return [reader for reader in readers if self._name(reader) in ("reduce_sum", "dot_general")]
+        totals = []
+        for reader in self._walk_on(exponential, _MOVES):
+            if self._name(reader) in ("reduce_sum", "dot_general"):
+                totals.append(reader)
+        return totals
 
     def _is_divided_by(self, quotient: EquationKey, total: EquationKey) -> bool:
         """Returns whether exponentials, maybe times values, are divided by their sum.
@@ -163,30 +173,46 @@ class Operations:
         """Returns the sums in the numbers of an operation, which count `weight` times."""
         if key not in self._equations or key in visited:
             return
-        find_before = functools.partial(self._find_sums, visited=visited | {key})
-        eqn, _ = self._equations[key]
+        if self._name(key) == "reduce_sum":
+            yield self._describe_sum(key, weight)
+        for term in self._find_terms(key, weight):
+            yield from self._find_sums(term.maker, term.weight, visited | {key})
+
+    def _find_terms(self, key: EquationKey, weight: float) -> list[_Term]:
+        """Returns what an operation, whose numbers count `weight` times, is linear in."""
         makers = self._makers[key]
         name = self._name(key)
         if name == "reduce_sum":
-            yield self._describe_sum(key, weight)
-            yield from find_before(makers[0], weight)
-        elif name in _MOVES or name in _SUMS:
-            for maker in makers:
-                yield from find_before(maker, weight)
-        elif name == "div" and _is_number(eqn.invars[1]):
-            yield from find_before(makers[0], weight / _read_number(eqn.invars[1]))
-        elif name == "mul" and _is_number(eqn.invars[1]):
-            yield from find_before(makers[0], weight * _read_number(eqn.invars[1]))
-        elif name == "mul" and _is_number(eqn.invars[0]):
-            yield from find_before(makers[1], weight * _read_number(eqn.invars[0]))
+            return [_Term(makers[0], weight)]
+        if name in _MOVES or name in _SUMS:
+            return [_Term(maker, weight) for maker in makers]
+        if name not in ("div", "mul"):
+            return []
+        first, second = self._equation(key).invars
+        if _is_number(second):
+            number = _read_number(second)
+            if name == "div":
+                return [_Term(makers[0], weight / number)]
+            return [_Term(makers[0], weight * number)]
+        if name == "mul" and _is_number(first):
+            return [_Term(makers[1], weight * _read_number(first))]
+        return []
 
     def _describe_sum(self, key: EquationKey, weight: float) -> Sum:
         eqn, around = self._equations[key]
-        size = _count_numbers(eqn.invars[0]) // max(_count_numbers(eqn.outvars[0]), 1)
-        innermost = next(iter(lines(eqn, around)), None)
-        if innermost is None:
+        num_sums = max(_count_numbers(eqn.outvars[0]), 1)
+        size = _count_numbers(eqn.invars[0]) // num_sums
+        frames = lines(eqn, around)
+        if not frames:
             return Sum(where="", file="", line=0, size=size, weight=weight)
-        return Sum(str(innermost), innermost.file, innermost.number, size, weight)
+        innermost = frames[0]
+        return Sum(
+            where=str(innermost),
+            file=innermost.file,
+            line=innermost.number,
+            size=size,
+            weight=weight,
+        )
 
     # Walks from one operation to others.
 

@@ -133,16 +133,20 @@ def _list_formats(exam: Exam) -> list[str]:
 def _tabulate_layers(exam: Exam) -> _LayerTable:
     formats = _list_formats(exam)
     layers = exam.layers.layers
-    # The shares of a layer without finite nonzero gradients are all 0.
-    blank = [name for name, shares in layers.items() if not any(shares["float16"])]
-    lost = {
-        name: _find_largest_loss(shares, formats)
-        for name, shares in layers.items()
-        if name not in blank
-    }
+    blank = []
+    lost = {}
+    for name, shares in layers.items():
+        # The shares of a layer without finite nonzero gradients are all 0.
+        if any(shares["float16"]):
+            lost[name] = _find_largest_loss(shares, formats)
+        else:
+            blank.append(name)
     losing = [name for name, share in lost.items() if share]
     worst = sorted(losing, key=lambda name: -lost[name])[:_MOST_LAYERS]
-    rows = [_LayerRow(name, _make_cells(layers[name], formats)) for name in lost if name in worst]
+    rows = []  # in the order of the layers
+    for name, shares in layers.items():
+        if name in worst:
+            rows.append(_LayerRow(name, _make_cells(shares, formats)))
 
     others = []
     if blank:
@@ -151,7 +155,9 @@ def _tabulate_layers(exam: Exam) -> _LayerTable:
         others.append(f"Layers without a finite, nonzero gradient to judge: {count}: {names}.")
     num_others = len(lost) - len(rows)
     if num_others:
-        what = "less or nothing" if len(worst) < len(losing) else "nothing"
+        what = "nothing"
+        if len(worst) < len(losing):
+            what = "less or nothing"
         where = " or ".join(formats)
         others.append(f"Layers that lose {what} in {where}: {num_others} of {len(layers)}.")
     return _LayerTable(formats, rows, others)

@@ -73,7 +73,9 @@ def find_relief(
     """
 
     def error_of(grads: Mapping[str, np.ndarray]) -> float:
-        return 0.0 if are_finite(grads) else math.inf
+        if are_finite(grads):
+            return 0.0
+        return math.inf
 
     search = FaultSearch(backward, run, error_of, loss_scale)
     remedy = search.find_remedy(first, _MOST_LINES_OF_RELIEF)
@@ -112,7 +114,9 @@ class FaultSearch:
         """Returns the one equation, if there is one, at which gradients go wrong."""
         error = self._error_of(self._run(wide).grads)
         errors = {0: 0.0, len(self._keys): error}  # with so many equations as written
-        middle_error = error / 2 if math.isfinite(error) else CLOSE
+        middle_error = CLOSE
+        if math.isfinite(error):
+            middle_error = error / 2
 
         def is_wrong(number: int) -> bool:
             errors[number] = self._error_of(self._run(wide, number).grads)
@@ -121,7 +125,8 @@ class FaultSearch:
         wrong = _bisect(len(self._keys), is_wrong)
         error_with = errors[wrong]
         error_without = errors[wrong - 1]
-        if error_with - error_without < _BLAME * min(2 * middle_error, error_with):
+        whole_error = min(2 * middle_error, error_with)
+        if error_with - error_without < _BLAME * whole_error:
             return None
         return self._describe_culprit(self._keys[wrong - 1], wide, error_with, _FLUSHED)
 
@@ -141,7 +146,9 @@ class FaultSearch:
             return None
         last = self._keys[_bisect(len(self._keys), is_nonfinite) - 1]
         culprit = self._describe_culprit(last, wide, math.inf, 0.0)
-        return culprit if culprit.kind == "underflow" else None
+        if culprit.kind != "underflow":
+            return None
+        return culprit
 
     def find_remedy(self, first: Place, most: int = _MOST_LINES) -> Remedy:
         """Returns at most so many lines, that of `first` among them, and how well they do."""

@@ -38,7 +38,8 @@ def find_start(exam: Exam) -> Start | None:
     if largest is None:
         return None
     default = DynamicLossScale()
-    skipped = math.ceil(math.log(largest / default.init_scale, default.backoff_factor))
+    num_backoffs = math.log(largest / default.init_scale, default.backoff_factor)
+    skipped = math.ceil(num_backoffs)
     if skipped <= 0:
         return Start(skipped=0, retries=0, code="jaxscale.loss_scaled(optimizer)")
     if largest >= default.min_scale:
@@ -69,7 +70,9 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
         return
     start = find_start(exam)
     if start is None or exam.is_all_zero:
-        reason = "everything is finite" if start is None else "some gradient is not 0"
+        reason = "some gradient is not 0"
+        if start is None:
+            reason = "everything is finite"
         yield make_finding(f"The doctor can only say whether it needs a loss scale once {reason}.")
     elif start.skipped is None:
         yield _find_scale_below_one(exam, start)
@@ -142,9 +145,13 @@ def _judge_scale(exam: Exam, comparison: Comparison) -> str:
         losses += f", and together they are off by {percent(min(comparison.error, 1.0))}"
     is_needed = needs_scale(exam)
     if exam.judged_scale == 1:
-        verdict = "It needs a loss scale" if is_needed else "This batch needs no loss scale"
+        verdict = "This batch needs no loss scale"
+        if is_needed:
+            verdict = "It needs a loss scale"
         return f"{verdict}: without one {losses}."
-    verdict = "is too low" if is_needed else "is high enough"
+    verdict = "is high enough"
+    if is_needed:
+        verdict = "is too low"
     return f"Loss scale {power(exam.judged_scale)} {verdict}: there {losses}."
 
 

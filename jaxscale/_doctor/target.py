@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._trees.gradient_leaves import leaf_name, list_gradients, only_gradients
 from .._trees.leaf import dtype_of, is_array_like
-from .._trees.tree import combine, leaf_name, list_gradients, only_gradients
+from .._trees.params import combine
 from ..diagnostics._formats import describe, is_array
 from ..diagnostics._trace.places import Constants, is_users_file
 
@@ -90,7 +91,9 @@ def _import(place: str) -> ModuleType:
         sys.path.insert(0, os.getcwd())
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        missing = None
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name
         if missing and (place == missing or place.startswith(f"{missing}.")):
             raise TargetError(
                 f"There is no module {missing} in {os.getcwd()} or among the installed packages. "
@@ -153,7 +156,9 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
         nonlocal has_aux
         output = loss_of_gradients(trained, batch)
         has_aux = isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0])
-        loss = output[0] if has_aux else output
+        loss = output
+        if has_aux:
+            loss = output[0]
         if not _is_loss(loss):
             raise TargetError(
                 f"The loss function of {call} must return one floating number, or a pair that "
@@ -193,18 +198,20 @@ def _take_gradients(
     try:
         return only_gradients(params), lambda trained: combine(trained, params)
     except Exception:  # whatever the class raises
-        structure = jax.tree.structure(params)
-        pairs = jax.tree_util.tree_leaves_with_path(params)
-        leaves = [(leaf_name(path), leaf) for path, leaf in pairs]
+        pairs, structure = jax.tree_util.tree_flatten_with_path(params)
 
     def restore(trained: Any) -> optax.Params:
-        return structure.unflatten(trained.get(name, leaf) for name, leaf in leaves)
+        leaves = [trained.get(leaf_name(path), leaf) for path, leaf in pairs]
+        return structure.unflatten(leaves)
 
-    return {leaf_name(path): leaf for path, leaf in list_gradients(params)}, restore
+    trained = {leaf_name(path): leaf for path, leaf in list_gradients(params)}
+    return trained, restore
 
 
 def _put_on_device(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if is_array(leaf) else leaf
+    if is_array(leaf):
+        return jnp.asarray(leaf)
+    return leaf
 
 
 def _trace(

@@ -12,7 +12,8 @@ _MOST_NAMES = 5  # in a list
 
 def list_names(names: Sequence[str]) -> str:
     """Returns the first few names, and how many more there are."""
-    return " ".join([", ".join(names[:_MOST_NAMES]), *and_more(names, _MOST_NAMES)])
+    first_names = ", ".join(names[:_MOST_NAMES])
+    return " ".join([first_names, *and_more(names, _MOST_NAMES)])
 
 
 def name_line(place: Place) -> str:
@@ -22,16 +23,26 @@ def name_line(place: Place) -> str:
 
 def name_lines(places: Iterable[Place]) -> str:
     """Returns the files and lines of equations, each once."""
-    names = dict.fromkeys(name_line(place) for place in places)
-    return list_names(list(names))
+    names = []
+    for place in places:
+        name = name_line(place)
+        if name not in names:
+            names.append(name)
+    return list_names(names)
 
 
 def join_lines(lines: Sequence[str], where: str, here: str) -> str:
     """Returns files and lines in words, with the word `here` for the one just named, `where`."""
-    names = [here if line == where else line for line in lines]
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    names = []
+    for line in lines:
+        if line == where:
+            names.append(here)
+        else:
+            names.append(line)
+    *others, last = names
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"
 
 
 def say_rounded(constant: TracedConstant) -> str:
@@ -41,12 +52,11 @@ def say_rounded(constant: TracedConstant) -> str:
 
 def say_rounded_at(place: Place, exam: Exam) -> list[str]:
     """Returns what numbers of the source became that stand in the line of an equation."""
-    line = (place.file, place.line)
-    return [
-        f"{say_rounded(constant)}."
-        for constant in exam.trace.constants
-        if (constant.file, constant.line) == line
-    ]
+    sentences = []
+    for constant in exam.trace.constants:
+        if constant.file == place.file and constant.line == place.line:
+            sentences.append(f"{say_rounded(constant)}.")
+    return sentences
 
 
 def say_backward_rule(place: Place, exam: Exam) -> list[str]:

@@ -53,11 +53,13 @@ def _say_wrong_gradients(exam: Exam, leaves: tuple[LeafError, ...]) -> str:
     """Returns how many gradients are wrong, and how far the worst one is off."""
     wrong_leaves = exam.float32.wrong_leaves
     worst = next(leaf for leaf in leaves if leaf.path == wrong_leaves[0])
-    count = f"{len(wrong_leaves)} of {len(exam.leaf_table.rows)}"
+    num_leaves = len(exam.leaf_table.rows)
+    count = f"{len(wrong_leaves)} of {num_leaves}"
     scale = ""
     if exam.largest_scale:
         scale = f" at loss scale {power(exam.largest_scale)}, the largest that fits"
-    off = f"off by {percent(min(worst.error, 1.0))}, compared with float32"
+    error = percent(min(worst.error, 1.0))
+    off = f"off by {error}, compared with float32"
     if worst.flushed == 1:
         off = "flushed to 0"
     return f"Everything is finite, but {count} gradients are wrong{scale}: {worst.path} is {off}."
@@ -104,8 +106,12 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
     which = join_lines(remedy.lines, where, "this line")
     if not remedy.works:
         return f"With {which} in float32, the gradients are still wrong: more lines need it."
-    how = f"within {percent(remedy.error)}" if remedy.error else "to the last bit"
-    verb = "Compute" if is_first else "Or compute"
+    how = "to the last bit"
+    if remedy.error:
+        how = f"within {percent(remedy.error)}"
+    verb = "Or compute"
+    if is_first:
+        verb = "Compute"
     return (
         f"{verb} {which} in float32: that was tried, and the gradients then are those of float32 "
         f"{how}. {say_how_to_widen(exam)}"

@@ -8,113 +8,14 @@ Control flow and functions with derivative rules belong to one part as a whole. 
 nothing but their program, such as `jit` and `jax.checkpoint`, and `shard_map` are divided in two.
 """
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
-
-from .. import _jax
-from .._autocast.callers import Owner, owner_of
-from .._autocast.casts import has_products, reads_half
-from .._autocast.readers import has_gradient
-from .._jax import (
-    ClosedJaxpr,
-    JaxprEqn,
-    Literal,
-    UnknownFormError,
-    bind,
-    context,
-    programs,
-    source,
-    variables,
-)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Crossing:
-    """A value that goes from the head of a call to its tail: a variable outside of the call."""
-
-    aval: Any
-
-
-class _Step(NamedTuple):
-    """An equation, or the head or the tail of one that is divided."""
-
-    eqn: JaxprEqn
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    holds_half: bool
-    of: "Split | None" = None  # the parts of a divided call
-    part: "Part | None" = None  # and which of them this is
-
-
-class Part:
-    """Some steps of a program, as a function of lists of arrays.
-
-    Its `inputs` are the variables that it reads and does not compute. Its `outputs` may be
-    literals, if the program returns these.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        steps: Sequence[_Step],
-        inputs: Iterable[Any],
-        outputs: Sequence[Any],
-        constants: dict[Any, Any],
-    ) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.steps, self._constants = steps, constants
-        read = set(variables(outputs)).union(*(variables(step.invars) for step in steps))
-        self.inputs = [var for var in inputs if var in read]
-        self.outputs = outputs
-
-    def __call__(self, *args: Any) -> list[Any]:
-        env = self._constants | dict(zip(self.inputs, args, strict=True))
-        for step in self.steps:
-            values = _evaluate(step, [_read(env, atom) for atom in step.invars])
-            env.update(zip(step.outvars, values, strict=True))
-        return [_read(env, atom) for atom in self.outputs]
-
-    def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
-        """Returns the part without the casts of some inputs to half precision.
-
-        What each is cast to becomes an input. The second result says of what it is a cast.
-        """
-        wide = {var for var in by if not _jax.holds_half(var.aval)}
-        sources: dict[Any, Any] = {
-            step.outvars[0]: step.invars[0]
-            for step in self.steps
-            if step.eqn.primitive.name == "convert_element_type"
-            and _jax.holds_half(step.outvars[0].aval)
-            and not wide.isdisjoint(variables(step.invars))
-        }
-        steps = [step for step in self.steps if sources.keys().isdisjoint(step.outvars)]
-        inputs = [*self.inputs, *sources]
-        return Part(self.__name__, steps, inputs, self.outputs, self._constants), sources
-
-    def derived(self, by: Iterable[Any]) -> set[Any]:
-        """Returns the variables that may have a derivative by some of the inputs, and these."""
-        found = set(by)
-        for step in self.steps:
-            is_stopped = step.eqn.primitive.name == "stop_gradient"
-            if not is_stopped and not found.isdisjoint(variables(step.invars)):
-                written = (*step.outvars, *_refs(step))
-                found.update(var for var in written if _jax.holds_inexact(var.aval))
-        return found
-
-
-class Split(NamedTuple):
-    """A program in two parts."""
-
-    inputs: list[Any]  # the variables of its inputs
-    head: Part  # returns what the tail reads of it, and then the outputs in `from_head`
-    tail: Part  # returns the other outputs
-    crossing: list[Any]  # the variables that go from the head to the tail
-    from_head: list[int]  # which outputs of the program the head returns itself
+from .._autocast.callers import Owner
+from .._jax import ClosedJaxpr, JaxprEqn, Literal, variables
+from .half_finder import EquationSearch, HalfFinder, is_typed_half
+from .parts import Crossing, Part, Split, Step, find_divisible, refs_of
 
 
 def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
@@ -123,112 +24,13 @@ def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     Matrix products in float32 count as half precision if an `autocast` may yet make them that:
     if the program was traced for one, or if nothing else in it is in half precision.
     """
-    holds_typed_half = _Search(_is_typed_half)
+    holds_typed_half = EquationSearch(is_typed_half)
     casts = under_autocast or not any(map(holds_typed_half, program.jaxpr.eqns))
-    finder = _HalfFinder(holds_typed_half, casts)
+    finder = HalfFinder(holds_typed_half, casts)
     finder.search(program, [True] * len(program.jaxpr.outvars), Owner.MODEL)
     splitter = _Splitter(finder.holds_half)
-    return splitter.make_parts(program, *splitter.divide(program, ()), from_head=[])
-
-
-class _Search:
-    """Whether an equation, or one in the programs that it holds, has a property.
-
-    A program that several equations hold is searched once.
-    """
-
-    def __init__(self, has: Callable[[JaxprEqn], bool]) -> None:
-        self._has = has
-        self._known: dict[Any, bool] = {}
-
-    def __call__(self, eqn: JaxprEqn) -> bool:
-        return self._has(eqn) or self.within(eqn)
-
-    def within(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation in the programs that this one holds has the property."""
-        return any(map(self._in_program, programs(eqn)))
-
-    def _in_program(self, program: Any) -> bool:
-        jaxpr = _jax.closed(program).jaxpr
-        if jaxpr not in self._known:
-            self._known[jaxpr] = any(map(self, jaxpr.eqns))
-        return self._known[jaxpr]
-
-
-class _HalfFinder:
-    """Finds the equations with half-precision values that a cotangent comes back to.
-
-    A value in half precision that is only kept, for what is computed again, has no cotangent that
-    could flush. With `casts`, products in float32 count as half precision.
-
-    An equation of a program that is called many times counts if it does in one of these calls.
-    """
-
-    def __init__(self, holds_typed_half: _Search, casts: bool) -> None:
-        self._holds_typed_half = holds_typed_half
-        self._casts = casts
-        self._found: set[int] = set()  # identities of equations
-        self._known: dict[Any, list[bool]] = {}
-
-    def holds_half(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation of a program that was searched was found."""
-        return id(eqn) in self._found
-
-    def search(
-        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
-    ) -> list[bool]:
-        """Searches a program, and those that its divisible calls hold.
-
-        Args:
-          program: a program.
-          pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
-          owner: whose products these are, as in `owner_of`.
-
-        Returns:
-          For each input of the program, whether a cotangent comes back to it.
-        """
-        key = program.jaxpr, tuple(pulled_outputs), owner
-        if key not in self._known:
-            pulled = self._find_pulled(program, pulled_outputs, owner)
-            for eqn in program.jaxpr.eqns:
-                if self._is_half(eqn, pulled, owner):
-                    self._found.add(id(eqn))
-            self._known[key] = [var in pulled for var in program.jaxpr.invars]
-        return self._known[key]
-
-    def _find_pulled(
-        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
-    ) -> set[Any]:
-        """Returns the variables that a cotangent comes back to, and searches the calls."""
-        pulled = set(variables(itertools.compress(program.jaxpr.outvars, pulled_outputs)))
-        for eqn in reversed(program.jaxpr.eqns):
-            inner = _divided(eqn)
-            if inner is not None:
-                of_call = [var in pulled for var in eqn.outvars]
-                back = self.search(inner, of_call, owner_of(eqn, owner))
-            elif not pulled.isdisjoint(_refs(eqn)):
-                back = [True] * len(eqn.invars)  # what it writes is read later
-            elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
-                continue
-            elif _jax.is_stand_in(eqn):
-                back = [False, True]
-            else:
-                back = [True] * len(eqn.invars)
-            pulled.update(variables(itertools.compress(eqn.invars, back)))
-        return pulled
-
-    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], owner: Owner) -> bool:
-        inner = _divided(eqn)
-        atoms = {*eqn.outvars}
-        if inner is None:
-            atoms.update(variables(eqn.invars))
-        if any(_jax.holds_half(atom.aval) for atom in atoms & pulled):
-            return True
-        if inner is not None:
-            return any(map(self.holds_half, inner.jaxpr.eqns))
-        if self._holds_typed_half.within(eqn):
-            return True
-        return self._casts and (reads_half(eqn, owner) or has_products(eqn, owner))
+    head, tail = splitter.divide(program, needed=())
+    return splitter.make_parts(program, head, tail, from_head=[])
 
 
 class _Splitter:
@@ -242,9 +44,7 @@ class _Splitter:
         self._holds_half = holds_half
         self._known: dict[Any, Split | None] = {}
 
-    def divide(
-        self, program: ClosedJaxpr, needed: Iterable[Any]
-    ) -> tuple[list[_Step], list[_Step]]:
+    def divide(self, program: ClosedJaxpr, needed: Iterable[Any]) -> tuple[list[Step], list[Step]]:
         """Returns the steps of the head and of the tail.
 
         The head computes all that is in half precision, what that is computed from, and what is
@@ -253,21 +53,23 @@ class _Splitter:
         """
         of_head = set(variables(needed))
         while True:
-            head, tail = self._divide(program, of_head)
-            refs = {ref for step in head for ref in _refs(step)}
+            head, tail = self._assign_steps(program, of_head)
+            refs = {ref for step in head for ref in refs_of(step)}
             if refs <= of_head:
                 return head, tail
             of_head |= refs
 
-    def _divide(self, program: ClosedJaxpr, of_head: set[Any]) -> tuple[list[_Step], list[_Step]]:
+    def _assign_steps(
+        self, program: ClosedJaxpr, of_head: set[Any]
+    ) -> tuple[list[Step], list[Step]]:
         """Returns the steps of the head and of the tail, given variables of the head."""
         in_head = set(of_head)
-        head: list[_Step] = []
-        tail: list[_Step] = []
+        head: list[Step] = []
+        tail: list[Step] = []
         for eqn in reversed(program.jaxpr.eqns):
-            for step in reversed(self._steps(eqn, in_head)):
-                made = (*step.outvars, *_refs(step))
-                if step.holds_half or not in_head.isdisjoint(made):
+            for step in reversed(self._divide_equation(eqn, in_head)):
+                written = (*step.outvars, *refs_of(step))
+                if step.holds_half or not in_head.isdisjoint(written):
                     head.append(step)
                     in_head.update(variables(step.invars))
                 else:
@@ -277,25 +79,26 @@ class _Splitter:
     def make_parts(
         self,
         program: ClosedJaxpr,
-        head: Sequence[_Step],
-        tail: Sequence[_Step],
+        head: Sequence[Step],
+        tail: Sequence[Step],
         from_head: list[int],
     ) -> Split:
         """Returns steps as two parts, of which the head returns some of the outputs itself."""
         jaxpr = program.jaxpr
-        made = [var for step in head for var in step.outvars]
         constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        others = [atom for i, atom in enumerate(jaxpr.outvars) if i not in from_head]
-        after = Part("tail", tail, [*made, *jaxpr.invars], others, constants)
-        crossing = [var for var in after.inputs if var in set(made)]
-        outputs = [*crossing, *(jaxpr.outvars[i] for i in from_head)]
-        before = Part("head", head, jaxpr.invars, outputs, constants)
-        return Split(list(jaxpr.invars), before, after, crossing, from_head)
+        of_head = [var for step in head for var in step.outvars]
+        from_tail = [atom for i, atom in enumerate(jaxpr.outvars) if i not in from_head]
+        tail_part = Part("tail", tail, [*of_head, *jaxpr.invars], from_tail, constants)
+        computed = set(of_head)
+        crossing = [var for var in tail_part.inputs if var in computed]
+        head_outputs = [*crossing, *(jaxpr.outvars[i] for i in from_head)]
+        head_part = Part("head", head, jaxpr.invars, head_outputs, constants)
+        return Split(list(jaxpr.invars), head_part, tail_part, crossing, from_head)
 
-    def _steps(self, eqn: JaxprEqn, in_head: set[Any]) -> list[_Step]:
+    def _divide_equation(self, eqn: JaxprEqn, in_head: set[Any]) -> list[Step]:
         """Returns an equation as one step, or as two if it is a call with a head and a tail."""
-        whole = _Step(eqn, eqn.invars, eqn.outvars, self._holds_half(eqn))
-        inner = _divided(eqn)
+        whole = Step(eqn, eqn.invars, eqn.outvars, self._holds_half(eqn))
+        inner = find_divisible(eqn)
         if not whole.holds_half or inner is None:
             return [whole]
         is_mapped = eqn.primitive.name == "shard_map"
@@ -307,11 +110,11 @@ class _Splitter:
             return [whole]
         # New variables, as a program may be called twice.
         outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
-        outside |= {var: _Crossing(var.aval) for var in parts.crossing}
+        outside |= {var: Crossing(var.aval) for var in parts.crossing}
         crossing = [outside[var] for var in parts.crossing]
         returned = [eqn.outvars[i] for i in parts.from_head]
         others = [var for i, var in enumerate(eqn.outvars) if i not in parts.from_head]
-        head = _Step(
+        head = Step(
             eqn,
             invars=[outside[var] for var in parts.head.inputs],
             outvars=[*crossing, *returned],
@@ -319,7 +122,7 @@ class _Splitter:
             of=parts,
             part=parts.head,
         )
-        tail = _Step(
+        tail = Step(
             eqn,
             invars=[outside[var] for var in parts.tail.inputs],
             outvars=others,
@@ -337,82 +140,13 @@ class _Splitter:
         key = jaxpr, tuple(map(id, program.consts)), tuple(needed), is_mapped
         if key not in self._known:
             head, tail = self.divide(program, itertools.compress(jaxpr.outvars, needed))
-            made = {var for step in head for var in step.outvars}
-            from_head = [
-                i
-                for i, (atom, is_needed) in enumerate(zip(jaxpr.outvars, needed, strict=True))
-                if is_needed or (not is_mapped and not isinstance(atom, Literal) and atom in made)
-            ]
-            parts = self.make_parts(program, head, tail, from_head) if tail else None
-            self._known[key] = parts
+            computed = {var for step in head for var in step.outvars}
+            from_head = []
+            for i, (atom, is_needed) in enumerate(zip(jaxpr.outvars, needed, strict=True)):
+                is_of_head = not isinstance(atom, Literal) and atom in computed
+                if is_needed or (is_of_head and not is_mapped):
+                    from_head.append(i)
+            self._known[key] = None
+            if tail:
+                self._known[key] = self.make_parts(program, head, tail, from_head)
         return self._known[key]
-
-
-def _refs(eqn: JaxprEqn | _Step) -> Iterator[Any]:
-    """Yields the refs that an equation reads or writes: mutable arrays."""
-    return filter(_jax.is_ref, (*eqn.invars, *eqn.outvars))
-
-
-def _divided(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the program of an equation that may be divided in two, such as a call.
-
-    One that takes a ref belongs to one part as a whole.
-    """
-    is_mapped = eqn.primitive.name == "shard_map"
-    if not is_mapped and not _jax.is_divisible(eqn):
-        return None
-    if any(_refs(eqn)):
-        return None
-    try:
-        return _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
-    except UnknownFormError:
-        return None
-
-
-def _evaluate(step: _Step, values: list[Any]) -> list[Any]:
-    with context(step.eqn), source(step.eqn, _jax.current_scopes()):
-        if step.of is None or step.part is None:
-            return bind(step.eqn, values)
-        if step.eqn.primitive.name == "shard_map":
-            return _call_mapped(step.eqn, step.of, step.part, values)
-        return _jax.call_part(step.eqn, step.part, values)
-
-
-def _call_mapped(eqn: JaxprEqn, parts: Split, part: Part, values: list[Any]) -> list[Any]:
-    """Returns the outputs of the head or the tail of a `shard_map`.
-
-    What goes from one to the other gets an axis in front, along which devices that may differ hold
-    a piece each.
-    """
-    mapping = _jax.mapped(eqn)
-    is_head = part is parts.head
-    crossing = set(parts.crossing)
-    specs = dict(zip(parts.inputs, mapping.options["in_specs"], strict=True))
-    for var in crossing:
-        along = mapping.options["axis_names"]
-        if mapping.options["check_vma"]:
-            along = _jax.varying(var.aval)
-        specs[var] = PartitionSpec(tuple(sorted(along, key=repr)) or None)
-
-    def call_part(*args: Any) -> tuple[Any, ...]:
-        inputs = []
-        for arg, var in zip(args, part.inputs, strict=True):
-            inputs.append(arg[0] if var in crossing else arg)
-        outputs = part(*inputs)
-        if is_head:
-            return tuple(jnp.expand_dims(output, 0) for output in outputs)
-        return tuple(outputs)
-
-    options = {"in_specs": tuple(specs[var] for var in part.inputs)}
-    if is_head:
-        options["out_specs"] = tuple(specs[var] for var in part.outputs)
-    mapped_part = mapping.map(call_part, **options)
-    return list(mapped_part(*values))
-
-
-def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, Literal) else env[atom]
-
-
-def _is_typed_half(eqn: JaxprEqn) -> bool:
-    return any(_jax.holds_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))

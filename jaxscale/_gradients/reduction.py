@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 
+from .._trees.casts import cast, widen
+from .._trees.gradient_leaves import list_gradients
 from .._trees.numbers import INFINITY_BITS
-from .._trees.tree import cast, list_gradients, widen
 from .scaled import Scaled, representable
 
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
-from .._trees.tree import map_gradients, widen, widened
+from .._trees.casts import widen, widened
+from .._trees.gradient_leaves import map_gradients
 
 
 def scale(state: Any, tree: Any) -> Any:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
+from .._trees.casts import widen
+from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_array_like
-from .._trees.tree import map_gradients, widen
 from .scaled import Scaled, representable
 
 _Args = ParamSpec("_Args")
@@ -26,6 +27,23 @@ class Seeded(NamedTuple):
 
     aux: Any
     seed: Any  # the factor of the cotangent, `None` at a scale of 1
+
+
+class TransformOutput(NamedTuple):
+    """What a transform returns of a seeded function, whichever form that has."""
+
+    loss: Any  # `None` of `grad`
+    aux: Any
+    seed: Any  # as in `Seeded`; a `vmap` in the transform gives it axes
+    grads: Any
+
+
+class ScaledBackward(NamedTuple):
+    """What a backward pass returns, before the gradients are unscaled."""
+
+    loss: Any  # `None` of `grad`
+    aux: Any
+    grads: Scaled
 
 
 @overload
@@ -108,12 +126,15 @@ def value_and_grad(
       (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
     """
     state = find_scale("value_and_grad", "scaling", scaling)
-    backward = backward_pass("value_and_grad", fun, state, has_aux, transform, kwargs)
+    run_backward = scale_transform("value_and_grad", fun, state, has_aux, transform, kwargs)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        loss, aux, scaled = backward(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), map_gradients(widen, scaled.divided)
+        result = run_backward(*args, **kwargs)
+        grads = map_gradients(widen, result.grads.divided)
+        if has_aux:
+            return (result.loss, result.aux), grads
+        return result.loss, grads
 
     return value_and_grad_fun
 
@@ -170,18 +191,20 @@ def grad(
       Array(6., dtype=float32)
     """
     state = find_scale("grad", "scaling", scaling)
-    backward = backward_pass("grad", fun, state, has_aux, transform, kwargs)
+    run_backward = scale_transform("grad", fun, state, has_aux, transform, kwargs)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        _, aux, scaled = backward(*args, **kwargs)
-        grads = map_gradients(widen, scaled.divided)
-        return (grads, aux) if has_aux else grads
+        result = run_backward(*args, **kwargs)
+        grads = map_gradients(widen, result.grads.divided)
+        if has_aux:
+            return grads, result.aux
+        return grads
 
     return grad_fun
 
 
-def backward_pass(
+def scale_transform(
     call: str,
     fun: Callable[..., Any],
     state: Any,
@@ -189,23 +212,24 @@ def backward_pass(
     transform: Callable[..., Any],
     kwargs: Mapping[str, Any],
     name: str = "fun",
-) -> Callable[..., tuple[Any, Any, Scaled]]:
+) -> Callable[..., ScaledBackward]:
     """Returns a function that evaluates a loss, its auxiliary output and its scaled gradients.
 
-    The loss of `call` "grad" is `None`. A `state` of `None` is a scale of 1. Messages call `fun` by
+    A `state` of `None` is a scale of 1. Messages call `fun` by
     the `name` that it has in the public function, `call`.
     """
-    seeded, one_seed = seed_cotangent(call, fun, state, has_aux, name)
+    seeded, reduce_seed = seed_cotangent(call, fun, state, has_aux, name)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
-    def backward(*args: Any, **kwargs: Any) -> tuple[Any, Any, Scaled]:
-        loss, (aux, seed), grads = unpacked(call, differentiated(*args, **kwargs))
-        seed = one_seed(seed)
+    def run_backward(*args: Any, **kwargs: Any) -> ScaledBackward:
+        output = unpack_output(call, differentiated(*args, **kwargs))
+        loss = output.loss
+        seed = reduce_seed(output.seed)
         if seed is not None and loss is not None:  # no derivative of the loss must be scaled
             loss = _with_tangent(jnp.divide, loss, seed)
-        return loss, aux, Scaled(grads, seed)
+        return ScaledBackward(loss, output.aux, Scaled(output.grads, seed))
 
-    return backward
+    return run_backward
 
 
 def seed_cotangent(
@@ -216,7 +240,7 @@ def seed_cotangent(
     if state is not None and not isinstance(state, UnitLossScaleState):
         scale = state.loss_scale
 
-    def seed_of(dtype: Any) -> jax.Array:
+    def make_seed(dtype: Any) -> jax.Array:
         return representable(jax.lax.stop_gradient(scale), dtype)
 
     @functools.wraps(fun)
@@ -225,26 +249,30 @@ def seed_cotangent(
         if scale is None:
             return loss, Seeded(aux, None)
         # Its largest number depends on the dtype of the loss, which is known only here.
-        seed = seed_of(loss.dtype)
+        seed = make_seed(loss.dtype)
         return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
 
-    def one_seed(seed: Any) -> Any:
+    def reduce_seed(seed: Any) -> Any:
         # A `vmap` in `transform` gives the seed axes, in any order, and maybe of length 0.
-        return seed if seed is None or not seed.ndim else seed_of(seed.dtype)
+        if seed is None or seed.ndim == 0:
+            return seed
+        return make_seed(seed.dtype)
 
-    return seeded, one_seed
+    return seeded, reduce_seed
 
 
-def unpacked(call: str, output: Any) -> tuple[Any, Seeded, Any]:
-    """Returns the loss (`None` for `grad`), auxiliary output and gradients of a transform."""
-    like, form = "value_and_grad", "(loss, grads), and with has_aux=True ((loss, aux), grads)"
+def unpack_output(call: str, output: Any) -> TransformOutput:
+    """Names the parts of what a transform returned. Raises a `TypeError` for another form."""
+    like = "value_and_grad"
+    form = "(loss, grads), and with has_aux=True ((loss, aux), grads)"
     if call == "grad":
-        like, form = "grad", "the gradients, and with has_aux=True (grads, aux)"
+        like = "grad"
+        form = "the gradients, and with has_aux=True (grads, aux)"
     match output:
         case ((loss, Seeded() as seeded), grads) if like == "value_and_grad":
-            return loss, seeded, grads
+            return TransformOutput(loss, seeded.aux, seeded.seed, grads)
         case (grads, Seeded() as seeded) if like == "grad":
-            return None, seeded, grads
+            return TransformOutput(None, seeded.aux, seeded.seed, grads)
         case (_, Seeded()):
             got = "gradients alone. Pass `jax.value_and_grad`, or call `jaxscale.grad`."
         case ((_, Seeded()), _):
@@ -258,6 +286,7 @@ def unpacked(call: str, output: Any) -> tuple[Any, Seeded, Any]:
 
 
 def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+    """Returns the loss as an array, and the auxiliary output. Raises a `TypeError` for others."""
     aux = None
     if has_aux:
         if not (isinstance(output, tuple) and len(output) == 2):
@@ -266,13 +295,15 @@ def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array,
                 f"{type(output).__name__}."
             )
         output, aux = output
-    shape, dtype = getattr(output, "shape", ()), getattr(output, "dtype", type(output))
+    shape = getattr(output, "shape", ())
+    dtype = getattr(output, "dtype", type(output))
     is_floating = dtype is float or jnp.issubdtype(dtype, jnp.floating)
     if not is_array_like(output) or shape != () or not is_floating:
         got = f"{getattr(dtype, '__name__', dtype)}{list(shape)}"
         hint = "Reduce the loss to one number, for example with `.mean()`."
         if output is None:
-            got, hint = "NoneType", f"Does `{name}` end without `return loss`?"
+            got = "NoneType"
+            hint = f"Does `{name}` end without `return loss`?"
         elif isinstance(output, tuple):
             hint += " With an auxiliary output, pass has_aux=True."
         elif shape == () and not is_floating:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._trees.tree import cast, leaf_name, list_gradients, map_gradients, replace_gradients
+from .._trees.casts import cast
+from .._trees.gradient_leaves import leaf_name, list_gradients, map_gradients, replace_gradients
 from .reduction import (
     Reduction,
     float_bits,

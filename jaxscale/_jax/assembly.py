@@ -32,17 +32,20 @@ class Copy(NamedTuple):
 
 def copy_of(eqn: JaxprEqn, inputs: Sequence[int | None]) -> Copy:
     """Returns the copy of an equation of a traced program."""
-    return Copy(eqn, tuple(inputs), tuple(var.aval for var in eqn.outvars), eqn)
+    types = tuple(var.aval for var in eqn.outvars)
+    return Copy(eqn, tuple(inputs), types, like=eqn)
 
 
 def copy_of_cast(value: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
     """Returns the cast of a value of a type, in the line and the scopes of another equation."""
-    return Copy(_cast_to(np.dtype(dtype)), (value,), (_typed(aval, dtype),), like)
+    eqn = _cast_to(np.dtype(dtype))
+    return Copy(eqn, inputs=(value,), types=(_typed(aval, dtype),), like=like)
 
 
 def copy_of_stand_in(value: int, source: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
     """Returns a `stand_in` for a value of a type, in the line and scopes of another equation."""
-    return Copy(_stand_in_as(np.dtype(dtype)), (value, source), (_typed(aval, dtype),), like)
+    eqn = _stand_in_as(np.dtype(dtype))
+    return Copy(eqn, inputs=(value, source), types=(_typed(aval, dtype),), like=like)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -52,12 +55,14 @@ def _typed(aval: Any, dtype: Any) -> Any:
 
 @functools.cache
 def _cast_to(dtype: Any) -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: cast(x, dtype))(np.int32(0)).eqns[0]
+    program = jax.make_jaxpr(lambda x: cast(x, dtype))(np.int32(0))
+    return program.eqns[0]
 
 
 @functools.cache
 def _stand_in_as(dtype: Any) -> JaxprEqn:
-    return jax.make_jaxpr(lambda x: stand_in(x, x, dtype))(np.float32(0)).eqns[0]
+    program = jax.make_jaxpr(lambda x: stand_in(x, x, dtype))(np.float32(0))
+    return program.eqns[0]
 
 
 # By what they are copied from. An entry lives as long as an equation holds the program.
@@ -76,15 +81,19 @@ def assemble(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Clos
     except TypeError:  # a parameter that has no hash
         return closed(_copy_all(inputs, copies, output))
     if known is None:
-        known = _assembled[key] = _copy_all(inputs, copies, output)
+        known = _copy_all(inputs, copies, output)
+        _assembled[key] = known
     return closed(known)
 
 
 def _key(copy: Copy) -> Any:
     """Returns what is equal for copies that are the same."""
     eqn = copy.eqn
+    literals = []
+    for atom in eqn.invars:
+        if isinstance(atom, Literal):
+            literals.append(_literal_key(atom))
     info: Any = copy.like.source_info
-    literals = [_literal_key(atom) for atom in eqn.invars if isinstance(atom, Literal)]
     place = (info.traceback, info.name_stack, copy.like.ctx)
     params = tuple(eqn.params.items())  # in the order in which JAX made them, which is one
     return (eqn.primitive, params, copy.inputs, copy.types, tuple(literals), place)
@@ -96,22 +105,14 @@ def _literal_key(literal: Any) -> Any:
 
 
 def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jaxpr:
+    """Returns a new program of copies, which returns the value with the number `output`."""
     values = [Var(aval) for aval in inputs]
     invars = list(values)
     eqns = []
     for copy in copies:
-        copied_inputs: list[Any] = []
-        for number, atom in zip(copy.inputs, copy.eqn.invars, strict=True):
-            copied_inputs.append(atom if number is None else values[number])
-        outputs = [Var(aval) for aval in copy.types]
-        eqn = copy.eqn.replace(
-            invars=copied_inputs,
-            outvars=outputs,
-            source_info=copy.like.source_info,
-            ctx=copy.like.ctx,
-        )
+        eqn = _copy_equation(copy, values)
         eqns.append(eqn)
-        values += outputs
+        values += eqn.outvars
     jaxpr = Jaxpr(
         constvars=(), invars=invars, outvars=[values[output]], eqns=eqns, debug_info=_names()
     )
@@ -120,16 +121,36 @@ def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jax
     return jaxpr
 
 
+def _copy_equation(copy: Copy, values: Sequence[Var]) -> JaxprEqn:
+    """Returns a copy that reads some of the values before it, and has outputs of its own."""
+    inputs: list[Any] = []
+    for number, atom in zip(copy.inputs, copy.eqn.invars, strict=True):
+        if number is None:
+            inputs.append(atom)  # a literal
+        else:
+            inputs.append(values[number])
+    return copy.eqn.replace(
+        invars=inputs,
+        outvars=[Var(aval) for aval in copy.types],
+        source_info=copy.like.source_info,
+        ctx=copy.like.ctx,
+    )
+
+
 def _is_high(eqn: JaxprEqn) -> bool:
     """Returns whether an equation holds operations that are objects: JAX asks its program."""
     if jax.__version_info__ < (0, 8):  # there are none, and the question takes other arguments
         return False
     primitive: Any = eqn.primitive
-    return bool(primitive.is_high(*(atom.aval for atom in eqn.invars), **eqn.params))
+    types = [atom.aval for atom in eqn.invars]
+    return bool(primitive.is_high(*types, **eqn.params))
 
 
 @functools.cache
 def _names() -> Any:
     """Returns what says that inputs and outputs have no names, in a program of any number."""
-    info: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
-    return info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
+    empty = jax.make_jaxpr(lambda: ())()
+    info: Any = empty.jaxpr.debug_info
+    if hasattr(info, "with_unknown_names"):
+        return info.with_unknown_names()
+    return info

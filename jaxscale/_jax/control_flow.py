@@ -41,11 +41,12 @@ def scan_again(
     eqn: JaxprEqn, body: ClosedJaxpr, consts: Sequence[Any], carries: Sequence[Any], xs: Any
 ) -> list[Any]:
     """Returns the outputs of a `scan` with another body, of more constants or slices."""
-    size = len(carries)
+    run_body = jaxpr_as_fun(body)
+    num_carries = len(carries)
 
     def step(carries: Any, sliced: Any) -> Any:
-        outputs = jaxpr_as_fun(body)(*consts, *carries, *sliced)
-        return tuple(outputs[:size]), outputs[size:]
+        outputs = run_body(*consts, *carries, *sliced)
+        return tuple(outputs[:num_carries]), outputs[num_carries:]
 
     options: dict[str, Any] = {}
     for name in ("length", "reverse", "unroll", "_split_transpose"):  # the last until JAX 0.10
@@ -106,8 +107,9 @@ def mapped(eqn: JaxprEqn) -> Mapped:
     """Returns what a `shard_map` does, or a `pmap` where that is an equation: before JAX 0.8."""
     params = dict(eqn.params)
     if eqn.primitive.name == "shard_map":
-        # Of JAX 0.6: `manual_axes`.
-        axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+        axes = "newly_manual_axes"
+        if axes not in params:
+            axes = "manual_axes"  # of JAX 0.6
         program = params.pop("jaxpr")
         options = {
             "axis_names": set(params.pop(axes)),

@@ -44,7 +44,9 @@ def naming_the_line(call: str, way_out: str) -> Iterator[None]:
         # caller. The equation around it does.
         lines = filter(None, map(users_line, reversed(operations)))
         line = next(lines, "a line that JAX does not know")
-        reason = type(error).__name__ + (f": {error}" if str(error) else "")
+        reason = type(error).__name__
+        if str(error):
+            reason += f": {error}"
         raise TypeError(
             f"`{call}` cannot transform the operation `{name}` at {line}, as it has a form that "
             f"is not known ({reason}). {way_out} jaxscale was tested with JAX {TESTED}; this is "
@@ -81,16 +83,20 @@ def is_of_forward_mode(error: TypeError) -> bool:
 
 def _find_operations(error: BaseException) -> list[JaxprEqn]:
     """Returns what was being read or evaluated when an error was raised, outermost first."""
-    found = []
+    operations = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         eqn = _operation_in(frame)
         if eqn is not None:
-            found.append(eqn)
-    return found
+            operations.append(eqn)
+    return operations
 
 
 def _operation_in(frame: FrameType) -> JaxprEqn | None:
-    """Returns the operation that a function of ours works on."""
+    """Returns the operation that a function of ours works on.
+
+    It is read from the function's local variables, by their names, because an error that JAX raises
+    does not say which operation it is about.
+    """
     if not is_own(frame.f_code.co_filename):
         return None
     for name in ("eqn", "step", "link", "last"):

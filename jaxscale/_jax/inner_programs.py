@@ -32,7 +32,9 @@ def closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     Since JAX 0.12 a `Jaxpr` holds its constants, and `ClosedJaxpr` is another name of it
     (https://github.com/jax-ml/jax/pull/39009). Before, equations held now one, now the other.
     """
-    return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+    if isinstance(program, ClosedJaxpr):
+        return program
+    return ClosedJaxpr(program, ())
 
 
 def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:

@@ -14,8 +14,11 @@ def varying(aval: Any) -> frozenset[Any]:
 
     The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
     """
+    axes = getattr(aval, "vma", None)
+    if axes:
+        return axes
     manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10, before it `vma`
-    return getattr(aval, "vma", None) or getattr(manual, "varying", frozenset())
+    return getattr(manual, "varying", frozenset())
 
 
 def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
@@ -44,13 +47,17 @@ def axes_of_devices() -> tuple[Any, ...]:
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
     """Returns the named axes along which the devices that run a program exchange numbers."""
+    axes = []
     effects: Any = jaxpr.effects  # one for each such axis
-    axes = [effect.name for effect in effects if type(effect).__name__ == "NamedAxisEffect"]
+    for effect in effects:
+        if type(effect).__name__ == "NamedAxisEffect":
+            axes.append(effect.name)
     # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
     return sorted(axes, key=repr)
 
 
 def is_told_apart(axis: Any) -> bool:
     """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
-    (index,) = jax.make_jaxpr(lambda: jax.lax.axis_index(axis))().out_avals
-    return bool(varying(index))
+    program = jax.make_jaxpr(lambda: jax.lax.axis_index(axis))()
+    (index_type,) = program.out_avals
+    return bool(varying(index_type))

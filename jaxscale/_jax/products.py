@@ -15,7 +15,9 @@ def demands_precision(eqn: JaxprEqn) -> bool:
     precision = product_precision(eqn)
     if not isinstance(precision, tuple | jax.lax.Precision | None):
         return True
-    of_operands = precision if isinstance(precision, tuple) else (precision,)
+    of_operands: Any = precision
+    if not isinstance(precision, tuple):
+        of_operands = (precision,)
     if jax.lax.Precision.HIGHEST not in of_operands:
         return False
     # Set for all products, it says nothing of this one.

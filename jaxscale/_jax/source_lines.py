@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
@@ -56,14 +56,24 @@ def scope_path(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, str]]:
-    """Yields the file, the line and the function of each frame of an equation, innermost first."""
+class SourceFrame(NamedTuple):
+    """A frame of the traceback of an equation."""
+
+    file: str
+    line: int
+    function: str  # without those around it
+
+
+def frames(eqn: JaxprEqn) -> Iterator[SourceFrame]:
+    """Yields the frames of an equation, innermost first."""
     traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        name = frame.function_name.split(".")[-1]
-        if name in _TRACING:
+    if not traceback:
+        return
+    for frame in traceback.frames:
+        function = frame.function_name.split(".")[-1]
+        if function in _TRACING:
             return
-        yield frame.file_name, frame.line_num, name
+        yield SourceFrame(frame.file_name, frame.line_num, function)
 
 
 def is_own(file: str) -> bool:
@@ -83,10 +93,11 @@ def users_line(eqn: JaxprEqn) -> str:
     only JAX is known, it is `""`.
     """
     lines = []
-    for file, line, function in frames(eqn):
+    for frame in frames(eqn):
+        file = frame.file
         if is_own(file) or is_of_jax(file) or file.startswith("<frozen"):
             continue
-        text = f"{file}:{line} (in `{function}`)"
+        text = f"{file}:{frame.line} (in `{frame.function}`)"
         if not file.startswith((_PACKAGES, _STANDARD)):
             return text
         lines.append(text)
@@ -100,30 +111,47 @@ def traceback_of(eqn: JaxprEqn) -> Any:
     return eqn.source_info.traceback
 
 
-def callers(traceback: Any) -> Iterator[tuple[str, str, list[str]]]:
+class Caller(NamedTuple):
+    """A frame of the traceback of an equation, by the package that it is in.
+
+    The package and the file are empty for files that are not installed beside JAX.
+    """
+
+    package: str  # such as `jax`
+    file: str  # in the package, such as `numpy/linalg.py`
+    functions: list[str]  # the function, after those around it
+
+
+def callers(traceback: Any) -> Iterator[Caller]:
     """Yields who called the function that an equation with a traceback is from, innermost first.
 
-    For each frame the package, such as `jax`, and the file in it, such as `numpy/linalg.py`, both
-    empty for files that are not installed beside JAX; and the function, after those around it.
     Frames of Python's own library and of this one are left out.
     """
-    for frame in traceback.frames if traceback else ():
+    if not traceback:
+        return
+    for frame in traceback.frames:
         functions = frame.function_name.split(".")
         if functions[-1] in _TRACING:
             return
         path = frame.file_name
+        if path.startswith(_OWN):
+            continue
         if path.startswith(_SOURCES):
-            yield "jax", path.removeprefix(_SOURCES).replace(os.sep, "/"), functions
+            yield Caller("jax", _file_below(_SOURCES, path), functions)
         elif path.startswith(_PACKAGES):
-            package, _, file = path.removeprefix(_PACKAGES).partition(os.sep)
-            if not path.startswith(_OWN):
-                yield package, file.replace(os.sep, "/"), functions
-        elif not path.startswith((_OWN, _STANDARD)):
-            yield "", "", functions
+            package, _, file = _file_below(_PACKAGES, path).partition("/")
+            yield Caller(package, file, functions)
+        elif not path.startswith(_STANDARD):
+            yield Caller("", "", functions)
+
+
+def _file_below(folder: str, path: str) -> str:
+    """Returns a path in a folder as it is seen from there, with slashes."""
+    return path.removeprefix(folder).replace(os.sep, "/")
 
 
 def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
     """Yields the file, such as `numpy/linalg.py`, and the function of each frame of JAX's own."""
-    for file, _, name in frames(eqn):
-        if file.startswith(_SOURCES):
-            yield file.removeprefix(_SOURCES).replace(os.sep, "/"), name
+    for frame in frames(eqn):
+        if frame.file.startswith(_SOURCES):
+            yield _file_below(_SOURCES, frame.file), frame.function

@@ -32,7 +32,9 @@ def is_stand_in(eqn: JaxprEqn) -> bool:
 
 
 def _compute(value: Any, source: Any, *, dtype: Any) -> Any:
-    return value if value.dtype == dtype else cast(value, dtype)
+    if value.dtype == dtype:
+        return value
+    return cast(value, dtype)
 
 
 def _type_of(value: Any, source: Any, *, dtype: Any) -> Any:
@@ -56,13 +58,17 @@ def _transpose(cotangent: Any, value: Any, source: Any, *, dtype: Any) -> Any:
 
 def _batch(arrays: Any, dims: Any, *, dtype: Any) -> Any:
     value, source = arrays
-    dim, source_dim = dims
-    if dim != source_dim:
-        size = source.shape[source_dim] if dim is None else value.shape[dim]
-        value = batching.bdim_at_front(value, dim, size)
-        source = batching.bdim_at_front(source, source_dim, size)
-        dim = 0
-    return _STAND_IN.bind(value, source, dtype=dtype), dim
+    value_dim, source_dim = dims  # `None` for what is not batched
+    batch_dim = value_dim
+    if value_dim != source_dim:
+        batch_size = 0
+        for array, dim in zip(arrays, dims, strict=True):
+            if dim is not None:
+                batch_size = array.shape[dim]
+        value = batching.bdim_at_front(value, value_dim, batch_size)
+        source = batching.bdim_at_front(source, source_dim, batch_size)
+        batch_dim = 0
+    return _STAND_IN.bind(value, source, dtype=dtype), batch_dim
 
 
 _STAND_IN = Primitive("jaxscale_stand_in")

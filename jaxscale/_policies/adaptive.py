@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .._state.scale import AdaptiveState
 from .._trees.checks import finite_number, int32, power_of_two
 from .._trees.numbers import increment
-from .._trees.tree import tree_where
+from .._trees.selection import tree_where
 from .base import CheckedLossScale, new_state
 
 # How many units a binade has: of a logarithm, and of a level, which rises in smaller steps.

@@ -14,7 +14,7 @@ from .._gradients.verdict import largest as largest_of
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, sanitize_scale
 from .._trees.checks import int32, normal_float32, scalar_bool
-from .._trees.tree import tree_where
+from .._trees.selection import tree_where
 from .checks import check_backoff_factor, check_growth_factor, check_largest
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._trees.checks import finite_number
-from .._trees.tree import tree_where
+from .._trees.selection import tree_where
 from .base import CheckedLossScale, new_state
 
 # The scaled gradients are to stay below 2**16, where the range of float16 ends.

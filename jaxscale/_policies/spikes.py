@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .._state.optimizer import SpikeState
 from .._trees.checks import int32
 from .._trees.numbers import increment
-from .._trees.tree import tree_where
+from .._trees.selection import tree_where
 from .level import BLOCK, PAST, count_blind_step, follow_level
 
 # The standard deviation counts as at least this part of the mean: float32 resolves about 1e-7.

@@ -7,7 +7,7 @@ import optax
 from .._gradients.scaled import Scaled
 from .._state.find import is_loss_scaled
 from .._state.optimizer import WINDOW_STATES
-from .._trees.tree import select_like
+from .._trees.selection import select_like
 from .checks import is_pair
 from .optimizer import Optimizer, apply_users_gradients, as_optimizer
 from .retry import BackwardResult

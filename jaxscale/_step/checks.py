@@ -11,9 +11,9 @@ from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
+from .._trees.gradient_leaves import leaf_name, varying_axes
 from .._trees.grammar import with_article
 from .._trees.leaf import is_array_like
-from .._trees.tree import leaf_name, varying_axes
 
 
 def is_pair(value: Any) -> bool:

@@ -17,18 +17,11 @@ from .._gradients.verdict import (
     global_norm,
     norm_bits,
 )
-from .._trees.tree import (
-    apply_updates,
-    cast_like,
-    cast_updates,
-    holds_overwrites,
-    map_gradients,
-    overwrite,
-    overwriting_updates,
-    tree_where,
-    widen,
-    without_overwrites,
-)
+from .._trees.casts import cast_like, widen
+from .._trees.gradient_leaves import map_gradients
+from .._trees.overwrites import holds_overwrites, overwrite, overwriting_updates, without_overwrites
+from .._trees.params import apply_updates, cast_updates
+from .._trees.selection import tree_where
 from .call_update import call_update
 from .checks import check_outcome, check_state_kept
 from .skip import no_updates, step_if

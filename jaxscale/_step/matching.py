@@ -10,9 +10,9 @@ import optax
 
 from .._jax import is_for_people
 from .._state.find import is_loss_scaled
+from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import and_more, with_article
 from .._trees.leaf import is_array_like
-from .._trees.tree import leaf_name
 
 _OF_GRADIENTS = (
     "Pass the gradients with respect to the parameters that `init` was given, or the state that it "

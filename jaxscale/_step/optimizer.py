@@ -14,15 +14,9 @@ import optax
 
 from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
 from .._state.optimizer import LossScaledState
-from .._trees.tree import (
-    apply_updates,
-    combine,
-    holds_overwrites,
-    overwrite,
-    trained_params,
-    tree_where,
-    zero_overwrites,
-)
+from .._trees.overwrites import holds_overwrites, overwrite, zero_overwrites
+from .._trees.params import apply_updates, combine, trained_params
+from .._trees.selection import tree_where
 from .call_update import NO_ARGS, call_update
 from .checks import as_transformation, check_outcome
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of

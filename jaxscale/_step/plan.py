@@ -14,14 +14,16 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._gradients.value_and_grad import backward_pass
+from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
 from .._state.find import is_loss_scaled
+from .._trees.casts import cast, widen
 from .._trees.checks import int32, one_of
+from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
-from .._trees.tree import cast, leaf_name, map_gradients, trained_params, widen
+from .._trees.params import trained_params
 from .checks import is_pair
 from .optimizer import Optimizer
 from .retry import BackwardResult, repeat_backward, trace_once
@@ -157,7 +159,7 @@ class StepPlan:
 
     def differentiate(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
         """Makes one pass with a loss scale state; `None` is a scale of 1."""
-        value_and_grad = backward_pass(
+        run_backward = scale_transform(
             self.call,
             self._checked_loss_fn(),
             scaling,
@@ -166,12 +168,12 @@ class StepPlan:
             self.kwargs,
             "loss_fn",
         )
-        loss, output, grads = value_and_grad(*args, **kwargs)
-        state = output
-        aux = output
+        result = run_backward(*args, **kwargs)
+        state = result.aux
+        aux = result.aux
         if self.has_state and self.has_aux:
-            state, aux = output
-        return BackwardResult(loss=loss, state=state, aux=aux, grads=grads)
+            state, aux = result.aux
+        return BackwardResult(loss=result.loss, state=state, aux=aux, grads=result.grads)
 
     def find_gradients(
         self,

@@ -16,8 +16,9 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._jax import collective_axes, varying
 from .._policies.base import LossScale, adjust_scale
+from .._trees.casts import blank
 from .._trees.flat import Flat
-from .._trees.tree import blank, tree_where
+from .._trees.selection import tree_where
 from .counters import Retries
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after

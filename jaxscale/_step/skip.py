@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._jax import varying
+from .._trees.casts import cast
 from .._trees.flat import Flat, Leaves
+from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_array_like
-from .._trees.tree import cast, map_gradients, tree_where
+from .._trees.selection import tree_where
 
 
 def step_if(

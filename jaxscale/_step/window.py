@@ -15,9 +15,11 @@ import optax
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import Verdict
 from .._state.optimizer import MultiStepsState
+from .._trees.casts import cast
+from .._trees.gradient_leaves import is_overwrite, leaf_name
 from .._trees.leaf import dtype_of, is_inexact_leaf
 from .._trees.numbers import increment, increment_if
-from .._trees.tree import cast, is_overwrite, leaf_name, tree_where
+from .._trees.selection import tree_where
 
 
 class Ready(NamedTuple):

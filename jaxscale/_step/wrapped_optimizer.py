@@ -38,14 +38,10 @@ from .._policies.base import CheckedLossScale, LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
-from .._trees.tree import (
-    cast_like,
-    holds_overwrites,
-    map_gradients,
-    tree_where,
-    widen,
-    without_overwrites,
-)
+from .._trees.casts import cast_like, widen
+from .._trees.gradient_leaves import map_gradients
+from .._trees.overwrites import holds_overwrites, without_overwrites
+from .._trees.selection import tree_where
 from .call_update import NO_ARGS
 from .checks import check_devices_agree, check_loss, check_not_nested, check_state
 from .counters import count_step, move_skip_rate, start_state

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._trees.gradient_leaves import list_gradients
 from .._trees.leaf import is_array_like, is_python_number
 from .._trees.numbers import INFINITY_BITS
-from .._trees.tree import list_gradients
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -31,7 +31,7 @@ def is_array(leaf: Any) -> bool:
 
 def describe(leaf: Any) -> str:
     """Returns what an error message calls a leaf: the dtype and shape of an array, or its type."""
-    # The type decides, because modules and scalar types have a `dtype` too. Arrays of text are
+    # The type decides, because modules and scalar types also have a `dtype`. Arrays of text are
     # arrays here.
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return f"{leaf.dtype}{list(leaf.shape)}"
@@ -93,9 +93,12 @@ def magnitude_bits(leaf: Any) -> jax.Array:
 
 def _cut_float64_bits(bits: jax.Array) -> jax.Array:
     """Returns the bits of a float64 number's magnitude as those of a float32."""
-    magnitude = bits & jnp.uint64(2**63 - 1)
-    exponent = (magnitude >> 52).astype(jnp.int32) - 1023
-    mantissa = (magnitude & jnp.uint64(2**52 - 1)) | jnp.uint64(2**52)
+    magnitude = bits & jnp.uint64(2**63 - 1)  # without the sign
+    exponent_field = (magnitude >> 52).astype(jnp.int32)
+    exponent = exponent_field - 1023
+    stored_mantissa = magnitude & jnp.uint64(2**52 - 1)
+    leading_one = jnp.uint64(2**52)
+    mantissa = stored_mantissa | leading_one
 
     # A float32 has 29 bits less. Below its normal range fewer and fewer fit, and in the end none.
     bits_below_normal = jnp.maximum(-126 - exponent, 0)
@@ -104,10 +107,12 @@ def _cut_float64_bits(bits: jax.Array) -> jax.Array:
     is_cut = (short_mantissa << shift) != mantissa
 
     # The leading one of a normal number's mantissa adds the missing one to its exponent field.
-    exponent_field = jnp.maximum(exponent + 126, 0).astype(jnp.uint64) << 23
-    exact = exponent_field + short_mantissa
-    finite = (exact | is_cut.astype(jnp.uint64)).astype(jnp.uint32)
-    finite = jnp.where(exponent > 127, jnp.uint32(INFINITY_BITS - 1), finite)
+    field_less_one = jnp.maximum(exponent + 126, 0).astype(jnp.uint64)
+    exact_bits = (field_less_one << 23) + short_mantissa
+    marked_bits = exact_bits | is_cut.astype(jnp.uint64)
+    in_range = marked_bits.astype(jnp.uint32)
+    largest = jnp.uint32(INFINITY_BITS - 1)
+    finite = jnp.where(exponent > 127, largest, in_range)
 
     is_nan = mantissa != 2**52  # if the exponent is that of inf and NaN
     infinity_or_nan = jnp.uint32(INFINITY_BITS) + is_nan.astype(jnp.uint32)
@@ -130,10 +135,12 @@ class Boundary(NamedTuple):
         """Returns the bits of the least number that is beyond it once it is scaled."""
         # The last bit is left out of the division, so that the quotient by a power of two is
         # exact, and added again.
-        exact_mantissa = self.mantissa // 2 * 2
-        value = jnp.float32(2.0**self.exponent * (1 + exact_mantissa / 2**23))
+        last_bit = self.mantissa % 2
+        exact_mantissa = self.mantissa - last_bit
+        significand = 1 + exact_mantissa / 2**23
+        value = jnp.float32(2.0**self.exponent * significand)
         bits = jax.lax.bitcast_convert_type(value / loss_scale, jnp.uint32)
-        return bits + jnp.uint32(self.mantissa - exact_mantissa)
+        return bits + jnp.uint32(last_bit)
 
 
 class Format(NamedTuple):

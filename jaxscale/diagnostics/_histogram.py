@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import power_of_two
+from .._trees.gradient_leaves import replace_gradients
 from .._trees.numbers import INFINITY_BITS
-from .._trees.tree import replace_gradients
 from ._formats import (
     CUTS,
     FORMAT_BY_NAME,
@@ -29,6 +29,12 @@ _LEAST_EXPONENT = -149
 _COLUMNS = len(CUTS) + 1
 _SHAPE = (len(EXPONENTS), _COLUMNS)
 _CELLS = len(EXPONENTS) * _COLUMNS
+
+# Counts on their way are one array: first those of the cells, then these three.
+_ZERO = _CELLS
+_INF = _CELLS + 1
+_NAN = _CELLS + 2
+_NUM_COUNTS = _CELLS + 3
 
 
 class Histogram(NamedTuple):
@@ -127,7 +133,7 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       2.0 1.0
     """
     leaves = gradient_leaves("histogram", "tree", tree)
-    counts = jnp.zeros(_CELLS + 3, jnp.float32)
+    counts = jnp.zeros(_NUM_COUNTS, jnp.float32)
     for leaf in leaves:
         counts = counts + _count_cells(leaf)
     return _unpack(counts, axis_name)
@@ -151,31 +157,38 @@ def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
       Array(3., dtype=float32)
     """
     leaves = gradient_leaves("leaf_histograms", "tree", tree)
-    histograms = [_unpack(_count_cells(leaf), axis_name) for leaf in leaves]
+    histograms = []
+    for leaf in leaves:
+        counts = _count_cells(leaf)
+        histograms.append(_unpack(counts, axis_name))
     return replace_gradients(tree, histograms)
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
 def _count_cells(leaf: Any) -> jax.Array:
-    """Counts the numbers of a leaf: `f32[_CELLS + 3]`, the cells, then zeros, infs and NaNs."""
+    """Counts the numbers of a leaf: `f32[_NUM_COUNTS]`, the cells, then zeros, infs and NaNs."""
     bits = magnitude_bits(leaf).reshape(-1)
     # A subnormal number is an integer times 2**-149. Of that integer float32 knows the exponent.
     is_subnormal = bits < 2**23
-    integers = jax.lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.uint32)
-    normal = jnp.where(is_subnormal, integers, bits)
+    integers = bits.astype(jnp.float32)
+    bits_of_integers = jax.lax.bitcast_convert_type(integers, jnp.uint32)
+    normal = jnp.where(is_subnormal, bits_of_integers, bits)
     exponent_field = (normal >> 23).astype(jnp.int32)
-    row = exponent_field - jnp.where(is_subnormal, 127, 127 + _LEAST_EXPONENT)
+    field_of_first_row = jnp.where(is_subnormal, 127, 127 + _LEAST_EXPONENT)
+    row = exponent_field - field_of_first_row
 
     mantissa = normal & (2**23 - 1)
     column: Any = 0
     for cut in CUTS:
-        column = column + (mantissa >= cut).astype(jnp.int32)
+        is_above_cut = mantissa >= cut
+        column = column + is_above_cut.astype(jnp.int32)
 
     cell = row * _COLUMNS + column
-    cell = jnp.where(bits == 0, _CELLS, cell)
-    cell = jnp.where(bits == INFINITY_BITS, _CELLS + 1, cell)
-    cell = jnp.where(bits > INFINITY_BITS, _CELLS + 2, cell)
-    counts = jnp.zeros(_CELLS + 3, jnp.uint32).at[cell].add(jnp.uint32(1))
+    cell = jnp.where(bits == 0, _ZERO, cell)
+    cell = jnp.where(bits == INFINITY_BITS, _INF, cell)
+    cell = jnp.where(bits > INFINITY_BITS, _NAN, cell)
+    counts = jnp.zeros(_NUM_COUNTS, jnp.uint32)
+    counts = counts.at[cell].add(jnp.uint32(1))
     return counts.astype(jnp.float32)
 
 
@@ -185,9 +198,9 @@ def _unpack(counts: jax.Array, axis_name: Any) -> Histogram:
         counts = jax.lax.psum(counts, axis_name)
     return Histogram(
         counts=counts[:_CELLS].reshape(_SHAPE),
-        zero=counts[_CELLS],
-        inf=counts[_CELLS + 1],
-        nan=counts[_CELLS + 2],
+        zero=counts[_ZERO],
+        inf=counts[_INF],
+        nan=counts[_NAN],
     )
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import normal_float32
+from .._trees.gradient_leaves import leaf_name, replace_gradients
 from .._trees.grammar import and_more
 from .._trees.numbers import INFINITY_BITS
-from .._trees.tree import leaf_name, replace_gradients
 from ._formats import FORMAT_BY_NAME, check_result, gradient_leaves, is_array, magnitude_bits
 from ._text import align_columns, percent, power
 
@@ -114,11 +114,13 @@ def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]
     """Returns up to `most` rows that have something to tell, and sentences on the other rows."""
     telling = tuple(row for row in table.rows if _has_something_to_tell(row))
     sentences = and_more(telling, most)
-    num_fine = len(table.rows) - len(telling)
+    num_leaves = len(table.rows)
+    num_fine = num_leaves - len(telling)
     if num_fine:
+        scale = power(table.loss_scale)
         sentences.append(
-            f"finite, and stored in full by float16 at loss scale {power(table.loss_scale)}: "
-            f"{num_fine} of {len(table.rows)} leaves"
+            f"finite, and stored in full by float16 at loss scale {scale}: "
+            f"{num_fine} of {num_leaves} leaves"
         )
     return LeafTable(telling[:most], table.loss_scale), sentences
 
@@ -188,7 +190,8 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
             f"`leaf_counts(loss_scale=...)` must be one number, got shape {jnp.shape(loss_scale)}."
         )
     loss_scale = jax.lax.convert_element_type(loss_scale, jnp.float32)
-    rows = jnp.stack([_count(leaf, loss_scale) for leaf in leaves])
+    rows_of_leaves = [_count(leaf, loss_scale) for leaf in leaves]
+    rows = jnp.stack(rows_of_leaves)
     if axis_name is not None:  # one collective for the counts of all leaves, one for magnitudes
         counts = jax.lax.psum(rows[:, :-1], axis_name)
         largest = jax.lax.pmax(rows[:, -1:], axis_name)
@@ -227,13 +230,17 @@ def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
         dimensions=tuple(range(bits.ndim)),
     )
     largest = jax.lax.bitcast_convert_type(largest, jnp.float32)
-    return jnp.stack([*(count.astype(jnp.float32) for count in counts), largest])
+    row = [count.astype(jnp.float32) for count in counts]
+    row.append(largest)
+    return jnp.stack(row)
 
 
 def _add_and_max(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Adds the counts of two parts, and keeps the larger magnitude, which is the last number."""
-    counts = [a + b for a, b in zip(first[:-1], second[:-1], strict=True)]
-    return *counts, jnp.maximum(first[-1], second[-1])
+    *first_counts, first_largest = first
+    *second_counts, second_largest = second
+    sums = [a + b for a, b in zip(first_counts, second_counts, strict=True)]
+    return *sums, jnp.maximum(first_largest, second_largest)
 
 
 def table(counts: LeafCounts) -> LeafTable:
@@ -260,17 +267,19 @@ def table(counts: LeafCounts) -> LeafTable:
     counts = jax.device_get(counts)
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(counts.leaves):
-        rows.append(_sum_up(leaf_name(path), np.asarray(leaf, np.float64)))
+        counts_of_leaf = np.asarray(leaf, np.float64)
+        rows.append(_sum_up(leaf_name(path), counts_of_leaf))
     rows.sort(key=_rank_badness, reverse=True)
-    return LeafTable(tuple(rows), float(np.max(counts.loss_scale)))
+    loss_scale = float(np.max(counts.loss_scale))
+    return LeafTable(tuple(rows), loss_scale)
 
 
 def _sum_up(path: str, counts: np.ndarray) -> LeafRow:
     """Returns a row from what `_count` gave for a leaf, with any leading axes."""
     parts = counts.reshape(-1, counts.shape[-1])
-    sums = map(int, parts[:, :-1].sum(axis=0))
+    sums = parts[:, :-1].sum(axis=0)
     largest = parts[:, -1].max()
-    return LeafRow(path, *sums, largest=float(largest))
+    return LeafRow(path, *map(int, sums), largest=float(largest))
 
 
 def _rank_badness(row: LeafRow) -> tuple[float, ...]:

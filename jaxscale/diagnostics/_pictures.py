@@ -140,40 +140,55 @@ class _Limits(NamedTuple):
 def _find_limits(numbers: HostHistogram, scales: Sequence[int], dtype: str) -> _Limits:
     """Returns the limits between which all gradients are, and the range of a format."""
     first, last = find_filled_rows(numbers)
+    least_gradient = int(EXPONENTS[first])
+    largest_gradient = int(EXPONENTS[last])
     number_format = FORMAT_BY_NAME[dtype]
-    low = number_format.least_exponent - max(scales)
-    high = number_format.largest_exponent - min(scales)
-    low = min(low, int(EXPONENTS[first]))
-    high = max(high, int(EXPONENTS[last]))
-    return _Limits(low - 2, high + 3)
+    least_held = number_format.least_exponent - max(scales)
+    largest_held = number_format.largest_exponent - min(scales)
+    return _Limits(
+        low=min(least_gradient, least_held) - 2,
+        high=max(largest_gradient, largest_held) + 3,
+    )
+
+
+class _Bars(NamedTuple):
+    """A part of all bars, which has one look."""
+
+    numbers: np.ndarray  # how many numbers of each exponent it shows
+    color: str
+    hatch: str
+    label: str
 
 
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
     filled = np.flatnonzero(counts.sum(axis=1))
+    total = max(counts.sum(), 1.0)
     outcomes = find_outcomes(counts, dtype, exponent)
     shares = find_shares(counts, dtype, exponent)  # not from the heights, which are rounded
+    normal = f"kept by {dtype}: {percent(shares.normal)}"
+    subnormal = f"kept as subnormal: {percent(shares.subnormal)}"
+    lost = f"flushed to 0, or overflow: {percent(shares.lost)}"
+    stack = (
+        _Bars(outcomes.normal, _NORMAL, "", normal),
+        _Bars(outcomes.subnormal, _SUBNORMAL, "", subnormal),
+        _Bars(outcomes.flushed + outcomes.overflowed, _LOST, "////", lost),
+    )
     bottom = np.zeros(len(filled))
-
-    def stack(numbers: np.ndarray, color: str, hatch: str, label: str) -> None:
-        nonlocal bottom
-        height = 100 * numbers[filled] / max(counts.sum(), 1.0)
+    for bars in stack:
+        height = 100 * bars.numbers[filled] / total
         ax.bar(
-            EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom, color=color, hatch=hatch,
-            edgecolor="black", linewidth=0.4, label=label,
+            EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom,
+            color=bars.color, hatch=bars.hatch, label=bars.label, edgecolor="black", linewidth=0.4,
         )  # fmt: skip
         bottom = bottom + height
-
-    kept = f"kept by {dtype}: {percent(shares.normal)}"
-    stack(outcomes.normal, _NORMAL, "", kept)
-    stack(outcomes.subnormal, _SUBNORMAL, "", f"kept as subnormal: {percent(shares.subnormal)}")
-    lost = f"flushed to 0, or overflow: {percent(shares.lost)}"
-    stack(outcomes.flushed + outcomes.overflowed, _LOST, "////", lost)
     ax.set_ylabel("share of the nonzero\ngradients (%)")
-    ax.set_ylim(0, 1.1 * bottom.max(initial=0) or 1)
-    ax.legend(
-        title=f"at loss scale {power(2.0**exponent)}", fontsize=8, title_fontsize=8, loc="best"
-    )
+    top = 1.1 * bottom.max(initial=0)
+    if not top:
+        top = 1
+    ax.set_ylim(0, top)
+    title = f"at loss scale {power(2.0**exponent)}"
+    ax.legend(title=title, fontsize=8, title_fontsize=8, loc="best")
 
 
 def _draw_ranges(
@@ -220,14 +235,16 @@ def plot_underflow(underflow: Underflow) -> Any:
     """
     check_result("plot_underflow", "underflow", underflow, Underflow, "underflow")
     layers = underflow.layers
-    lost = []
+    percentages = []
     for shares in layers.values():
-        lost.append([shares[name].lost for name in FORMATS])
-    figure = _new_figure("plot_underflow", 8, 1.5 + 0.26 * len(layers))
+        percentages.append([100 * shares[name].lost for name in FORMATS])
+    height = 1.5 + 0.26 * len(layers)
+    figure = _new_figure("plot_underflow", 8, height)
     ax = figure.subplots()
     # Everything lost is a middle grey: black would be an alarm, and FP8 loses most of many layers.
-    ax.imshow(100 * np.array(lost), cmap="Greys", vmin=0, vmax=200, aspect="auto")
-    for row, (_, *texts) in enumerate(underflow.rows()):
+    ax.imshow(percentages, cmap="Greys", vmin=0, vmax=200, aspect="auto")
+    for row, cells in enumerate(underflow.rows()):
+        _, *texts = cells  # the name of the layer stands beside the axis
         for column, text in enumerate(texts):
             ax.text(column, row, text, ha="center", va="center", fontsize=8)
     ax.set_xticks(range(len(FORMATS)), FORMATS, fontsize=8)
@@ -241,30 +258,39 @@ def plot_run(
     steps: np.ndarray, loss: np.ndarray | None, loss_scale: np.ndarray, skipped: np.ndarray | None
 ) -> Any:
     """Returns a figure of a run's loss, loss scale and skipped steps over time."""
-    rows = 1 + (loss is not None) + (skipped is not None)
-    figure = _new_figure("History.plot", 8, 1 + 1.7 * rows)
-    axes = iter(figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0])
+    num_rows = 1
+    if loss is not None:
+        num_rows += 1
+    if skipped is not None:
+        num_rows += 1
+    figure = _new_figure("History.plot", 8, 1 + 1.7 * num_rows)
+    all_axes = figure.subplots(num_rows, 1, sharex=True, squeeze=False)
+    axes = iter(all_axes[:, 0])
     if loss is not None:
         _draw_loss(next(axes), steps, loss)
     _draw_loss_scale(next(axes), steps, loss_scale)
     if skipped is not None:
         _draw_skipped(next(axes), steps, skipped)
-    figure.axes[-1].set_xlabel("step")
-    figure.axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    lowest = figure.axes[-1]
+    lowest.set_xlabel("step")
+    lowest.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
 def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
     is_finite = np.isfinite(loss)
-    ax.plot(steps, np.where(is_finite, loss, np.nan), color=_NORMAL, lw=1)
-    if is_finite.any() and np.all(loss[is_finite] > 0):
+    finite_or_gap = np.where(is_finite, loss, np.nan)
+    ax.plot(steps, finite_or_gap, color=_NORMAL, lw=1)
+    finite = loss[is_finite]
+    if finite.size and finite.min() > 0:
         ax.set_yscale("log")
     ax.set_ylabel("loss")
     if is_finite.all():
         return
     bad = steps[~is_finite]
-    place = ax.get_xaxis_transform()  # at the top, because they have no height
-    ax.plot(bad, np.full(bad.shape, 0.93), "kx", ms=5, transform=place, label="inf or NaN")
+    at_the_top = np.full(bad.shape, 0.93)  # they have no height
+    height_of_axes = ax.get_xaxis_transform()
+    ax.plot(bad, at_the_top, "kx", ms=5, transform=height_of_axes, label="inf or NaN")
     ax.legend(fontsize=8, loc="best")
 
 
@@ -285,4 +311,6 @@ def _draw_skipped(ax: Any, steps: np.ndarray, skipped: np.ndarray) -> None:
     )  # fmt: skip
     ax.set_ylabel("steps skipped,\nin all")
     ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    ax.set_ylim(min(skipped[0], 0), 1.1 * skipped.max() + 0.5)
+    low = min(skipped[0], 0)
+    high = 1.1 * skipped.max() + 0.5
+    ax.set_ylim(low, high)

@@ -59,13 +59,15 @@ def join_ends(first: str, last: str, between: str = " to ") -> str:
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Returns a table for a terminal, its first column aligned left and the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = zip(*rows, strict=True)
+    first_width, *widths = [max(map(len, column)) for column in columns]
     lines = []
     for name, *cells in rows:
-        line = [name.ljust(widths[0])]
-        for cell, width in zip(cells, widths[1:], strict=True):
-            line.append(cell.rjust(width))
-        lines.append("  ".join(line).rstrip())
+        aligned = [name.ljust(first_width)]
+        for cell, width in zip(cells, widths, strict=True):
+            aligned.append(cell.rjust(width))
+        line = "  ".join(aligned)
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 
@@ -133,42 +135,51 @@ def find_filled_rows(numbers: HostHistogram) -> tuple[int, int]:
 def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]:
     """Returns a row of the text for every one or few powers of two, the largest first."""
     first, last = find_filled_rows(numbers)
-    num_rows = last - first + 1
-    step = math.ceil(num_rows / _ROWS)
-    starts = np.arange(first, last + 1, step)
-    sums = np.add.reduceat(numbers.counts.sum(axis=1), starts)
-    outcomes = []
-    for name in FORMATS:
-        rows_of_format = find_outcomes(numbers.counts, name, exponent)
-        outcomes.append([np.add.reduceat(counts, starts) for counts in rows_of_format])
+    num_powers = last - first + 1
+    powers_in_row = math.ceil(num_powers / _ROWS)
+    starts = np.arange(first, last + 1, powers_in_row)
+    counts_of_powers = numbers.counts.sum(axis=1)
+    sums = np.add.reduceat(counts_of_powers, starts)
+    total = max(sums.sum(), 1.0)
+    signs_by_format = [_choose_signs(numbers, name, exponent, starts) for name in FORMATS]
 
     lines = []
     for index in reversed(range(len(starts))):
         bar = ""
         signs = [""] * len(FORMATS)
         if sums[index]:
-            bar = "#" * max(round(_WIDTH * sums[index] / sums.max()), 1)
-            signs = [_choose_sign(of_format, index) for of_format in outcomes]
+            length = round(_WIDTH * sums[index] / sums.max())
+            bar = "#" * max(length, 1)
+            signs = [signs_of_format[index] for signs_of_format in signs_by_format]
         least = f"2**{EXPONENTS[starts[index]]}"
-        share = percent(sums[index] / max(sums.sum(), 1.0))
+        share = percent(sums[index] / total)
         lines.append((least, share, bar.ljust(_WIDTH), *signs))
     return lines
 
 
-def _choose_sign(outcomes: Sequence[np.ndarray], index: int) -> str:
-    """Returns the sign of what becomes of most numbers in a row of the text."""
-    counts = [each[index] for each in outcomes]
-    return _SIGNS[np.argmax(counts)]
+def _choose_signs(
+    numbers: HostHistogram, name: str, exponent: int, starts: np.ndarray
+) -> list[str]:
+    """Returns for each row of the text a sign of what a format makes of most numbers in it.
+
+    A row of the text begins at each of `starts`, which are rows of the histogram.
+    """
+    outcomes = find_outcomes(numbers.counts, name, exponent)
+    counts = [np.add.reduceat(counts_of_outcome, starts) for counts_of_outcome in outcomes]
+    most = np.argmax(counts, axis=0)
+    return [_SIGNS[outcome] for outcome in most]
 
 
 def _format_totals(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]:
     """Returns the last rows of the text: what each format loses of all numbers."""
-    shares = find_all_shares(numbers.counts, exponent).values()
-    return [
-        ("0 flushed", "", "", *(percent(each.flushed) for each in shares)),
-        ("s subnormal", "", "", *(percent(each.subnormal) for each in shares)),
-        ("! overflowed", "", "", *(percent(each.overflowed) for each in shares)),
-    ]
+    flushed = ["0 flushed", "", ""]
+    subnormal = ["s subnormal", "", ""]
+    overflowed = ["! overflowed", "", ""]
+    for shares in find_all_shares(numbers.counts, exponent).values():
+        flushed.append(percent(shares.flushed))
+        subnormal.append(percent(shares.subnormal))
+        overflowed.append(percent(shares.overflowed))
+    return [tuple(flushed), tuple(subnormal), tuple(overflowed)]
 
 
 def to_json(result: Any) -> Any:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from .._trees.checks import int32, power_of_two
-from .._trees.tree import leaf_name
+from .._trees.gradient_leaves import leaf_name
 from ._formats import FORMATS
 from ._histogram import Histogram, Shares, fetch_histogram, find_all_shares
 from ._text import align_columns, percent, power

@@ -69,28 +69,26 @@ from .._policies.gradual import GradualLossScale, GradualState
 from .._policies.logmax import LogMaxLossScale, LogMaxState
 from .._policies.tolerance import ToleranceLossScale, ToleranceState
 from .._policies.window import WindowLossScale, WindowState
-from ._frameworks import (
+from ._jax_scalers import flax, jamp, jaxamp, jmp, mpx
+from ._mindspore_paddle_chainer import (
     chainer,
-    flax,
-    jamp,
-    jaxamp,
-    jmp,
-    keras,
     mindformers,
     mindspore,
     mindspore_cell,
     mindspore_manager,
-    mpx,
-    openseq2seq_backoff,
-    openseq2seq_logmax,
     paddle,
     paddle_op,
+)
+from ._rule import PresetLossScale
+from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
+from ._tensorflow import (
+    keras,
+    openseq2seq_backoff,
+    openseq2seq_logmax,
     tensorflow,
     tensorflow_contrib,
     tf_keras,
 )
-from ._rule import PresetLossScale
-from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
 from ._torch import (
     apex,
     apex_fp16_utils,

@@ -11,8 +11,9 @@ from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
 from .._trees.grammar import with_article
-from ._frameworks import flax, jmp, keras, tensorflow, tf_keras
+from ._jax_scalers import flax, jmp
 from ._rule import PresetLossScale, to_python_number
+from ._tensorflow import keras, tensorflow, tf_keras
 from ._torch import torch
 
 # The keys of PyTorch's `GradScaler.state_dict()`.

@@ -22,7 +22,7 @@ from tables import cases
 
 import jaxscale
 import jaxscale.presets
-from jaxscale import _progress
+from jaxscale._progress import limits
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -97,8 +97,8 @@ def first_judged_step():
 
 def steps_to_idle():
     """The steps in which the default rule gets to the scale of which `check` tells."""
-    growths = math.log(_progress._HIGH / RULE.init_scale, RULE.growth_factor)
-    return max(_progress._LONG, round(growths) * RULE.growth_interval)
+    growths = math.log(limits.HIGH_SCALE / RULE.init_scale, RULE.growth_factor)
+    return max(limits.MANY_STEPS, round(growths) * RULE.growth_interval)
 
 
 def default_rule():

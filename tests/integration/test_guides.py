@@ -160,7 +160,7 @@ def test_tests_that_a_guide_names_are_there(name):
 
 def test_what_is_not_there_is_found():
     guide = ROOT / "jaxscale" / "_step" / "README.md"
-    files = "`plan.py`, `gone.py`, `_trees/tree.py --slow`, `_trees/gone.py` and tests/step/gone.py"
+    files = "`plan.py`, `gone.py`, `_trees/leaf.py --slow`, `_trees/gone.py` and tests/step/gone.py"
     assert missing_files(files, guide) == ["_trees/gone.py", "gone.py", "tests/step/gone.py"]
     assert missing_links("[a](plan.py) [b](gone.md) [c](https://jax.dev)", guide) == ["gone.md"]
     names = "`apply_step`, `StepPlan.gone`, `StepPlan.differentiate`, `wholly_gone(x)`, `test_gone`"

@@ -74,7 +74,8 @@ def special_of_bessel():
 @program("jax")
 def stats_of_reals():
     def loss(x):
-        location, scale = x[:, :4], positive(x[:, 4:])
+        location = x[:, :4]
+        scale = positive(x[:, 4:])
         y = jnp.linspace(-2.0, 2.0, 4)
         densities = jsp.stats.norm.logpdf(y, location, scale)
         densities += jsp.stats.laplace.logpdf(y, location, scale)
@@ -89,8 +90,10 @@ def stats_of_reals():
 @program("jax")
 def stats_of_positives_and_counts():
     def loss(x):
-        a, b = positive(x[:, :4]), positive(x[:, 4:])
-        y, counts = jnp.linspace(0.2, 0.8, 4), jnp.arange(4)
+        a = positive(x[:, :4])
+        b = positive(x[:, 4:])
+        y = jnp.linspace(0.2, 0.8, 4)
+        counts = jnp.arange(4)
         densities = jsp.stats.gamma.logpdf(y, a, scale=b) + jsp.stats.beta.logpdf(y, a, b)
         densities += jsp.stats.expon.logpdf(y, scale=a) + jsp.stats.pareto.logpdf(y + 4.0, b)
         densities += jsp.stats.chi2.logpdf(y, a) + jsp.stats.vonmises.logpdf(y, a)

@@ -17,8 +17,15 @@ import jaxscale
 from jaxscale import _jax
 from jaxscale._autocast import table
 
-X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32))
-W = jnp.asarray(np.random.default_rng(1).standard_normal((5, 8, 8)).astype(np.float32) * 0.3)
+
+def normal(shape, seed):
+    """Draws normal numbers in float32."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+
+
+X = normal((4, 8), seed=0)
+W = normal((5, 8, 8), seed=1) * np.float32(0.3)
 PARAMS = {"w": W, "b": jnp.linspace(-0.1, 0.1, 8)}
 
 
@@ -35,7 +42,8 @@ def mlp(p, x):
 def activations(p, x):
     outs = {}
     for i, name in enumerate(("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")):
-        outs[name] = getattr(jax.nn, name)(biased(x, p["w"][i % 5], p["b"]))
+        activate = getattr(jax.nn, name)
+        outs[name] = activate(biased(x, p["w"][i % 5], p["b"]))
     return sum(jnp.mean(out) for out in outs.values()), outs
 
 
@@ -43,33 +51,45 @@ def attention(p, x):
     def normalized(x):
         mean = jnp.mean(x, -1, keepdims=True)
         var = jnp.mean((x - mean) ** 2, -1, keepdims=True)
-        return (x - mean) * jax.lax.rsqrt(var + 1e-6) * (1 + p["b"])[None]
+        x = (x - mean) * jax.lax.rsqrt(var + 1e-6)
+        return x * (1 + p["b"])[None]
 
     q, k, v = (normalized(x) @ p["w"][i] for i in range(3))
     mask = jnp.tril(jnp.ones((4, 4), bool))
-    weights = jax.nn.softmax(jnp.where(mask, q @ k.T / jnp.sqrt(8.0), -1e9))
+    logits = q @ k.T / jnp.sqrt(8.0)
+    weights = jax.nn.softmax(jnp.where(mask, logits, -1e9))
     x = x + (weights @ v) @ p["w"][3]
-    x = x + jax.nn.gelu(normalized(x) @ p["w"][4])
+    hidden = normalized(x) @ p["w"][4]
+    x = x + jax.nn.gelu(hidden)
     return jnp.mean(x**2), x
 
 
 def convolutions(p, x):
-    kernel = jnp.reshape(p["w"][0, :3, :].repeat(3, 0), (3, 3, 1, 8))[:, :, :1].repeat(3, 2)
+    rows = p["w"][0, :3, :].repeat(3, 0)
+    kernel = jnp.reshape(rows, (3, 3, 1, 8))
+    kernel = kernel[:, :, :1].repeat(3, 2)
     dims = ("NHWC", "HWIO", "NHWC")
     x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
     x = x + p["b"][None, None, None]
-    mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
-    x = jax.nn.relu((x - mean[None, None, None]) / jnp.sqrt(var + 1e-5)[None, None, None])
-    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    mean = jnp.mean(x, (0, 1, 2))
+    var = jnp.var(x, (0, 1, 2))
+    centered = x - mean[None, None, None]
+    deviation = jnp.sqrt(var + 1e-5)
+    x = jax.nn.relu(centered / deviation[None, None, None])
+    window = (1, 2, 2, 1)
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
     return jnp.mean(x[:, 0, 0] @ p["w"][1]), {"mean": mean, "var": var}
 
 
 def lstm(p, h, xs):
     def cell(carry, x):
         h, c = carry
-        gates = [biased(x, p["w"][i], p["b"]) + h @ p["w"][i].T for i in range(4)]
-        i, f, o = map(jax.nn.sigmoid, gates[:3])
-        c = f * c + i * jnp.tanh(gates[3])
+        gates = []
+        for i in range(4):
+            gates.append(biased(x, p["w"][i], p["b"]) + h @ p["w"][i].T)
+        *sigmoid_gates, candidate = gates
+        i, f, o = map(jax.nn.sigmoid, sigmoid_gates)
+        c = f * c + i * jnp.tanh(candidate)
         return (o * jnp.tanh(c), c), h
 
     (h, c), hs = jax.lax.scan(cell, (h, jnp.zeros_like(h)), xs)
@@ -93,14 +113,19 @@ def loops(p, x):
 
 
 def branches(p, x):
-    x = jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ p["w"][0], lambda x: x, x)
-    x = jax.lax.switch(1, [lambda x: x, lambda x: x @ p["w"][1], lambda x: -x], x @ p["w"][2])
+    def keep(x):
+        return x
+
+    x = jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ p["w"][0], keep, x)
+    choices = [keep, lambda x: x @ p["w"][1], jnp.negative]
+    x = jax.lax.switch(1, choices, x @ p["w"][2])
     return jnp.mean(x**2), x
 
 
 def custom_jvp(p, x):
     def jvp(primals, tangents):
-        (x, w), (dx, dw) = primals, tangents
+        x, w = primals
+        dx, dw = tangents
         return f(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
 
     f = jax.custom_jvp(lambda x, w: jnp.sin(x @ w))
@@ -130,9 +155,10 @@ def second_derivatives(p, x):  # a physics-informed network
 
 def dropout_and_keys(p, x, key):
     x = biased(x, p["w"][0], p["b"])
-    kept = jax.random.bernoulli(key, 0.5, x.shape)
-    x = jnp.where(kept, x / 0.5, 0.0)
-    return jnp.mean((x + jax.random.normal(key, x.shape)) @ p["w"][1]), jax.random.split(key)
+    is_kept = jax.random.bernoulli(key, 0.5, x.shape)
+    x = jnp.where(is_kept, x / 0.5, 0.0)
+    x = x + jax.random.normal(key, x.shape)
+    return jnp.mean(x @ p["w"][1]), jax.random.split(key)
 
 
 def embedding(p, tokens):
@@ -143,35 +169,51 @@ def embedding(p, tokens):
 
 def moves(p, x):
     x = x @ p["w"][0]
-    x = jnp.concatenate([jnp.pad(x, ((0, 1), (0, 0))), jnp.flip(x, 0)])
+    padded = jnp.pad(x, ((0, 1), (0, 0)))
+    flipped = jnp.flip(x, 0)
+    x = jnp.concatenate([padded, flipped])
     x = jax.lax.dynamic_update_slice(jnp.zeros((12, 8)), x, (1, 0))
-    x = x.at[jnp.array([0, 2])].set(x[:2]).at[jnp.array([1, 1])].add(x[:2])
+    updated = x.at[jnp.array([0, 2])].set(x[:2])
+    x = updated.at[jnp.array([1, 1])].add(x[:2])
     top, _ = jax.lax.top_k(jnp.sort(x), 2)
-    x = jnp.clip(jnp.maximum(x, -2.0), -1.0, jnp.max(x)) + jnp.cumsum(x, 0) + jnp.abs(top[:, :1])
+    clipped = jnp.clip(jnp.maximum(x, -2.0), -1.0, jnp.max(x))
+    x = clipped + jnp.cumsum(x, 0) + jnp.abs(top[:, :1])
     return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
 
 
 def broadcasts(p, x):
-    x, y = x @ p["w"][0], x @ p["w"][1]
-    x = x * y[:1] + x[:1] - y[:, :1] + jnp.maximum(x, y[:1]) + jnp.clip(x, y[:1], y[:1] + 0.5)
-    x = jnp.where(y > 0, x, jnp.broadcast_to(y[0], x.shape)) + x * y[0, 0]
-    pairs = (x[:, None] - x[None]) * (y[:, None] * y[None]) + jnp.tile(y[:1], (4, 1))
+    inputs = x
+    x = inputs @ p["w"][0]
+    y = inputs @ p["w"][1]
+    total = x * y[:1] + x[:1] - y[:, :1]
+    total = total + jnp.maximum(x, y[:1])
+    x = total + jnp.clip(x, y[:1], y[:1] + 0.5)
+    is_positive = y > 0
+    rows = jnp.broadcast_to(y[0], x.shape)
+    x = jnp.where(is_positive, x, rows) + x * y[0, 0]
+    differences = x[:, None] - x[None]
+    weights = y[:, None] * y[None]
+    pairs = differences * weights + jnp.tile(y[:1], (4, 1))
     return jnp.mean(pairs @ p["w"][2]), jax.vmap(lambda a: a * y[0])(x)
 
 
 def orders(p, x):
     x = x @ p["w"][0]
-    window = (jax.lax.max, (2, 1), (1, 1), "SAME")
-    x = jnp.concatenate([jnp.sort(x, 0), jax.lax.top_k(x, 8)[0], jax.lax.cummax(x)])
-    x = jax.lax.reduce_window(x, -jnp.inf, *window) + jax.lax.cummin(x)
-    x = jax.lax.reduce_window(x, jnp.inf, jax.lax.min, *window[1:])
-    x = jax.lax.pad(x, x[0, 0], ((1, 0, 0), (0, 0, 0))).at[jnp.array([0, 3])].set(x[:2])
+    window = {"window_dimensions": (2, 1), "window_strides": (1, 1), "padding": "SAME"}
+    ascending = jnp.sort(x, 0)
+    largest, _ = jax.lax.top_k(x, 8)
+    x = jnp.concatenate([ascending, largest, jax.lax.cummax(x)])
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, **window) + jax.lax.cummin(x)
+    x = jax.lax.reduce_window(x, jnp.inf, jax.lax.min, **window)
+    padded = jax.lax.pad(x, x[0, 0], ((1, 0, 0), (0, 0, 0)))
+    x = padded.at[jnp.array([0, 3])].set(x[:2])
     return jnp.mean(x @ p["w"][1]), jnp.max(x, 0)
 
 
 def linear_algebra(p, x):
     a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
-    solved = jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), x.T @ x)
+    factor = jax.scipy.linalg.cho_factor(a)
+    solved = jax.scipy.linalg.cho_solve(factor, x.T @ x)
     return jnp.mean(solved @ p["w"][1]), jnp.abs(jnp.fft.fft(a)), jnp.linalg.norm(a)
 
 
@@ -199,8 +241,9 @@ def numbers_and_text(p, x):
 
 
 def own_precision(p, x):  # parts that are written in half precision by hand, and stay as they are
-    half = (x.astype(jnp.bfloat16) @ p["w"][0].astype(jnp.bfloat16)).astype(jnp.float32)
-    return jnp.mean(half @ p["w"][1]), half.astype(jnp.float16)
+    product = x.astype(jnp.bfloat16) @ p["w"][0].astype(jnp.bfloat16)
+    rounded = product.astype(jnp.float32)
+    return jnp.mean(rounded @ p["w"][1]), rounded.astype(jnp.float16)
 
 
 OF_X = [mlp, activations, attention, remat_in_scan, loops, branches, custom_jvp, custom_vjp]
@@ -216,14 +259,17 @@ PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
 
 def primitives(fun, *args):
     """The primitives of a function, by their old names, each with its floating-point dtypes."""
-    found = []
-    for e in equations(jax.make_jaxpr(fun)(*args)):
-        dtypes = {getattr(atom.aval, "dtype", np.bool_) for atom in (*e.invars, *e.outvars)}
-        floating = {str(d) for d in dtypes if jnp.issubdtype(d, jnp.inexact)}
-        found.append((_jax.operation(e), floating))
-    return found
+    names_and_dtypes = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        dtypes = set()
+        for atom in (*eqn.invars, *eqn.outvars):
+            dtype = getattr(atom.aval, "dtype", np.bool_)
+            if jnp.issubdtype(dtype, jnp.inexact):
+                dtypes.add(str(dtype))
+        names_and_dtypes.append((_jax.operation(eqn), dtypes))
+    return names_and_dtypes
 
 
 def products(fun, *args):
     """The dtypes of each matrix product and convolution of a function."""
-    return [kinds for name, kinds in primitives(fun, *args) if name in table.PRODUCTS]
+    return [dtypes for name, dtypes in primitives(fun, *args) if name in table.PRODUCTS]

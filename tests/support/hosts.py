@@ -1,6 +1,6 @@
 """`scale_backward` over devices, in each form that a program may have.
 
-`test_boundary` runs all forms in one process. `python tests/support/hosts.py 4` runs those in
+`test_scale_backward` runs all forms in one process. `python tests/support/hosts.py 4` runs those in
 `ACROSS` in four processes, which JAX joins on loopback: each prints what it got. The loss of one
 device is so much larger than the others' that it alone overflows at their scale.
 """

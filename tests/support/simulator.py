@@ -111,21 +111,31 @@ def rare(usual, large, share, steps=20_000, seed=0, noise=0.0, burst=1):
 def replay(policy, traces, retries=0):
     """A `Replay` for each of some traces, by name. All of them run in one program."""
     longest = max(len(trace.ceiling) for trace in traces.values())
+    steps_of_traces = [_steps(trace, longest) for trace in traces.values()]
+    columns = map(np.stack, zip(*steps_of_traces, strict=True))
     run = jax.jit(jax.vmap(lambda *steps: _run(policy, retries, steps)))
-    steps = zip(*(_steps(trace, longest) for trace in traces.values()), strict=True)
-    outcome = jax.tree.map(np.asarray, run(*map(np.stack, steps)))
-    lengths = enumerate(len(trace.ceiling) for trace in traces.values())
-    parts = [jax.tree.map(lambda x, i=i, n=n: x[i, :n], outcome) for i, n in lengths]
-    return {name: Replay(*part) for name, part in zip(traces, parts, strict=True)}
+    outcome = [np.asarray(column) for column in run(*columns)]
+
+    replays = {}
+    for index, (name, trace) in enumerate(traces.items()):
+        length = len(trace.ceiling)
+        replays[name] = Replay(*(column[index, :length] for column in outcome))
+    return replays
 
 
 def _steps(trace, length):
     """The highest scale, the largest gradient and whether the loss was bad, for `length` steps."""
-    ceiling, missing = trace.ceiling, (0, length - len(trace.ceiling))
-    highest = np.where(ceiling > BAD, np.ldexp(1.0, ceiling), 0)
-    told = np.zeros(len(ceiling), bool) if trace.told is None else trace.told
-    columns = [np.pad(x.astype(np.float32), missing) for x in (highest, np.exp2(trace.largest))]
-    return *columns, np.pad(told, missing, constant_values=True)
+    highest = np.where(trace.ceiling > BAD, np.ldexp(1.0, trace.ceiling), 0)
+    largest = np.exp2(trace.largest)
+    told = trace.told
+    if told is None:
+        told = np.zeros(len(trace.ceiling), bool)
+    missing = (0, length - len(trace.ceiling))
+    return (
+        np.pad(highest.astype(np.float32), missing),
+        np.pad(largest.astype(np.float32), missing),
+        np.pad(told, missing, constant_values=True),
+    )
 
 
 def _run(policy, retries, steps):

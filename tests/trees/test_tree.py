@@ -21,7 +21,9 @@ import jaxscale
 from jaxscale import presets
 from jaxscale._gradients import verdict as _verdict
 from jaxscale._gradients.scaled import Scaled
-from jaxscale._trees.tree import apply_updates, cast_like, map_gradients, only_gradients
+from jaxscale._trees.casts import cast_like
+from jaxscale._trees.gradient_leaves import map_gradients, only_gradients
+from jaxscale._trees.params import apply_updates
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e4m3fn"]
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ..._gradients.scaled import divide
-from ..._gradients.value_and_grad import seed_cotangent, unpacked
+from ..._gradients.value_and_grad import seed_cotangent, unpack_output
 from ..._jax import JaxprEqn, Scan, While
 from ..._state.find import find_scale_state
 from ..._state.scale import LossScaleState
+from ..._trees.casts import widen
 from ..._trees.leaf import is_inexact_leaf
-from ..._trees.tree import widen
 from .._formats import describe, is_array
 from .findings import Findings, OverflowSeen, Run
 from .interpreter import TOP, EquationKey, Interpreter, IsWide, Location, Origins, Value, Visit
@@ -137,18 +137,17 @@ class TracedBackward:
             # Not the state itself: with that of a `NoOpLossScale` no cotangent is scaled, and
             # there would be none to follow.
             state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
-            seeded, one_seed = seed_cotangent("trace", fun, state, has_aux)
+            seeded, reduce_seed = seed_cotangent("trace", fun, state, has_aux)
             differentiated = transform(seeded, has_aux=True, **kwargs)
             # Copied inside the traced function: modules of Flax NNX may only change there.
             copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
-            output = differentiated(*copies, **copied_kwargs)
-            loss, (aux, seed), grads = unpacked("trace", output)
+            output = unpack_output("trace", differentiated(*copies, **copied_kwargs))
             # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
             # would report them.
-            grads = divide(grads, widen(one_seed(seed)))
+            grads = divide(output.grads, widen(reduce_seed(output.seed)))
             return {
-                "loss": loss,
-                **_name_inexact("aux", aux),
+                "loss": output.loss,
+                **_name_inexact("aux", output.aux),
                 **_name_inexact("grads", grads),
             }
 

@@ -124,15 +124,22 @@ def _describe_birth(
             continue
         float32_result = _find_largest_in_float32(eqn, inputs, output, mask)
         if cause is None:
-            cause = "range" if math.isfinite(float32_result) else "value"
+            cause = "value"
+            if math.isfinite(float32_result):
+                cause = "range"
         numbers = _finite_numbers(inputs)
+        least = math.nan
+        largest = math.nan
+        if numbers.size:
+            least = float(numbers.min())
+            largest = float(numbers.max())
         return Birth(
             output=output,
             elements=int(mask.sum()),
             share=float(mask.mean()),
             cause=cause,
-            least_input=float(numbers.min()) if numbers.size else math.nan,
-            largest_input=float(numbers.max()) if numbers.size else math.nan,
+            least_input=least,
+            largest_input=largest,
             float32_result=float32_result,
         )
     return None

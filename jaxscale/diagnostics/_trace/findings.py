@@ -78,12 +78,21 @@ class Findings:
         masks = [nonfinite_mask(output) for output in visit.outputs]
         if not any(mask.any() for mask in masks):
             return [frozenset()] * len(masks)
-        origins = frozenset().union(*(value.origins for value in visit.inputs))
+        origins: Origins = frozenset()
+        for value in visit.inputs:
+            origins |= value.origins
         birth = self._find_birth(visit, origins, masks)
         if birth is not None:
             self._note_birth(key, visit, birth)
             origins |= {key}
-        return [origins if mask.any() else frozenset() for mask in masks]
+
+        origins_of_outputs: list[Origins] = []
+        for mask in masks:
+            if mask.any():
+                origins_of_outputs.append(origins)
+            else:
+                origins_of_outputs.append(frozenset())
+        return origins_of_outputs
 
     def _note_visit(self, key: EquationKey, visit: Visit) -> None:
         if key not in self.visits and hides_equations(visit.eqn):
@@ -101,7 +110,8 @@ class Findings:
         if lost is None:
             return
         self._num_losses[key] += 1
-        if key not in self._losses or lost.share > self._losses[key].lost.share:
+        worst = self._losses.get(key)
+        if worst is None or lost.share > worst.lost.share:
             self._losses[key] = _SeenLost(visit, lost)
 
     def _find_birth(
@@ -111,7 +121,8 @@ class Findings:
 
         The masks say where its outputs hold one.
         """
-        is_explained = any(self.births[origin].birth.cause != "given" for origin in origins)
+        causes = {self.births[origin].birth.cause for origin in origins}
+        is_explained = bool(causes - {"given"})
         if not (is_explained and self._is_brief):
             birth = find_birth(visit.eqn, visit.arrays, visit.outputs, is_explained=is_explained)
             if birth is not None:
@@ -120,15 +131,18 @@ class Findings:
             return None
         for output, mask in enumerate(masks):
             if mask.any():
-                return Birth(output, int(mask.sum()), float(mask.mean()), "given")
+                num_nonfinite = int(mask.sum())
+                return Birth(output, num_nonfinite, share=float(mask.mean()), cause="given")
         return None
 
     def _note_birth(self, key: EquationKey, visit: Visit, birth: Birth) -> None:
         self._num_births[key] += 1
         is_given = birth.cause == "given"
-        is_new = key not in self.births
-        if is_new or (self.births[key].birth.cause == "given" and not is_given):
-            self.births.pop(key, None)  # so that it moves to the end: order of execution
+        earlier = self.births.get(key)
+        if earlier is None:
+            self.births[key] = _SeenBirth(visit, birth)
+        elif earlier.birth.cause == "given" and not is_given:
+            del self.births[key]  # so that it moves to the end: order of execution
             self.births[key] = _SeenBirth(visit, birth)
         if self._is_hasty and visit.scaled and not is_given:
             raise OverflowSeen
@@ -173,12 +187,15 @@ class Findings:
         eqn = visit.eqn
         line, *callers = lines(eqn, visit.around) or [NO_LINE]
         array = visit.outputs[output]
+        direction = "backward"
+        if visit.need & FORWARD:
+            direction = "forward"
         return Place(
             primitive=eqn.primitive.name,
             dtype=str(array.dtype),
             shape=tuple(map(int, array.shape)),
             inputs=tuple(atom.aval.str_short() for atom in eqn.invars),
-            direction="forward" if visit.need & FORWARD else "backward",
+            direction=direction,
             scaled=visit.scaled,
             where=line.where,
             file=line.file,
@@ -214,49 +231,55 @@ class Run(NamedTuple):
     def report(self) -> TraceReport:
         """Returns all that was seen, as Python values."""
         outputs = {name: value.array for name, value in self.values.items()}
+        losses = np.asarray(outputs["loss"])
         return TraceReport(
-            loss=float(np.mean(np.asarray(outputs["loss"]), dtype=np.float64)),
+            loss=float(np.mean(losses, dtype=np.float64)),
             loss_scale=self.loss_scale,
             equations=self.findings.visits.total(),
             nonfinite=_merge_repeats(self._list_nonfinite()),
             underflows=_merge_repeats(self.findings.list_underflows()),
-            nonfinite_arguments=_nonfinite_names(self.arguments),
-            nonfinite_outputs=_nonfinite_names(outputs),
+            nonfinite_arguments=_find_nonfinite(self.arguments),
+            nonfinite_outputs=_find_nonfinite(outputs),
             not_compared=tuple(sorted(self.findings.not_compared)),
             not_entered=tuple(sorted(self.findings.not_entered)),
             constants=_list_constants(self.rounded),
         )
 
     def _list_nonfinite(self) -> list[TracedNonfinite]:
+        """Returns where inf and NaN were made, and then where they were given if that matters."""
         reached: dict[EquationKey, list[str]] = {}
         for name, value in self.values.items():
             for origin in value.origins:
                 reached.setdefault(origin, []).append(name)
-        made = []
-        given = []
+        makers = []
+        first_uses = []  # of an inf or NaN that was given
+        is_explained = False
         for place in self.findings.list_nonfinite(reached):
-            if place.cause != "given":
-                made.append(place)
-            elif place.reaches:
-                given.append(place)
+            if place.cause == "given":
+                if place.reaches:
+                    first_uses.append(place)
+                continue
+            makers.append(place)
+            if place.reaches and place.cause != "infinities":
+                is_explained = True
         # A given inf or NaN is of interest if a NaN was made of infinities, or if no place that
         # made one explains the outputs.
-        if any(place.reaches and place.cause != "infinities" for place in made):
-            return made
-        return made + given
+        if is_explained:
+            return makers
+        return makers + first_uses
 
 
 def _list_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
     """Returns the numbers that were rounded, each once for a line and a dtype."""
     constants: dict[Any, TracedConstant] = {}
-    for eqn, around, number in rounded:
-        line = find_line(eqn, around)
-        became = np.asarray(number.literal.val)
+    for place in rounded:
+        line = find_line(place.eqn, place.around)
+        literal = np.asarray(place.number.literal.val)
         constant = TracedConstant(
-            value=number.exact,
-            became=float(became),
-            dtype=str(became.dtype),
-            primitive=eqn.primitive.name,
+            value=place.number.exact,
+            became=float(literal),
+            dtype=str(literal.dtype),
+            primitive=place.eqn.primitive.name,
             where=line.where,
             file=line.file,
             line=line.number,
@@ -286,5 +309,6 @@ def _merge_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(merged)
 
 
-def _nonfinite_names(leaves: Mapping[str, Any]) -> tuple[str, ...]:
+def _find_nonfinite(leaves: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the leaves that hold inf or NaN."""
     return tuple(name for name, leaf in leaves.items() if nonfinite_mask(leaf).any())

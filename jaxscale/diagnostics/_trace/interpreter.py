@@ -150,11 +150,13 @@ class Interpreter:
         inputs = [slots.read(slot).array for slot in segment.reads]
         wide = []
         for step in segment.steps:
-            wide.append(self._is_wide(key_of(step.eqn, (*location.around, *step.around))))
+            key = key_of(step.eqn, (*location.around, *step.around))
+            wide.append(self._is_wide(key))
+        is_all_wide = all(wide)
         outputs = iter(segment.program.evaluate(inputs, tuple(wide), self._is_shaken))
         for step in segment.steps:
             arrays = list(itertools.islice(outputs, len(step.writes)))
-            if all(wide):
+            if is_all_wide:
                 values = [Value(array) for array in arrays]
             else:
                 step_inputs = [slots.read(source) for source in step.reads]
@@ -173,8 +175,9 @@ class Interpreter:
                 return self._run_while(loop, entries, unite(step.eqn, step.needs), inside)
             case list() as branches:
                 number, *operands = entries
-                index = min(max(int(number.array), 0), len(branches) - 1)
-                return self.interpret(branches[index], operands, step.needs, inside)
+                index = max(int(number.array), 0)
+                branch = branches[min(index, len(branches) - 1)]
+                return self.interpret(branch, operands, step.needs, inside)
         return self._run_alone(step, entries, location)
 
     def _run_alone(
@@ -182,20 +185,33 @@ class Interpreter:
     ) -> Sequence[Value | Cell]:
         """Runs an equation that holds no others by itself, and updates the refs that it takes."""
         eqn = step.eqn
-        inputs = [entry.value if isinstance(entry, Cell) else entry for entry in entries]
+        inputs = []
+        cells = []
+        for entry in entries:
+            if isinstance(entry, Cell):
+                cells.append(entry)
+                inputs.append(entry.value)
+            else:
+                inputs.append(entry)
         is_wide = self._is_wide(key_of(eqn, (*location.around, *step.around)))
         arrays = []
         for source, value in zip(step.reads, inputs, strict=True):
-            is_number = isinstance(source, Literal | Rounded)
-            arrays.append(as_array(source, is_wide) if is_number else value.array)
+            if isinstance(source, Literal | Rounded):
+                arrays.append(as_array(source, is_wide))
+            else:
+                arrays.append(value.array)
         values = self._show(step, inputs, compute(eqn, arrays, is_wide), location)
 
-        outputs = values[: len(eqn.outvars)]
-        cells = [entry for entry in entries if isinstance(entry, Cell)]
-        for cell, value in zip(cells, values[len(eqn.outvars) :], strict=True):
+        num_outputs = len(eqn.outvars)
+        for cell, value in zip(cells, values[num_outputs:], strict=True):
             cell.value = value
-        pairs = zip(eqn.outvars, outputs, strict=True)
-        return [Cell(value) if is_ref(var) else value for var, value in pairs]
+        outputs: list[Value | Cell] = []
+        for var, value in zip(eqn.outvars, values[:num_outputs], strict=True):
+            if is_ref(var):
+                outputs.append(Cell(value))
+            else:
+                outputs.append(value)
+        return outputs
 
     def _show(
         self, step: Step, inputs: list[Value], arrays: Sequence[Any], location: Location
@@ -252,11 +268,13 @@ class Interpreter:
             rows.append(outputs[loop.carries :])
             _write_slices(scanned, slices, index)
         if not rows:
-            stacked = inside.around[-1].outvars[loop.carries :]
-            return [*carries, *(_make_zeros(var.aval) for var in stacked)]
+            variables = inside.around[-1].outvars[loop.carries :]
+            stacked = [_make_zeros(var.aval) for var in variables]
+            return [*carries, *stacked]
         if loop.reverse:
             rows.reverse()
-        return [*carries, *map(_stack, zip(*rows, strict=True))]
+        stacked = [_stack(values) for values in zip(*rows, strict=True)]
+        return [*carries, *stacked]
 
 
 def _is_extended(array: Any) -> bool:
@@ -281,8 +299,9 @@ def _write_slices(entries: Sequence[Any], slices: Sequence[Any], index: int) -> 
         if not isinstance(entry, Cell):
             continue
         whole = entry.value
+        array = jnp.asarray(whole.array)
         entry.value = Value(
-            array=jnp.asarray(whole.array).at[index].set(part.value.array),
+            array=array.at[index].set(part.value.array),
             scaled=whole.scaled or part.value.scaled,
             origins=whole.origins | part.value.origins,
         )

@@ -7,8 +7,6 @@ derivatives that JAX computes ahead of time.
 """
 
 import collections
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -66,8 +64,17 @@ def results(of: Jaxpr | JaxprEqn) -> list[Any]:
 
 def unite(eqn: JaxprEqn, needs: Needs) -> int:
     """Returns what an equation as a whole is needed for, given the needs of its results."""
-    own = EFFECT if eqn.effects else 0
-    return functools.reduce(operator.or_, needs, own)
+    whole = 0
+    if eqn.effects:
+        whole = EFFECT
+    for need in needs:
+        whole |= need
+    return whole
+
+
+def _unite_each(first: Needs, second: Needs) -> Needs:
+    """Returns what each of several values is needed for, given two sets of needs of theirs."""
+    return tuple(one | other for one, other in zip(first, second, strict=True))
 
 
 class Usage(NamedTuple):
@@ -99,7 +106,7 @@ class Analysis:
             carries = inputs[loop.consts : loop.consts + loop.carries]
             stacked = (0,) * (len(jaxpr.outvars) - loop.carries)
             refs = [need for var, need in zip(jaxpr.invars, inputs, strict=True) if is_ref(var)]
-            wider = tuple(map(operator.or_, needs, (*carries, *stacked, *refs)))
+            wider = _unite_each(needs, (*carries, *stacked, *refs))
             if wider == needs:
                 return needs
             needs = wider
@@ -135,10 +142,10 @@ class Analysis:
                 slices = inputs[loop.consts + loop.carries :]
                 return (*consts, *body_needs[: loop.carries], *slices)
             case list() as branches:
-                inputs = (0,) * (len(eqn.invars) - 1)
+                operands = (0,) * (len(eqn.invars) - 1)
                 for branch in branches:
-                    of_branch = self.analyse(branch.jaxpr, needs).inputs
-                    inputs = tuple(map(operator.or_, inputs, of_branch))
-                return whole, *inputs  # the first input is the index of the branch
+                    usage = self.analyse(branch.jaxpr, needs)
+                    operands = _unite_each(operands, usage.inputs)
+                return whole, *operands  # the first input is the index of the branch
         # The carry of a `while` decides how often it runs, so all inputs are needed alike.
         return (whole,) * len(eqn.invars)

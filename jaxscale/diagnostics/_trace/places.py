@@ -67,9 +67,9 @@ def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
     """Returns the user's lines for an equation and the calls around it, innermost first."""
     users_lines = []
     for outer in (eqn, *reversed(around)):
-        for file, number, function in frames(outer):
-            if is_users_file(file):
-                users_lines.append(Line(file, number, function))
+        for frame in frames(outer):
+            if is_users_file(frame.file):
+                users_lines.append(Line(frame.file, frame.line, frame.function))
     return users_lines
 
 
@@ -123,10 +123,13 @@ class Constants:
     def exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], literal: Literal) -> float | None:
         """Returns the number that a 0 or inf in an equation was made of, if it is known."""
         value = np.asarray(literal.val)
-        if value.shape or value.dtype.kind not in "fV" or not self._numbers:
+        is_floating_number = not value.shape and value.dtype.kind in "fV"
+        if not is_floating_number or not self._numbers:
             return None
         # Derivatives compare with 0 and choose it, as that of `abs` does.
-        if eqn.primitive.name not in _ARITHMETIC or (value != 0 and not np.isinf(value)):
+        if eqn.primitive.name not in _ARITHMETIC:
+            return None
+        if value != 0 and not np.isinf(value):
             return None
         line = find_line(eqn, around)
         for number in self._numbers.get((line.file, line.number), ()):
@@ -144,5 +147,7 @@ class Constants:
         if frame is None:
             return
         place = (frame.f_code.co_filename, frame.f_lineno)
-        of_line = self._numbers.setdefault(place, [])
-        of_line += [number for number in numbers if 0 < abs(number) < np.inf]
+        numbers_of_line = self._numbers.setdefault(place, [])
+        for number in numbers:
+            if 0 < abs(number) < np.inf:
+                numbers_of_line.append(number)

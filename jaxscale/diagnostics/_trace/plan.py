@@ -106,12 +106,18 @@ class Planner:
         finished_parts: list[Segment | Step] = []
         forgotten = []
         for index, steps in enumerate(parts):
+            read_later = set()
+            read_last = []
+            for slot, last in last_parts.items():
+                if last > index:
+                    read_later.add(slot)
+                elif last == index:
+                    read_last.append(slot)
             if _may_share(steps[0].eqn):
-                later = {slot for slot, last in last_parts.items() if last > index}
-                finished_parts.append(self._make_segment(steps, later))
+                finished_parts.append(self._make_segment(steps, read_later))
             else:
                 finished_parts.append(steps[0])
-            forgotten.append(tuple(slot for slot, last in last_parts.items() if last == index))
+            forgotten.append(tuple(read_last))
         return Plan(
             closed=closed,
             consts=tuple(flat.consts),
@@ -122,21 +128,23 @@ class Planner:
         )
 
     def _make_segment(self, steps: tuple[Step, ...], later: set[int]) -> Segment:
-        """Returns steps as a segment, given the slots that are read after it."""
-        written = [slot for step in steps for slot in step.writes]
-        read = [slot for step in steps for slot in step.read_slots]
-        outside = tuple(dict.fromkeys(slot for slot in read if slot not in written))  # each once
-        indices = {slot: index for index, slot in enumerate((*outside, *written))}
-        local_steps = []
+        """Returns steps as a segment; `later` has the slots that are read after it."""
+        written: list[int] = []
+        inputs: list[int] = []  # what its steps read that none of them wrote
         for step in steps:
-            reads: list[Any] = [
-                indices[source] if isinstance(source, int) else source for source in step.reads
-            ]
-            local_steps.append(LocalStep(step.eqn, tuple(reads)))
+            for slot in step.read_slots:
+                if slot not in written and slot not in inputs:
+                    inputs.append(slot)
+            written += step.writes
+
+        # The program knows a value by its index among these.
+        indices = {slot: index for index, slot in enumerate((*inputs, *written))}
+        local_steps = [_make_local(step, indices) for step in steps]
         kept = frozenset(indices[slot] for slot in written if slot in later)
         key = program_key(local_steps, kept)
-        program = self._programs.setdefault(key, Program(local_steps, kept))
-        return Segment(steps=steps, program=program, reads=outside)
+        if key not in self._programs:
+            self._programs[key] = Program(local_steps, kept)
+        return Segment(steps=steps, program=self._programs[key], reads=tuple(inputs))
 
     def find_exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], source: Source) -> Source:
         """Returns an input of an equation, with the number of the source if it was rounded."""
@@ -179,7 +187,8 @@ class _FlatProgram:
         for slot, var, value in zip(const_slots, jaxpr.constvars, closed.consts, strict=True):
             self.consts.append(ConstSlot(slot, var, value))
         variables = (*jaxpr.constvars, *jaxpr.invars)
-        sources: dict[Any, Source] = dict(zip(variables, (*const_slots, *inputs), strict=True))
+        slots = (*const_slots, *inputs)
+        sources: dict[Any, Source] = dict(zip(variables, slots, strict=True))
 
         equation_needs = self._planner.analysis.analyse(jaxpr, needs).equations
         for eqn, eqn_needs in zip(jaxpr.eqns, equation_needs, strict=True):
@@ -213,6 +222,17 @@ def _find_source(atom: Any, sources: Mapping[Any, Source]) -> Source:
     if isinstance(atom, Literal):
         return atom
     return sources.get(atom)
+
+
+def _make_local(step: Step, indices: Mapping[int, int]) -> LocalStep:
+    """Returns a step of a program, which knows each slot by its index in the program."""
+    reads = []
+    for source in step.reads:
+        if isinstance(source, int):
+            reads.append(indices[source])
+        else:
+            reads.append(source)
+    return LocalStep(step.eqn, tuple(reads))
 
 
 def _slots_of(sources: Sequence[Source]) -> list[int]:

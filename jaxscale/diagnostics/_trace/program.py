@@ -55,23 +55,26 @@ class Program:
                 return self._compute_outputs(wide, inputs, shake)
 
             self._compiled[wide] = compile_fast(compute_outputs)
-        shake = np.float32(_SHAKE if is_shaken else 0)
-        # An argument, so that one program does both.
+        shake = np.float32(0)  # an argument, so that one program does both
+        if is_shaken:
+            shake = np.float32(_SHAKE)
         return self._compiled[wide](inputs, shake)
 
     def _compute_outputs(
         self, wide: tuple[bool, ...], inputs: Sequence[Any], shake: Any
     ) -> list[Any]:
         values = list(inputs)
-        signs = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), len(self._steps))
+        generator = np.random.default_rng(0)
+        signs = generator.choice(np.array([-1, 1], np.float32), len(self._steps))
+        is_all_wide = all(wide)
         for step, is_wide, sign in zip(self._steps, wide, signs, strict=True):
             args = [_find_argument(read, values, is_wide) for read in step.reads]
             outputs = compute(step.eqn, args, is_wide)
-            if all(wide):  # nobody looks at each number, so XLA may fuse the equations
+            if is_all_wide:  # nobody looks at each number, so XLA may fuse the equations
                 values += _multiply_float32(outputs, 1 + sign * shake)
             else:
                 values += optimization_barrier(outputs)
-        if all(wide):
+        if is_all_wide:
             for index in range(len(inputs), len(values)):
                 if index not in self._kept:
                     values[index] = None
@@ -87,7 +90,12 @@ def _find_argument(read: int | Number, values: Sequence[Any], is_wide: bool) -> 
 
 def _multiply_float32(outputs: Sequence[Any], factor: Any) -> list[Any]:
     """Multiplies those of some outputs that are in float32 by a factor."""
-    return [output * factor if output.dtype == np.float32 else output for output in outputs]
+    products = []
+    for output in outputs:
+        if output.dtype == np.float32:
+            output = output * factor
+        products.append(output)
+    return products
 
 
 def as_array(number: Number, is_wide: bool) -> Any:
@@ -101,13 +109,14 @@ def as_array(number: Number, is_wide: bool) -> Any:
 
 
 def program_key(steps: Sequence[LocalStep], kept: frozenset[int]) -> Any:
-    """Returns what two lists of equations have in common if one program serves both."""
+    """Returns a key that two lists of equations have in common if one program serves both."""
     equations = []
-    for eqn, reads in steps:
+    for step in steps:
+        eqn = step.eqn
         params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-        numbers = tuple(read if isinstance(read, int) else _bits_of(read) for read in reads)
+        reads = tuple(map(_read_key, step.reads))
         avals = tuple(atom.aval for atom in eqn.invars)
-        equations.append((eqn.primitive, params, numbers, avals, context_key(eqn)))
+        equations.append((eqn.primitive, params, reads, avals, context_key(eqn)))
     key = (tuple(equations), kept)
     try:
         hash(key)
@@ -116,10 +125,13 @@ def program_key(steps: Sequence[LocalStep], kept: frozenset[int]) -> Any:
     return key
 
 
-def _bits_of(number: Number) -> Any:
-    if isinstance(number, Rounded):
-        return number.exact, _bits_of(number.literal)
-    value = np.asarray(number.val)
+def _read_key(read: int | Number) -> Any:
+    """Returns a key for what an equation reads: an index as it is, and a number by its bits."""
+    if isinstance(read, int):
+        return read
+    if isinstance(read, Rounded):
+        return read.exact, _read_key(read.literal)
+    value = np.asarray(read.val)
     return str(value.dtype), value.tobytes()
 
 

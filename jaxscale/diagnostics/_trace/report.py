@@ -36,27 +36,25 @@ class Place:
         Advice comes after the details.
         """
         shape = ",".join(map(str, self.shape))
+        share = f"{percent(self.share)} of the {what}"
         where = "no line of the model"
         if self.file:
             where = f"{self.where}: `{self.source}`"
-        parts = [
-            self.direction,
-            self.primitive,
-            f"{self.dtype}[{shape}]",
-            f"{percent(self.share)} of the {what}",
-            where,
-        ]
-        details = [*self._list_details(), *advice]
-        return ", ".join(parts) + "\n    " + "; ".join(details)
+        parts = [self.direction, self.primitive, f"{self.dtype}[{shape}]", share, where]
+        summary = ", ".join(parts)
+        details = "; ".join([*self._list_details(), *advice])
+        return f"{summary}\n    {details}"
 
     def _list_details(self) -> list[str]:
         details = []
         if self.layer:
             details.append(f"in {self.layer}")
         if self.called_from:
-            details.append(f"called from {', '.join(self.called_from[:3])}")
+            innermost = ", ".join(self.called_from[:3])
+            details.append(f"called from {innermost}")
         if self.iteration:
-            details.append(f"iteration {', '.join(map(str, self.iteration))}")
+            indices = ", ".join(map(str, self.iteration))
+            details.append(f"iteration {indices}")
         if self.visits > 1:
             details.append(f"{self.times} of {self.visits} times")
         return details
@@ -91,7 +89,7 @@ class TracedNonfinite(Place):
       called_from: files and lines that called it, innermost first.
       layer: the scopes it is in, as modules of Flax and `jax.named_scope` set them.
       iteration: the index of each loop around it, outermost first, when it first happened. In
-        a scan it is the index of the slice, in the backward pass too.
+        a scan it is the index of the slice, also in the backward pass.
       times: how many times it happened at this place.
       visits: how many times this equation was run.
       share: the share of its output's elements that it made inf or NaN, when it first happened.
@@ -260,9 +258,12 @@ class TraceReport:
             lines.append(f"inf or NaN in the arguments: {', '.join(self.nonfinite_arguments)}")
         first = self.first_nonfinite
         if first is not None:
-            kind = "overflow" if first.cause == "range" else "inf or NaN"
+            kind = "inf or NaN"
+            if first.cause == "range":
+                kind = "overflow"
             lines.append(f"first {kind}: {first}")
-        lines += [f"rounded: {constant}" for constant in self.constants[:_MOST_PLACES]]
+        for constant in self.constants[:_MOST_PLACES]:
+            lines.append(f"rounded: {constant}")
         others = [place for place in self.nonfinite if place is not first]
         lines += _say_places("also inf or NaN", others)
         lines += _say_places("underflow", self.underflows)

@@ -1,0 +1,121 @@
+"""Which equations of a program have half-precision values that a cotangent comes back to."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import _jax
+from .._autocast.callers import Owner, owner_of
+from .._autocast.casts import has_products, reads_half
+from .._autocast.readers import has_gradient
+from .._jax import ClosedJaxpr, JaxprEqn, programs, variables
+from .parts import find_divisible, refs_of
+
+
+class EquationSearch:
+    """Says whether an equation, or one in the programs that it holds, has a property.
+
+    A program that several equations hold is searched once.
+    """
+
+    def __init__(self, has: Callable[[JaxprEqn], bool]) -> None:
+        self._has = has
+        self._known: dict[Any, bool] = {}
+
+    def __call__(self, eqn: JaxprEqn) -> bool:
+        return self._has(eqn) or self.within(eqn)
+
+    def within(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation in the programs that this one holds has the property."""
+        return any(map(self._in_program, programs(eqn)))
+
+    def _in_program(self, program: Any) -> bool:
+        jaxpr = _jax.closed(program).jaxpr
+        if jaxpr not in self._known:
+            self._known[jaxpr] = any(map(self, jaxpr.eqns))
+        return self._known[jaxpr]
+
+
+class HalfFinder:
+    """Finds the equations with half-precision values that a cotangent comes back to.
+
+    A value in half precision that is only kept, for what is computed again, has no cotangent that
+    could flush. With `casts`, products in float32 count as half precision.
+
+    An equation of a program that is called many times counts if it does in one of these calls.
+    """
+
+    def __init__(self, holds_typed_half: EquationSearch, casts: bool) -> None:
+        self._holds_typed_half = holds_typed_half
+        self._casts = casts
+        self._found: set[int] = set()  # identities of equations
+        self._known: dict[Any, list[bool]] = {}
+
+    def holds_half(self, eqn: JaxprEqn) -> bool:
+        """Returns whether an equation of a program that was searched was found."""
+        return id(eqn) in self._found
+
+    def search(
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+    ) -> list[bool]:
+        """Searches a program, and those that its divisible calls hold.
+
+        Args:
+          program: a program.
+          pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
+          owner: whose products these are, as in `owner_of`.
+
+        Returns:
+          For each input of the program, whether a cotangent comes back to it.
+        """
+        key = program.jaxpr, tuple(pulled_outputs), owner
+        if key not in self._known:
+            pulled = self._find_pulled(program, pulled_outputs, owner)
+            for eqn in program.jaxpr.eqns:
+                if self._is_half(eqn, pulled, owner):
+                    self._found.add(id(eqn))
+            self._known[key] = [var in pulled for var in program.jaxpr.invars]
+        return self._known[key]
+
+    def _find_pulled(
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+    ) -> set[Any]:
+        """Returns the variables that a cotangent comes back to, and searches the calls."""
+        pulled = set(variables(itertools.compress(program.jaxpr.outvars, pulled_outputs)))
+        for eqn in reversed(program.jaxpr.eqns):
+            inner = find_divisible(eqn)
+            if inner is not None:
+                of_call = [var in pulled for var in eqn.outvars]
+                pulled_inputs = self.search(inner, of_call, owner_of(eqn, owner))
+            elif not pulled.isdisjoint(refs_of(eqn)):
+                pulled_inputs = [True] * len(eqn.invars)  # what it writes is read later
+            elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
+                continue
+            elif _jax.is_stand_in(eqn):
+                pulled_inputs = [False, True]
+            else:
+                pulled_inputs = [True] * len(eqn.invars)
+            pulled.update(variables(itertools.compress(eqn.invars, pulled_inputs)))
+        return pulled
+
+    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], owner: Owner) -> bool:
+        """Returns whether an equation belongs to the half-precision part.
+
+        `pulled` are the variables that a cotangent comes back to.
+        """
+        inner = find_divisible(eqn)
+        touched = set(eqn.outvars)
+        if inner is None:
+            touched.update(variables(eqn.invars))
+        if any(_jax.holds_half(var.aval) for var in touched & pulled):
+            return True
+        if inner is not None:
+            return any(map(self.holds_half, inner.jaxpr.eqns))
+        if self._holds_typed_half.within(eqn):
+            return True
+        return self._casts and (reads_half(eqn, owner) or has_products(eqn, owner))
+
+
+def is_typed_half(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation reads or returns a value in half precision."""
+    return any(_jax.holds_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))

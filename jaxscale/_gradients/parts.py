@@ -1,0 +1,181 @@
+"""The parts of a program that is divided: steps, which run as a function of arrays."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import _jax
+from .._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    UnknownFormError,
+    bind,
+    context,
+    source,
+    variables,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Crossing:
+    """A value that goes from the head of a call to its tail: a variable outside of the call."""
+
+    aval: Any
+
+
+class Step(NamedTuple):
+    """An equation, or the head or the tail of one that is divided."""
+
+    eqn: JaxprEqn
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    holds_half: bool
+    of: "Split | None" = None  # the parts of a divided call
+    part: "Part | None" = None  # and which of them this is
+
+
+class Part:
+    """Some steps of a program, as a function of lists of arrays.
+
+    Its `inputs` are the variables that it reads and does not compute. Its `outputs` may be
+    literals, if the program returns these.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: Sequence[Step],
+        inputs: Iterable[Any],
+        outputs: Sequence[Any],
+        constants: dict[Any, Any],
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.steps = steps
+        self.outputs = outputs
+        self._constants = constants
+        used = set(variables(outputs))
+        for step in steps:
+            used.update(variables(step.invars))
+        self.inputs = [var for var in inputs if var in used]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        env = self._constants | dict(zip(self.inputs, args, strict=True))
+        for step in self.steps:
+            inputs = [_look_up(env, atom) for atom in step.invars]
+            env.update(zip(step.outvars, _evaluate(step, inputs), strict=True))
+        return [_look_up(env, atom) for atom in self.outputs]
+
+    def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
+        """Returns the part without the casts of some inputs to half precision.
+
+        What each is cast to becomes an input. The second result says of what it is a cast.
+        """
+        wide = {var for var in by if not _jax.holds_half(var.aval)}
+        sources: dict[Any, Any] = {}
+        others = []
+        for step in self.steps:
+            if _is_cast_to_half(step) and not wide.isdisjoint(variables(step.invars)):
+                sources[step.outvars[0]] = step.invars[0]
+            else:
+                others.append(step)
+        inputs = [*self.inputs, *sources]
+        return Part(self.__name__, others, inputs, self.outputs, self._constants), sources
+
+    def find_derived(self, by: Iterable[Any]) -> set[Any]:
+        """Returns the variables that may have a derivative by some of the inputs, and these."""
+        derived = set(by)
+        for step in self.steps:
+            is_stopped = step.eqn.primitive.name == "stop_gradient"
+            if not is_stopped and not derived.isdisjoint(variables(step.invars)):
+                written = (*step.outvars, *refs_of(step))
+                derived.update(var for var in written if _jax.holds_inexact(var.aval))
+        return derived
+
+
+class Split(NamedTuple):
+    """A program in two parts."""
+
+    inputs: list[Any]  # the variables of its inputs
+    head: Part  # returns what the tail reads of it, and then the outputs in `from_head`
+    tail: Part  # returns the other outputs
+    crossing: list[Any]  # the variables that go from the head to the tail
+    from_head: list[int]  # which outputs of the program the head returns itself
+
+
+def refs_of(eqn: JaxprEqn | Step) -> Iterator[Any]:
+    """Yields the refs that an equation reads or writes: mutable arrays."""
+    return filter(_jax.is_ref, (*eqn.invars, *eqn.outvars))
+
+
+def find_divisible(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Returns the program of an equation that may be divided in two, such as a call.
+
+    One that takes a ref belongs to one part as a whole.
+    """
+    is_mapped = eqn.primitive.name == "shard_map"
+    if not is_mapped and not _jax.is_divisible(eqn):
+        return None
+    if any(refs_of(eqn)):
+        return None
+    try:
+        return _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
+    except UnknownFormError:
+        return None
+
+
+def _evaluate(step: Step, values: list[Any]) -> list[Any]:
+    """Returns the outputs of a step."""
+    with context(step.eqn), source(step.eqn, _jax.current_scopes()):
+        if step.of is None or step.part is None:
+            return bind(step.eqn, values)
+        if step.eqn.primitive.name == "shard_map":
+            return _call_mapped(step.eqn, step.of, step.part, values)
+        return _jax.call_part(step.eqn, step.part, values)
+
+
+def _call_mapped(eqn: JaxprEqn, parts: Split, part: Part, values: list[Any]) -> list[Any]:
+    """Returns the outputs of the head or the tail of a `shard_map`.
+
+    What goes from one to the other gets an axis in front, along which devices that may differ hold
+    a piece each.
+    """
+    mapping = _jax.mapped(eqn)
+    is_head = part is parts.head
+    crossing = set(parts.crossing)
+    specs = dict(zip(parts.inputs, mapping.options["in_specs"], strict=True))
+    for var in crossing:
+        along = mapping.options["axis_names"]
+        if mapping.options["check_vma"]:
+            along = _jax.varying(var.aval)
+        specs[var] = PartitionSpec(tuple(sorted(along, key=repr)) or None)
+
+    def call_part(*args: Any) -> tuple[Any, ...]:
+        inputs = []
+        for arg, var in zip(args, part.inputs, strict=True):
+            inputs.append(arg[0] if var in crossing else arg)
+        outputs = part(*inputs)
+        if is_head:
+            return tuple(jnp.expand_dims(output, 0) for output in outputs)
+        return tuple(outputs)
+
+    options = {"in_specs": tuple(specs[var] for var in part.inputs)}
+    if is_head:
+        options["out_specs"] = tuple(specs[var] for var in part.outputs)
+    mapped_part = mapping.map(call_part, **options)
+    return list(mapped_part(*values))
+
+
+def _look_up(env: dict[Any, Any], atom: Any) -> Any:
+    """Returns the value of a variable or a literal."""
+    if isinstance(atom, Literal):
+        return atom.val
+    return env[atom]
+
+
+def _is_cast_to_half(step: Step) -> bool:
+    is_cast = step.eqn.primitive.name == "convert_element_type"
+    return is_cast and _jax.holds_half(step.outvars[0].aval)

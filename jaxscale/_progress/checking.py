@@ -1,0 +1,206 @@
+"""`check`: an error if training is stuck, and warnings of what may soon ruin it."""
+
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from .._policies.adaptive import UNSEEN
+from .._policies.level import find_raised_level
+from .._state.find import find_optimizer_state, restore_types
+from .._state.optimizer import WINDOW_STATES, MultiStepsState
+from .._state.scale import AdaptiveState, unwrap
+from .._step.wrapped_optimizer import find_wrapped_optimizer
+from .._trees.checks import int32
+from .causes import explain_row
+from .symptoms import list_warnings
+
+
+class LossScaleStuckError(RuntimeError):
+    """Training makes no progress: too many steps in a row were skipped.
+
+    Example:
+      >>> import jaxscale
+      >>> issubclass(jaxscale.LossScaleStuckError, RuntimeError)
+      True
+    """
+
+
+def check(
+    tree: Any, *, tx: optax.GradientTransformation | None = None, max_consecutive: int = 50
+) -> None:
+    """Returns `None` if training makes progress, and raises an error if it is stuck.
+
+    Call it on the host, outside of `jit`, and as often as you log, as it waits for the device.
+    A dynamic loss scale skips a step now and then, and falls after it has grown; that is normal.
+
+    Args:
+      tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one. In the state of a
+        population each member is judged in its own right, and the worst one is reported.
+      tx: the optimizer, which knows how far the scale can fall. With it the message tells a scale
+        at its floor from one that is fixed or still falling. A `TrainState` has its own.
+      max_consecutive: how many steps skipped in a row are still accepted, at least 0. Halving takes
+        24 of them from 2**24 down to 1.
+
+    Warns:
+      UserWarning: if the `skip_rate` is 0.05 or more, so that one step in 20 is lost: at 6 % of
+        skipped steps that takes about 1800 of them, at 10 % 700, at 50 % 105; if `tree` is a
+        `TrainState` that has made more steps than its optimizer, which then was not restored from a
+        checkpoint; if the loss scale decays, below 2**15 with a `backoff_count` of 6 or more, or if
+        an `AdaptiveLossScale` has made more and more room for gradients of which it has seen none;
+        if the scale may be of no use, as it has grown to 2**24 or more after 10,000 steps, none of
+        which overflowed (from 2**15, the default policy gets there after 18,000); if retries do not
+        help, with a `total_exhausted` of 6 or more; or if spikes are skipped again and again, 20 in
+        a row, or more than one step in 20 of at least 1000. A policy that raises its scale in every
+        finite step, such as `presets.chainer()`, never decays, and no scale that follows the
+        gradients is of no use. Python shows each text once in a run.
+
+    Raises:
+      LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
+        `AdaptiveLossScale` has seen nothing but zeros in more steps of the optimizer than that. The
+        message has the numbers, the likely cause and, with `track_leaves=True`, the leaves of the
+        last overflow. The cause is that of the steps in this row.
+      ValueError: if `tree` holds no such state, or several, or if `max_consecutive` is below 0.
+      TypeError: if called inside `jit`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.loss_scaled(optax.adam(0.1))
+      >>> state = tx.init(jnp.zeros(3))
+      >>> jaxscale.check(state)
+      >>> for _ in range(3):
+      ...     _, state = tx.update(jnp.full(3, jnp.nan), state)
+      >>> jaxscale.check(state, max_consecutive=2)  # doctest: +IGNORE_EXCEPTION_DETAIL
+      Traceback (most recent call last):
+      jaxscale.LossScaleStuckError: 3 steps in a row were skipped (3 of 3 in all, ...)
+    """
+    most = int32("check", "max_consecutive", max_consecutive, least=0)
+    state = find_optimizer_state("check", restore_types(tree))
+    inner_state = unwrap(state.inner_state)
+    state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
+    _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
+    axes = np.shape(state.notfinite_count)  # those of a population
+    steps = np.broadcast_to(_count_optimizer_steps(state, inner_state), axes)
+    members = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state)
+    optimizer = find_wrapped_optimizer(tx or getattr(tree, "tx", None))
+    policy = None
+    if optimizer is not None:
+        policy = optimizer.policy
+
+    worst = int(np.argmax(members.notfinite_count))
+    if members.notfinite_count[worst] > most:
+        member = jax.tree.map(lambda leaf: leaf[worst], members)
+        text = _name_member(worst, axes) + explain_row(member, policy)
+        raise LossScaleStuckError(text + _mention_level(members, axes))
+    _raise_if_blind(members, steps.reshape(-1), most, axes)
+    warning_texts = list_warnings(members, policy)
+    if warning_texts:
+        warning_texts[-1] += _mention_level(members, axes)
+    for text in warning_texts:
+        warnings.warn(text, stacklevel=2)
+
+
+def _name_member(index: int, axes: tuple[int, ...]) -> str:
+    """Returns which member of a population is meant, nothing for a run that is alone."""
+    if not axes:
+        return ""
+    place = ", ".join(str(int(i)) for i in np.unravel_index(index, axes))
+    return f"Of a population of shape {axes}, the member at [{place}]: "
+
+
+def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
+    """Returns how many steps the optimizer has made under this state, as far as that is known."""
+    applied = state.total_steps - state.total_notfinite
+    if isinstance(inner_state, WINDOW_STATES):
+        # A window that was adopted has counted the steps of its former life, too.
+        return np.minimum(applied, np.asarray(inner_state.gradient_step))
+    return applied
+
+
+def _mention_level(members: Any, axes: tuple[int, ...]) -> str:
+    """Returns a word on a level of the loss that stands above its past, nothing without one.
+
+    It alone is no reason to speak, as a loss may rise for good reasons.
+    """
+    level = find_raised_level(members)
+    if level is None or not np.any(level.is_raised):
+        return ""
+    index = int(np.argmax(np.where(level.is_raised, level.num_steps, 0)))
+    # Without the number of steps, so that the text stays the same as they pass.
+    return (
+        f" {_name_member(index, axes)}The level of the loss stands above that of its past. Most "
+        "often that is a new mix of data. If the data are the same, the run may be ruined, as by a "
+        "learning rate that was too high for a while: then go back to a checkpoint from step "
+        f"{int(level.good_until[index])} or before, when the loss was at its old level."
+    )
+
+
+def _on_host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, Tracer):
+        raise TypeError(
+            "`check` reads values, so it cannot run inside `jit`. Call it on the state that "
+            "the step returns; inside, use `jaxscale.metrics`."
+        )
+    return np.asarray(leaf)
+
+
+def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
+    """Warns if a restored `TrainState` has made more steps than the optimizer that it holds."""
+    if step is None or np.ndim(state.total_steps) or not np.all(step > state.total_steps):
+        return
+    if _is_lost(step, state, inner_state):
+        warnings.warn(
+            f"`check`: the training state has made {int(step)} steps, but its optimizer only "
+            f"{int(state.total_steps)}, so the optimizer was not restored. Flax's "
+            "`restore_checkpoint` leaves it out silently if it was saved before it was wrapped. "
+            "Restore with the bare optimizer, and then pass "
+            "`tx.init(params)._replace(inner_state=restored.opt_state)`.",
+            stacklevel=3,
+        )
+
+
+def _is_lost(step: Any, state: Any, inner_state: Any) -> Any:
+    """Returns whether an optimizer that made fewer steps than `step` was not restored."""
+    applied = state.total_steps - state.total_notfinite
+    counts = [np.max(count) for _, count in optax.tree.get_all_with_path(inner_state, "count")]
+    if isinstance(inner_state, optax.MultiStepsState):
+        # Its optimizer steps once in a few micro-batches, and how many is not known here. Only a
+        # fresh one shows: an adopted one has made a step, or is further in its window.
+        return inner_state.gradient_step == 0 and inner_state.mini_step <= applied
+    if isinstance(inner_state, MultiStepsState):
+        # Here `step` counts the steps of the optimizer, as its window does.
+        window_steps = inner_state.gradient_step
+        if counts:
+            return step > window_steps and max(counts) <= window_steps
+        return step > window_steps and window_steps == 0
+    if counts:
+        return max(counts) <= applied
+    # Such as momentum, which is 0 at first.
+    leaves = jax.tree.leaves(inner_state)
+    return bool(leaves) and state.total_steps == 0 and not any(map(np.any, leaves))
+
+
+def _raise_if_blind(members: Any, steps: Any, most: int, axes: tuple[int, ...]) -> None:
+    """Raises an error if a policy that follows the largest gradient has only ever seen zeros.
+
+    The steps are those of the optimizer: a window of micro-batches shows the policy only its mean.
+    """
+    if not isinstance(members.scaling, AdaptiveState):
+        return
+    is_blind = (members.scaling.peak <= UNSEEN) & (steps > most)
+    if not is_blind.any():
+        return
+    worst = int(np.argmax(np.where(is_blind, steps, 0)))
+    raise LossScaleStuckError(
+        f"{_name_member(worst, axes)}All gradients were 0 in {steps[worst]} steps at loss scale "
+        f"{members.scaling.loss_scale[worst]:g}, "
+        "where `AdaptiveLossScale` learns nothing. If they are flushed to 0, start higher, as "
+        "with `AdaptiveLossScale(init_scale=2.0**15)`, or where "
+        "`jaxscale.diagnostics.calibrate` says. If `jax.value_and_grad` makes them, nothing "
+        "scales them: use `jaxscale.value_and_grad(loss_fn, opt_state)`. If neither, the loss "
+        "does not depend on the parameters."
+    )

@@ -1,0 +1,50 @@
+"""The scale and the counters of a training state, as numbers for a log."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._state.find import find_scale_state, is_loss_scaled, restore_types
+from .._state.scale import unwrap
+from .._step.report import counters_of
+
+
+def metrics(tree: Any) -> dict[str, jax.Array]:
+    """Returns the loss scale and the counters of a training state, for logging.
+
+    Works inside `jit` and never waits for the device.
+
+    Args:
+      tree: a `jaxscale.LossScaledState` or `jaxscale.LossScaleState`, or a tree that holds exactly
+        one, such as `opt_state`, a `TrainState`, or the `nnx.state` of an optimizer of Flax NNX.
+
+    Returns:
+      A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
+      explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if there is an optimizer
+      state, `step_applied` and the counters that `jaxscale.LossScaledState` explains
+      (`grads_finite` is `step_applied` under its old name, until 1.0). With
+      `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
+      added, as they are for an `optax.MultiSteps` inside of `loss_scaled`.
+      With `max_norm` or `spikes` there is `grad_norm`, the norm of the last gradients before they
+      were clipped. With `spikes` there are the counters, thresholds and deviations that
+      `jaxscale.SpikeState` explains.
+      With `track_leaves=True` there is also a `bool[]` for each gradient, whether the last overflow
+      was in it, under a name such as `nonfinite_leaves/params/Dense_0/kernel`.
+
+    Raises:
+      ValueError: if `tree` holds no such state, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> opt_state = jaxscale.loss_scaled(optax.adam(0.1)).init(jnp.zeros(3))
+      >>> jaxscale.metrics(opt_state)["loss_scale"]
+      Array(32768., dtype=float32)
+    """
+    tree = restore_types(tree)
+    values = find_scale_state("metrics", tree)._asdict()
+    for node in jax.tree.leaves(tree, is_leaf=is_loss_scaled):
+        if is_loss_scaled(node):
+            values |= counters_of(node)
+    return {name: jax.tree.map(jnp.asarray, unwrap(value)) for name, value in values.items()}

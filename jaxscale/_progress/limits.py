@@ -1,0 +1,20 @@
+"""From where on `check` warns."""
+
+# From which recent share of skipped steps, and from which share of spikes.
+OFTEN = 0.05
+
+# From how many falls without a growth between them, and below which scale. On the runs in
+# `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the scale keeps
+# falling it reaches 6 and more (`tests/step/test_decay.py`). Most policies start from 2**15, so
+# that is not low.
+MANY_FALLS = 6
+LOW_SCALE = 2.0**15
+
+# An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
+# what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.
+UNUSED_ROOM = 6.0
+
+# From which scale, and after how many steps, it is told that nothing has ever overflowed. It is
+# where the default rule stops growing; half precision rarely bears it.
+HIGH_SCALE = 2.0**24
+MANY_STEPS = 10_000

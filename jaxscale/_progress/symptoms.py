@@ -1,0 +1,109 @@
+"""What `check` warns of: questions of a state on the host, and the texts that answer them.
+
+A state may be that of a population: its leaves have an axis of members then, and each question is
+answered for each member.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._policies.base import LossScale
+from .._policies.fixed import NoOpLossScale
+from .._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState
+from . import texts
+from .limits import HIGH_SCALE, LOW_SCALE, MANY_FALLS, MANY_STEPS, OFTEN, UNUSED_ROOM
+
+
+class _Symptom(NamedTuple):
+    """A text, and in which members of a population it holds."""
+
+    text: str
+    holds: Any
+
+
+def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
+    """Returns the texts of what holds in any member of a population."""
+    skips_often = members.skip_rate >= OFTEN
+    if members.spikes is not None:
+        skips_often &= ~_are_mostly_spikes(members)
+    is_loss = blames_loss(members)
+    rate_of_loss = texts.RATE_LOSS
+    rate_of_grads = texts.RATE_GRADS
+    if is_unscaled(members, policy):
+        rate_of_loss = texts.RATE_UNSCALED_LOSS
+        rate_of_grads = texts.RATE_UNSCALED_GRADS
+
+    symptoms = [
+        _Symptom(rate_of_loss, skips_often & is_loss),
+        _Symptom(rate_of_grads, skips_often & ~is_loss),
+        _Symptom(texts.EXHAUSTED, members.total_exhausted >= MANY_FALLS),
+        _Symptom(texts.DECAY, _decays(members)),
+        _Symptom(texts.IDLE, _is_idle(members)),
+    ]
+    if members.spikes is not None:
+        symptoms.append(_find_spikes(members))
+    return [symptom.text for symptom in symptoms if np.any(symptom.holds)]
+
+
+def _decays(members: Any) -> Any:
+    """Returns whether the scale fell again and again, and is low."""
+    scaling = members.scaling
+    falls = members.backoff_count >= MANY_FALLS
+    if isinstance(scaling, AdaptiveState):
+        is_guess = scaling.held_steps == scaling.finite_steps
+        is_small = scaling.loss_scale * np.exp2(scaling.peak) < 1
+        falls |= is_guess & is_small & (scaling.crest - scaling.peak >= UNUSED_ROOM)
+    return falls & (scaling.loss_scale < LOW_SCALE)
+
+
+def _is_idle(members: Any) -> Any:
+    """Returns whether the scale has grown far, and nothing has ever overflowed."""
+    scaling = members.scaling
+    if not isinstance(scaling, LossScaleState):
+        return False  # others may start there, as they see gradients
+    overflows = members.total_notfinite - members.total_notfinite_loss + members.total_retries
+    # One that is fixed tracks nothing. One that grows has 0 finite steps just after it grew, but as
+    # nothing overflowed, all of its hysteresis is left.
+    moves = (scaling.growth_tracker > 0) | (scaling.hysteresis_tracker > 0)
+    is_high = scaling.loss_scale >= HIGH_SCALE
+    is_late = members.total_steps >= MANY_STEPS
+    return moves & is_high & (overflows == 0) & is_late
+
+
+def _are_mostly_spikes(members: Any) -> Any:
+    """Returns whether more steps were skipped as spikes than as non-finite."""
+    return members.spikes.total_spikes > members.total_notfinite
+
+
+def _find_spikes(members: Any) -> _Symptom:
+    """Finds members that skip spikes again and again, and says whether norms overflowed."""
+    spikes = members.spikes
+    steps = members.total_steps
+    are_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
+    are_often |= spikes.spike_count >= 20
+    are_often |= (members.skip_rate >= OFTEN) & _are_mostly_spikes(members)
+    text = texts.SPIKES
+    if np.any(are_often & (spikes.total_norm_overflows > 0)):
+        text += texts.NORMS
+    return _Symptom(text, are_often)
+
+
+def blames_loss(members: Any) -> Any:
+    """Returns whether most steps that were skipped had a bad loss.
+
+    Those of the present row decide, as what was long ago may have had another cause. Between two
+    rows all do. There the overflows of a policy that grows every few steps are many, so it is also
+    the loss if that alone explains half of the recent rate.
+    """
+    of_row = 2 * members.row_notfinite_loss >= members.notfinite_count
+    bad_losses = members.total_notfinite_loss
+    steps = np.maximum(members.total_steps, 1)
+    of_all = 2 * bad_losses >= members.total_notfinite
+    of_all |= 2 * bad_losses / steps >= np.maximum(members.skip_rate, OFTEN)
+    return np.where(members.notfinite_count > 0, of_row, of_all)
+
+
+def is_unscaled(state: Any, policy: LossScale | None) -> bool:
+    """Returns whether the state is that of `skip_nonfinite`, without a loss scale."""
+    return isinstance(state.scaling, UnitLossScaleState) or isinstance(policy, NoOpLossScale)

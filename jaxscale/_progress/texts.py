@@ -1,0 +1,79 @@
+"""What `check` says, and what its errors and its warnings have in common."""
+
+from .limits import MANY_FALLS
+
+DOCTOR = (
+    "`jaxscale doctor` names the line of the model (with `--autocast float16` if it is under "
+    "`autocast`)."
+)
+
+EXHAUSTED = (
+    f"`check`: in {MANY_FALLS} steps or more no retry helped: the loss was finite, and the "
+    "gradients were not, at any of the scales that were tried, so these batches were lost. If the "
+    "scale is not to blame, look at the data, as an inf gives a finite loss behind a tanh or a "
+    "sigmoid, and for a division by 0 or the square root of 0. "
+    + DOCTOR
+    + " If the scale is, start lower, lower its floor, or allow more `retries`."
+)
+
+# Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
+DECAY = (
+    "`check`: the loss scale fell again and again without growing in between, so something in the "
+    "model leaves float16's range at lower and lower scales, and small gradients are lost. "
+    + DOCTOR
+    + " If it is only in rare batches, "
+    "`jaxscale.train_step(..., retries=10)` loses none of them. If bad data is to blame instead, "
+    "pass the loss as `value`: then a bad loss does not lower the scale."
+)
+IDLE = (
+    "`check`: the loss scale has grown to 2**24 or more, and no step has ever overflowed. Maybe "
+    "nothing scales the backward pass, as in a trainer that calls `jax.value_and_grad` itself: "
+    "give it `jaxscale.scale_backward(loss_fn)`, or in a step of your own make the gradients by "
+    "`jaxscale.value_and_grad(loss_fn, opt_state)`, or the whole step by "
+    "`jaxscale.train_step(loss_fn, tx)`. Or the model computes in float32 or bfloat16, which need "
+    "no loss scale: wrap its optimizer by `jaxscale.skip_nonfinite(tx)`. Or all gradients are very "
+    'small: `jaxscale.loss_scaled(tx, "adaptive")` finds a scale for them, however high.'
+)
+
+SPIKES = (
+    "`check`: spikes are skipped again and again: 20 or more in a row, or more than one step in "
+    "20. A new level of the loss is accepted before that, within 15 steps. If it is one kind of "
+    "batch that stands out, such as those with a reward among many without, these are good steps, "
+    "and nothing is learned from them: raise `sigmas` of the `SpikeRule`, or do without it. If the "
+    "run diverges, skipping does not help: lower the learning rate, or go back to a checkpoint."
+)
+NORMS = (
+    " Some of the spikes had finite gradients whose norm is inf in float32, with elements of about "
+    "1e19 or more: their squares would make the second moment of Adam inf for good. No such level "
+    "is ever accepted: look for what makes them so large, or make the loss smaller."
+)
+
+# What may make a NaN without any half precision, most likely things first.
+WITHOUT_HALF = (
+    "The batch comes first: look for NaN and inf in it. Then for 0/0, for the square root of 0 or "
+    "the norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf "
+    "that covers a whole row of a softmax."
+)
+AT_ANY_SCALE = (
+    "a division by zero, the square root of 0, a mask of -inf (run one step under `with "
+    "jax.disable_jit(), jax.debug_infs(True)`)"
+)
+ON_CPU = "On a CPU, XLA may lose a NaN of the loss on the way, so a finite loss proves little."
+
+_RATE = "`check`: one step in 20 or more was skipped lately (`skip_rate` of `metrics`). "
+RATE_LOSS = (
+    _RATE + "Mostly the loss itself was not finite, so no loss scale can help: look for NaN and "
+    "inf in the batches, and for an operation in the forward pass that leaves the range of its "
+    "dtype. " + DOCTOR
+)
+RATE_GRADS = (
+    _RATE + "Mostly the gradients were not finite. If the loss was passed as `value`, it was "
+    "finite; if not, pass it, so that a bad forward pass is told apart. If the scale is at its "
+    "floor or fixed, it may be too high. Otherwise some batches overflow at any scale: look into "
+    f"them, and for {AT_ANY_SCALE}. " + DOCTOR
+)
+RATE_UNSCALED_LOSS = f"{_RATE}Mostly the loss itself was not finite. {WITHOUT_HALF} {DOCTOR}"
+RATE_UNSCALED_GRADS = (
+    f"{_RATE}Mostly the gradients were not finite. {WITHOUT_HALF} If the loss was not passed as "
+    f"`value`, pass it, so that a bad forward pass is told apart. {ON_CPU} {DOCTOR}"
+)

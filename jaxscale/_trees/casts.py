@@ -1,0 +1,64 @@
+"""Leaves and trees in other dtypes, and zeros of a type."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from .._jax import vary, varying
+from .leaf import dtype_of, is_array_like, is_weak
+
+_Tree = TypeVar("_Tree")
+
+
+def widen(leaf: Any) -> jax.Array:
+    """Casts an inexact leaf to float32, unless its own dtype is as wide or wider."""
+    if _has_dtype(leaf, jnp.float32):
+        return leaf
+    return cast(leaf, widened(leaf))
+
+
+def widened(leaf: Any) -> Any:
+    """Returns the dtype that `widen` gives an inexact leaf."""
+    dtype = jnp.result_type(leaf)
+    if jnp.finfo(dtype).bits >= 32:
+        return dtype
+    return jnp.dtype(jnp.float32)
+
+
+def cast(leaf: Any, dtype: Any) -> Any:
+    """Casts a leaf to a strongly typed array of a dtype.
+
+    Typed keys and `float0`, whose dtypes do not hold numbers, stay as they are.
+    """
+    if _has_dtype(leaf, dtype):
+        return leaf
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return leaf
+    return jax.lax.convert_element_type(leaf, dtype)
+
+
+def _has_dtype(leaf: Any, dtype: Any) -> bool:
+    # Most have theirs already, and a conversion takes longer to trace than a product.
+    return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not is_weak(leaf)
+
+
+def cast_like(tree: _Tree, like: Any) -> _Tree:
+    """Casts the leaves of a tree to the dtypes of another tree of the same structure."""
+
+    def cast_leaf(leaf: Any, other: Any) -> Any:
+        if not is_array_like(other):
+            return leaf
+        return cast(leaf, dtype_of(other))
+
+    return jax.tree.map(cast_leaf, tree, like)
+
+
+def blank(aval: Any) -> jax.Array:
+    """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
+    sharding = None
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `full` of keys takes no sharding
+    if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
+        sharding = aval.sharding
+    return vary(jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding), varying(aval))

@@ -1,0 +1,94 @@
+"""Leaves that their gradients replace: state that travels as a gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import KeyPath
+
+from .casts import cast, widen
+from .gradient_leaves import is_overwrite
+from .leaf import dtype_of, is_inexact_leaf
+
+
+def holds_overwrites(tree: Any) -> bool:
+    """Returns whether a tree has leaves that their gradients replace."""
+    return any(is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def without_overwrites(tree: Any) -> Any:
+    """Returns a tree with an empty node in the place of each leaf that its gradient replaces."""
+
+    def mask(path: KeyPath, leaf: Any) -> Any:
+        return optax.MaskedNode() if is_overwrite(path) else leaf
+
+    return jax.tree_util.tree_map_with_path(mask, tree)
+
+
+def zero_overwrites(grads: optax.Updates) -> optax.Updates:
+    """Returns gradients with zeros in the place of values that replace a leaf."""
+
+    def zero(path: KeyPath, grad: Any) -> Any:
+        if is_overwrite(path) and is_inexact_leaf(grad):
+            return jnp.zeros_like(grad)
+        return grad
+
+    return jax.tree_util.tree_map_with_path(zero, grads)
+
+
+def overwrite(
+    outcome: optax.Params, grads: optax.Updates, params: optax.Params | None
+) -> optax.Params:
+    """Replaces those leaves in the outcome of a step by their gradients, as `replace_finite`."""
+    return _map_overwrites(replace_finite, outcome, grads, params)
+
+
+def overwriting_updates(
+    updates: optax.Updates, grads: optax.Updates, params: optax.Params | None
+) -> optax.Updates:
+    """Returns updates which, added to the parameters, replace those leaves by their gradients.
+
+    A sum p + u cannot always be exact: it is to the rounding of the larger of both values, and
+    never 0 if the new value is not 0.
+    """
+
+    def find_difference(new: Any, old: Any) -> Any:
+        if not is_inexact_leaf(old) or not is_inexact_leaf(new):
+            return new
+        wide_new = widen(replace_finite(new, old))
+        wide_old = widen(old)
+        update = wide_new - wide_old
+        vanishes = (wide_old + update == 0) & (wide_new != 0)
+        next_to_old = jnp.nextafter(-wide_old, jnp.sign(wide_new) * jnp.inf)
+        return jnp.where(vanishes, next_to_old, update)
+
+    return _map_overwrites(find_difference, updates, grads, params)
+
+
+def _map_overwrites(
+    fun: Callable[[Any, Any], Any],
+    tree: Any,
+    grads: optax.Updates,
+    params: optax.Params | None,
+) -> Any:
+    """Replaces the leaves of a tree that are overwritten by `fun(gradient, parameter)`."""
+
+    def replace(path: KeyPath, leaf: Any, grad: Any, param: Any) -> Any:
+        if is_overwrite(path):
+            return fun(grad, param)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(replace, tree, grads, params, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def replace_finite(new: Any, old: Any) -> Any:
+    """Returns the next value of a leaf: the new one where it is finite, otherwise the old one."""
+    if not is_inexact_leaf(old) or not is_inexact_leaf(new):
+        return old  # integers and keys, with `float0` gradients
+    return jnp.where(jnp.isfinite(new), cast(new, dtype_of(old)), old)

@@ -1,0 +1,86 @@
+"""Parameters, of which some are trained, and the updates that are added to them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .casts import cast, widen
+from .leaf import dtype_of, is_array_like, is_inexact_leaf
+
+
+def trained_params(params: optax.Params, grads: optax.Updates) -> optax.Params:
+    """Returns the parameters that have a gradient, with `None` in the place of the others.
+
+    Those may be functions or text, which cannot be selected or compiled. Gradients of another
+    structure, as `optax.lookahead` takes them, need parameters that are all arrays.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
+    try:
+        by_leaf = structure.flatten_up_to(grads)
+    except ValueError as error:
+        if all(map(is_array_like, jax.tree.leaves(params))):
+            return params
+        raise ValueError(
+            "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
+            "there is no gradient. The order of arguments is (tx, grads, opt_state, params). JAX "
+            f"says, and calls `params` the prefix: {error}"
+        ) from error
+    trained = []
+    is_all = True
+    for leaf, grad in zip(leaves, by_leaf, strict=True):
+        if grad is None and leaf is not None:
+            is_all = False
+            leaf = None
+        trained.append(leaf)
+    if is_all:
+        return params  # not rebuilt, as its classes may look at their children
+    return structure.unflatten(trained)
+
+
+def combine(trained: optax.Params, params: optax.Params) -> optax.Params:
+    """Merges what `trained_params` returned with the parameters that it left out."""
+    if not any(map(_is_none, jax.tree.leaves(trained, is_leaf=_is_none))):
+        return trained
+
+    def fill(leaf: Any, other: Any) -> Any:
+        return other if leaf is None else leaf
+
+    return jax.tree.map(fill, trained, params, is_leaf=_is_none)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def apply_updates(params: Any, updates: optax.Updates) -> Any:
+    """Adds updates to parameters as `optax.apply_updates` does, for every kind of leaf.
+
+    The sum is taken in float32 or wider and rounded once. A leaf without a gradient stays as it is:
+    its update is `None`, or a `float0`, as for integers and typed keys.
+    """
+
+    def add(param: Any, update: Any) -> Any:
+        if update is None or not is_array_like(param) or dtype_of(update) == jax.dtypes.float0:
+            return param
+        wide_param = widen(param) if is_inexact_leaf(param) else param
+        return cast(wide_param + update, dtype_of(param))
+
+    return jax.tree.map(add, params, updates, is_leaf=_is_none)
+
+
+def cast_updates(params: Any, updates: optax.Updates) -> optax.Updates:
+    """Casts updates to dtypes that `optax.apply_updates` can add to the parameters.
+
+    JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
+    """
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return updates
+
+    def make_addable(update: Any, param: Any) -> Any:
+        if update is None or not is_inexact_leaf(param) or jnp.finfo(dtype_of(param)).bits > 8:
+            return update
+        return cast(update, dtype_of(param))
+
+    return jax.tree.map(make_addable, updates, params)

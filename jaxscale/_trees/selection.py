@@ -1,0 +1,173 @@
+"""One of two trees, selected leaf by leaf, and the errors where they do not match."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath
+
+from .casts import cast
+from .checks import scalar_bool
+from .leaf import (
+    dtype_holds,
+    dtype_of,
+    is_array_like,
+    is_equal,
+    is_python_number,
+    is_weak,
+    kind_of,
+    make_array,
+)
+
+_Tree = TypeVar("_Tree")
+
+
+def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
+    """Returns `on_true` if `pred` holds, otherwise `on_false`, leaf by leaf.
+
+    Use it to skip a step: a selection drops an inf, whereas `0 * inf` is NaN.
+
+    Args:
+      pred: a `bool[]`.
+      on_true: a pytree. Besides arrays of any dtype it may hold typed PRNG keys, `None`,
+        `float0` arrays, and leaves that are not arrays, such as text, functions, types and
+        members of an enumeration, if they are equal in both trees.
+      on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
+
+    Returns:
+      A pytree of that structure, with the shapes and dtypes of both trees. A Python number
+      takes the dtype of the array it meets, and so does a weakly typed array of the same or a
+      lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
+      Python numbers, or two weakly typed arrays, become what JAX promotes them to; of one dtype,
+      weakly typed arrays stay so.
+
+    Raises:
+      TypeError: if `pred` is not a scalar bool, if the dtypes of two leaves differ, if a
+        dtype does not hold the Python number it meets (1.5 for an `int32`, 300 for an
+        `int8`), or if two leaves that are not arrays differ.
+      ValueError: if the structures, or the shapes of two leaves, differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> new, old = {"w": jnp.array([jnp.nan]), "b": None}, {"w": jnp.array([1.0]), "b": None}
+      >>> jaxscale.tree_where(jaxscale.all_finite(new), new, old)
+      {'b': None, 'w': Array([1.], dtype=float32)}
+    """
+    return select("tree_where", pred, on_true, on_false)
+
+
+def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
+    """Selects as `tree_where` does, with errors in the name of `call`."""
+    pred = scalar_bool(call, "pred", pred)
+    _check_same_structure(call, on_true, on_false)
+
+    def select_leaf(path: KeyPath, a: Any, b: Any) -> Any:
+        if _are_arrays_of_one_type(a, b):  # the usual case, first because it is fast
+            return jax.lax.select(pred, a, b)
+        if not is_array_like(a) or not is_array_like(b):
+            if not is_equal(a, b):
+                raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
+            return a
+        if jnp.shape(a) != jnp.shape(b):
+            raise ValueError(_unequal(call, path, "shapes", jnp.shape(a), jnp.shape(b)))
+        dtype = _common_dtype(call, path, a, b)
+        if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
+            return a
+        return jax.lax.select(pred, _cast_number(a, dtype), _cast_number(b, dtype))
+
+    return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
+
+
+def _are_arrays_of_one_type(a: Any, b: Any) -> bool:
+    if not isinstance(a, jax.Array) or not isinstance(b, jax.Array):
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and is_weak(a) == is_weak(b)
+
+
+def _cast_number(leaf: Any, dtype: Any) -> Any:
+    """Casts an array, or a Python number that the dtype holds."""
+    if is_python_number(leaf):
+        leaf = make_array(leaf, dtype)
+    return cast(leaf, dtype)
+
+
+def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
+    """Selects as `select` does, in the types of `old`; another dtype is an error."""
+
+    def keep_type(path: KeyPath, leaf: Any, old_leaf: Any) -> Any:
+        if not is_array_like(leaf) or not is_array_like(old_leaf):
+            return leaf
+        dtype = dtype_of(leaf)
+        old_dtype = dtype_of(old_leaf)
+        if dtype != old_dtype:
+            raise TypeError(_unequal_dtypes(call, path, dtype, old_dtype))
+        if isinstance(old_leaf, jax.Array) and is_weak(old_leaf) and not is_weak(leaf):
+            # A step whose state came back strongly typed would compile anew. No cast makes a weak
+            # type, but what is written into a weakly typed array takes it.
+            return old_leaf.at[...].set(leaf)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(keep_type, select(call, pred, new, old), old)
+
+
+def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
+    """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
+    numbers = []
+    weak = []
+    strong = []
+    for leaf in (a, b):
+        if is_python_number(leaf):
+            numbers.append(leaf)
+        elif is_weak(leaf):
+            weak.append(leaf)
+        else:
+            strong.append(leaf)
+
+    dtype = dtype_of(strong[0]) if strong else jnp.result_type(*(weak or numbers))
+    is_same = all(dtype_of(leaf) == dtype for leaf in strong)
+    is_lowered = any(kind_of(dtype) < kind_of(dtype_of(leaf)) for leaf in weak)
+    if not is_same or is_lowered:
+        raise TypeError(_unequal_dtypes(call, path, dtype_of(a), dtype_of(b)))
+    for number in numbers:
+        if not dtype_holds(dtype, number):
+            raise TypeError(
+                f"`{call}` needs leaves of equal dtypes: that at {_place(path)} is {number!r} in "
+                f"one tree and {dtype} in the other, which does not hold that number. Pass a "
+                f"number that {dtype} holds, or arrays of one dtype."
+            )
+    return dtype
+
+
+def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
+    return f"`{call}` needs leaves of equal {what}: those at {_place(path)} have {a} and {b}."
+
+
+def _unequal_dtypes(call: str, path: KeyPath, a: Any, b: Any) -> str:
+    message = _unequal(call, path, "dtypes", a, b)
+    return f"{message} Cast one to the dtype of the other, or the step would compile anew."
+
+
+def _place(path: KeyPath) -> str:
+    return jax.tree_util.keystr(path) or "the root"
+
+
+def _check_same_structure(call: str, first: Any, second: Any) -> None:
+    """Raises a `ValueError` that says where two trees differ, if they do."""
+    first_structure = jax.tree.structure(first)
+    second_structure = jax.tree.structure(second)
+    if first_structure == second_structure:
+        return
+    first_paths = _leaf_paths(first)
+    second_paths = _leaf_paths(second)
+    only_first = [path for path in first_paths if path not in second_paths]
+    only_second = [path for path in second_paths if path not in first_paths]
+    raise ValueError(
+        f"`{call}` needs two trees of one structure. Leaves only in the first: "
+        f"{', '.join(only_first) or 'none'}; only in the second: "
+        f"{', '.join(only_second) or 'none'}. They are {first_structure} and {second_structure}."
+    )
+
+
+def _leaf_paths(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

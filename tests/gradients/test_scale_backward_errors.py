@@ -1,0 +1,91 @@
+"""Wrong calls of `scale_backward`: a message names the argument, the value and the way out."""
+
+import jax
+import jax.numpy as jnp
+from bad_input import BadInput, assert_raises
+from scaled_networks import HALF, PARAMS, X, loss_of, net, second
+from tables import cases
+
+import jaxscale
+from jaxscale import scale_backward
+
+
+def differentiate_forward():
+    jax.jvp(scale_backward(loss_of(net)), (PARAMS,), (PARAMS,))
+
+
+def differentiate_twice():
+    jax.jit(jax.grad(second(scale_backward(loss_of(net)))))(PARAMS)
+
+
+def differentiate_by_a_half_parameter():
+    params = PARAMS | {"b": PARAMS["b"].astype(HALF)}
+    jax.grad(loss_of(scale_backward(net)))(params)
+
+
+def differentiate_by_a_half_closure():
+    def loss(p):
+        model = scale_backward(lambda x: x @ p)
+        return jnp.sum(model(X.astype(HALF)).astype(jnp.float32))
+
+    jax.grad(loss)(jnp.ones((8, 8), HALF))
+
+
+def differentiate_a_half_output():
+    model = scale_backward(lambda p: {"y": net(p, X).astype(HALF)})
+    jax.grad(lambda p: jnp.sum(model(p)["y"]))(PARAMS)
+
+
+def differentiate_a_half_output_under_autocast():
+    model = scale_backward(lambda p: net(p, X).astype(HALF))
+    jax.grad(jaxscale.autocast(lambda p: jnp.sum(model(p))))(PARAMS)
+
+
+ERRORS = {
+    "not a function": BadInput(
+        lambda: scale_backward(PARAMS), TypeError, ["scale_backward", "fun", "must be a function"]
+    ),
+    "scale text": BadInput(
+        lambda: scale_backward(net, "dynamic"), ValueError, ["scale_backward", 'must be "auto"']
+    ),
+    "scale 0": BadInput(
+        lambda: scale_backward(net, 0), ValueError, ["scale_backward", "scale=", "normal range"]
+    ),
+    "scale array": BadInput(
+        lambda: scale_backward(net, jnp.ones(())), TypeError, ["scale_backward", "scale="]
+    ),
+    "retries": BadInput(
+        lambda: scale_backward(net, retries=-1), ValueError, ["scale_backward", "retries=", "-1"]
+    ),
+    "forward mode": BadInput(
+        differentiate_forward, TypeError, ["scale_backward", "forward mode", "jax.grad"]
+    ),
+    "second derivative": BadInput(
+        differentiate_twice, TypeError, ["scale_backward", "retries=2", "retries=0"]
+    ),
+    "float16 parameter": BadInput(
+        differentiate_by_a_half_parameter,
+        TypeError,
+        ["scale_backward", "args[0]['b'], which is float16", "cast them inside"],
+    ),
+    "float16 closure": BadInput(
+        differentiate_by_a_half_closure,
+        TypeError,
+        ["scale_backward", "closes over, which is float16"],
+    ),
+    "float16 output": BadInput(
+        differentiate_a_half_output,
+        TypeError,
+        ["scale_backward", "output ['y'] is float16", "astype(jnp.float32)"],
+    ),
+    "float16 output under autocast": BadInput(
+        differentiate_a_half_output_under_autocast,
+        TypeError,
+        ["scale_backward", "output is float16"],
+    ),
+}
+
+
+@cases("name", ERRORS)
+def test_errors_say_what_to_do(name):
+    assert_raises(ERRORS[name])

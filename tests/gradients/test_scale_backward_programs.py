@@ -1,0 +1,263 @@
+"""Programs that a split in two must leave as they are: effects, calls, and rules of functions."""
+
+import functools
+import itertools
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.custom_derivatives import SymbolicZero
+from scaled_networks import (
+    ACCURACY,
+    AROUND_BOTH,
+    HALF,
+    PARAMS,
+    X,
+    cast_and_back,
+    error,
+    inside,
+    net,
+    net32,
+    outside,
+    unchanged,
+)
+from tables import cases
+
+import jaxscale
+from jaxscale import scale_backward
+
+LABELS = jnp.arange(16) % 8
+
+
+def classified(p, x):
+    """A biased layer, and what is computed beside its loss."""
+    return net32(p, x) @ p["w"][0] + p["b"][None]
+
+
+# Equations without outputs, or with integers alone: each uses what a biased layer returns.
+
+
+@jax.custom_jvp
+def without_outputs(x):
+    return ()
+
+
+without_outputs.defjvp(lambda primals, tangents: ((), ()))
+
+
+def select_labels(y):
+    return jnp.take_along_axis(y, LABELS[:, None], -1).mean()
+
+
+def cross_entropy(y):
+    return optax.softmax_cross_entropy_with_integer_labels(y, LABELS).mean()
+
+
+def with_accuracy(y):
+    return jnp.sum(y**2) + 0.0 * jnp.mean(jnp.argmax(y, -1) == LABELS)
+
+
+def with_signs(y):
+    return jnp.sum(jnp.where(jnp.signbit(y), 0.0, y))
+
+
+def with_print(y):
+    jax.debug.print("{}", y.astype(HALF)[0, 0])
+    return jnp.sum(y**2)
+
+
+def with_callback(y):
+    jax.debug.callback(lambda _: None, y.astype(HALF))
+    return jnp.sum(y)
+
+
+def with_custom_jvp(y):
+    without_outputs(y.astype(HALF))
+    return jnp.sum(y**2)
+
+
+def with_jit_of_nothing(y):
+    jax.jit(lambda y: None)(y.astype(HALF))
+    return jnp.sum(y)
+
+
+def with_jit_of_integers(y):
+    return jnp.sum(y * jax.jit(lambda y: (y > 0) * 1)(y.astype(HALF)))
+
+
+def with_print_in_checkpoint(y):
+    @jax.checkpoint
+    def print_first(y):
+        jax.debug.print("{}", y[0, 0])
+        return y
+
+    return jnp.sum(print_first(cast_and_back(y)))
+
+
+def with_print_in_a_branch(y):
+    def print_first(y):
+        jax.debug.print("{}", y[0])
+
+    jax.lax.cond(y[0, 0] > 0, print_first, lambda y: None, y.astype(HALF))
+    return jnp.sum(y)
+
+
+BESIDE = {
+    "integer labels": select_labels,
+    "cross-entropy": cross_entropy,
+    "accuracy": with_accuracy,
+    "signs": with_signs,
+    "print": with_print,
+    "callback": with_callback,
+    "custom_jvp": with_custom_jvp,
+    "jit of nothing": with_jit_of_nothing,
+    "jit of integers": with_jit_of_integers,
+    "print in checkpoint": with_print_in_checkpoint,
+    "print in a branch": with_print_in_a_branch,
+}
+
+
+def both_grads(around, loss):
+    """The gradients of a loss with a wrapper of `AROUND_BOTH` around it, and without."""
+    wrapped = AROUND_BOTH[around](loss)
+    return jax.jit(jax.grad(wrapped))(PARAMS), jax.jit(jax.grad(loss))(PARAMS)
+
+
+@pytest.mark.standard_promotion
+@cases(
+    "beside, around",
+    itertools.product(BESIDE, AROUND_BOTH),
+    fast=[
+        ("cross-entropy", "scale_backward of autocast"),
+        ("custom_jvp", "autocast of scale_backward"),
+        ("print", "scale_backward"),
+        ("jit of integers", "scale_backward of autocast"),
+    ],
+)
+def test_an_equation_without_outputs_is_one_like_others(beside, around, capfd):
+    got, expected = both_grads(around, lambda p: BESIDE[beside](classified(p, X)))
+    assert error(got, expected) < 2 * ACCURACY
+
+
+def test_effects_happen_as_often_as_in_the_program_itself():
+    effects = []
+
+    def loss(p):
+        y = classified(p, X)
+        jax.debug.callback(lambda y: effects.append("half"), y.astype(HALF))
+        jax.debug.callback(lambda y: effects.append("float32"), jnp.sum(y**2))
+        return jnp.sum(y**2)
+
+    for fun in (loss, scale_backward(loss), scale_backward(jaxscale.autocast(loss))):
+        effects.clear()
+        jax.block_until_ready(jax.jit(jax.value_and_grad(fun))(PARAMS))
+        jax.effects_barrier()
+        assert sorted(effects) == ["float32", "half"]
+
+
+# A block that is called often.
+
+
+def block(x, w, b):
+    return x + jnp.tanh(x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32) + b[None]
+
+
+def chain(layer, p, number):
+    x = X
+    for i in range(number):
+        x = layer(x, p["w"][i % 3], p["b"])
+    return jnp.mean(x**2)
+
+
+def side_by_side(layer, p, number):
+    return sum(jnp.mean(layer(X, p["w"][i % 3], p["b"]) ** 2) for i in range(number))
+
+
+OFTEN = {
+    "chain": (scale_backward, chain, jax.jit),
+    "side by side": (scale_backward, side_by_side, jax.jit),
+    "checkpoints": (scale_backward, chain, jax.checkpoint),
+    "checkpoints side by side": (scale_backward, side_by_side, jax.checkpoint),
+    "autocast inside": (inside, chain, jax.jit),
+    "autocast outside": (outside, chain, jax.jit),
+}
+
+
+@pytest.mark.standard_promotion
+@cases("name", OFTEN, fast=["chain", "side by side", "checkpoints side by side"])
+def test_a_block_that_is_called_often_stays_one_function(name):
+    """So the program grows with the number of calls as it does without the boundary."""
+    wrap, model, called = OFTEN[name]
+
+    def count(number, wrap):
+        """Lines of the jaxpr, lines of the lowered program, and functions of that."""
+        grad = jax.grad(wrap(lambda p: model(called(block), p, number)))
+        lowered = jax.jit(grad).lower(PARAMS).as_text()
+        jaxpr = str(jax.make_jaxpr(grad)(PARAMS))
+        return np.array([jaxpr.count("\n"), lowered.count("\n"), lowered.count("func.func")])
+
+    few = count(4, wrap)
+    many = count(24, wrap)
+    plain_growth = count(24, unchanged) - count(4, unchanged)
+    assert few[2] == many[2]
+    assert all((many - few)[:2] < 3 * plain_growth[:2])
+
+
+# Derivatives that JAX knows to be zero.
+
+
+@functools.partial(jax.custom_jvp)
+def shifted(y, shift):
+    return y + shift
+
+
+@functools.partial(shifted.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    assert isinstance(tangents[1], SymbolicZero), "a shift has no derivative"
+    return shifted(*primals), tangents[0]
+
+
+def test_a_rule_after_the_boundary_sees_what_has_no_tangent():
+    """Though the call that returns it returns something that has one, too."""
+    layer = jax.jit(lambda p, x: (net(p, x), net(PARAMS, x)))
+
+    def loss(p):
+        return jnp.mean(shifted(*layer(p, X)) ** 2)
+
+    assert error(jax.grad(scale_backward(loss))(PARAMS), jax.grad(loss)(PARAMS)) < ACCURACY
+
+
+def looped(kind):
+    """A loop of Equinox, a `custom_vjp` function that asks what has a derivative, over a batch.
+
+    Its time is one number for the whole batch.
+    """
+
+    def fun(p, x):
+        def body(carry):
+            time, y = carry
+            return time + 1, jnp.tanh(cast_and_back(y @ p["w"][0]) + p["b"])
+
+        carry = jnp.float32(0), x
+        return eqxi.while_loop(lambda c: c[0] < 3, body, carry, max_steps=4, kind=kind)
+
+    def loss(p):
+        time, y = jax.vmap(fun, (None, 0), (None, 0))(p, X)
+        return jnp.mean(y**2) + 0 * jax.lax.stop_gradient(time)
+
+    return loss
+
+
+@pytest.mark.skipif(
+    getattr(jax.config, "jax_custom_vjp3", False),
+    reason="the loop of Equinox fails without jaxscale, too, under JAX_CUSTOM_VJP3",
+)
+@pytest.mark.standard_promotion
+@cases("around", AROUND_BOTH, fast=["scale_backward", "autocast"])
+def test_what_has_no_derivative_has_none_at_the_boundary_either(around):
+    """JAX refuses a cotangent for what a batch shares, even one of zeros."""
+    got, expected = both_grads(around, looped("checkpointed"))
+    assert error(got["w"], expected["w"]) < ACCURACY
