@@ -118,16 +118,22 @@ def pickled(tree, fresh, path):
 
 
 read, write = jaxscale.from_state_dict, jaxscale.to_state_dict
+
+
+def flax_bytes(tree, fresh, path):
+    return serialization.from_bytes(fresh, serialization.to_bytes(tree))
+
+
 WAYS = {
     "dict_in_msgpack": lambda tree, fresh, path: read(fresh, from_msgpack(write(tree))),
     "dict_in_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, write(tree))),
     "equinox": equinox,
-    "flax_bytes": lambda tree, fresh, _: serialization.from_bytes(fresh, serialization.to_bytes(tree)),
+    "flax_bytes": flax_bytes,
     "flax_dict": lambda tree, fresh, path: read(fresh, serialization.to_state_dict(tree)),
     "orbax": lambda tree, fresh, path: from_orbax(path, tree, fresh),
     "pickled": pickled,
     "raw_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, tree)),
-}  # fmt: skip
+}
 LACK_KEYS = ("equinox", "flax_bytes")  # refuse typed PRNG keys
 
 
@@ -195,13 +201,46 @@ def test_a_run_goes_on_as_if_nothing_had_changed(inner):
 
 
 BARE, WRAPPED = optax.adam(0.1), jaxscale.loss_scaled(optax.adam(0.1))
-ONE_ALONE = r"in the target: {}; only .*: {}.*If only one .*`target\._replace\(inner_state=.*\"inner_state\""
+REPLACE = r"tx\.init\(params\)\._replace\(inner_state=state\)"
+ONE_ALONE = (
+    r"in the target: {}; only .*: {}"
+    r".*If only one .*`target\._replace\(inner_state=.*\"inner_state\""
+)
+
+
+def flax_state(tx, cls):
+    return cls.create(apply_fn=None, params=WIDE, tx=tx)
+
+
+def step_with_a_bare_state():
+    jaxscale.train_step(lambda p: p["w"].sum(), WRAPPED)(WIDE, BARE.init(WIDE))
+
+
+def apply_with_a_bare_state():
+    state = flax_state(WRAPPED, jaxscale.flax.TrainState)
+    state.replace(opt_state=BARE.init(WIDE)).apply_gradients(grads=GOOD[0])
+
+
+def read_a_bare_state():
+    read({"opt": WRAPPED.init(WIDE)}, write({"opt": BARE.init(WIDE)}))
+
+
+def read_a_wrapped_state():
+    read(BARE.init(WIDE), write(WRAPPED.init(WIDE)))
+
+
 MESSAGES = {
-    "a bare state for a training step": (lambda: jaxscale.train_step(lambda p: p["w"].sum(), WRAPPED)(WIDE, BARE.init(WIDE)), r"train_step.*tx\.init\(params\)\._replace\(inner_state=state\)"),
-    "a bare state in a TrainState": (lambda: flax_state(WRAPPED, jaxscale.flax.TrainState).replace(opt_state=BARE.init(WIDE)).apply_gradients(grads=GOOD[0]), r"got tuple\. To go on with.*tx\.init\(params\)\._replace\(inner_state=state\)"),
-    "a saved bare state": (lambda: read({"opt": WRAPPED.init(WIDE)}, write({"opt": BARE.init(WIDE)})), ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0")),
-    "a saved wrapped state": (lambda: read(BARE.init(WIDE), write(WRAPPED.init(WIDE))), ONE_ALONE.format("/0", "/.*/inner_state")),
-}  # fmt: skip
+    "a bare state for a training step": (step_with_a_bare_state, f"train_step.*{REPLACE}"),
+    "a bare state in a TrainState": (
+        apply_with_a_bare_state,
+        rf"got tuple\. To go on with.*{REPLACE}",
+    ),
+    "a saved bare state": (
+        read_a_bare_state,
+        ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0"),
+    ),
+    "a saved wrapped state": (read_a_wrapped_state, ONE_ALONE.format("/0", "/.*/inner_state")),
+}
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -209,10 +248,6 @@ def test_adoption_error_messages(name):
     call, message = MESSAGES[name]
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def flax_state(tx, cls):
-    return cls.create(apply_fn=None, params=WIDE, tx=tx)
 
 
 @pytest.mark.filterwarnings("ignore", "error:`check`")  # Flax warns of its own checkpoints
@@ -235,7 +270,11 @@ def test_a_flax_checkpoint_that_lost_the_optimizer_is_seen(name, tmp_path):
         jaxscale.check(restored)
 
 
-@pytest.mark.standard_promotion
+@jax.jit
+def update(state):
+    return state.apply_gradients(grads=wide(GOOD[0]))
+
+
 @pytest.mark.filterwarnings("error:`check`")
 @cases("every", [1, 2, 4])
 def test_an_adopted_run_with_a_window_is_not_taken_for_a_lost_one(every):
@@ -246,7 +285,6 @@ def test_an_adopted_run_with_a_window_is_not_taken_for_a_lost_one(every):
     fresh = flax_state(jaxscale.loss_scaled(inner), jaxscale.flax.TrainState)
     adopted = fresh.opt_state._replace(inner_state=old.opt_state)
     state = fresh.replace(step=old.step, params=old.params, opt_state=adopted)
-    update = jax.jit(lambda state: state.apply_gradients(grads=wide(GOOD[0])))
     for _ in range(6 * every):
         jaxscale.check(state)
         state = update(state)
@@ -258,12 +296,10 @@ def test_an_adopted_run_with_a_window_is_not_taken_for_a_lost_one(every):
         lost = update(lost)
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("error:`check`")
 def test_a_lost_optimizer_with_our_window_is_seen_and_a_whole_one_is_not():
     tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adam(0.1)), 2)
     fresh = flax_state(tx, jaxscale.flax.TrainState)
-    update = jax.jit(lambda state: state.apply_gradients(grads=wide(GOOD[0])))
     state = fresh
     for _ in range(9):
         state = update(state)

@@ -94,27 +94,121 @@ def trained(tx, name, batches, pass_value=True):
     return state
 
 
+class Hopeless(NamedTuple):
+    """A run that no longer makes steps, and what `check` says of it."""
+
+    tx: optax.GradientTransformation
+    loss: str  # of LOSSES
+    batches: list[float]
+    says: list[str]
+    says_not: list[str]
+    pass_value: bool = True  # to `apply_gradients`
+    pass_tx: bool = True  # to `check`
+
+
 HOPELESS = {
-    # name: (optimizer, loss, batches, is the loss passed, is the optimizer passed, says, says not)
-    "the forward pass never worked": ((TX, "domain", [-1.0] * 51, True, True), ["51 of them with a non-finite loss", "is 32768.0", "no loss scale can help", "never was"], ["backward", "were fine"]),
-    "a shard of bad data": ((TX, "domain", [1.0] * 20 + [-1.0] * 60, True, True), ["60 steps in a row", "60 of 80 in all", "20 steps were fine", "stretch of bad data"], ["backward", "range of its dtype"]),
-    "no scale is low enough": ((TX, "root", [1.0] * 5 + [0.0] * 60, True, True), ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"], ["no loss scale can help", "fixed", "floor"]),
-    "the loss is too large": ((TX, "large", [1.0] * 70, True, True), ["scale is 1.0", "loss is too large for float16", "mean instead of a sum", "min_scale"], ["no loss scale can help", "fixed", "at its floor"]),
-    "the loss is not passed": ((TX, "domain", [-1.0] * 60, False, True), ["scale is 1.0", "if not, pass it"], ["no loss scale can help"]),
-    "a floor that is too high": ((FLOORED, "half", [400.0] * 60, True, True), ["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"], ["is fixed", "on its way down"]),
-    "a fixed scale that is too high": ((FIXED, "half", [400.0] * 60, True, True), ["scale is 4096.0", "The scale is fixed, and too high"], ["floor", "on its way down"]),
-    "a scale that comes down slowly": ((SLOW, "half", [400.0] * 60, True, True), ["still on its way down, to 1:", "start lower"], ["floor", "is fixed", "square root"]),
-    "an optimizer that is not known": ((FLOORED, "half", [400.0] * 60, True, False), ["fixed and too high, or still on its way down", "Pass `tx`"], ["floor"]),
-    "no scaling at all": ((jaxscale.skip_nonfinite(SGD), "root", [0.0] * 60, True, True), ["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"], ["no loss scale can help", "floor"]),
-}  # fmt: skip
+    "the forward pass never worked": Hopeless(
+        TX,
+        "domain",
+        [-1.0] * 51,
+        says=[
+            "51 of them with a non-finite loss",
+            "is 32768.0",
+            "no loss scale can help",
+            "never was",
+        ],
+        says_not=["backward", "were fine"],
+    ),
+    "a shard of bad data": Hopeless(
+        TX,
+        "domain",
+        [1.0] * 20 + [-1.0] * 60,
+        says=[
+            "60 steps in a row",
+            "60 of 80 in all",
+            "20 steps were fine",
+            "stretch of bad data",
+        ],
+        says_not=["backward", "range of its dtype"],
+    ),
+    "no scale is low enough": Hopeless(
+        TX,
+        "root",
+        [1.0] * 5 + [0.0] * 60,
+        says=[
+            "0 of them with a non-finite loss",
+            "scale is 1.0",
+            "square root of 0",
+            "debug_infs",
+        ],
+        says_not=["no loss scale can help", "fixed", "floor"],
+    ),
+    "the loss is too large": Hopeless(
+        TX,
+        "large",
+        [1.0] * 70,
+        says=[
+            "scale is 1.0",
+            "loss is too large for float16",
+            "mean instead of a sum",
+            "min_scale",
+        ],
+        says_not=["no loss scale can help", "fixed", "at its floor"],
+    ),
+    "the loss is not passed": Hopeless(
+        TX,
+        "domain",
+        [-1.0] * 60,
+        says=["scale is 1.0", "if not, pass it"],
+        says_not=["no loss scale can help"],
+        pass_value=False,
+    ),
+    "a floor that is too high": Hopeless(
+        FLOORED,
+        "half",
+        [400.0] * 60,
+        says=["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"],
+        says_not=["is fixed", "on its way down"],
+    ),
+    "a fixed scale that is too high": Hopeless(
+        FIXED,
+        "half",
+        [400.0] * 60,
+        says=["scale is 4096.0", "The scale is fixed, and too high"],
+        says_not=["floor", "on its way down"],
+    ),
+    "a scale that comes down slowly": Hopeless(
+        SLOW,
+        "half",
+        [400.0] * 60,
+        says=["still on its way down, to 1:", "start lower"],
+        says_not=["floor", "is fixed", "square root"],
+    ),
+    "an optimizer that is not known": Hopeless(
+        FLOORED,
+        "half",
+        [400.0] * 60,
+        says=["fixed and too high, or still on its way down", "Pass `tx`"],
+        says_not=["floor"],
+        pass_tx=False,
+    ),
+    "no scaling at all": Hopeless(
+        jaxscale.skip_nonfinite(SGD),
+        "root",
+        [0.0] * 60,
+        says=["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"],
+        says_not=["no loss scale can help", "floor"],
+    ),
+}
 
 
 @cases("case", HOPELESS, fast=["a shard of bad data", "a floor that is too high"])
 def test_the_right_cause_is_named(case):
-    (tx, loss, batches, pass_value, pass_tx), says, says_not = HOPELESS[case]
-    message = stuck(trained(tx, loss, batches, pass_value), tx=tx if pass_tx else None)
-    assert not [words for words in says if words not in message]
-    assert not [words for words in says_not if words in message]
+    run = HOPELESS[case]
+    state = trained(run.tx, run.loss, run.batches, run.pass_value)
+    message = stuck(state, tx=run.tx if run.pass_tx else None)
+    assert not [words for words in run.says if words not in message]
+    assert not [words for words in run.says_not if words in message]
 
 
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
