@@ -4,7 +4,8 @@ import functools
 import io
 import itertools
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -70,27 +71,35 @@ def placed(sharding):
     )
 
 
+class Run(NamedTuple):
+    """A run that is saved in the middle of its batches and goes on from there.
+
+    The middle lies amid a streak of finite steps, and amid a window of `MultiSteps`.
+    """
+
+    first: Any  # a fresh state to begin from
+    fresh: Any  # one to restore into, where it goes on
+    advance: Callable[..., Any]  # a compiled step
+    grads: list[Any]
+
+
+def apply_with_stats(state, grads):
+    stats = {"mean": 0.9 * state.batch_stats["mean"] + grads["w"]}
+    return state.apply_gradients(grads=grads, batch_stats=stats)
+
+
 @functools.cache
 def training(case):
-    """Fresh states to begin and to go on from, the compiled step that moves them, and its batches.
-
-    A run is saved in the middle: amid a streak of finite steps, and amid a window of `MultiSteps`.
-    """
-    if case in PLACES:
-        advance = jax.jit(lambda tree, grads: step(EXACT, *tree, grads))
-        return placed(SPLIT), placed(PLACES[case]), advance, STEPS
     if case == "train_state":
         trees = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}
         fresh = State.create(apply_fn=None, tx=OPTIMIZERS["dynamic"], **trees)
-
-        def apply(state, grads):
-            stats = {"mean": 0.9 * state.batch_stats["mean"] + grads["w"]}
-            return state.apply_gradients(grads=grads, batch_stats=stats)
-
-        return fresh, fresh, jax.jit(apply), GRADS
-    tx = OPTIMIZERS[case]
+        return Run(fresh, fresh, jax.jit(apply_with_stats), GRADS)
+    tx = OPTIMIZERS.get(case, EXACT)
+    advance = jax.jit(lambda tree, grads: step(tx, *tree, grads))
+    if case in PLACES:
+        return Run(placed(SPLIT), placed(PLACES[case]), advance, STEPS)
     fresh = PARAMS, tx.init(PARAMS)
-    return fresh, fresh, jax.jit(lambda tree, grads: step(tx, *tree, grads)), GRADS
+    return Run(fresh, fresh, advance, GRADS)
 
 
 def from_orbax(path, tree, *target):
@@ -111,6 +120,10 @@ def equinox(tree, fresh, path):
     return eqx.tree_deserialise_leaves(file, fresh)
 
 
+def flax_bytes(tree, fresh, path):
+    return serialization.from_bytes(fresh, serialization.to_bytes(tree))
+
+
 def pickled(tree, fresh, path):
     # Of the leaves, as the functions in a TrainState cannot be pickled.
     leaves = pickle.loads(pickle.dumps(jax.tree.leaves(tree)))
@@ -122,47 +135,67 @@ WAYS = {
     "dict_in_msgpack": lambda tree, fresh, path: read(fresh, from_msgpack(write(tree))),
     "dict_in_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, write(tree))),
     "equinox": equinox,
-    "flax_bytes": lambda tree, fresh, _: serialization.from_bytes(fresh, serialization.to_bytes(tree)),
+    "flax_bytes": flax_bytes,
     "flax_dict": lambda tree, fresh, path: read(fresh, serialization.to_state_dict(tree)),
     "orbax": lambda tree, fresh, path: from_orbax(path, tree, fresh),
     "pickled": pickled,
     "raw_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, tree)),
-}  # fmt: skip
+}
 LACK_KEYS = ("equinox", "flax_bytes")  # refuse typed PRNG keys
+
+
+@cases("way", LACK_KEYS)
+def test_typed_keys_are_refused_by_ways_that_lack_them(way, tmp_path):
+    run = training(NOISY)
+    with pytest.raises(Exception, match=r"key|leaf"):
+        WAYS[way](run.first, run.fresh, tmp_path)
+
+
+def advance_through(run, tree, batches):
+    return functools.reduce(run.advance, batches, tree)
+
+
+def assert_placed_as(tree, target):
+    for leaf, target_leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(target), strict=True):
+        assert leaf.sharding == target_leaf.sharding
+
+
+ROUND_TRIPS = [
+    *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
+    *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
+]
 
 
 @cases(
     "case, way",
-    [
-        *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
-        *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
-    ],
+    [row for row in ROUND_TRIPS if row not in [(NOISY, way) for way in LACK_KEYS]],
     fast=[(NOISY, "dict_in_msgpack"), ("train_state", "raw_orbax"), ("4x2", "dict_in_msgpack")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
-    first, fresh, advance, grads = training(case)
-    if case == NOISY and way in LACK_KEYS:
-        with pytest.raises(Exception, match=r"key|leaf"):
-            WAYS[way](first, fresh, tmp_path)
-        return
+    run = training(case)
     if way == "orbax":  # which restores to devices
-        first, fresh = jax.device_put((first, fresh), jax.devices()[0])
-    saved = functools.reduce(advance, grads[: len(grads) // 2], first)
-    advance(fresh, grads[0])  # compiled for where it goes on
-    restored = WAYS[way](saved, fresh, tmp_path)
+        first, fresh = jax.device_put((run.first, run.fresh), jax.devices()[0])
+        run = run._replace(first=first, fresh=fresh)
+    middle = len(run.grads) // 2
+    rest = run.grads[middle:]
+    saved = advance_through(run, run.first, run.grads[:middle])
+    run.advance(run.fresh, run.grads[0])  # compiled for where it goes on
+    restored = WAYS[way](saved, run.fresh, tmp_path)
     assert_same_bits(restored, saved)
     assert avals(restored) == avals(saved)
-    before = len(COMPILED)
-    end = functools.reduce(advance, grads[len(grads) // 2 :], restored)
-    assert len(COMPILED) == before
-    assert_same_bits(end, functools.reduce(advance, grads[len(grads) // 2 :], saved))
+    num_compiled = len(COMPILED)
+    end = advance_through(run, restored, rest)
+    assert len(COMPILED) == num_compiled
+    assert_same_bits(end, advance_through(run, saved, rest))
     if case in PLACES:
-        for tree in (restored, end):
-            for leaf, target in zip(jax.tree.leaves(tree), jax.tree.leaves(fresh), strict=True):
-                assert leaf.sharding == target.sharding
-    before = len(COMPILED)
-    jax.jit(lambda x: x * 3)(jnp.ones(3))  # what counts compilations does count
-    assert len(COMPILED) > before
+        assert_placed_as(restored, run.fresh)
+        assert_placed_as(end, run.fresh)
+
+
+def test_what_counts_compilations_does_count():
+    num_compiled = len(COMPILED)
+    jax.jit(lambda x: x * 3)(jnp.ones(3))
+    assert len(COMPILED) > num_compiled
 
 
 # A run begun with a bare optimizer goes on with a wrapped one, and the other way round.
@@ -171,13 +204,21 @@ GOOD = gradients(0, 6)
 
 
 def trained(tx, opt_state, params, grads):
-    for each in grads:
+    for g in grads:
         # What `loss_scaled` does to the dtypes, a bare optimizer is given.
-        params, opt_state = jaxscale.apply_gradients(tx, wide(each), opt_state, params)
+        params, opt_state = jaxscale.apply_gradients(tx, wide(g), opt_state, params)
     return params, opt_state
 
 
 WIDE = wide(PARAMS)
+
+
+def keep(fresh, state):
+    return state
+
+
+def save_and_restore(fresh, state):
+    return read(fresh, write(state))
 
 
 @cases("inner", [name for name in INNERS if name != "multi_steps"], fast=["momentum"])
@@ -186,7 +227,7 @@ def test_a_run_goes_on_as_if_nothing_had_changed(inner):
     wrapped = jaxscale.loss_scaled(bare)
     expected = trained(bare, bare.init(WIDE), WIDE, GOOD)
     begun, old = trained(bare, bare.init(WIDE), WIDE, GOOD[:2])
-    for carry in (lambda fresh, state: state, lambda fresh, state: read(fresh, write(state))):
+    for carry in (keep, save_and_restore):
         fresh = wrapped.init(WIDE)
         opt_state = fresh._replace(inner_state=carry(fresh.inner_state, old))
         params, opt_state = trained(wrapped, opt_state, begun, GOOD[2:4])
@@ -195,13 +236,50 @@ def test_a_run_goes_on_as_if_nothing_had_changed(inner):
 
 
 BARE, WRAPPED = optax.adam(0.1), jaxscale.loss_scaled(optax.adam(0.1))
-ONE_ALONE = r"in the target: {}; only .*: {}.*If only one .*`target\._replace\(inner_state=.*\"inner_state\""
+
+
+def flax_state(tx, cls):
+    return cls.create(apply_fn=None, params=WIDE, tx=tx)
+
+
+def train_on_bare_state():
+    step = jaxscale.train_step(lambda params: params["w"].sum(), WRAPPED)
+    step(WIDE, BARE.init(WIDE))
+
+
+def apply_to_bare_state():
+    state = flax_state(WRAPPED, jaxscale.flax.TrainState).replace(opt_state=BARE.init(WIDE))
+    state.apply_gradients(grads=GOOD[0])
+
+
+def restore_bare_into_wrapped():
+    read({"opt": WRAPPED.init(WIDE)}, write({"opt": BARE.init(WIDE)}))
+
+
+def restore_wrapped_into_bare():
+    read(BARE.init(WIDE), write(WRAPPED.init(WIDE)))
+
+
+ADOPTED = r"tx\.init\(params\)\._replace\(inner_state=state\)"
+ONE_ALONE = (
+    r"in the target: {}; only .*: {}"
+    r".*If only one .*`target\._replace\(inner_state=.*\"inner_state\""
+)
 MESSAGES = {
-    "a bare state for a training step": (lambda: jaxscale.train_step(lambda p: p["w"].sum(), WRAPPED)(WIDE, BARE.init(WIDE)), r"train_step.*tx\.init\(params\)\._replace\(inner_state=state\)"),
-    "a bare state in a TrainState": (lambda: flax_state(WRAPPED, jaxscale.flax.TrainState).replace(opt_state=BARE.init(WIDE)).apply_gradients(grads=GOOD[0]), r"got tuple\. To go on with.*tx\.init\(params\)\._replace\(inner_state=state\)"),
-    "a saved bare state": (lambda: read({"opt": WRAPPED.init(WIDE)}, write({"opt": BARE.init(WIDE)})), ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0")),
-    "a saved wrapped state": (lambda: read(BARE.init(WIDE), write(WRAPPED.init(WIDE))), ONE_ALONE.format("/0", "/.*/inner_state")),
-}  # fmt: skip
+    "a bare state for a training step": (train_on_bare_state, "train_step.*" + ADOPTED),
+    "a bare state in a TrainState": (
+        apply_to_bare_state,
+        r"got tuple\. To go on with.*" + ADOPTED,
+    ),
+    "a saved bare state": (
+        restore_bare_into_wrapped,
+        ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0"),
+    ),
+    "a saved wrapped state": (
+        restore_wrapped_into_bare,
+        ONE_ALONE.format("/0", "/.*/inner_state"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -209,10 +287,6 @@ def test_adoption_error_messages(name):
     call, message = MESSAGES[name]
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def flax_state(tx, cls):
-    return cls.create(apply_fn=None, params=WIDE, tx=tx)
 
 
 @pytest.mark.filterwarnings("ignore", "error:`check`")  # Flax warns of its own checkpoints

@@ -32,8 +32,11 @@ def one_step(tx, grads, state):
 
 
 def after(steps, grads=BAD, tx=TX):
+    """The state of an optimizer after so many steps with the same gradients."""
     state = tx.init(jnp.zeros(3))
-    return functools.reduce(lambda state, _: one_step(tx, grads, state), range(steps), state)
+    for _ in range(steps):
+        state = one_step(tx, grads, state)
+    return state
 
 
 def stuck(tree, match=None, **options):
@@ -43,38 +46,67 @@ def stuck(tree, match=None, **options):
     return str(error.value)
 
 
-def test_metrics_are_scalars_inside_jit_and_outside_and_of_a_loss_scale_alone():
-    for policy in (jaxscale.DynamicLossScale(), jaxscale.AdaptiveLossScale()):
-        state = policy.init()
-        assert jaxscale.metrics({"policy": state}) == state._asdict()
+@cases("policy", [jaxscale.DynamicLossScale, jaxscale.AdaptiveLossScale])
+def test_metrics_of_a_loss_scale_alone_are_its_state(policy):
+    state = policy().init()
+    assert jaxscale.metrics({"policy": state}) == state._asdict()
+
+
+def test_metrics_of_an_optimizer_hold_those_of_its_loss_scale():
     state = after(1, jnp.ones(3), ADAPTIVE)
     assert jaxscale.metrics(state).items() >= state.scaling._asdict().items()
+
+
+def test_metrics_are_scalars_inside_jit_and_outside():
     state = after(2)
     inside = jax.jit(jaxscale.metrics)({"opt": (state,), "params": jnp.zeros(3)})
     outside = jaxscale.metrics(state)
     assert inside == outside
-    assert {value.shape for value in (inside | outside).values()} == {()}
-    assert (outside["notfinite_count"], outside["step_applied"]) == (2, False)
+    for value in (*inside.values(), *outside.values()):
+        assert value.shape == ()
+    assert outside["notfinite_count"] == 2
+    assert not outside["step_applied"]
 
 
-def test_check_is_silent_while_training_makes_progress_and_no_longer():
+def test_check_is_silent_while_training_makes_progress():
     jaxscale.check(after(5, jnp.ones(3)), max_consecutive=0)
     jaxscale.check({"opt": after(3)}, max_consecutive=3)
-    jaxscale.check(TX.update(jnp.ones(3), after(9))[1], max_consecutive=0)  # it has recovered
-    # By default a scale may come down all the way.
+    _, recovered = TX.update(jnp.ones(3), after(9))
+    jaxscale.check(recovered, max_consecutive=0)
+
+
+def test_a_scale_may_come_down_all_the_way_by_default():
     jaxscale.check(after(24, tx=TOP))
     stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
-    # A policy that follows gradients needs some that are not 0.
-    for steps, size, tx in ((5, 0.0, ADAPTIVE), (6, 1.0, ADAPTIVE), (6, 0.0, TX)):
-        jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
+
+
+# The number of steps, the size of the gradients, and the optimizer.
+WITH_SOME_GRADIENTS = {
+    "few zeros": (5, 0.0, ADAPTIVE),
+    "ones": (6, 1.0, ADAPTIVE),
+    "a policy that does not look": (6, 0.0, TX),
+}
+
+
+@cases("name", WITH_SOME_GRADIENTS)
+def test_gradients_that_are_not_0_suffice(name):
+    steps, size, tx = WITH_SOME_GRADIENTS[name]
+    jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
+
+
+def test_a_policy_that_follows_gradients_needs_some_that_are_not_0():
     blind = after(6, jnp.zeros(3), ADAPTIVE)
     stuck(blind, r"0 in 6 steps at loss scale 256.*init", max_consecutive=5)
 
 
+def half_loss(w, x):
+    """Finite, with gradients that overflow float16 at a scale of more than about 100."""
+    return jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500)
+
+
 LOSSES = {
-    # Finite, with gradients that overflow float16 at a scale of more than about 100, and an eighth.
-    "half": lambda w, x: jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500),
-    "large": lambda w, x: 1000 * LOSSES["half"](w, x),
+    "half": half_loss,
+    "large": lambda w, x: 1000 * half_loss(w, x),  # at a scale of more than about an eighth
     # Finite, with gradients of inf at any scale where x is 0.
     "root": lambda w, x: jnp.sum(jnp.sqrt(jnp.abs(w * x))),
     # NaN where x is negative.
@@ -82,11 +114,12 @@ LOSSES = {
 }
 
 
-def trained(tx, name, batches, pass_value=True):
+def trained(tx, name, batches, pass_loss=True):
     @jax.jit
     def step(w, state, x):
         loss, grads = jaxscale.value_and_grad(LOSSES[name], state)(w, x)
-        return jaxscale.apply_gradients(tx, grads, state, w, value=loss if pass_value else None)
+        value = loss if pass_loss else None
+        return jaxscale.apply_gradients(tx, grads, state, w, value=value)
 
     w, state = W, tx.init(W)
     for x in batches:
@@ -94,38 +127,134 @@ def trained(tx, name, batches, pass_value=True):
     return state
 
 
+class Hopeless(NamedTuple):
+    """A run without a good step at its end, and what is said of it."""
+
+    tx: optax.GradientTransformation
+    loss: str
+    batches: list[float]
+    says: list[str]
+    says_not: list[str]
+    pass_loss: bool = True
+    pass_tx: bool = True
+
+
 HOPELESS = {
-    # name: (optimizer, loss, batches, is the loss passed, is the optimizer passed, says, says not)
-    "the forward pass never worked": ((TX, "domain", [-1.0] * 51, True, True), ["51 of them with a non-finite loss", "is 32768.0", "no loss scale can help", "never was"], ["backward", "were fine"]),
-    "a shard of bad data": ((TX, "domain", [1.0] * 20 + [-1.0] * 60, True, True), ["60 steps in a row", "60 of 80 in all", "20 steps were fine", "stretch of bad data"], ["backward", "range of its dtype"]),
-    "no scale is low enough": ((TX, "root", [1.0] * 5 + [0.0] * 60, True, True), ["0 of them with a non-finite loss", "scale is 1.0", "square root of 0", "debug_infs"], ["no loss scale can help", "fixed", "floor"]),
-    "the loss is too large": ((TX, "large", [1.0] * 70, True, True), ["scale is 1.0", "loss is too large for float16", "mean instead of a sum", "min_scale"], ["no loss scale can help", "fixed", "at its floor"]),
-    "the loss is not passed": ((TX, "domain", [-1.0] * 60, False, True), ["scale is 1.0", "if not, pass it"], ["no loss scale can help"]),
-    "a floor that is too high": ((FLOORED, "half", [400.0] * 60, True, True), ["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"], ["is fixed", "on its way down"]),
-    "a fixed scale that is too high": ((FIXED, "half", [400.0] * 60, True, True), ["scale is 4096.0", "The scale is fixed, and too high"], ["floor", "on its way down"]),
-    "a scale that comes down slowly": ((SLOW, "half", [400.0] * 60, True, True), ["still on its way down, to 1:", "start lower"], ["floor", "is fixed", "square root"]),
-    "an optimizer that is not known": ((FLOORED, "half", [400.0] * 60, True, False), ["fixed and too high, or still on its way down", "Pass `tx`"], ["floor"]),
-    "no scaling at all": ((jaxscale.skip_nonfinite(SGD), "root", [0.0] * 60, True, True), ["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"], ["no loss scale can help", "floor"]),
-}  # fmt: skip
+    "the forward pass never worked": Hopeless(
+        tx=TX,
+        loss="domain",
+        batches=[-1.0] * 51,
+        says=[
+            "51 of them with a non-finite loss",
+            "is 32768.0",
+            "no loss scale can help",
+            "never was",
+        ],
+        says_not=["backward", "were fine"],
+    ),
+    "a shard of bad data": Hopeless(
+        tx=TX,
+        loss="domain",
+        batches=[1.0] * 20 + [-1.0] * 60,
+        says=[
+            "60 steps in a row",
+            "60 of 80 in all",
+            "20 steps were fine",
+            "stretch of bad data",
+        ],
+        says_not=["backward", "range of its dtype"],
+    ),
+    "no scale is low enough": Hopeless(
+        tx=TX,
+        loss="root",
+        batches=[1.0] * 5 + [0.0] * 60,
+        says=[
+            "0 of them with a non-finite loss",
+            "scale is 1.0",
+            "square root of 0",
+            "debug_infs",
+        ],
+        says_not=["no loss scale can help", "fixed", "floor"],
+    ),
+    "the loss is too large": Hopeless(
+        tx=TX,
+        loss="large",
+        batches=[1.0] * 70,
+        says=[
+            "scale is 1.0",
+            "loss is too large for float16",
+            "mean instead of a sum",
+            "min_scale",
+        ],
+        says_not=["no loss scale can help", "fixed", "at its floor"],
+    ),
+    "the loss is not passed": Hopeless(
+        tx=TX,
+        loss="domain",
+        batches=[-1.0] * 60,
+        says=["scale is 1.0", "if not, pass it"],
+        says_not=["no loss scale can help"],
+        pass_loss=False,
+    ),
+    "a floor that is too high": Hopeless(
+        tx=FLOORED,
+        loss="half",
+        batches=[400.0] * 60,
+        says=["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"],
+        says_not=["is fixed", "on its way down"],
+    ),
+    "a fixed scale that is too high": Hopeless(
+        tx=FIXED,
+        loss="half",
+        batches=[400.0] * 60,
+        says=["scale is 4096.0", "The scale is fixed, and too high"],
+        says_not=["floor", "on its way down"],
+    ),
+    "a scale that comes down slowly": Hopeless(
+        tx=SLOW,
+        loss="half",
+        batches=[400.0] * 60,
+        says=["still on its way down, to 1:", "start lower"],
+        says_not=["floor", "is fixed", "square root"],
+    ),
+    "an optimizer that is not known": Hopeless(
+        tx=FLOORED,
+        loss="half",
+        batches=[400.0] * 60,
+        says=["fixed and too high, or still on its way down", "Pass `tx`"],
+        says_not=["floor"],
+        pass_tx=False,
+    ),
+    "no scaling at all": Hopeless(
+        tx=jaxscale.skip_nonfinite(SGD),
+        loss="root",
+        batches=[0.0] * 60,
+        says=["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"],
+        says_not=["no loss scale can help", "floor"],
+    ),
+}
 
 
 @cases("case", HOPELESS, fast=["a shard of bad data", "a floor that is too high"])
 def test_the_right_cause_is_named(case):
-    (tx, loss, batches, pass_value, pass_tx), says, says_not = HOPELESS[case]
-    message = stuck(trained(tx, loss, batches, pass_value), tx=tx if pass_tx else None)
-    assert not [words for words in says if words not in message]
-    assert not [words for words in says_not if words in message]
+    run = HOPELESS[case]
+    state = trained(run.tx, run.loss, run.batches, run.pass_loss)
+    message = stuck(state, tx=run.tx if run.pass_tx else None)
+    assert not [words for words in run.says if words not in message]
+    assert not [words for words in run.says_not if words in message]
 
 
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_line_that_is_named_helps(policy):
-    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
-    message = stuck(trained(tx, "large", [1.0] * 70), tx=tx)
-    line = re.search(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", message).group(1)
+    standing = optax.sgd(0.0)
+    batches = [1.0] * 70
+    tx = jaxscale.loss_scaled(standing, policy)
+    message = stuck(trained(tx, "large", batches), tx=tx)
+    (line,) = re.findall(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", message)
     assert ("Adaptive" in line) == (policy == "adaptive")
-    tx = eval(line, {"jaxscale": jaxscale, "tx": optax.sgd(0.0)})
-    state = trained(tx, "large", [1.0] * 70)
-    jaxscale.check(state, tx=tx, max_consecutive=0)
+    advised = eval(line, {"jaxscale": jaxscale, "tx": standing})
+    state = trained(advised, "large", batches)
+    jaxscale.check(state, tx=advised, max_consecutive=0)
     assert 2.0**-6 <= state.scaling.loss_scale <= 2.0**-3
 
 
@@ -137,21 +266,36 @@ def idle(tx, scale=2.0**24, **counters):
     return state._replace(scaling=scaling, **{k: np.int32(v) for k, v in counters.items()})
 
 
+# A scale that is lower or has moved down, a run that is short, and policies that do not grow.
+SILENT = {
+    "a lower scale": (TX, {"scale": 2.0**23}),
+    "an overflow": (TX, {"total_notfinite": 1}),
+    "a retry": (TX, {"total_retries": 1}),
+    "too few steps": (TX, {"total_steps": 9999}),
+    "a fixed scale": (FIXED, {}),
+    "an adaptive one": (ADAPTIVE, {}),
+}
+
+
+@cases("name", SILENT)
+def test_a_scale_that_may_have_come_down_is_not_warned_of(name):
+    tx, changes = SILENT[name]
+    jaxscale.check(idle(tx, **changes))  # a warning is an error here
+
+
 def test_a_scale_that_only_ever_grew_is_warned_of_once():
-    lower, told = idle(TX, 2.0**23), idle(TX)
-    overflown, retried = idle(TX, total_notfinite=1), idle(TX, total_retries=1)
-    early = idle(TX, total_steps=9999)
-    for state in (early, lower, overflown, retried, idle(FIXED), idle(ADAPTIVE)):
-        jaxscale.check(state)  # a warning is an error here
+    grown, lower = idle(TX), idle(TX, 2.0**23)
     bad_loss = idle(TX, total_notfinite=1, total_notfinite_loss=1)
-    several = jax.tree.map(lambda *leaves: np.stack(leaves), lower, told)
-    with warnings.catch_warnings(record=True) as found:
+    several = jax.tree.map(lambda *leaves: np.stack(leaves), lower, grown)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for state in (told, bad_loss, several, {"opt": told}):
+        for state in (grown, bad_loss, several, {"opt": grown}):
             jaxscale.check(state)
+    assert len(caught) == 4
     # By default Python shows one text of one line of a program once.
-    ((text, file, _),) = {(str(each.message), each.filename, each.lineno) for each in found}
-    assert (file, len(found)) == (__file__, 4)
+    shown = {(str(warning.message), warning.filename, warning.lineno) for warning in caught}
+    ((text, file, _),) = shown
+    assert file == __file__
     for words in ("`jax.value_and_grad`", "train_step(loss_fn, tx)", "skip_nonfinite(tx)"):
         assert words in text
 
