@@ -323,9 +323,9 @@ def test_refs_are_read_and_written():
         ref[...] = ref[...] + X @ W[0]
         return ref[...] @ W[0]
 
-    ref, expected = (jax.new_ref(jnp.zeros((4, 8))) for _ in range(2))
-    np.testing.assert_allclose(jaxscale.autocast(fun)(ref), fun(expected), atol=0.01)
-    np.testing.assert_allclose(ref[...], expected[...], atol=0.01)
+    ref, plain_ref = jax.new_ref(jnp.zeros((4, 8))), jax.new_ref(jnp.zeros((4, 8)))
+    np.testing.assert_allclose(jaxscale.autocast(fun)(ref), fun(plain_ref), atol=0.01)
+    np.testing.assert_allclose(ref[...], plain_ref[...], atol=0.01)
     assert ref[...].dtype == jnp.float32
 
 

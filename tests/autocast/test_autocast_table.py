@@ -1,8 +1,9 @@
 """Laws of the table of `autocast`: operation by operation, and functions of JAX and Optax."""
 
-import contextlib
 import inspect
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.image
@@ -47,6 +48,28 @@ def units(x, dtype):
     return np.sign(bits) * np.maximum((bits & 0x7FFF) - smallest, 0)
 
 
+def number_of_arguments(fun):
+    parameters = inspect.signature(fun).parameters.values()
+    return sum(parameter.default is parameter.empty for parameter in parameters)
+
+
+def normal_numbers(dtype, largest):
+    """All normal numbers of a half-precision dtype up to some size, in float32, in two columns."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
+    sizes = np.abs(numbers)
+    is_chosen = (sizes >= jnp.finfo(dtype).tiny) & (sizes <= largest)
+    return numbers[is_chosen].reshape(-1, 2)
+
+
+def value_and_gradients(fun, xs):
+    """The value of a function and its gradients, if it has any."""
+    # Compiled, as what is left of 1 - tanh(x) ** 2 depends on how XLA computes tanh.
+    value, pull = jax.vjp(jax.jit(fun), *xs)
+    if not is_floating(value):
+        return [value]
+    return [value, *pull(jnp.ones_like(value))]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @cases(
     "name, dtype",
@@ -55,24 +78,17 @@ def units(x, dtype):
 )
 def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
     fun, dtype = (OPERATIONS | TAILS)[name], jnp.dtype(dtype)
-    numbers = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
     # Beyond 80 the exponentials of tails leave float32, too.
     largest = 80 if name in TAILS else np.finfo(np.float32).max
-    sizes = np.abs(numbers)
-    x = numbers[(sizes >= jnp.finfo(dtype).tiny) & (sizes <= largest)].reshape(-1, 2)
-    arity = sum(p.default is p.empty for p in inspect.signature(fun).parameters.values())
-    xs = [jnp.asarray(np.roll(x, 12345 * i)) for i in range(arity)]  # various pairs of numbers
+    x = normal_numbers(dtype, largest)
+    # Various pairs of numbers.
+    xs = [jnp.asarray(np.roll(x, 12345 * i)) for i in range(number_of_arguments(fun))]
 
     def after_products(*xs):
         return fun(*(x @ jnp.eye(2) for x in xs))  # exact: these are in half precision
 
-    def outputs(fun):
-        # Compiled, as what is left of 1 - tanh(x) ** 2 depends on how XLA computes tanh.
-        value, pull = jax.vjp(jax.jit(fun), *xs)
-        return value, *(pull(jnp.ones_like(value)) if is_floating(value) else ())
-
-    actual, expected = outputs(jaxscale.autocast(after_products, dtype)), outputs(fun)
-    for a, b in zip(actual, expected, strict=True):
+    actual = value_and_gradients(jaxscale.autocast(after_products, dtype), xs)
+    for a, b in zip(actual, value_and_gradients(fun, xs), strict=True):
         # Results in half precision are rounded once. A result in float32 may differ in its last
         # bit where XLA compiles two programs differently, and so be rounded to the neighbour.
         assert np.max(np.abs(units(a, dtype) - units(b, dtype))) <= 1
@@ -104,19 +120,25 @@ OF_MATRICES = {
 @cases("name", OF_ELEMENTS, fast=["vdot", "i,j->ij", "mapped"])
 def test_dots_and_outer_products_are_in_float32(name):
     fun, *args = OF_ELEMENTS[name]
-    cast = jaxscale.autocast(fun)
-    (value, pull), (expected, plain_pull) = jax.vjp(cast, *args), jax.vjp(fun, *args)
+    value, pull = jax.vjp(jaxscale.autocast(fun), *args)
+    expected, plain_pull = jax.vjp(fun, *args)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     # The cotangent of a loss is the loss scale: here one that float16 does not hold.
     cotangent = jnp.full_like(value, 2.0**17)
     for a, b in zip(pull(cotangent), plain_pull(cotangent), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
-    def after_products(*args):
-        return fun(*(jnp.stack([x, x], -1) @ jnp.full(2, 0.5) for x in args))
 
-    found = products(jaxscale.autocast(after_products), *args)
-    assert found == [{"float16"}] * len(args) + [{"float32"}]
+@cases("name", OF_ELEMENTS, fast=["vdot", "i,j->ij", "mapped"])
+def test_dots_and_outer_products_of_products_are_in_float32(name):
+    fun, *args = OF_ELEMENTS[name]
+
+    def after_products(*args):
+        doubled = [jnp.stack([x, x], -1) for x in args]
+        return fun(*(x @ jnp.full(2, 0.5) for x in doubled))
+
+    kinds = products(jaxscale.autocast(after_products), *args)
+    assert kinds == [{"float16"}] * len(args) + [{"float32"}]
 
 
 @cases("name", OF_MATRICES)
@@ -197,16 +219,32 @@ IN_HALF = {"matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correl
 IN_HALF |= {"dot_product_attention"}
 
 
-def callable_with(name):
+class Called(NamedTuple):
     """A function of a library as one of arrays, and these."""
-    name, fun = name.rpartition(".")[2], FUNCTIONS[name]
-    if name in CALLS:
-        return CALLS[name]
-    for args in [ARGUMENTS[name]] if name in ARGUMENTS else USUAL:
-        with contextlib.suppress(Exception):  # whatever it says of arguments that are not for it
-            fun(*args)
-            arrays = [arg for arg in args if isinstance(arg, jax.Array)]  # which come first
-            return lambda *given, args=args: fun(*given, *args[len(given) :]), *arrays
+
+    fun: Callable[..., Any]
+    arrays: tuple[jax.Array, ...]
+
+
+def accepts(fun, args):
+    try:
+        fun(*args)
+    except Exception:  # whatever it says of arguments that are not for it
+        return False
+    return True
+
+
+def call_with_usual_arguments(name):
+    fun, short_name = FUNCTIONS[name], name.rpartition(".")[2]
+    if short_name in CALLS:
+        call, *arrays = CALLS[short_name]
+        return Called(call, tuple(arrays))
+    candidates = [ARGUMENTS[short_name]] if short_name in ARGUMENTS else USUAL
+    for args in candidates:
+        if accepts(fun, args):
+            # Arrays come first.
+            arrays = tuple(arg for arg in args if isinstance(arg, jax.Array))
+            return Called(lambda *xs, args=args: fun(*xs, *args[len(xs) :]), arrays)
     pytest.fail("no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`")
 
 
@@ -231,31 +269,58 @@ def assert_close(actual, expected, tolerance):
             np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.max(np.abs(b)), 1e-3))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
-@cases("name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"])
+def times(args, magnitude):
+    return [arg * magnitude if is_floating(arg) else arg for arg in args]
+
+
+def is_in_half(name):
+    return name.rpartition(".")[2] in IN_HALF
+
+
+def tolerance_of(name):
+    """Of float32 inputs: those that are not products have no rounding at all."""
+    return 2**-8 if is_in_half(name) else 1e-4
+
+
+every_function = cases("name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"])
+# Some call what is deprecated, and some have no product.
+quiet = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:`autocast` changes nothing"
+)
+
+
+@quiet
+@every_function
 def test_functions_of_libraries_are_as_in_float32(name):
-    fun, *args = callable_with(name)
-    is_half = name.rpartition(".")[2] in IN_HALF
+    fun, args = call_with_usual_arguments(name)
     cast = jaxscale.autocast(fun)
-    # Given float32, those that are not products have no rounding at all: of whatever magnitude.
-    exact = 2**-8 if is_half else 1e-4
-    for magnitude in (1, 8) if is_half else (1, 1000):
-        given = [arg * magnitude if is_floating(arg) else arg for arg in args]
-        assert_close(cast(*given), fun(*given), exact)
-    assert is_half == ({"float16"} in products(cast, *args))
+    # Of whatever magnitude.
+    for magnitude in (1, 8 if is_in_half(name) else 1000):
+        large = times(args, magnitude)
+        assert_close(cast(*large), fun(*large), tolerance_of(name))
+    assert is_in_half(name) == ({"float16"} in products(cast, *args))
+
+
+@quiet
+@every_function
+def test_functions_of_libraries_follow_products_to_a_few_roundings(name):
+    fun, args = call_with_usual_arguments(name)
 
     def after_products(*args):
         return fun(*(x @ jnp.eye(x.shape[-1]) if is_floating(x) else x for x in args))
 
-    # Given half precision, some follow it: a few roundings of 2**-11.
     assert_close(jaxscale.autocast(after_products)(*args), fun(*args), 2**-8)
+
+
+@quiet
+@every_function
+def test_derivatives_of_functions_of_libraries_are_as_in_float32(name):
+    fun, args = call_with_usual_arguments(name)
     try:
         expected = jax.grad(weighted_sum(fun))(*args)
     except (NotImplementedError, TypeError, ValueError):
         return  # it has no derivative
-    for differentiated in (
-        jax.grad(weighted_sum(cast)),
-        jaxscale.autocast(jax.grad(weighted_sum(fun))),
-    ):
-        assert_close(differentiated(*args), expected, exact)
+    gradient_of_cast = jax.grad(weighted_sum(jaxscale.autocast(fun)))
+    cast_of_gradient = jaxscale.autocast(jax.grad(weighted_sum(fun)))
+    assert_close(gradient_of_cast(*args), expected, tolerance_of(name))
+    assert_close(cast_of_gradient(*args), expected, tolerance_of(name))
