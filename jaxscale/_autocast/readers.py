@@ -116,11 +116,11 @@ def _find_meeting(jaxpr: Jaxpr, products: set[int]) -> set[Any]:
 
 def _find_only_float32(jaxpr: Jaxpr) -> set[Any]:
     """Returns the differences that only operations in float32 read."""
-    differences = set()
+    differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
+    if not differences:
+        return differences  # as in most programs, whose other operations need no look
     read_otherwise = set(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sub":
-            differences.add(eqn.outvars[0])
         if eqn.primitive.name not in table.FLOAT32 and not _is_square(eqn):
             read_otherwise.update(variables(eqn.invars))
     return differences - read_otherwise
