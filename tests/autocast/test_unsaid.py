@@ -98,7 +98,10 @@ def test_a_program_that_is_hidden_in_a_parameter_is_named(way, name):
     assert len(found) == 1
     np.testing.assert_allclose(result, fun(X), rtol=0.01)
     jaxscale.autocast(jaxscale.full_precision(fun))(X)  # without a warning
-    loss = lambda w: w * jax.lax.stop_gradient(fun(X))  # noqa: E731
+
+    def loss(w):
+        return w * jax.lax.stop_gradient(fun(X))
+
     assert diagnostics.trace(loss, SCALING)(jnp.float32(2)).not_entered == (name,)
 
 
