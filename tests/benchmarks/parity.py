@@ -39,7 +39,7 @@ import report
 from parity_setup import WAYS, Model
 
 import jaxscale
-from jaxscale._gradients import boundary
+from jaxscale._gradients import backward_plan, cotangent_scale
 
 # The chunks of a training, between which the gradients are looked at.
 CHUNKS = 5
@@ -77,19 +77,19 @@ def stacked(trees):
 @contextlib.contextmanager
 def counted_repeats():
     """Yields a list to which each backward pass of `scale_backward` adds its repeats."""
-    repeats, repeated = [], boundary._repeated
+    repeats, pull_with_retries = [], backward_plan.pull_with_retries
 
-    def counted(pull, scale, *rest):
-        gradients, last = repeated(pull, scale, *rest)
-        number = jnp.log2(scale / last) / np.log2(boundary._BACKOFF)
+    def pull_and_count(pull, scale, *rest):
+        gradients, last_scale = pull_with_retries(pull, scale, *rest)
+        number = jnp.log2(scale / last_scale) / np.log2(cotangent_scale._BACKOFF)
         jax.debug.callback(lambda number: repeats.append(round(float(number))), number)
-        return gradients, last
+        return gradients, last_scale
 
-    boundary._repeated = counted
+    backward_plan.pull_with_retries = pull_and_count
     try:
         yield repeats
     finally:
-        boundary._repeated = repeated
+        backward_plan.pull_with_retries = pull_with_retries
 
 
 def train(model, way, seeds, steps, batch, show):
