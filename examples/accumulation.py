@@ -22,14 +22,19 @@ LAYER_SIZES, MICRO_BATCH_SIZE, MICRO_BATCHES, NUM_TEST = [64, 256, 128, 10], 32,
 
 # The scale grows early, so that even a short run meets an overflow.
 loss_scale = jaxscale.DynamicLossScale(growth_interval=25)
-tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale), MICRO_BATCHES)
+tx = jaxscale.multi_steps(
+    jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale), MICRO_BATCHES
+)
 
 
 def init_params(key):
     """Returns float32 weights and biases, one pair per layer."""
     init = jax.nn.initializers.he_normal()
     keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
-    return [(init(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
+    return [
+        (init(next(keys), shape), jnp.zeros(shape[1]))
+        for shape in pairwise(LAYER_SIZES)
+    ]
 
 
 def predict(params, images):
@@ -43,7 +48,9 @@ def predict(params, images):
 
 def loss_fn(params, images, labels):
     """Returns the mean cross-entropy of a batch, in float32."""
-    return optax.softmax_cross_entropy_with_integer_labels(predict(params, images), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        predict(params, images), labels
+    ).mean()
 
 
 step = jaxscale.train_step(loss_fn, tx, retries=5)
@@ -64,7 +71,9 @@ def make_batches(images, labels, num_steps):
     """Yields the stacked micro-batches of each step. One in 50 is corrupt."""
     rng = np.random.default_rng(0)
     for _ in range(num_steps):
-        chosen = rng.choice(len(images), (MICRO_BATCHES, MICRO_BATCH_SIZE), replace=False)
+        chosen = rng.choice(
+            len(images), (MICRO_BATCHES, MICRO_BATCH_SIZE), replace=False
+        )
         corrupt = rng.random(MICRO_BATCHES) < 0.02
         yield np.where(corrupt[:, None, None], np.nan, images[chosen]), labels[chosen]
 

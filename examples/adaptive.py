@@ -28,7 +28,10 @@ def init_params(key):
     """Returns float32 weights and biases, one pair per layer."""
     init = jax.nn.initializers.he_normal()
     keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
-    return [(init(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
+    return [
+        (init(next(keys), shape), jnp.zeros(shape[1]))
+        for shape in pairwise(LAYER_SIZES)
+    ]
 
 
 @jaxscale.autocast
@@ -58,7 +61,9 @@ def main(num_steps: int = 300) -> float:
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     rng = np.random.default_rng(0)
-    chosen = [rng.choice(len(images), BATCH_SIZE, replace=False) for _ in range(num_steps)]
+    chosen = [
+        rng.choice(len(images), BATCH_SIZE, replace=False) for _ in range(num_steps)
+    ]
     batches = [(images[indices], labels[indices]) for indices in chosen]
 
     found = diagnostics.calibrate(loss_fn, init_params(jax.random.key(0)), batches[:1])
@@ -68,13 +73,18 @@ def main(num_steps: int = 300) -> float:
         "adaptive": (jaxscale.AdaptiveLossScale(), 0),
         "adaptive, from a first batch": (calibrated, 0),
         "adaptive, from 2**24": (jaxscale.AdaptiveLossScale(init_scale=2.0**24), 0),
-        "adaptive, from 2**24, with retries": (jaxscale.AdaptiveLossScale(init_scale=2.0**24), 30),
+        "adaptive, from 2**24, with retries": (
+            jaxscale.AdaptiveLossScale(init_scale=2.0**24),
+            30,
+        ),
     }
     table = Table("rule", "from", "skipped", "retries", "to", "level", "last loss")
     loss = float("nan")
     for name, (policy, retries) in runs.items():
         now, loss = train(policy, retries, batches)
-        start, end = (f"2**{np.log2(s):.0f}" for s in (policy.init_scale, now["loss_scale"]))
+        start, end = (
+            f"2**{np.log2(s):.0f}" for s in (policy.init_scale, now["loss_scale"])
+        )
         level = f"{now['level']:.2f}" if "level" in now else ""
         counts = str(now["total_notfinite"]), str(now["total_retries"])
         table.add_row(name, start, *counts, end, level, f"{loss:.3f}")
@@ -84,5 +94,7 @@ def main(num_steps: int = 300) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each run")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="training steps of each run"
+    )
     main(parser.parse_args().steps)

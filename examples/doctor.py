@@ -19,12 +19,19 @@ import jaxscale
 
 WIDTH, HEADS, BATCH_SIZE = 32, 4, 64
 SHAPES = {"embed": (8, WIDTH), "position": (8, WIDTH), "qkv": (WIDTH, 3 * WIDTH)}
-SHAPES |= {"out": (WIDTH, WIDTH), "up": (WIDTH, 64), "down": (64, WIDTH), "head": (WIDTH, 10)}
+SHAPES |= {
+    "out": (WIDTH, WIDTH),
+    "up": (WIDTH, 64),
+    "down": (64, WIDTH),
+    "head": (WIDTH, 10),
+}
 
 
 def attention(params, x, is_token, mask_value):
     """Returns what each row of a pattern learns from the others."""
-    q, k, v = jnp.split((x @ params["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1)
+    q, k, v = jnp.split(
+        (x @ params["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1
+    )
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
     is_pair = is_token[:, None, :, None] & is_token[:, None, None, :]
     scores += jnp.where(is_pair, 0.0, mask_value).astype(scores.dtype)
@@ -40,7 +47,9 @@ def loss_fn(params, batch, mask_value):
     x = x + jax.nn.relu(x @ params["up"]) @ params["down"]
     tokens = jnp.where(batch["is_token"][..., None], x, 0).sum(axis=1)
     logits = (tokens @ params["head"]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["labels"]
+    ).mean()
 
 
 def make_params():
@@ -56,7 +65,9 @@ def make_batch(seed=0):
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, 10, BATCH_SIZE)
     is_token = np.arange(8) < rng.integers(5, 9, (BATCH_SIZE, 1))
-    rows = (patterns[labels] + rng.normal(scale=0.3, size=(BATCH_SIZE, 8, 8))) * is_token[..., None]
+    rows = (
+        patterns[labels] + rng.normal(scale=0.3, size=(BATCH_SIZE, 8, 8))
+    ) * is_token[..., None]
     return {"rows": rows.astype(np.float32), "is_token": is_token, "labels": labels}
 
 

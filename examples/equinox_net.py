@@ -55,7 +55,10 @@ def loss_fn(model, state, images, labels):
 
 train_step = eqx.filter_jit(
     jaxscale.train_step(
-        jaxscale.autocast(loss_fn), tx, transform=eqx.filter_value_and_grad, has_state=True
+        jaxscale.autocast(loss_fn),
+        tx,
+        transform=eqx.filter_value_and_grad,
+        has_state=True,
     )
 )
 
@@ -76,7 +79,9 @@ def main(num_steps: int = 150) -> float:
         model, opt_state, state, loss = train_step(model, opt_state, state, *batch)
         now = jaxscale.metrics(opt_state)
         if not now["step_applied"]:
-            print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
+            print(
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+            )
         if step % 50 == 0:
             jaxscale.check(opt_state, tx=tx)
             print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")

@@ -50,7 +50,11 @@ def loss_fn(params, fields, images, labels):
     key, dropout_key = jax.random.split(fields["key"])
     variables = {"params": params, "batch_stats": fields["batch_stats"]}
     logits, mutated = model.apply(
-        variables, images, train=True, mutable="batch_stats", rngs={"dropout": dropout_key}
+        variables,
+        images,
+        train=True,
+        mutable="batch_stats",
+        rngs={"dropout": dropout_key},
     )
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     return loss, {"key": key, **mutated}
@@ -73,14 +77,18 @@ def main(num_steps: int = 150) -> float:
     # The scale grows early, so that even a short run meets an overflow.
     loss_scale = jaxscale.DynamicLossScale(growth_interval=20)
     tx = jaxscale.loss_scaled(optax.adam(3e-3), loss_scale)
-    state = TrainState.create(apply_fn=model.apply, tx=tx, key=jax.random.key(1), **variables)
+    state = TrainState.create(
+        apply_fn=model.apply, tx=tx, key=jax.random.key(1), **variables
+    )
     for step in range(1, num_steps + 1):  # `state.step` counts applied steps only
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         scale = jaxscale.metrics(state)["loss_scale"]
         state, loss = train_step(state, images[chosen], labels[chosen])
         now = jaxscale.metrics(state)
         if not now["step_applied"]:
-            print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
+            print(
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+            )
         if step % 50 == 0:
             jaxscale.check(state)
             print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
@@ -88,7 +96,9 @@ def main(num_steps: int = 150) -> float:
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images[num_train:], train=False)
     accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
-    print(f"flax_linen: accuracy {accuracy:.3f} after {num_steps} steps, {state.step} applied")
+    print(
+        f"flax_linen: accuracy {accuracy:.3f} after {num_steps} steps, {state.step} applied"
+    )
     return accuracy
 
 

@@ -63,13 +63,17 @@ def main(num_steps: int = 150) -> float:
         loss = train_step(model, optimizer, images[chosen], labels[chosen])
         now = jaxscale.metrics(optimizer)
         if not now["step_applied"]:
-            print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
+            print(
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+            )
         if step % 50 == 0:
             jaxscale.check(optimizer)
             print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
 
     model.eval()
-    accuracy = float(np.mean(model(images[num_train:]).argmax(-1) == labels[num_train:]))
+    accuracy = float(
+        np.mean(model(images[num_train:]).argmax(-1) == labels[num_train:])
+    )
     print(f"flax_nnx: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

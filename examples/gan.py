@@ -71,7 +71,9 @@ def main(num_steps: int = 1000) -> float:
     for step in range(1, num_steps + 1):
         noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
         batch = images[rng.choice(len(images), BATCH_SIZE, replace=False)]
-        gen_params, gen_state, gen_loss = gen_step(gen_params, gen_state, disc_params, noise)
+        gen_params, gen_state, gen_loss = gen_step(
+            gen_params, gen_state, disc_params, noise
+        )
         disc_params, disc_state, disc_loss = disc_step(
             disc_params, disc_state, gen_params, batch, noise
         )
@@ -82,10 +84,14 @@ def main(num_steps: int = 1000) -> float:
         for name, tx, opt_state, loss in players:
             now = jaxscale.metrics(opt_state)
             if not now["step_applied"]:
-                print(f"step {step}: {name}: overflow, skipped, scale now {now['loss_scale']:.0f}")
+                print(
+                    f"step {step}: {name}: overflow, skipped, scale now {now['loss_scale']:.0f}"
+                )
             if step % 250 == 0:
                 jaxscale.check(opt_state, tx=tx)
-                print(f"step {step}: {name}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
+                print(
+                    f"step {step}: {name}: loss {loss:.4f}, scale {now['loss_scale']:.0f}"
+                )
 
     noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
     loss = float(generator_loss(gen_params, disc_params, noise))

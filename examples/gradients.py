@@ -45,5 +45,7 @@ def main(batch_size=64, picture=None):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--picture", default="gradients.png", help="where to write the picture")
+    parser.add_argument(
+        "--picture", default="gradients.png", help="where to write the picture"
+    )
     main(picture=parser.parse_args().picture)

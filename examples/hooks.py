@@ -48,7 +48,9 @@ def example_loss(params, x):
 
 def value_loss(params, state, x):
     """Returns the error of the values of some places, and the state as it was."""
-    return jnp.mean((network(params, x) - x - 0.9 * network(state["target"], x / 2)) ** 2), state
+    return jnp.mean(
+        (network(params, x) - x - 0.9 * network(state["target"], x / 2)) ** 2
+    ), state
 
 
 def by_example(fun, **kwargs):
@@ -64,8 +66,12 @@ def by_example(fun, **kwargs):
 
 def clipped_mean(grads):
     """Returns the mean of gradients by example, each of a norm of at most 1."""
-    norms = jnp.sqrt(sum(jnp.sum(g.reshape(len(g), -1) ** 2, -1) for g in jax.tree.leaves(grads)))
-    return jax.tree.map(lambda g: jnp.tensordot(1 / jnp.maximum(norms, 1), g, 1) / len(g), grads)
+    norms = jnp.sqrt(
+        sum(jnp.sum(g.reshape(len(g), -1) ** 2, -1) for g in jax.tree.leaves(grads))
+    )
+    return jax.tree.map(
+        lambda g: jnp.tensordot(1 / jnp.maximum(norms, 1), g, 1) / len(g), grads
+    )
 
 
 def move_target(params, state):
@@ -79,7 +85,9 @@ def train(name, tx, step, num_steps, *state):
     for i in range(num_steps):
         x = jax.random.uniform(jax.random.key(i), (BATCH_SIZE,), minval=-1.0)
         *carry, loss = step(*carry, x.at[0].set(jnp.nan) if i == 1 else x)
-    print(f"{name}: loss {jnp.mean(loss):.5f}, skipped {carry[1].total_notfinite} of {num_steps}")
+    print(
+        f"{name}: loss {jnp.mean(loss):.5f}, skipped {carry[1].total_notfinite} of {num_steps}"
+    )
     return jnp.mean(loss)
 
 
@@ -88,15 +96,27 @@ def main(num_steps: int = 300) -> float:
     half, tx = jaxscale.autocast, jaxscale.loss_scaled(optax.adam(1e-2))
     mean = partial(jax.lax.pmean, axis_name="devices")
     step = jaxscale.train_step(half(equation_loss), tx, retries=5, on_grads=mean)
-    mapped: Any = jax.pmap(step, "devices", in_axes=(None, None, 0), out_axes=(None, None, 0))
+    mapped: Any = jax.pmap(
+        step, "devices", in_axes=(None, None, 0), out_axes=(None, None, 0)
+    )
     shape = jax.local_device_count(), -1
-    total = train("equation", tx, lambda *c: mapped(*c[:2], c[2].reshape(shape)), num_steps)
-    noisy = optax.chain(optax.add_noise(1e-4, 0.0, 0), optax.sgd(0.05))  # a skip keeps its key
-    noisy, options = jaxscale.loss_scaled(noisy), {"transform": by_example, "retries": 5}
-    step = jaxscale.train_step(half(example_loss), noisy, on_grads=clipped_mean, **options)
+    total = train(
+        "equation", tx, lambda *c: mapped(*c[:2], c[2].reshape(shape)), num_steps
+    )
+    # a skip keeps its key
+    noisy = optax.chain(optax.add_noise(1e-4, 0.0, 0), optax.sgd(0.05))
+    noisy, options = (
+        jaxscale.loss_scaled(noisy),
+        {"transform": by_example, "retries": 5},
+    )
+    step = jaxscale.train_step(
+        half(example_loss), noisy, on_grads=clipped_mean, **options
+    )
     total += train("private", noisy, jax.jit(step), num_steps)
     step = jaxscale.train_step(half(value_loss), tx, has_state=True, after=move_target)
-    return float(total + train("values", tx, jax.jit(step), num_steps, {"target": init_params()}))
+    return float(
+        total + train("values", tx, jax.jit(step), num_steps, {"target": init_params()})
+    )
 
 
 if __name__ == "__main__":

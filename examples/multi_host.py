@@ -39,7 +39,10 @@ def init(key):
     """Returns the training state: float32 weights and biases, and the optimizer state."""
     normal = jax.nn.initializers.he_normal()
     keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
-    params = [(normal(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
+    params = [
+        (normal(next(keys), shape), jnp.zeros(shape[1]))
+        for shape in pairwise(LAYER_SIZES)
+    ]
     return params, tx.init(params)
 
 
@@ -72,16 +75,23 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
     num_train, process = len(images) - NUM_TEST, jax.process_index()
 
     mesh = Mesh(jax.devices(), "data")  # all devices of all processes
-    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    whole, split = (
+        NamedSharding(mesh, PartitionSpec()),
+        NamedSharding(mesh, PartitionSpec("data")),
+    )
 
     def place(leaf):
         divides = leaf.ndim > 0 and leaf.shape[0] % mesh.size == 0
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split if divides else whole)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=split if divides else whole
+        )
 
     avals = jax.tree.map(place, jax.eval_shape(init, jax.random.key(0)))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, avals)
     train_step = jaxscale.train_step(loss_fn, tx, retries=10)
-    train_step = jax.jit(train_step, out_shardings=(*shardings, whole), donate_argnums=(0, 1))
+    train_step = jax.jit(
+        train_step, out_shardings=(*shardings, whole), donate_argnums=(0, 1)
+    )
 
     if checkpoints and "://" not in checkpoints:
         checkpoints = os.path.abspath(checkpoints)
@@ -92,7 +102,9 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
     else:
         state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
     if process == 0:
-        print(f"{jax.process_count()} processes, {mesh.size} devices, from step {last_step}")
+        print(
+            f"{jax.process_count()} processes, {mesh.size} devices, from step {last_step}"
+        )
 
     now = jax.device_get(jaxscale.metrics(state))
     for step in range(last_step + 1, num_steps + 1):
@@ -106,10 +118,13 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
         if manager and step % save_every == 0:
             manager.save(step, args=ocp.args.StandardSave(state))
         if step % LOG_EVERY == 0:
-            jaxscale.check(state, tx=tx)  # on all hosts, so that all of them stop on an error
+            # on all hosts, so that all of them stop on an error
+            jaxscale.check(state, tx=tx)
             old, now = now, jax.device_get(jaxscale.metrics(state))
             if process == 0:
-                repeated, skipped = (now[n] - old[n] for n in ("total_retries", "total_notfinite"))
+                repeated, skipped = (
+                    now[n] - old[n] for n in ("total_retries", "total_notfinite")
+                )
                 change = f"scale {old['loss_scale']:.0f} -> {now['loss_scale']:.0f}"
                 line = f"step {step}: loss {loss:.4f}, repeated {repeated}, skipped {skipped}"
                 print(f"{line}, {change}", flush=True)
@@ -118,7 +133,9 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
 
     # A whole copy on every host. The digests, a few letters each, show that the copies are equal.
     state = jax.jit(lambda state: state, out_shardings=whole)(state)
-    digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)))
+    digest = hashlib.sha256(
+        b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state))
+    )
     logits = np.asarray(jax.jit(predict)(state[0], images[num_train:]))
     accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
     line = "process {}: repeated {total_retries}, skipped {total_notfinite}, scale {loss_scale:.0f}"
@@ -136,17 +153,34 @@ def launch(number):
     """
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"  # a free port
-    command = [sys.executable, *sys.argv, "--coordinator", address, "--num-processes", str(number)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated."))  # so that `finally` runs
-    processes = [subprocess.Popen([*command, "--process-id", str(i)]) for i in range(number)]
+    command = [
+        sys.executable,
+        *sys.argv,
+        "--coordinator",
+        address,
+        "--num-processes",
+        str(number),
+    ]
+    # so that `finally` runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Terminated."))
+    processes = [
+        subprocess.Popen([*command, "--process-id", str(i)]) for i in range(number)
+    ]
     try:
-        while not any(codes := [process.poll() for process in processes]) and None in codes:
+        while (
+            not any(codes := [process.poll() for process in processes])
+            and None in codes
+        ):
             time.sleep(0.1)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return f"A process failed, so all were stopped. Exit codes: {codes}" if any(codes) else 0
+    return (
+        f"A process failed, so all were stopped. Exit codes: {codes}"
+        if any(codes)
+        else 0
+    )
 
 
 if __name__ == "__main__":
@@ -157,19 +191,41 @@ if __name__ == "__main__":
         "--checkpoints",
         help="folder that all hosts write to; training continues from what is there",
     )
-    add("--save-every", type=int, default=20, help="steps from one checkpoint to the next")
+    add(
+        "--save-every",
+        type=int,
+        default=20,
+        help="steps from one checkpoint to the next",
+    )
     add("--local", type=int, metavar="N", help="start N processes on this computer")
     add("--coordinator", help="if JAX finds no cluster: HOST:PORT of process 0")
-    add("--num-processes", type=int, help="if JAX finds no cluster: the number of processes")
-    add("--process-id", type=int, help="if JAX finds no cluster: the number of this one")
-    for fault, what in (("--nan", "gets a NaN in its batch"), ("--kill", "is killed before it")):
+    add(
+        "--num-processes",
+        type=int,
+        help="if JAX finds no cluster: the number of processes",
+    )
+    add(
+        "--process-id", type=int, help="if JAX finds no cluster: the number of this one"
+    )
+    for fault, what in (
+        ("--nan", "gets a NaN in its batch"),
+        ("--kill", "is killed before it"),
+    ):
         names = ("STEP", "PROCESS")
-        add(fault, type=int, nargs=2, metavar=names, help=f"a fault to watch: a process {what}")
+        add(
+            fault,
+            type=int,
+            nargs=2,
+            metavar=names,
+            help=f"a fault to watch: a process {what}",
+        )
     args = parser.parse_args()
     if args.local and args.process_id is None:
         sys.exit(launch(args.local))
     try:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        jax.distributed.initialize(
+            args.coordinator, args.num_processes, args.process_id
+        )
     except ValueError as error:
         parser.error(f"{error} JAX finds no cluster here: try --local 2")
     main(args.steps, args.checkpoints, args.save_every, args.nan, args.kill)

@@ -42,7 +42,9 @@ def main(num_steps: int = 300) -> float:
     def on_skip(numbers):
         """Is called on the host, with what `jaxscale.metrics` shows."""
         skipped.append(numbers["total_steps"])
-        print(f"batch {numbers['total_steps'] - 1} is bad: {numbers['total_notfinite']} skipped")
+        print(
+            f"batch {numbers['total_steps'] - 1} is bad: {numbers['total_notfinite']} skipped"
+        )
 
     # The trainer takes the gradients by itself: the loss brings its scale, and the optimizer skips.
     scaled = jaxscale.scale_backward(jaxscale.autocast(loss_fn))

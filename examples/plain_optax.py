@@ -27,7 +27,10 @@ def init_params(key):
     """Returns float32 weights and biases, one pair per layer."""
     init = jax.nn.initializers.he_normal()
     keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
-    return [(init(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(LAYER_SIZES)]
+    return [
+        (init(next(keys), shape), jnp.zeros(shape[1]))
+        for shape in pairwise(LAYER_SIZES)
+    ]
 
 
 def predict(params, images):
@@ -58,10 +61,15 @@ def main(num_steps: int = 300) -> float:
     for step in range(1, num_steps + 1):
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         scale = jaxscale.metrics(opt_state)["loss_scale"]
-        params, opt_state, loss = train_step(params, opt_state, images[chosen], labels[chosen])
+        params, opt_state, loss = train_step(
+            params, opt_state, images[chosen], labels[chosen]
+        )
         now = jaxscale.metrics(opt_state)
-        if not now["step_applied"]:  # waits for the device: a real loop would look rarely
-            print(f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}")
+        # waits for the device: a real loop would look rarely
+        if not now["step_applied"]:
+            print(
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+            )
         if step % 100 == 0:
             jaxscale.check(opt_state, tx=tx)  # raises an error if all steps are skipped
             print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")

@@ -13,7 +13,9 @@ import os
 import pathlib
 
 # Set before JAX starts. Otherwise XLA on CPU may keep float32 between float16 operations.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+)
 
 import functools
 
@@ -24,7 +26,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from sklearn.datasets import load_sample_images
 
@@ -53,7 +61,9 @@ def random_crops(key, photo):
     limits = jnp.array([height - CROP + 1, width - CROP + 1])
     corners = jax.random.randint(key, (BATCH_SIZE, 2), 0, limits)
     size = (CROP, CROP, channels)
-    return jax.vmap(lambda yx: jax.lax.dynamic_slice(photo[0], (yx[0], yx[1], 0), size))(corners)
+    return jax.vmap(
+        lambda yx: jax.lax.dynamic_slice(photo[0], (yx[0], yx[1], 0), size)
+    )(corners)
 
 
 def halve(images):
@@ -74,7 +84,9 @@ def init_params(key):
     params = []
     for inputs, outputs in [(3, WIDTH), (WIDTH, WIDTH), (WIDTH, 12)]:
         key, subkey = jax.random.split(key)
-        weights = jax.random.normal(subkey, (3, 3, inputs, outputs)) * np.sqrt(2 / (9 * inputs))
+        weights = jax.random.normal(subkey, (3, 3, inputs, outputs)) * np.sqrt(
+            2 / (9 * inputs)
+        )
         params.append({"weights": weights, "bias": jnp.zeros(outputs)})
     params[-1]["weights"] = jnp.zeros_like(params[-1]["weights"])
     return params
@@ -102,7 +114,9 @@ def loss_fn(params, crops):
 
 def flushed_share(params, opt_state, crops, dtype):
     """Returns the share of the gradients that are zero, among those nonzero in float32."""
-    grads = jaxscale.grad(jaxscale.autocast(loss_fn, dtype=dtype), opt_state)(params, crops)
+    grads = jaxscale.grad(jaxscale.autocast(loss_fn, dtype=dtype), opt_state)(
+        params, crops
+    )
     exact = jax.grad(loss_fn)(params, crops)
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True))
     flushed = sum(jnp.sum((grad == 0) & (true != 0)) for grad, true in pairs)
@@ -131,9 +145,15 @@ def train(dtype, loss_scale, photo, num_steps, show):
         params, opt_state, loss = train_step(params, opt_state, key)
         history.append((loss, scale, jaxscale.metrics(opt_state)["step_applied"]))
         show(loss=float(loss))  # waits for the device: a real loop would do so rarely
-    losses, scales, applied = (np.array(values) for values in zip(*history, strict=True))
+    losses, scales, applied = (
+        np.array(values) for values in zip(*history, strict=True)
+    )
     result = {"params": params, "losses": losses, "scales": scales, "applied": applied}
-    return result | {"flushed": np.mean(flushed)} | jax.device_get(jaxscale.metrics(opt_state))
+    return (
+        result
+        | {"flushed": np.mean(flushed)}
+        | jax.device_get(jaxscale.metrics(opt_state))
+    )
 
 
 def psnr(image, truth):
@@ -150,20 +170,32 @@ def draw(results, images, truth, path):
     scaled = list(results.values())[-1]
     num_steps = len(scaled["losses"])
     window = max(1, num_steps // 10)
-    styles = [("black", "-", 4), ("#d55e00", "--", 2), ("#56b4e9", "-", 1.6)]  # differ in grey too
-    for (name, result), (color, line, width) in zip(results.items(), styles, strict=True):
+    # differ in grey too
+    styles = [("black", "-", 4), ("#d55e00", "--", 2), ("#56b4e9", "-", 1.6)]
+    for (name, result), (color, line, width) in zip(
+        results.items(), styles, strict=True
+    ):
         smooth = np.convolve(result["losses"], np.ones(window) / window, "valid")
         left.plot(
-            np.arange(window, num_steps + 1), smooth, line, color=color, linewidth=width, label=name
+            np.arange(window, num_steps + 1),
+            smooth,
+            line,
+            color=color,
+            linewidth=width,
+            label=name,
         )
-    left.set(xlabel="step", ylabel=f"loss, mean of {window} steps", title="Training loss")
+    left.set(
+        xlabel="step", ylabel=f"loss, mean of {window} steps", title="Training loss"
+    )
     left.legend()
 
     steps = np.arange(1, num_steps + 1)
     right.step(steps, scaled["scales"], where="mid", color="black", label="loss scale")
     skipped = ~scaled["applied"]
     label = f"skipped step ({skipped.sum()})"
-    right.plot(steps[skipped], scaled["scales"][skipped], "X", color="#d55e00", label=label)
+    right.plot(
+        steps[skipped], scaled["scales"][skipped], "X", color="#d55e00", label=label
+    )
     right.set_yscale("log", base=2)
     right.set(xlabel="step", ylabel="loss scale", title="Loss scale of the last run")
     right.legend(loc="lower right")
@@ -211,13 +243,19 @@ def main(num_steps=60, picture="quickstart.png"):
     table.caption = "flushed to 0: gradient elements that are 0, but not in float32"
     console.print(table)
     draw(results, images, held_out, picture)
-    console.print(f"The picture is in {pathlib.Path(picture).resolve()}", soft_wrap=True)
+    console.print(
+        f"The picture is in {pathlib.Path(picture).resolve()}", soft_wrap=True
+    )
     return decibels
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="training steps of each run")
-    parser.add_argument("--picture", default="quickstart.png", help="where to write the picture")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="training steps of each run"
+    )
+    parser.add_argument(
+        "--picture", default="quickstart.png", help="where to write the picture"
+    )
     arguments = parser.parse_args()
     main(arguments.steps, arguments.picture)

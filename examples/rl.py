@@ -21,7 +21,9 @@ import os
 import pathlib
 
 # Set before JAX starts. Otherwise XLA on CPU may keep float32 between float16 operations.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+)
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,8 @@ from rich.table import Table
 
 import jaxscale
 
-DIGITS, LENGTH = 10, 8  # a prompt is 8 digits and a separator; an answer is the digits, sorted
+# a prompt is 8 digits and a separator; an answer is the digits, sorted
+DIGITS, LENGTH = 10, 8
 WIDTH, HEADS, LAYERS = 64, 4, 2
 SHAPES = [("attention", (WIDTH, 3 * WIDTH)), ("mix", (WIDTH, WIDTH))]
 SHAPES += [("up", (WIDTH, 4 * WIDTH)), ("down", (4 * WIDTH, WIDTH))]
@@ -48,7 +51,11 @@ LOSS_SCALE = jaxscale.DynamicLossScale(growth_interval=10, max_scale=2.0**40)
 RUNS = {  # dtype, what wraps the optimizer, and retries
     "float32": (jnp.float32, jaxscale.skip_nonfinite, 0),
     "bfloat16": (jnp.bfloat16, jaxscale.skip_nonfinite, 0),
-    "float16": (jnp.float16, functools.partial(jaxscale.loss_scaled, loss_scale=LOSS_SCALE), 10),
+    "float16": (
+        jnp.float16,
+        functools.partial(jaxscale.loss_scaled, loss_scale=LOSS_SCALE),
+        10,
+    ),
 }
 
 
@@ -56,11 +63,17 @@ def init_params(key):
     """Returns float32 parameters. The head is zero, so all digits are equally likely at first."""
     keys = iter(jax.random.split(key, 2 + LAYERS * len(SHAPES)))
     layers = [
-        {name: jax.random.normal(next(keys), shape) / shape[0] ** 0.5 for name, shape in SHAPES}
+        {
+            name: jax.random.normal(next(keys), shape) / shape[0] ** 0.5
+            for name, shape in SHAPES
+        }
         for _ in range(LAYERS)
     ]
     rows = {"tokens": DIGITS + 1, "positions": 2 * LENGTH}
-    tables = {name: jax.random.normal(next(keys), (number, WIDTH)) for name, number in rows.items()}
+    tables = {
+        name: jax.random.normal(next(keys), (number, WIDTH))
+        for name, number in rows.items()
+    }
     return tables | {"layers": layers, "head": jnp.zeros((WIDTH, DIGITS))}
 
 
@@ -68,8 +81,13 @@ def predict(params, tokens, positions, attend):
     """Returns the log-probabilities of the next digit; `attend(layer, ...)` is the attention."""
     x = params["tokens"][tokens] + params["positions"][positions]
     for index, layer in enumerate(params["layers"]):
-        heads = (jax.nn.standardize(x) @ layer["attention"]).reshape(*x.shape[:-1], 3, HEADS, -1)
-        x = x + attend(index, *jnp.moveaxis(heads, -3, 0)).reshape(x.shape) @ layer["mix"]
+        heads = (jax.nn.standardize(x) @ layer["attention"]).reshape(
+            *x.shape[:-1], 3, HEADS, -1
+        )
+        x = (
+            x
+            + attend(index, *jnp.moveaxis(heads, -3, 0)).reshape(x.shape) @ layer["mix"]
+        )
         x = x + jax.nn.relu(jax.nn.standardize(x) @ layer["up"]) @ layer["down"]
     return jax.nn.log_softmax(jax.nn.standardize(x) @ params["head"])
 
@@ -100,13 +118,21 @@ def sample(params, prompts, key):
 
         def attend(index, query, *key_and_value):
             nonlocal cache
-            cache = cache.at[index, :, :, position].set(jnp.stack(key_and_value)[:, :, 0])
-            return attention(query, *cache[index], mask=(positions <= position)[None, None, None])
+            cache = cache.at[index, :, :, position].set(
+                jnp.stack(key_and_value)[:, :, 0]
+            )
+            return attention(
+                query, *cache[index], mask=(positions <= position)[None, None, None]
+            )
 
-        log_probs = predict(params, tokens[:, position, None], position[None], attend)[:, 0]
+        log_probs = predict(params, tokens[:, position, None], position[None], attend)[
+            :, 0
+        ]
         digits = jax.random.categorical(key, log_probs)
         known = position < LENGTH  # then the next token is in the prompt
-        tokens = tokens.at[:, position + 1].set(jnp.where(known, tokens[:, position + 1], digits))
+        tokens = tokens.at[:, position + 1].set(
+            jnp.where(known, tokens[:, position + 1], digits)
+        )
         return (tokens, cache), choose(log_probs, digits)
 
     tokens = jnp.pad(prompts, ((0, 0), (0, LENGTH)))
@@ -148,7 +174,9 @@ def make_programs(dtype, wrap, retries):
     """Returns the optimizer and what is compiled once: the sampler, the step, a measurement."""
     half = functools.partial(jaxscale.autocast, dtype=dtype)
     tx = wrap(optax.adam(LEARNING_RATE))
-    train_step = jaxscale.train_step(half(policy_loss), tx, has_aux=True, retries=retries)
+    train_step = jaxscale.train_step(
+        half(policy_loss), tx, has_aux=True, retries=retries
+    )
 
     def lost_share(params, opt_state, *batch):
         """Returns the share of the gradients that are zero, among those nonzero in float32."""
@@ -166,8 +194,12 @@ def reinforce(name, params, seed, num_steps, programs):
     opt_state, batch = tx.init(params), ()
     rewards, ratios = [], []  # the ratios' logarithms
     for step in track(range(num_steps), f"{name}, seed {seed}"):
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), SUPERVISED_STEPS + step))
-        prompts, answers = (jnp.repeat(each, ANSWERS, 0) for each in ask(keys[0], PROMPTS))
+        keys = jax.random.split(
+            jax.random.fold_in(jax.random.key(seed), SUPERVISED_STEPS + step)
+        )
+        prompts, answers = (
+            jnp.repeat(each, ANSWERS, 0) for each in ask(keys[0], PROMPTS)
+        )
         tokens, sampled = sampler(params, prompts, keys[1])
         right = jnp.all(tokens[:, LENGTH + 1 :] == answers, 1).reshape(PROMPTS, ANSWERS)
         others = right.mean(1, keepdims=True)  # answers to the same prompt
@@ -177,15 +209,22 @@ def reinforce(name, params, seed, num_steps, programs):
         rewards.append(right.mean())
         ratios.append(np.asarray(log_probs - sampled, np.float64))
     jaxscale.check(opt_state, tx=tx)
-    now, ratios, fifth = jaxscale.metrics(opt_state), np.array(ratios), max(1, num_steps // 5)
+    now, ratios, fifth = (
+        jaxscale.metrics(opt_state),
+        np.array(ratios),
+        max(1, num_steps // 5),
+    )
     figures = {
         "RMS of log(ratio)": np.sqrt(np.mean(ratios**2)),
         "KL divergence (k3)": np.mean(np.expm1(ratios) - ratios),
-        "largest ratio, less 1": np.expm1(np.max(np.abs(ratios))),  # of it and its inverse
+        # of it and its inverse
+        "largest ratio, less 1": np.expm1(np.max(np.abs(ratios))),
         "reward, first fifth": np.mean(rewards[:fifth]),
         "reward, last fifth": np.mean(rewards[-fifth:]),
         "gradients lost": lost_share(params, opt_state, *batch),
-        "lost without scale": lost_share(params, jaxscale.NoOpLossScale().init(), *batch),
+        "lost without scale": lost_share(
+            params, jaxscale.NoOpLossScale().init(), *batch
+        ),
         "skipped steps": now["total_notfinite"],
         "repeated passes": now["total_retries"],
         "log2(loss scale)": np.log2(now["loss_scale"]),
@@ -200,10 +239,17 @@ def draw(curves, path):
     for (name, runs), (color, line) in zip(curves.items(), styles, strict=True):
         for axis, of_seeds in zip(axes, zip(*runs, strict=True), strict=True):
             window = max(1, len(of_seeds[0]) // 10)
-            smooth = [np.convolve(each, np.ones(window) / window, "valid") for each in of_seeds]
+            smooth = [
+                np.convolve(each, np.ones(window) / window, "valid")
+                for each in of_seeds
+            ]
             steps = np.arange(window, window + len(smooth[0]))
-            axis.plot(steps, np.transpose(smooth), line, color=color, linewidth=0.6, alpha=0.6)
-            axis.plot(steps, np.mean(smooth, 0), line, color=color, linewidth=2.5, label=name)
+            axis.plot(
+                steps, np.transpose(smooth), line, color=color, linewidth=0.6, alpha=0.6
+            )
+            axis.plot(
+                steps, np.mean(smooth, 0), line, color=color, linewidth=2.5, label=name
+            )
     axes[0].set(xlabel="step", ylabel="RMS of log(trainer's / sampler's)", yscale="log")
     axes[0].set_title("How far the probabilities of the two programs differ")
     axes[1].set(xlabel="step", ylabel="right answers", title="Reward")
@@ -219,8 +265,13 @@ def main(num_steps=120, num_seeds=3, picture="rl.png"):
     results, curves = {}, {}
     for name, run in RUNS.items():
         programs = make_programs(*run)
-        runs = [reinforce(name, start, i, num_steps, programs) for i, start in enumerate(starts)]
-        results[name] = {key: [figures[key] for figures, *_ in runs] for key in runs[0][0]}
+        runs = [
+            reinforce(name, start, i, num_steps, programs)
+            for i, start in enumerate(starts)
+        ]
+        results[name] = {
+            key: [figures[key] for figures, *_ in runs] for key in runs[0][0]
+        }
         curves[name] = [curve for _, *curve in runs]
 
     table = Table(f"{num_seeds} seeds, ± deviation", *results)
@@ -231,14 +282,20 @@ def main(num_steps=120, num_seeds=3, picture="rl.png"):
     console.print(table)
     draw(curves, picture)
     path = pathlib.Path(picture).resolve()
-    path.with_suffix(".json").write_text(json.dumps(results, indent=1, default=float) + "\n")
+    path.with_suffix(".json").write_text(
+        json.dumps(results, indent=1, default=float) + "\n"
+    )
     console.print(f"The picture is in {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=120, help="training steps of each run")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="training steps of each run"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs in each precision")
-    parser.add_argument("--picture", default="rl.png", help="where to write the picture")
+    parser.add_argument(
+        "--picture", default="rl.png", help="where to write the picture"
+    )
     arguments = parser.parse_args()
     main(arguments.steps, arguments.seeds, arguments.picture)

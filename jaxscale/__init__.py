@@ -109,7 +109,8 @@ __all__ = [  # noqa: RUF022
     "LossScaleStuckError",
     "diagnostics", "presets",
 ]  # fmt: skip
-if _util.find_spec("flax") is not None:  # `from jaxscale import *` and `help` read each of them
+# `from jaxscale import *` and `help` read each of them
+if _util.find_spec("flax") is not None:
     __all__ += ["flax", "nnx"]
 
 __version__ = "0.2.0"
@@ -119,7 +120,8 @@ if _typing.TYPE_CHECKING:
     from . import flax as flax
     from . import nnx as nnx
     from . import presets as presets
-else:  # hidden from type checkers, which would take any name for one that `__getattr__` knows
+# hidden from type checkers, which would take any name for one that `__getattr__` knows
+else:
 
     def __getattr__(name):
         """Returns a module that is imported when it is first used, so that the core stays light."""

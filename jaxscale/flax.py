@@ -166,7 +166,9 @@ class TrainState(train_state.TrainState):
         optimizer = as_optimizer(call, self.tx)
         opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
         if grads_argument is None:
-            params, opt_state = apply_step(optimizer, opt_state, self.params, result, extra_args)
+            params, opt_state = apply_step(
+                optimizer, opt_state, self.params, result, extra_args
+            )
         else:
             params, opt_state = apply_users_gradients(
                 grads_argument, optimizer, opt_state, self.params, result, extra_args
@@ -177,9 +179,16 @@ class TrainState(train_state.TrainState):
         for name, new in replaced.items():
             if name not in always_replace:
                 old = getattr(self, name)
-                fields[name] = select_like(f"{call}({name}=...)", step_applied, new, old)
+                fields[name] = select_like(
+                    f"{call}({name}=...)", step_applied, new, old
+                )
         step = select_if_stepped(
-            f"{call}(step=...)", optimizer, self.opt_state, opt_state, self.step + 1, self.step
+            f"{call}(step=...)",
+            optimizer,
+            self.opt_state,
+            opt_state,
+            self.step + 1,
+            self.step,
         )
         return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
@@ -314,7 +323,9 @@ def train_step(
             if not has_state:
                 return plan.differentiate(scaling, state.params, *args, **kwargs)
             # A copy, as the loss function may change it.
-            return plan.differentiate(scaling, state.params, dict(fields), *args, **kwargs)
+            return plan.differentiate(
+                scaling, state.params, dict(fields), *args, **kwargs
+            )
 
         before = optimizer.check_state(f"{call}(opt_state=...)", state.opt_state, "")
         argument = f"{call}(...)(state.opt_state=...)"
@@ -364,7 +375,8 @@ def _check_fields(
 def _check_names(call: str, always_replace: Any) -> tuple[str, ...]:
     """Returns the names as a tuple, which can be read more than once, or raises a `TypeError`."""
     example = "key"
-    if isinstance(always_replace, str):  # which also is a collection of strings, of its letters
+    # which also is a collection of strings, of its letters
+    if isinstance(always_replace, str):
         example = always_replace
     elif isinstance(always_replace, Iterable):
         names = tuple(always_replace)

@@ -134,7 +134,9 @@ def train_step(
 
     is_kept = nnx.filterlib.to_predicate(keep)
 
-    def step(model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(
+        model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
                 f"`{call}(...)(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, "
@@ -155,7 +157,9 @@ def train_step(
         graphdef, state_before = nnx.split(objects.graph)
         wrt = optimizer.wrt
         params = unwrap(nnx.state(model, wrt))
-        check_same_optimizer(f"{call}(...)(optimizer=...)", tx, before, params, _MAKE_IT)
+        check_same_optimizer(
+            f"{call}(...)(optimizer=...)", tx, before, params, _MAKE_IT
+        )
         _check_argnums(call, plan.kwargs.get("argnums", 0), wrt)
         differentiated = wrt
         if nnx.to_flat_state(nnx.state(model, _is_overwrite)):
@@ -176,7 +180,8 @@ def train_step(
             overwrites = unwrap(nnx.state(result.grads.grads, _is_overwrite))
             _, state = nnx.split(copy)
             return result._replace(
-                state=_PassState(state, overwrites), grads=Scaled(grads, result.grads.divisor)
+                state=_PassState(state, overwrites),
+                grads=Scaled(grads, result.grads.divisor),
             )
 
         traced = is_traced(leaves, before, args, kwargs)
@@ -205,14 +210,16 @@ class _PassState(NamedTuple):
     """What a forward and backward pass made of the variables of its objects."""
 
     state: nnx.State  # as the forward pass left them
-    overwrites: nnx.State  # the next values of those that travel as gradients, of the model alone
+    # the next values of those that travel as gradients, of the model alone
+    overwrites: nnx.State
 
 
 class _Objects(NamedTuple):
     """The NNX objects among the arguments of a step."""
 
     graph: Any  # the model, and a list of the others
-    put_back: Callable[[Any], Any]  # from a copy of `graph` to `(model, args, kwargs)` with it
+    # from a copy of `graph` to `(model, args, kwargs)` with it
+    put_back: Callable[[Any], Any]
 
 
 def _take_objects(model: nnx.Module, args: Any, kwargs: Any) -> _Objects:
@@ -228,7 +235,9 @@ def _take_objects(model: nnx.Module, args: Any, kwargs: Any) -> _Objects:
         args, kwargs = treedef.unflatten(copied_leaves)
         return model, args, kwargs
 
-    return _Objects(graph=(model, [leaves[place] for place in places]), put_back=put_back)
+    return _Objects(
+        graph=(model, [leaves[place] for place in places]), put_back=put_back
+    )
 
 
 def _check_argnums(call: str, argnums: Any, wrt: Any) -> None:
@@ -309,7 +318,9 @@ def _read_variables(model: nnx.Module) -> dict[Any, Any]:
     return {path: unwrap(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
-def _select_named(select: Callable[[Any, Any], Any], path: Any, new: Any, old: Any) -> Any:
+def _select_named(
+    select: Callable[[Any, Any], Any], path: Any, new: Any, old: Any
+) -> Any:
     """Calls `select` with two values under the name of their variable, for its messages."""
     name = _join_path(path)
     return select({name: new}, {name: old})[name]

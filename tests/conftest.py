@@ -37,11 +37,15 @@ CACHE = pytest.StashKey[str]()  # the folder of programs that were compiled
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too")
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests that are marked slow, too"
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "standard_promotion: dtypes promote as users have it")
+    config.addinivalue_line(
+        "markers", "standard_promotion: dtypes promote as users have it"
+    )
     config.addinivalue_line("markers", "slow: runs only with --slow")
     options = {"max_examples": 60 if config.option.slow else 20, "derandomize": True}
     hypothesis.settings.register_profile("ours", deadline=None, **options)
@@ -49,8 +53,11 @@ def pytest_configure(config):
     # Most of the time goes into compilation, and many tests compile the same program. What one
     # has compiled, the others load, in both workers, until this run ends.
     worker_input = getattr(config, "workerinput", None)
-    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # from run to run, where one wants that
-    config.stash[CACHE] = worker_input["cache"] if worker_input else kept or tempfile.mkdtemp()
+    # from run to run, where one wants that
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    config.stash[CACHE] = (
+        worker_input["cache"] if worker_input else kept or tempfile.mkdtemp()
+    )
     jax.config.update("jax_compilation_cache_dir", config.stash[CACHE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
@@ -61,7 +68,10 @@ def pytest_configure_node(node):
 
 
 def pytest_unconfigure(config):
-    if not hasattr(config, "workerinput") and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if (
+        not hasattr(config, "workerinput")
+        and "JAX_COMPILATION_CACHE_DIR" not in os.environ
+    ):
         shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 

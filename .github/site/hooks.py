@@ -28,7 +28,9 @@ PATH = re.compile(r"`((?:examples|tests|jaxscale|\.github|\.ci)/[\w./-]+)`")
 # Names in backticks, perhaps with arguments. Bare words such as `scale` are mostly arguments.
 CODE = re.compile(r"<code>(?:jaxscale\.)?((?:\w+\.)*\w+)(\([^<]*\))?</code>")
 # Headings, links, programs, and the names of arguments.
-NOT_LINKED = re.compile(r"<h\d.*?</h\d>|<a .*?</a>|<pre.*?</pre>|<strong>.*?</strong>", re.DOTALL)
+NOT_LINKED = re.compile(
+    r"<h\d.*?</h\d>|<a .*?</a>|<pre.*?</pre>|<strong>.*?</strong>", re.DOTALL
+)
 
 log = logging.getLogger("mkdocs.hooks.jaxscale")
 _is_build = True

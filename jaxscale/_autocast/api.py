@@ -29,7 +29,10 @@ def _make_autocast(dtype: str, half_carries: bool) -> "Autocast":
 
 
 def autocast(
-    fun: Callable[_Args, _Result], dtype: Any = jnp.float16, *, half_carries: bool = False
+    fun: Callable[_Args, _Result],
+    dtype: Any = jnp.float16,
+    *,
+    half_carries: bool = False,
 ) -> Callable[_Args, _Result]:
     """Returns the function, with its matrix products and convolutions in half precision.
 

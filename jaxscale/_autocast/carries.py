@@ -37,7 +37,8 @@ def find_half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]
         inputs[number].add(_Source(number, through_product=False))
     outputs = _trace_sources(body, inputs, owner)
     may_be_half = []
-    for number, sources in zip(carried, outputs, strict=False):  # of outputs, carries come first
+    # of outputs, carries come first
+    for number, sources in zip(carried, outputs, strict=False):
         reads_itself = _Source(number, through_product=True) in sources
         may_be_half.append(reads_itself and is_float32(body.invars[number]))
     return may_be_half
@@ -75,5 +76,7 @@ def _sources_after(
         reads_half(eqn, owner) or has_products(eqn, owner)
     )
     if is_product:
-        of_all_inputs = {_Source(source.number, through_product=True) for source in of_all_inputs}
+        of_all_inputs = {
+            _Source(source.number, through_product=True) for source in of_all_inputs
+        }
     return [of_all_inputs] * len(eqn.outvars)

@@ -46,7 +46,8 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
     operands: list[Any] = eqn.invars
     for atom, (summed, batch) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
         for i, size in enumerate(atom.aval.shape):
-            is_one = type(size) is int and size == 1  # it is not a number if it is not known yet
+            # it is not a number if it is not known yet
+            is_one = type(size) is int and size == 1
             if i in batch or is_one:
                 continue
             if i in summed:

@@ -90,7 +90,9 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
             values.append(tangent)
             kinds_of_values.append(None)
         with _jax.making_forward_rule():
-            results = autocast.run_from_outside(trace(perturbed), values, kinds_of_values, place)
+            results = autocast.run_from_outside(
+                trace(perturbed), values, kinds_of_values, place
+            )
         types = program.out_avals
         derivatives = _fill_in(results[len(types) :], types)
         outputs = tuple(map(_cast_as, results, types))
@@ -100,7 +102,9 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     return fun(*leaves)
 
 
-def _trace_jvp(eqn: JaxprEqn, declared: ClosedJaxpr, perturbed: tuple[bool, ...]) -> ClosedJaxpr:
+def _trace_jvp(
+    eqn: JaxprEqn, declared: ClosedJaxpr, perturbed: tuple[bool, ...]
+) -> ClosedJaxpr:
     """Traces an equation and its derivative by the inputs that have a tangent.
 
     The program takes values and tangents. It returns no derivatives of integers.
@@ -173,7 +177,9 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
     def fwd(*primals: Any) -> Any:
         sources = _select_sources(jax.tree.unflatten(views, primals))
-        perturbed = tuple(source.perturbed and holds_inexact(source.value) for source in sources)
+        perturbed = tuple(
+            source.perturbed and holds_inexact(source.value) for source in sources
+        )
         values = jax.tree.unflatten(views, [primal.value for primal in primals])
         forward = trace(perturbed)
         results = autocast.run_from_outside(forward.program, values, kinds, place)
@@ -181,7 +187,8 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         residuals = []
         for value in results[len(types) :]:
             if isinstance(value, ToRound):
-                value = cast(value.wide, autocast.precision.narrow)  # what is kept may be narrow
+                # what is kept may be narrow
+                value = cast(value.wide, autocast.precision.narrow)
             residuals.append(value)
         outputs = tuple(map(_cast_as, results, types))
         return outputs, (residuals, _flags_as_tree(perturbed))

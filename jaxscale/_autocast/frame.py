@@ -169,7 +169,9 @@ class Frame:
     def read_own_half(self, atom: Any) -> Any:
         """Returns a value as `read_half` does, for one reader that is not a product."""
         if self.meets(atom):
-            return self._stand_in(half=self.read_narrow(atom), wide=self.read_wide(atom))
+            return self._stand_in(
+                half=self.read_narrow(atom), wide=self.read_wide(atom)
+            )
         if self._is_shared_wide(atom):
             return self._stand_in(half=self.read_half(atom), wide=self.read_wide(atom))
         return self.read_half(atom)
@@ -296,7 +298,13 @@ class Frame:
 
     def forget(self, var: Any) -> None:
         """Lets go of the arrays of a variable that is not read again."""
-        for arrays in (self.values, self.halves, self.wides, self.written, self.singles):
+        for arrays in (
+            self.values,
+            self.halves,
+            self.wides,
+            self.written,
+            self.singles,
+        ):
             arrays.pop(var, None)
         for links in (self.links, self.grown):
             links.pop(var, None)

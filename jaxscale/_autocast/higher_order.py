@@ -13,7 +13,16 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, bind, cast, closed, programs, with_programs
+from .._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    bind,
+    cast,
+    closed,
+    programs,
+    with_programs,
+)
 from .callers import Place, owner_of
 from .carries import find_half_carries
 from .casts import has_products
@@ -133,7 +142,9 @@ def _rewrite(
 
     def run(*leaves: Any) -> list[Any]:
         args = jax.tree.unflatten(tree, leaves)
-        result = autocast.run(closed(program), args, inputs.kinds, place, way.rounded_outputs)
+        result = autocast.run(
+            closed(program), args, inputs.kinds, place, way.rounded_outputs
+        )
         outputs = list(result.outputs)
         for i, is_half in enumerate(way.fixed):
             if is_half:
@@ -296,7 +307,8 @@ def _read_scan_inputs(
     for i, atom in enumerate(eqn.invars):
         if i < loop.consts:
             if frame.is_narrow(atom):
-                args[i] = frame.read_views(atom)  # the cotangents of all turns are added
+                # the cotangents of all turns are added
+                args[i] = frame.read_views(atom)
         elif i < first_x:
             kinds[i] = None
             if half_carries[i - loop.consts]:

@@ -123,7 +123,9 @@ class Autocast:
         warn_of_what_is_left(closed, RULES)
         jaxpr = closed.jaxpr
         frame = Frame(self, jaxpr, place, rounded_outputs)
-        frame.kinds.update(zip(jaxpr.constvars, map(kind_of_input, jaxpr.constvars), strict=True))
+        frame.kinds.update(
+            zip(jaxpr.constvars, map(kind_of_input, jaxpr.constvars), strict=True)
+        )
         frame.kinds.update(zip(jaxpr.invars, kinds, strict=True))
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):
@@ -141,7 +143,11 @@ class Autocast:
         )
 
     def run_from_outside(
-        self, closed: ClosedJaxpr, args: Sequence[Any], kinds: Sequence[Kind], place: Place
+        self,
+        closed: ClosedJaxpr,
+        args: Sequence[Any],
+        kinds: Sequence[Kind],
+        place: Place,
     ) -> list[Any]:
         """Returns the outputs of a program that is not part of another one that runs.
 
@@ -188,7 +194,9 @@ class Autocast:
             forget_warnings()
             outputs = self._run_traced(traced, Place())
             if is_outermost:
-                warn_if_unchanged(traced.program, traced.flat.__name__, self.half_carries)
+                warn_if_unchanged(
+                    traced.program, traced.flat.__name__, self.half_carries
+                )
             return outputs
 
         # In a copy of the context, which forgets what was warned of when the call is over.
@@ -202,7 +210,9 @@ class Autocast:
     def _run_traced(self, traced: _Traced, place: Place) -> list[Any]:
         jaxpr = traced.program.jaxpr
         kinds = list(map(kind_of_input, jaxpr.invars))
-        outputs = self.run_from_outside(traced.program, traced.flat.arrays, kinds, place)
+        outputs = self.run_from_outside(
+            traced.program, traced.flat.arrays, kinds, place
+        )
         return list(map(as_declared, outputs, jaxpr.outvars))
 
 

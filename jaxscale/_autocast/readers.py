@@ -47,7 +47,9 @@ class Readers(NamedTuple):
     meeting: set[Any]
 
 
-def find_readers(jaxpr: Jaxpr, rounded_outputs: Sequence[bool], owner: Owner) -> Readers:
+def find_readers(
+    jaxpr: Jaxpr, rounded_outputs: Sequence[bool], owner: Owner
+) -> Readers:
     """Finds who reads the variables of a program.
 
     Args:
@@ -173,7 +175,9 @@ def _find_rounded(
     return reads
 
 
-def _find_rounded_inputs(eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner) -> list[bool]:
+def _find_rounded_inputs(
+    eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner
+) -> list[bool]:
     """Returns for each input whether an equation reads it only to round it.
 
     `only_rounded` says that of each of its outputs and their readers.
@@ -185,7 +189,9 @@ def _find_rounded_inputs(eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Own
     return [commutes and all(only_rounded)] * len(eqn.invars)
 
 
-def _find_rounded_by_call(eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner) -> list[bool]:
+def _find_rounded_by_call(
+    eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner
+) -> list[bool]:
     called = callee(eqn).jaxpr
     inner_owner = owner_of(eqn, owner)
     products = _find_products(called, inner_owner)

@@ -176,7 +176,9 @@ def _key_of(value: Any) -> Any:
     return id(value)
 
 
-def compute_chain(last: Link, dtype: np.dtype, scopes: Any, recomputed: Recomputed) -> Computed:
+def compute_chain(
+    last: Link, dtype: np.dtype, scopes: Any, recomputed: Recomputed
+) -> Computed:
     """Computes the chain that ends in a link, and casts its value to `dtype` inside of it."""
     chain = collect(last)
     with source(last.eqn, scopes, own=False):
@@ -363,7 +365,9 @@ def _flatten(last: Link) -> tuple[list[Any], tuple[list[Link], list[Any]]]:
     return list(chain.starts.values()), (chain.links, list(chain.starts))
 
 
-def _unflatten(links_and_keys: tuple[list[Link], list[Any]], starts: Sequence[Any]) -> Link:
+def _unflatten(
+    links_and_keys: tuple[list[Link], list[Any]], starts: Sequence[Any]
+) -> Link:
     links, keys = links_and_keys
     return _link_again(links, dict(zip(keys, starts, strict=True)))
 

@@ -107,7 +107,9 @@ def _is_of_activations(eqn: JaxprEqn) -> bool:
     return any(batch for _, batch in dot_dimensions(eqn))
 
 
-def _multiply_into_float32(eqn: JaxprEqn, operands: Sequence[Any], dtype: np.dtype) -> jax.Array:
+def _multiply_into_float32(
+    eqn: JaxprEqn, operands: Sequence[Any], dtype: np.dtype
+) -> jax.Array:
     """Returns a product of half-precision arrays in float32. Its derivative is in half precision.
 
     JAX's own derivative would multiply float32 cotangents by half-precision operands, for which
@@ -142,7 +144,8 @@ def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """
     if _reads_wide(frame, eqn):
         return run_in_float32(frame, eqn)
-    holds_programs = any(programs(eqn))  # such as a comparator, which is typed in float32
+    # such as a comparator, which is typed in float32
+    holds_programs = any(programs(eqn))
     if holds_programs or not frame.reads_narrow(eqn):
         return run_as_written(frame, eqn)
     if not has_gradient(eqn):
@@ -298,7 +301,8 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn)
     if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
-        frame.written[var] = frame.read_wide(atom)  # what casting it back would give, exactly
+        # what casting it back would give, exactly
+        frame.written[var] = frame.read_wide(atom)
     return run_as_written(frame, eqn)
 
 

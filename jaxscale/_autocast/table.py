@@ -34,14 +34,36 @@ LIBRARIES = {"jax", "optax"}
 # as all files do that are in no folder of JAX. The caller is outside of them.
 PASSING_ON = (
     # products
-    *("lax/lax.py", "lax/convolution.py", "lax/other.py", "lax/scaled_dot.py", "lax/utils.py"),
+    *(
+        "lax/lax.py",
+        "lax/convolution.py",
+        "lax/other.py",
+        "lax/scaled_dot.py",
+        "lax/utils.py",
+    ),
     *("numpy/tensor_contractions.py", "numpy/einsum.py", "numpy/array_methods.py"),
-    *("numpy/hijax.py", "numpy/util.py", "cudnn/", "third_party/", "experimental/sparse/"),
+    *(
+        "numpy/hijax.py",
+        "numpy/util.py",
+        "cudnn/",
+        "third_party/",
+        "experimental/sparse/",
+    ),
     # transformations, maps and models
-    *("interpreters/", "lax/control_flow/", "lax/parallel.py", "lax/eval_jaxpr.py", "state/"),
+    *(
+        "interpreters/",
+        "lax/control_flow/",
+        "lax/parallel.py",
+        "lax/eval_jaxpr.py",
+        "state/",
+    ),
     *("numpy/vectorize.py", "numpy/ufunc_api.py", "export/", "extend/", "pallas/"),
     *("experimental/shard_map.py", "experimental/pjit.py", "experimental/checkify.py"),
-    *("experimental/jet.py", "experimental/jax2tf/", "experimental/custom_partitioning.py"),
+    *(
+        "experimental/jet.py",
+        "experimental/jax2tf/",
+        "experimental/custom_partitioning.py",
+    ),
     *("experimental/fused.py", "experimental/hijax.py", "experimental/xla_metadata.py"),
     *("experimental/compute_on.py", "experimental/rnn.py", "example_libraries/"),
 )
@@ -53,7 +75,11 @@ PASSING_ON_BY_NAME = {
     *("apply_along_axis", "apply_over_axes", "piecewise", "_piecewise"),
 }
 # Algorithms among the files above.
-ALGORITHMS = {"random.py", "experimental/sparse/linalg.py", "experimental/sparse/random.py"}
+ALGORITHMS = {
+    "random.py",
+    "experimental/sparse/linalg.py",
+    "experimental/sparse/random.py",
+}
 
 # JAX's attention asks for its logits in float32, as a mask or a large key needs.
 ATTENTION_FILE, ATTENTION = "nn/functions.py", "_dot_product_attention_core"
@@ -75,12 +101,36 @@ FLOAT32_ELEMENTWISE = {
 }
 FLOAT32 = FLOAT32_ELEMENTWISE | {
     # sums and products over elements, also those that end in one place of many
-    *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum"),
+    *(
+        "reduce_sum",
+        "reduce_prod",
+        "cumsum",
+        "cumprod",
+        "cumlogsumexp",
+        "reduce_window_sum",
+    ),
     *("scatter-add", "scatter-sub", "scatter-mul", "select_and_scatter_add"),
     *("psum", "psum_invariant", "reduce_scatter"),
     # linear algebra and transforms, which have no kernels for half precision
-    *("cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "geqrf"),
-    *("geqp3", "hessenberg", "householder_product", "lu", "ormqr", "qr", "schur", "svd"),
+    *(
+        "cholesky",
+        "cholesky_update",
+        "custom_linear_solve",
+        "eig",
+        "eigh",
+        "fft",
+        "geqrf",
+    ),
+    *(
+        "geqp3",
+        "hessenberg",
+        "householder_product",
+        "lu",
+        "ormqr",
+        "qr",
+        "schur",
+        "svd",
+    ),
     *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
 }
 
@@ -93,16 +143,52 @@ ELEMENTWISE = {
 
 # These also follow their inputs, and only move the elements of one array.
 MOVES = {
-    *("broadcast_in_dim", "copy", "copy_p", "device_put", "dynamic_slice", "expand_dims"),
-    *("gather", "layout_constraint", "mesh_cast", "name", "pvary", "reshape", "reshard"),
-    *("rev", "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "tile"),
+    *(
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "device_put",
+        "dynamic_slice",
+        "expand_dims",
+    ),
+    *(
+        "gather",
+        "layout_constraint",
+        "mesh_cast",
+        "name",
+        "pvary",
+        "reshape",
+        "reshard",
+    ),
+    *(
+        "rev",
+        "sharding_constraint",
+        "slice",
+        "split",
+        "squeeze",
+        "stop_gradient",
+        "tile",
+    ),
     *("transpose", "unstack", "with_memory_space_constraint"),
 }
 
 # These also follow their inputs: they move or choose elements of several arrays.
 CHOICES = {
-    *("all_gather", "all_gather_invariant", "all_to_all", "approx_top_k", "argmax", "argmin"),
-    *("concatenate", "cummax", "cummin", "dynamic_update_slice", "optimization_barrier"),
+    *(
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "approx_top_k",
+        "argmax",
+        "argmin",
+    ),
+    *(
+        "concatenate",
+        "cummax",
+        "cummin",
+        "dynamic_update_slice",
+        "optimization_barrier",
+    ),
     *("pad", "pbroadcast", "pmax", "pmin", "ppermute", "reduce_max", "reduce_min"),
     *("reduce_window_max", "reduce_window_min", "scatter", "sort", "stack", "top_k"),
 }
@@ -111,7 +197,16 @@ CHOICES = {
 # what comes from two sides, as that of `abs`. They run in float32 on half-precision arrays and
 # their results come back, which changes no bit of these, so that those sums are in float32.
 SUMMED_BACKWARD = {
-    *("abs", "approx_top_k", "broadcast_in_dim", "cummax", "cummin", "gather", "pad", "pvary"),
+    *(
+        "abs",
+        "approx_top_k",
+        "broadcast_in_dim",
+        "cummax",
+        "cummin",
+        "gather",
+        "pad",
+        "pvary",
+    ),
     *("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "scatter"),
     *("sort", "tile", "top_k"),
 }
@@ -129,7 +224,15 @@ ROUNDED_ALIKE = (
 # Elementwise operations in float32 on half-precision arrays are computed again in the backward
 # pass, as their inputs need half the memory (see `recompute.py`), together with these:
 CHAINED_MOVES = {
-    *("broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reshape", "rev"),
+    *(
+        "broadcast_in_dim",
+        "concatenate",
+        "copy",
+        "expand_dims",
+        "pad",
+        "reshape",
+        "rev",
+    ),
     *("sharding_constraint", "slice", "split", "squeeze", "transpose"),
 }
 # A call is part of a chain if all that it holds is.
@@ -139,7 +242,14 @@ CHAINED |= {"convert_element_type", "stop_gradient"}
 
 # What runs in them is not a program of JAX, or not any more.
 OPAQUE = {
-    *("call_exported", "call_tf", "xla_call_module", "ffi_call", "pure_callback", "io_callback"),
+    *(
+        "call_exported",
+        "call_tf",
+        "xla_call_module",
+        "ffi_call",
+        "pure_callback",
+        "io_callback",
+    ),
     *("triton_kernel_call", "tpu_custom_call", "mosaic_gpu"),
 }
 

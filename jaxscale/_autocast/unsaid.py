@@ -77,7 +77,8 @@ def _find_left(program: Jaxpr | ClosedJaxpr, rules: Container[str]) -> dict[str,
 
 def _search_left(jaxpr: Jaxpr, rules: Container[str]) -> dict[str, str]:
     left: dict[str, str] = {}
-    from_host: set[Any] = set()  # what callbacks return that nothing in float32 went into
+    # what callbacks return that nothing in float32 went into
+    from_host: set[Any] = set()
     for eqn in jaxpr.eqns:
         if is_full_precision(eqn):
             continue
@@ -147,7 +148,9 @@ def _may_have_products(eqn: JaxprEqn) -> bool:
     return _jax.reaches_program(eqn)
 
 
-def warn_if_unchanged(program: ClosedJaxpr, name: str, carries_may_be_half: bool) -> None:
+def warn_if_unchanged(
+    program: ClosedJaxpr, name: str, carries_may_be_half: bool
+) -> None:
     """Warns if there is nothing in a program that `autocast` casts, or no carry of a loop.
 
     Not if something in it was warned of, is marked, or is in half precision already.

@@ -20,7 +20,9 @@ def say_nothing_more() -> str:
 class Announce(Protocol):
     """Takes in words what is done next, and, if that takes long, whom to ask how far it is."""
 
-    def __call__(self, words: str, how_far: Callable[[], str] = say_nothing_more) -> None: ...
+    def __call__(
+        self, words: str, how_far: Callable[[], str] = say_nothing_more
+    ) -> None: ...
 
 
 def announce_nothing(words: str, how_far: Callable[[], str] = say_nothing_more) -> None:
@@ -63,7 +65,9 @@ class Announcer:
         self._thread.join()
         self.clear()
 
-    def __call__(self, words: str, how_far: Callable[[], str] = say_nothing_more) -> None:
+    def __call__(
+        self, words: str, how_far: Callable[[], str] = say_nothing_more
+    ) -> None:
         self._work = _Work(words, how_far)
         self.pause_between = self._patience
         if time.monotonic() - self._start > self._patience:

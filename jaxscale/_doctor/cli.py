@@ -51,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
         with quiet:
             results = _find_results(options)
             record = _write_results(options, results)
-    except (TargetError, OSError) as error:  # also a full disk, or a name that is a folder
+    # also a full disk, or a name that is a folder
+    except (TargetError, OSError) as error:
         if options.traceback:
             traceback.print_exception(error)
         print(f"jaxscale doctor: {error}", file=sys.stderr)
@@ -87,7 +88,9 @@ def _check_folders(options: argparse.Namespace) -> None:
     for path in (options.output, options.json_file):
         if path and not pathlib.Path(path).parent.is_dir():
             folder = pathlib.Path(path).parent
-            raise TargetError(f"Cannot write {path}: the folder {folder} does not exist.")
+            raise TargetError(
+                f"Cannot write {path}: the folder {folder} does not exist."
+            )
 
 
 def _write_results(options: argparse.Namespace, results: _Results) -> str:
@@ -104,8 +107,12 @@ def _write_results(options: argparse.Namespace, results: _Results) -> str:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxscale", description="Loss scaling for JAX and Optax.")
-    parser.add_argument("--version", action="version", version=f"jaxscale {__version__}")
+    parser = argparse.ArgumentParser(
+        prog="jaxscale", description="Loss scaling for JAX and Optax."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"jaxscale {__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser(
         "doctor",
@@ -148,9 +155,17 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the report, one HTML file (default: jaxscale-doctor.html)",
     )
-    option("--json", action="store_true", help="print all results as JSON, and the text on stderr")
+    option(
+        "--json",
+        action="store_true",
+        help="print all results as JSON, and the text on stderr",
+    )
     option("--json-file", metavar="FILE", help="also write the JSON to this file")
-    option("--traceback", action="store_true", help="for bad use, print the Python traceback too")
+    option(
+        "--traceback",
+        action="store_true",
+        help="for bad use, print the Python traceback too",
+    )
     return parser
 
 
@@ -169,7 +184,11 @@ def _read_loss_scale(text: str) -> float | None:
 
 
 def _examine(
-    target: Target, loss_scale: float | None, dtype: str | None, announce: Announce, is_quick: bool
+    target: Target,
+    loss_scale: float | None,
+    dtype: str | None,
+    announce: Announce,
+    is_quick: bool,
 ) -> Exam:
     try:
         # What NumPy and `autocast` warn of while JAX traces is in the report.

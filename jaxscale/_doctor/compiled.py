@@ -104,7 +104,9 @@ class CompiledBackward:
             return all_finite(grads)
 
         try:
-            compiled = compile_fast(are_gradients_finite, xla_allow_excess_precision=False)
+            compiled = compile_fast(
+                are_gradients_finite, xla_allow_excess_precision=False
+            )
             is_enough = bool(compiled(*self.args))
             jax.effects_barrier()
         except Exception as error:  # whatever it is: the exam can do without

@@ -22,13 +22,17 @@ class Exam(NamedTuple):
     # What was examined, and how.
     target: str  # as named on the command line
     autocast: str  # the format in which `jaxscale.autocast` computed the loss, or `""`
-    is_quick: bool  # whether nothing was compared with float32, and nothing finite was traced
-    is_auto: bool  # whether no scale was given, so that `loss_scale` is the largest that fits
+    # whether nothing was compared with float32, and nothing finite was traced
+    is_quick: bool
+    # whether no scale was given, so that `loss_scale` is the largest that fits
+    is_auto: bool
     loss: float
-    loss_as_written: float | None  # without `jaxscale.autocast`; `None` if that was not used
+    # without `jaxscale.autocast`; `None` if that was not used
+    loss_as_written: float | None
     dtypes: tuple[str, ...]  # the formats in which the loss is computed
     has_narrow_range: bool  # whether one of them has a smaller range than float32
-    backward_rules: dict[str, str]  # their names, by the line that calls their functions
+    # their names, by the line that calls their functions
+    backward_rules: dict[str, str]
 
     # The loss scale.
     loss_scale: float  # the scale of the trace and the table of leaves
@@ -36,10 +40,13 @@ class Exam(NamedTuple):
     # The largest scale that does not overflow. `None` if none of the model's dtypes needs one, or
     # the loss itself is not finite.
     calibration: Calibration | None
-    backward_trial: BackwardTrial | None  # of `jaxscale.scale_backward`, after a calibration
+    # of `jaxscale.scale_backward`, after a calibration
+    backward_trial: BackwardTrial | None
     largest_gradient: float  # its magnitude, at the largest scale
-    is_limited: bool  # whether a number on the way, far larger than the gradients, limits it
-    ceiling: TracedNonfinite | None  # where the least loss scale that does not fit overflows
+    # whether a number on the way, far larger than the gradients, limits it
+    is_limited: bool
+    # where the least loss scale that does not fit overflows
+    ceiling: TracedNonfinite | None
     # What lets a higher scale fit, sought if the scale `is_limited` or the largest is below 1.
     # `None` otherwise, or if nothing was found.
     relief: Relief | None
@@ -49,16 +56,20 @@ class Exam(NamedTuple):
     # Where numbers get lost.
     trace: TraceReport  # at the loss scale
     float32: Float32Check  # the gradients against those in float32
-    unshifted: tuple[str, ...]  # lines with an exponential of a row without its maximum, too large
+    # lines with an exponential of a row without its maximum, too large
+    unshifted: tuple[str, ...]
     loss_sums: tuple[Sum, ...]  # the sums that the loss is made of
-    zero_leaves: tuple[str, ...]  # whose gradient is 0 everywhere, in float32 if that is known
+    # whose gradient is 0 everywhere, in float32 if that is known
+    zero_leaves: tuple[str, ...]
 
     # The finished gradients, and what storing them would lose.
     leaf_table: LeafTable  # the gradients, leaf by leaf
-    histogram: Histogram  # the gradients at the largest scale, where the fewest are flushed
+    # the gradients at the largest scale, where the fewest are flushed
+    histogram: Histogram
     shares: dict[str, Shares]  # what each format keeps of these at the judged scale
     layers: Underflow  # the same for each layer
-    suggestion: Suggestion  # the scale at which float16 would store these gradients best
+    # the scale at which float16 would store these gradients best
+    suggestion: Suggestion
 
     @property
     def is_right(self) -> bool:

@@ -68,4 +68,6 @@ def _read_source(file: str, line: int) -> tuple[SourceLine, ...]:
     first = max(line - _NUM_AROUND, 1)
     last = min(line + _NUM_AROUND, len(linecache.getlines(file)))
     numbers = range(first, last + 1)
-    return tuple(SourceLine(i, linecache.getline(file, i).rstrip("\n")) for i in numbers)
+    return tuple(
+        SourceLine(i, linecache.getline(file, i).rstrip("\n")) for i in numbers
+    )

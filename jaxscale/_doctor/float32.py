@@ -30,9 +30,11 @@ class Float32Check(NamedTuple):
     grads: Mapping[str, np.ndarray] = {}
     is_finite: bool | None = None  # whether loss and gradients are finite in float32
     comparison: Comparison | None = None  # what is lost, if both gradients are finite
-    wrong_leaves: tuple[str, ...] = ()  # of the gradients: those that are far from float32
+    # of the gradients: those that are far from float32
+    wrong_leaves: tuple[str, ...] = ()
     culprit: Culprit | None = None  # where they go wrong, if it is one equation
-    remedy: Remedy | None = None  # the lines that make them right in float32, or were tried in vain
+    # the lines that make them right in float32, or were tried in vain
+    remedy: Remedy | None = None
 
 
 def check_against_float32(
@@ -79,13 +81,21 @@ def check_against_float32(
 class _Reference:
     """The gradients in float32, and how far others are from them."""
 
-    def __init__(self, backward: TracedBackward, loss_scale: float, params: optax.Params) -> None:
-        self._run_in_float32 = functools.partial(backward.run, loss_scale, lambda key: True)
+    def __init__(
+        self, backward: TracedBackward, loss_scale: float, params: optax.Params
+    ) -> None:
+        self._run_in_float32 = functools.partial(
+            backward.run, loss_scale, lambda key: True
+        )
         pairs = jax.tree_util.tree_leaves_with_path(params)
         # By their names in a trace.
-        self._names = {f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs}
+        self._names = {
+            f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs
+        }
         run = self._run_in_float32()
-        self.is_finite = all(np.isfinite(np.asarray(v.array)).all() for v in run.values.values())
+        self.is_finite = all(
+            np.isfinite(np.asarray(v.array)).all() for v in run.values.values()
+        )
         self.grads = self._rename(run.grads)
 
     def _rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -109,7 +119,8 @@ class _Reference:
         return tuple(
             leaf.path
             for leaf in comparison.leaves
-            if leaf.error > CLOSE and self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0)
+            if leaf.error > CLOSE
+            and self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0)
         )
 
 
@@ -144,7 +155,8 @@ class _LineSearch:
         first = report.first_nonfinite
         if first is None:
             return check
-        if first.scaled and best < self._run.loss_scale:  # a lower loss scale helps first
+        # a lower loss scale helps first
+        if first.scaled and best < self._run.loss_scale:
             return check
         if first.cause == "value":
             # In float32 this operation makes none: what came to it was lost before.
@@ -176,4 +188,6 @@ class _LineSearch:
         if not are_finite(grads):
             return math.inf
         leaves = self._reference.compare(grads).leaves
-        return max((leaf.error for leaf in leaves if leaf.path in self._suspects), default=0.0)
+        return max(
+            (leaf.error for leaf in leaves if leaf.path in self._suspects), default=0.0
+        )

@@ -45,14 +45,16 @@ class LeafError(NamedTuple):
 
     path: str  # where it is, such as `params/Dense_0/kernel`
     flushed: float  # the share of the nonzero numbers that became 0
-    error: float  # the norm of the difference, divided by the norm of what the leaf should be
+    # the norm of the difference, divided by the norm of what the leaf should be
+    error: float
 
 
 class Comparison(NamedTuple):
     """What gradients lost, compared with the same gradients with less or nothing lost."""
 
     flushed: float  # the share of the nonzero numbers that became 0
-    error: float  # the norm of the difference, divided by the norm of what the gradients should be
+    # the norm of the difference, divided by the norm of what the gradients should be
+    error: float
     worst: str  # the leaf with the largest share flushed, or `""` if nothing was
     worst_flushed: float  # the share flushed in that leaf
     leaves: tuple[LeafError, ...]  # each leaf, the largest error first
@@ -62,12 +64,15 @@ class CountedGradients(NamedTuple):
     """How many numbers of which size the gradients hold."""
 
     counts: LeafCounts  # what `leaf_counts` returns
-    histograms: Any  # what `leaf_histograms` returns: a tree with a `Histogram` for each leaf
+    # what `leaf_histograms` returns: a tree with a `Histogram` for each leaf
+    histograms: Any
 
     @property
     def whole(self) -> Histogram:
         """The histogram of all leaves together."""
-        leaves = jax.tree.leaves(self.histograms, is_leaf=lambda node: isinstance(node, Histogram))
+        leaves = jax.tree.leaves(
+            self.histograms, is_leaf=lambda node: isinstance(node, Histogram)
+        )
         return _add_histograms(leaves)
 
 
@@ -99,7 +104,9 @@ def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Com
     for name, exact_leaf in exact.items():
         difference = _compare_leaf(np.asarray(grads[name]), np.asarray(exact_leaf))
         differences.append(difference)
-        leaves.append(LeafError(name, flushed=difference.flushed, error=difference.error))
+        leaves.append(
+            LeafError(name, flushed=difference.flushed, error=difference.error)
+        )
     whole = _unite_differences(differences)
     leaf_most_flushed = max(leaves, key=lambda leaf: leaf.flushed)
     worst = ""
@@ -162,7 +169,9 @@ class _CountedNumbers(NamedTuple):
 
 @jax.jit
 def _count_row(row: jax.Array, loss_scale: jax.Array) -> _CountedNumbers:
-    return _CountedNumbers(leaf_counts(row, loss_scale=loss_scale).leaves, histogram(row))
+    return _CountedNumbers(
+        leaf_counts(row, loss_scale=loss_scale).leaves, histogram(row)
+    )
 
 
 def _count_rows(leaf: np.ndarray, loss_scale: jax.Array) -> _CountedNumbers:

@@ -25,14 +25,21 @@ from .announcer import Announce, announce_nothing
 from .compiled import BackwardTrial, CompiledBackward
 from .exam import Exam
 from .float32 import Float32Check, check_against_float32
-from .gradients import Comparison, Gradients, are_finite, compare_gradients, count_numbers
+from .gradients import (
+    Comparison,
+    Gradients,
+    are_finite,
+    compare_gradients,
+    count_numbers,
+)
 from .origins import Operations, Sum
 from .remedy import Relief, find_relief
 from .target import Target, TargetError, error_line
 
 # The largest gradient at the largest loss scale is below this if something else limits the scale.
 _FULL = 2.0**12
-_HIGHER = 2.0**8  # times the largest loss scale: the one to try with some lines in float32
+# times the largest loss scale: the one to try with some lines in float32
+_HIGHER = 2.0**8
 _MOST_LAYERS = 40  # in the map of layers
 
 
@@ -68,8 +75,12 @@ def examine(
     }
     best = gradients[scales.best]
 
-    is_limited = scales.overflows_at is not None and 0 < best.largest * scales.best < _FULL
-    tracer = _Tracer(_make_program(target), scales, gradients, target.params, is_limited, announce)
+    is_limited = (
+        scales.overflows_at is not None and 0 < best.largest * scales.best < _FULL
+    )
+    tracer = _Tracer(
+        _make_program(target), scales, gradients, target.params, is_limited, announce
+    )
     if is_quick:
         traced = tracer.trace_quickly(loss, has_aux=target.has_aux)
     else:
@@ -101,7 +112,9 @@ def examine(
         unshifted=traced.unshifted,
         loss_sums=traced.loss_sums,
         zero_leaves=_find_zero_leaves(traced.float32.grads or best.by_name),
-        leaf_table=table(count_numbers(gradients[scales.traced].tree, scales.traced).counts),
+        leaf_table=table(
+            count_numbers(gradients[scales.traced].tree, scales.traced).counts
+        ),
         histogram=histogram,
         shares=shares(histogram, loss_scale=scales.judged),
         layers=find_layers(counted.histograms, scales.judged),
@@ -109,7 +122,9 @@ def examine(
     )
 
 
-def _trace_loss(compiled: CompiledBackward, name: str, dtype: str | None) -> ClosedJaxpr:
+def _trace_loss(
+    compiled: CompiledBackward, name: str, dtype: str | None
+) -> ClosedJaxpr:
     try:
         return jax.make_jaxpr(compiled.loss_of)(*compiled.args)
     except Exception as error:
@@ -128,7 +143,8 @@ class _Scales(NamedTuple):
     backward_trial: BackwardTrial | None
     traced: float  # the scale of the trace
     judged: float  # the scale at which formats are judged
-    best: float  # the largest that fits, where the fewest gradients are flushed on the way
+    # the largest that fits, where the fewest gradients are flushed on the way
+    best: float
 
     @property
     def overflows_at(self) -> float | None:
@@ -151,7 +167,8 @@ def _find_scales(
     if can_scale:
         announce("looking for the largest loss scale that fits", compiled.how_far)
         calibration = compiled.calibrate()
-        largest = calibration.init_scale  # a dynamic scale ends near it, wherever it started
+        # a dynamic scale ends near it, wherever it started
+        largest = calibration.init_scale
         if not is_quick:
             announce("trying `scale_backward`")
             backward_trial = compiled.try_scale_backward()
@@ -167,7 +184,9 @@ def _find_scales(
 
 def _make_program(target: Target) -> TracedBackward:
     args = (target.params, target.batch)
-    return TracedBackward(target.loss_fn, args, {}, target.constants, has_aux=target.has_aux)
+    return TracedBackward(
+        target.loss_fn, args, {}, target.constants, has_aux=target.has_aux
+    )
 
 
 class _Traced(NamedTuple):
@@ -205,11 +224,14 @@ class _Tracer:
         """Looks for inf and NaN, and for what limits the loss scale."""
         grads = self.gradients[self.scales.traced].by_name
         if math.isfinite(loss) and are_finite(grads) and not has_aux:
-            traced = _Traced(_make_empty_report(loss, self.scales.traced))  # nothing is to be seen
+            # nothing is to be seen
+            traced = _Traced(_make_empty_report(loss, self.scales.traced))
         else:
             traced = _describe_run(self._run_as_written())
         if self.scales.overflows_at is not None and not traced.report.nonfinite_outputs:
-            self.announce("looking for what limits the loss scale", self.backward.how_far)
+            self.announce(
+                "looking for what limits the loss scale", self.backward.how_far
+            )
             ceiling = self.backward.first_overflow(self.scales.overflows_at)
             traced = traced._replace(ceiling=ceiling)
         return traced
@@ -218,7 +240,9 @@ class _Tracer:
         """Also compares with float32, and tries what would let a higher loss scale fit."""
         run = self._run_as_written()
         traced = _describe_run(run)
-        traced = traced._replace(float32=self._check_against_float32(run, traced.report))
+        traced = traced._replace(
+            float32=self._check_against_float32(run, traced.report)
+        )
         if self.scales.overflows_at is None or traced.report.nonfinite_outputs:
             return traced
         self.announce("looking for what limits the loss scale", self.backward.how_far)
@@ -237,7 +261,9 @@ class _Tracer:
             # What a scale that is too low flushes is told apart from what the model gets wrong.
             run = self.backward.run(best, is_brief=True)
         fused = self.gradients[max(self.scales.traced, best)].by_name
-        return check_against_float32(self.backward, run, fused, self.params, best, self.announce)
+        return check_against_float32(
+            self.backward, run, fused, self.params, best, self.announce
+        )
 
     def _find_ceiling(self, overflows_at: float) -> TracedNonfinite | None:
         """Returns where a loss scale overflows, if that depends on the scale and does harm."""
@@ -280,13 +306,17 @@ def _make_empty_report(loss: float, loss_scale: float) -> TraceReport:
     )
 
 
-def _compare_scales(scales: _Scales, gradients: Mapping[float, Gradients]) -> Comparison | None:
+def _compare_scales(
+    scales: _Scales, gradients: Mapping[float, Gradients]
+) -> Comparison | None:
     """Returns what the judged scale loses that the largest one keeps, if that is higher."""
     if scales.calibration is None or scales.calibration.init_scale is None:
         return None
     if scales.judged >= scales.calibration.init_scale:
         return None
-    return compare_gradients(gradients[scales.judged].by_name, gradients[scales.best].by_name)
+    return compare_gradients(
+        gradients[scales.judged].by_name, gradients[scales.best].by_name
+    )
 
 
 def _find_zero_leaves(grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:

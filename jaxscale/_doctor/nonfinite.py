@@ -13,7 +13,13 @@ from .cures import say_cure, say_cure_of_sum
 from .exam import Exam
 from .finding import Finding, make_finding
 from .remedy import Culprit, SourcePlace
-from .wording import list_names, name_line, name_lines, say_backward_rule, say_rounded_at
+from .wording import (
+    list_names,
+    name_line,
+    name_lines,
+    say_backward_rule,
+    say_rounded_at,
+)
 from .wrong_gradients import explain_culprit, say_how_to_widen, say_remedy
 
 _MASK = r"mask|-\s*1e\d|finfo"
@@ -24,7 +30,9 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
     report = exam.trace
     reaching = [place for place in report.nonfinite if place.reaches]
     if report.nonfinite_arguments:
-        yield _find_in_arguments(exam, [place for place in reaching if place.cause == "given"])
+        yield _find_in_arguments(
+            exam, [place for place in reaching if place.cause == "given"]
+        )
         reaching = [place for place in reaching if place.cause != "given"]
     elif report.nonfinite_outputs and not reaching:
         title = f"{_say_outputs(exam)}, and no line explains why."
@@ -57,7 +65,11 @@ def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Fin
 def _find_flush(exam: Exam) -> Culprit | None:
     """Returns where the zeros come from that became inf or NaN later, if that was found."""
     culprit = exam.float32.culprit
-    if culprit is None or culprit.kind != "underflow" or not exam.trace.nonfinite_outputs:
+    if (
+        culprit is None
+        or culprit.kind != "underflow"
+        or not exam.trace.nonfinite_outputs
+    ):
         return None
     return culprit
 
@@ -83,7 +95,9 @@ def _find_beginning(
     named = {name_line(place), name_line(symptom)}
     elsewhere = [other for other in others if name_line(other) not in named]
     if elsewhere:
-        details.append(f"After that, more inf or NaN is made at {name_lines(elsewhere)}.")
+        details.append(
+            f"After that, more inf or NaN is made at {name_lines(elsewhere)}."
+        )
     details += _list_worst_leaves(exam)
 
     title = f"{_say_outputs(exam)}. It begins at {name_line(place)}."
@@ -108,7 +122,9 @@ def _say_earlier_culprit(symptom: TracedNonfinite, exam: Exam) -> list[str]:
     if culprit is None or name_line(culprit.place) == name_line(symptom):
         return []
     words = explain_culprit(culprit)
-    return [f"Numbers already go wrong before that, at {name_line(culprit.place)}: {words}"]
+    return [
+        f"Numbers already go wrong before that, at {name_line(culprit.place)}: {words}"
+    ]
 
 
 def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Finding:
@@ -116,14 +132,18 @@ def _find_in_arguments(exam: Exam, entries: Sequence[TracedNonfinite]) -> Findin
     names = list_names(exam.trace.nonfinite_arguments)
     names = names.replace("args[0]", "params").replace("args[1]", "batch")
     if not exam.trace.nonfinite_outputs:
-        title = f"There is inf or NaN in {names}, but none in the loss or the gradients."
+        title = (
+            f"There is inf or NaN in {names}, but none in the loss or the gradients."
+        )
         return make_finding(title, "This is fine for a mask.")
     first = next(iter(entries), None)
     details = []
     if first is not None:
         details.append(f"It comes in at {name_line(first)}.")
     details.append(f"{_say_outputs(exam)}.")
-    details.append("No loss scale or format helps: find out where these numbers come from.")
+    details.append(
+        "No loss scale or format helps: find out where these numbers come from."
+    )
     details += _list_worst_leaves(exam)
     title = f"There is inf or NaN in {names}, before anything is computed."
     return make_finding(title, *details, is_problem=True, place=first)
@@ -196,7 +216,9 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns how to keep an inf or a NaN from being made at a place, a sentence or two each."""
     largest = exam.largest_scale
     if place.scaled and largest and largest < exam.loss_scale:
-        return [f"Loss scale {power(largest)} is the largest that does not overflow here."]
+        return [
+            f"Loss scale {power(largest)} is the largest that does not overflow here."
+        ]
     helpless = "No loss scale helps."
     if place.scaled:
         helpless = "Even a loss scale of 1 overflows here."
@@ -227,7 +249,9 @@ def _say_cures(place: TracedNonfinite, exam: Exam) -> list[str]:
     return []
 
 
-def _say_how_to_compute(place: TracedNonfinite, exam: Exam, *, is_first: bool) -> list[str]:
+def _say_how_to_compute(
+    place: TracedNonfinite, exam: Exam, *, is_first: bool
+) -> list[str]:
     """Returns which lines to compute in float32, or what to do where float32 does not help.
 
     It is the `is_first` advice, or comes after another, which may be enough.
@@ -244,7 +268,10 @@ def _say_how_to_compute(place: TracedNonfinite, exam: Exam, *, is_first: bool) -
 
 def _advise_on_point(place: TracedNonfinite) -> str:
     """Returns what to do about an operation that is not finite in float32 either."""
-    if place.primitive in ("log", "sqrt", "rsqrt", "log1p", "pow") and place.least_input < 0:
+    if (
+        place.primitive in ("log", "sqrt", "rsqrt", "log1p", "pow")
+        and place.least_input < 0
+    ):
         return (
             f"The operand is negative, {number(place.least_input, 3)}, as a difference of two "
             "large numbers may become. An epsilon does not help: compute the difference another "

@@ -25,10 +25,41 @@ LOG_OF_SUM = "logarithm of a sum of exponentials"
 
 # Operations by their names in JAX. The first ones return some of the numbers that they take.
 _MOVES = {
-    *("convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "rev"),
-    *("expand_dims", "slice", "dynamic_slice", "gather", "copy", "copy_p", "stop_gradient"),
-    *("concatenate", "split", "select_n", "max", "min", "clamp", "reduce_precision", "pad"),
-    *("optimization_barrier", "sharding_constraint", "name", "abs", "reduce_max", "reduce_min"),
+    *(
+        "convert_element_type",
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "rev",
+    ),
+    *(
+        "expand_dims",
+        "slice",
+        "dynamic_slice",
+        "gather",
+        "copy",
+        "copy_p",
+        "stop_gradient",
+    ),
+    *(
+        "concatenate",
+        "split",
+        "select_n",
+        "max",
+        "min",
+        "clamp",
+        "reduce_precision",
+        "pad",
+    ),
+    *(
+        "optimization_barrier",
+        "sharding_constraint",
+        "name",
+        "abs",
+        "reduce_max",
+        "reduce_min",
+    ),
 }
 _MOVES_AND_ADD = _MOVES | {"add"}
 _SUMS = {"add", "add_any", "sub", "neg"}
@@ -115,13 +146,17 @@ class Operations:
         """Returns whether exponentials are divided by a sum."""
         dividend, divisor = self._makers[quotient]
         is_of_exponentials = self._comes_from(dividend, _EXPONENTIALS, _MOVES)
-        return is_of_exponentials and self._comes_from(divisor, {"reduce_sum"}, _MOVES_AND_ADD)
+        return is_of_exponentials and self._comes_from(
+            divisor, {"reduce_sum"}, _MOVES_AND_ADD
+        )
 
     def _is_sigmoid(self, quotient: EquationKey) -> bool:
         """Returns whether a quotient is 1 / (1 + exp(x)), or exp(x) / (1 + exp(x))."""
         _, divisor = self._makers[quotient]
         has_exponential = self._comes_from(divisor, _EXPONENTIALS, _MOVES_AND_ADD)
-        return has_exponential and not self._comes_from(divisor, {"reduce_sum"}, _MOVES_AND_ADD)
+        return has_exponential and not self._comes_from(
+            divisor, {"reduce_sum"}, _MOVES_AND_ADD
+        )
 
     def _is_long_product(self, key: EquationKey) -> bool:
         """Returns whether a product is of many factors, or of what a loop carries."""
@@ -144,7 +179,9 @@ class Operations:
         if not num_factors:
             return True
         makers = self._makers[key]
-        return any(self._has_factors(maker, num_factors, num_moves - 1) for maker in makers)
+        return any(
+            self._has_factors(maker, num_factors, num_moves - 1) for maker in makers
+        )
 
     # Exponentials and logarithms.
 
@@ -159,7 +196,9 @@ class Operations:
 
     def is_read_by_logarithm(self, key: EquationKey) -> bool:
         through = _MOVES | _ARITHMETIC | _REDUCTIONS_BEFORE_A_LOGARITHM
-        return any(self._name(reader) in _LOGARITHMS for reader in self._walk_on(key, through))
+        return any(
+            self._name(reader) in _LOGARITHMS for reader in self._walk_on(key, through)
+        )
 
     # The sums that the loss is made of.
 
@@ -253,7 +292,9 @@ class Operations:
         return readers
 
     def _comes_from(self, key: EquationKey, names: set[str], through: set[str]) -> bool:
-        return any(self._name(source) in names for source in self._walk_back(key, through))
+        return any(
+            self._name(source) in names for source in self._walk_back(key, through)
+        )
 
     def _name(self, key: EquationKey) -> str:
         return self._equation(key).primitive.name

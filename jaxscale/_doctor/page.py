@@ -85,7 +85,10 @@ def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
     if has_sizes and can_draw():
         picture = _draw_picture(exam, numbers)
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     template = importlib.resources.files("jaxscale._doctor") / "page.html.jinja"
     return environment.from_string(template.read_text(encoding="utf-8")).render(
@@ -118,8 +121,12 @@ def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
     """Returns the histogram as the base64 of a PNG."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
     scales = (exam.judged_scale, exam.loss_scale, exam.largest_scale or exam.loss_scale)
-    titles = {round(math.log2(scale)): f"ranges {_say_scale(exam, scale)}" for scale in scales}
-    figure = draw_histogram(numbers, titles, formats=_list_formats(exam), is_narrow=True)
+    titles = {
+        round(math.log2(scale)): f"ranges {_say_scale(exam, scale)}" for scale in scales
+    }
+    figure = draw_histogram(
+        numbers, titles, formats=_list_formats(exam), is_narrow=True
+    )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -152,14 +159,18 @@ def _tabulate_layers(exam: Exam) -> _LayerTable:
     if blank:
         count = f"{len(blank)} of {len(layers)}"
         names = list_names(blank)
-        others.append(f"Layers without a finite, nonzero gradient to judge: {count}: {names}.")
+        others.append(
+            f"Layers without a finite, nonzero gradient to judge: {count}: {names}."
+        )
     num_others = len(lost) - len(rows)
     if num_others:
         what = "nothing"
         if len(worst) < len(losing):
             what = "less or nothing"
         where = " or ".join(formats)
-        others.append(f"Layers that lose {what} in {where}: {num_others} of {len(layers)}.")
+        others.append(
+            f"Layers that lose {what} in {where}: {num_others} of {len(layers)}."
+        )
     return _LayerTable(formats, rows, others)
 
 
@@ -182,7 +193,8 @@ def _tabulate_leaves(exam: Exam) -> _LeafTable:
     last = len(headings) - 1
     shown = []  # the numbers of the columns
     for i in range(len(headings)):
-        is_always_shown = i in (0, 1, last)  # the path, how many numbers, and the largest
+        # the path, how many numbers, and the largest
+        is_always_shown = i in (0, 1, last)
         if is_always_shown or any(row[i] not in _NOTHING for row in rows):
             shown.append(i)
     return _LeafTable(

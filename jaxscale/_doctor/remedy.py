@@ -44,7 +44,8 @@ class Remedy(NamedTuple):
 
     lines: tuple[str, ...]  # file and line of each, the first at fault first
     works: bool  # whether the gradients are then finite and right
-    error: float  # the largest error of a leaf of the gradients; inf if they are not finite
+    # the largest error of a leaf of the gradients; inf if they are not finite
+    error: float
 
 
 class Relief(NamedTuple):
@@ -103,7 +104,8 @@ class FaultSearch:
         self._error_of = error_of
         self._loss_scale = loss_scale
         findings = as_written.findings
-        self._keys: list[EquationKey] = list(findings.visits)  # in the order of execution
+        # in the order of execution
+        self._keys: list[EquationKey] = list(findings.visits)
         self._positions = {key: i for i, key in enumerate(self._keys)}
         self._lines: dict[EquationKey, SourcePlace] = {}
         for key, (eqn, around) in findings.equations.items():
@@ -140,7 +142,9 @@ class FaultSearch:
 
         def is_nonfinite(number: int) -> bool:
             values = self._run(wide, number).values
-            return not are_finite({name: np.asarray(values[name].array) for name in names})
+            return not are_finite(
+                {name: np.asarray(values[name].array) for name in names}
+            )
 
         if is_nonfinite(0):
             return None
@@ -202,7 +206,11 @@ class FaultSearch:
         return self._backward.run(self._loss_scale, is_wide, look=look, is_brief=True)
 
     def _describe_culprit(
-        self, key: EquationKey, wide: Sequence[SourcePlace], error: float, flushed: float
+        self,
+        key: EquationKey,
+        wide: Sequence[SourcePlace],
+        error: float,
+        flushed: float,
     ) -> Culprit:
         """Returns an equation as a culprit: it flushes if more than a share `flushed` becomes 0."""
         visits: list[_MeasuredVisit] = []  # one for each iteration, if it is in a loop
@@ -213,7 +221,9 @@ class FaultSearch:
 
         run = self._run(wide, look=look)
         # The first of those that do the worst.
-        visit, loss = max(visits, key=lambda pair: (pair.loss.is_infinite, pair.loss.share))
+        visit, loss = max(
+            visits, key=lambda pair: (pair.loss.is_infinite, pair.loss.share)
+        )
         kind = "rounding"
         if loss.is_infinite:
             kind = "overflow"

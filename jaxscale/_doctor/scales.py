@@ -18,7 +18,8 @@ from .gradients import Comparison
 from .origins import Sum
 from .wording import join_lines, name_line
 
-_NEEDED = 0.01  # a loss scale is needed if more than this share of the gradients is lost without it
+# a loss scale is needed if more than this share of the gradients is lost without it
+_NEEDED = 0.01
 _LOW = 2.0**10  # a largest loss scale below this is worth a word
 _RETRIES = 10  # in one step, as in the help
 _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
@@ -27,8 +28,10 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 class Start(NamedTuple):
     """How to start training at the largest loss scale that fits."""
 
-    skipped: int | None  # first steps like this batch that the default rule skips; `None` for all
-    retries: int | None  # with so many the first step finds the scale; `None` if none do
+    # first steps like this batch that the default rule skips; `None` for all
+    skipped: int | None
+    # with so many the first step finds the scale; `None` if none do
+    retries: int | None
     code: str  # the line to write
 
 
@@ -45,7 +48,9 @@ def find_start(exam: Exam) -> Start | None:
     if largest >= default.min_scale:
         code = _write_code(f"init_scale={power(largest)}")
         return Start(skipped=skipped, retries=max(skipped, _RETRIES), code=code)
-    code = _write_code(f"init_scale={power(largest)}, min_scale={power(largest * _ROOM)}")
+    code = _write_code(
+        f"init_scale={power(largest)}, min_scale={power(largest * _ROOM)}"
+    )
     return Start(skipped=None, retries=None, code=code)
 
 
@@ -56,7 +61,9 @@ def _write_code(arguments: str) -> str:
 def needs_scale(exam: Exam) -> bool:
     """Returns whether the judged scale loses too much of the gradients."""
     comparison = exam.scale_comparison
-    return comparison is not None and max(comparison.flushed, comparison.error) > _NEEDED
+    return (
+        comparison is not None and max(comparison.flushed, comparison.error) > _NEEDED
+    )
 
 
 def find_scale(exam: Exam) -> Iterator[Finding]:
@@ -73,7 +80,9 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
         reason = "some gradient is not 0"
         if start is None:
             reason = "everything is finite"
-        yield make_finding(f"The doctor can only say whether it needs a loss scale once {reason}.")
+        yield make_finding(
+            f"The doctor can only say whether it needs a loss scale once {reason}."
+        )
     elif start.skipped is None:
         yield _find_scale_below_one(exam, start)
     elif exam.scale_comparison is None:
@@ -142,7 +151,9 @@ def _judge_scale(exam: Exam, comparison: Comparison) -> str:
         losses = f"{percent(comparison.flushed)} of the nonzero gradients become 0"
         if 0 < comparison.flushed < comparison.worst_flushed:
             losses += f" ({percent(comparison.worst_flushed)} in {comparison.worst})"
-        losses += f", and together they are off by {percent(min(comparison.error, 1.0))}"
+        losses += (
+            f", and together they are off by {percent(min(comparison.error, 1.0))}"
+        )
     is_needed = needs_scale(exam)
     if exam.judged_scale == 1:
         verdict = "This batch needs no loss scale"
@@ -182,7 +193,9 @@ def _judge_room(exam: Exam) -> list[str]:
         ]
     if needs_scale(exam):
         return []
-    return ["Gradients shrink as a model learns, and a loss scale costs next to nothing."]
+    return [
+        "Gradients shrink as a model learns, and a loss scale costs next to nothing."
+    ]
 
 
 def _say_how_to_start(exam: Exam, start: Start) -> list[str]:
@@ -217,7 +230,9 @@ def _say_limit(exam: Exam) -> list[str]:
         scale = power(exam.calibration.overflows_at or 0.0)
     limit = f"What limits it is {what}: at {scale} `{place.primitive}` overflows there."
     if exam.relief is None:
-        return [f"{limit} If the loss scale falls in training, look at that line first."]
+        return [
+            f"{limit} If the loss scale falls in training, look at that line first."
+        ]
     which = join_lines(exam.relief.lines, place.where, "that line")
     higher = power(exam.relief.loss_scale)
     return [f"{limit} With {which} in float32, {higher} fits, as was tried."]

@@ -76,9 +76,12 @@ def load(name: str) -> Target:
 def _check_device() -> None:
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # such as JAX_PLATFORMS=cuda without a GPU
+    # such as JAX_PLATFORMS=cuda without a GPU
+    except (RuntimeError, AssertionError) as error:
         wanted = getattr(jax.config, "jax_platforms", None) or "what JAX looks for"
-        raise TargetError(f"JAX has no device to run on: {wanted} is not there.") from error
+        raise TargetError(
+            f"JAX has no device to run on: {wanted} is not there."
+        ) from error
 
 
 def _import(place: str) -> ModuleType:
@@ -174,7 +177,9 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
         # A class may look at its children, and would refuse the shapes that stand for them here.
         return jax.tree.leaves(jax.grad(compute_loss)(trained))
 
-    _trace(list_derivatives, trained, constants, failure=f"{what} cannot be differentiated")
+    _trace(
+        list_derivatives, trained, constants, failure=f"{what} cannot be differentiated"
+    )
     return Target(name, loss_of_gradients, trained, batch, has_aux, constants)
 
 

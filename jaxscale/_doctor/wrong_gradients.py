@@ -19,8 +19,10 @@ from .wording import (
     say_rounded_at,
 )
 
-_FLUSHED = 0.5  # an underflow may matter if at least this share of the nonzero values becomes 0,
-_LOST_SUM = 0.01  # and these values had at least this share of the sum of all magnitudes
+# an underflow may matter if at least this share of the nonzero values becomes 0,
+_FLUSHED = 0.5
+# and these values had at least this share of the sum of all magnitudes
+_LOST_SUM = 0.01
 _MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
 
 
@@ -138,7 +140,9 @@ def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
         )
     elif exam.is_right:
         error = _say_error(exam)
-        title = f"The gradients in {exam.autocast} are those in float32, off by {error}."
+        title = (
+            f"The gradients in {exam.autocast} are those in float32, off by {error}."
+        )
         yield make_finding(title, *_say_losses(exam))
 
 
@@ -153,7 +157,9 @@ def find_underflows(exam: Exam) -> Iterator[Finding]:
     if exam.is_right and comparison is not None and comparison.error <= CLOSE:
         words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
     elif exam.is_right:
-        words = "The gradients are not stable: rounding in float32 changes them as much."
+        words = (
+            "The gradients are not stable: rounding in float32 changes them as much."
+        )
     places.sort(key=lambda place: -place.lost_sum)
     title = f"Most of the nonzero numbers become 0 at {name_lines(places)}."
     yield make_finding(title, words, place=worst)
@@ -173,7 +179,9 @@ def find_zeros(exam: Exam) -> Iterator[Finding]:
     count = f"The gradient is exactly 0 everywhere in {num_zero} of {num_leaves} leaves"
     names = list_names(exam.zero_leaves)
     if exam.float32.comparison is None:
-        words = "Either the loss does not depend on them, or they were flushed on the way."
+        words = (
+            "Either the loss does not depend on them, or they were flushed on the way."
+        )
         yield make_finding(f"{count}: {names}.", words, is_problem=exam.is_all_zero)
     else:
         title = f"{count}, as in float32: {names}."

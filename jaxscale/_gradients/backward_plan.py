@@ -63,7 +63,10 @@ class BackwardPlan:
     """
 
     def __init__(
-        self, program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
+        self,
+        program: _jax.ClosedJaxpr,
+        under_autocast: bool,
+        perturbed: tuple[bool, ...],
     ) -> None:
         """Splits a program. `perturbed` says by which of its inputs it is differentiated."""
         parts = split(program, under_autocast)
@@ -97,18 +100,26 @@ class BackwardPlan:
         # If none has a tangent, no rule was asked.
         have_tangents = have_tangents or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
-        differentiated = [atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)]
+        differentiated = [
+            atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)
+        ]
 
         def note_entries(*values: Any) -> Any:
             return *note_zeros(*values[: len(entries)]), *values[len(entries) :]
 
         outputs, pull_tail = _vjp(
-            self.tail, env, [*entries, *self.tail_by], differentiated, note_inputs=note_entries
+            self.tail,
+            env,
+            [*entries, *self.tail_by],
+            differentiated,
+            note_inputs=note_entries,
         )
         # What a backward pass keeps is a tree of arrays. This one has none: its structure says
         # which entries have a tangent.
         entry_marks = [() if has_tangent else None for has_tangent in have_tangents]
-        return tuple(outputs), Partial(self._pull_back, entry_marks, pull_head, pull_tail)
+        return tuple(outputs), Partial(
+            self._pull_back, entry_marks, pull_head, pull_tail
+        )
 
     def _pull_back(
         self,
@@ -171,23 +182,34 @@ class BackwardPlan:
         is_finite = jnp.array(True)
         if options.scale is None or options.retries:
             bits = reduce_sizes(Scaled(entering), by_leaf=True).numbers
-            _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), dict(enumerate(bits)), axes)
+            _, agreed = agree_on_sizes(
+                jnp.zeros(0, jnp.bool_), dict(enumerate(bits)), axes
+            )
             largest = jnp.stack(list(agreed.values()))
             is_finite = jnp.all(jnp.isfinite(largest))
             if options.scale is None:
                 scale = choose_power(largest, MOST_RAISED if options.retries else 0)
         if options.retries:
-            scaled, scale = pull_with_retries(pull_scaled, scale, is_finite, options.retries, axes)
+            scaled, scale = pull_with_retries(
+                pull_scaled, scale, is_finite, options.retries, axes
+            )
         else:
             scaled = pull_scaled(scale)
         pairs = zip(scaled, self.head_of, strict=True)
-        gradients = divide([cast(gradient, var.aval.dtype) for gradient, var in pairs], scale)
+        gradients = divide(
+            [cast(gradient, var.aval.dtype) for gradient, var in pairs], scale
+        )
         if not options.retries:
-            return [_jax.note_transposing(gradient, _warn_unscaled) for gradient in gradients]
+            return [
+                _jax.note_transposing(gradient, _warn_unscaled)
+                for gradient in gradients
+            ]
         reason = _NO_SECOND.format(options.retries)
         return [_jax.refuse_transposing(gradient, reason) for gradient in gradients]
 
-    def _agreed_axes(self, entering: list[Any], axis_name: Any) -> tuple[Any, ...] | None:
+    def _agreed_axes(
+        self, entering: list[Any], axis_name: Any
+    ) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale."""
         of_inputs = [_jax.varying(var.aval) for var in self.head_by]
         of_cotangents = [_jax.varying(jax.typeof(each)) for each in entering]

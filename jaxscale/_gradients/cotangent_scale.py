@@ -84,7 +84,9 @@ def pull_with_retries(
     *gradient_types, again_type = jax.make_jaxpr(run_pass)(scale, number).out_avals
     # Every value that the loop carries must vary along the axes that its result varies along.
     axes_of_carry = _jax.varying(again_type) | _jax.varying(jax.typeof(scale))
-    counters = [_jax.vary(each, axes_of_carry) for each in (scale, number, jnp.array(True))]
+    counters = [
+        _jax.vary(each, axes_of_carry) for each in (scale, number, jnp.array(True))
+    ]
     no_gradients = [blank(aval) for aval in gradient_types]
     carry = (*counters, no_gradients)
     scale, _, _, gradients = jax.lax.while_loop(is_unfinished, run_next, carry)

@@ -81,7 +81,9 @@ class HalfFinder:
         self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
     ) -> set[Any]:
         """Returns the variables that a cotangent comes back to, and searches the calls."""
-        pulled = set(variables(itertools.compress(program.jaxpr.outvars, pulled_outputs)))
+        pulled = set(
+            variables(itertools.compress(program.jaxpr.outvars, pulled_outputs))
+        )
         for eqn in reversed(program.jaxpr.eqns):
             inner = find_divisible(eqn)
             if inner is not None:

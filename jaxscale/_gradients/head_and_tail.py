@@ -44,7 +44,9 @@ class _Splitter:
         self._holds_half = holds_half
         self._known: dict[Any, Split | None] = {}
 
-    def divide(self, program: ClosedJaxpr, needed: Iterable[Any]) -> tuple[list[Step], list[Step]]:
+    def divide(
+        self, program: ClosedJaxpr, needed: Iterable[Any]
+    ) -> tuple[list[Step], list[Step]]:
         """Returns the steps of the head and of the tail.
 
         The head computes all that is in half precision, what that is computed from, and what is
@@ -142,7 +144,9 @@ class _Splitter:
             head, tail = self.divide(program, itertools.compress(jaxpr.outvars, needed))
             computed = {var for step in head for var in step.outvars}
             from_head = []
-            for i, (atom, is_needed) in enumerate(zip(jaxpr.outvars, needed, strict=True)):
+            for i, (atom, is_needed) in enumerate(
+                zip(jaxpr.outvars, needed, strict=True)
+            ):
                 is_of_head = not isinstance(atom, Literal) and atom in computed
                 if is_needed or (is_of_head and not is_mapped):
                     from_head.append(i)

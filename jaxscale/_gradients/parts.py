@@ -83,7 +83,9 @@ class Part:
             else:
                 others.append(step)
         inputs = [*self.inputs, *sources]
-        return Part(self.__name__, others, inputs, self.outputs, self._constants), sources
+        return Part(
+            self.__name__, others, inputs, self.outputs, self._constants
+        ), sources
 
     def find_derived(self, by: Iterable[Any]) -> set[Any]:
         """Returns the variables that may have a derivative by some of the inputs, and these."""
@@ -137,7 +139,9 @@ def _evaluate(step: Step, values: list[Any]) -> list[Any]:
         return _jax.call_part(step.eqn, step.part, values)
 
 
-def _call_mapped(eqn: JaxprEqn, parts: Split, part: Part, values: list[Any]) -> list[Any]:
+def _call_mapped(
+    eqn: JaxprEqn, parts: Split, part: Part, values: list[Any]
+) -> list[Any]:
     """Returns the outputs of the head or the tail of a `shard_map`.
 
     What goes from one to the other gets an axis in front, along which devices that may differ hold

@@ -96,7 +96,9 @@ def reduce_gradients(
     kernels are the cost of a verdict. With `by_leaf` each gradient is a group of its own. With
     `squares` they are reduced to the sum of squares, which a norm needs.
     """
-    return Reduction([_reduce_group(group, squares) for group in _groups(tree, by_leaf)])
+    return Reduction(
+        [_reduce_group(group, squares) for group in _groups(tree, by_leaf)]
+    )
 
 
 def reduce_sizes(grads: Scaled, *, by_leaf: bool = False) -> Reduction:
@@ -236,7 +238,9 @@ def _find_largest(leaves: Sequence[Any], divisor: jax.Array | None) -> jax.Array
     without_sign = jnp.asarray(jnp.iinfo(integer).max, integer)
 
     def find_largest_bits(parts: Sequence[jax.Array]) -> jax.Array:
-        bits = [jax.lax.bitcast_convert_type(part, integer) & without_sign for part in parts]
+        bits = [
+            jax.lax.bitcast_convert_type(part, integer) & without_sign for part in parts
+        ]
         # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
         return jnp.max(functools.reduce(jax.lax.max, bits), initial=0)
 
@@ -276,7 +280,9 @@ def _as_float32(size: jax.Array) -> jax.Array:
 
 
 def _reduce_in_parts(
-    reduce: Callable[[Sequence[jax.Array]], jax.Array], leaves: Sequence[jax.Array], total: int
+    reduce: Callable[[Sequence[jax.Array]], jax.Array],
+    leaves: Sequence[jax.Array],
+    total: int,
 ) -> jax.Array:
     """Reduces leaves of one type. On a CPU they are cut in `total` parts if they are large and few.
 

@@ -35,11 +35,17 @@ _WAY_OUT = (
     "Call what is at that line outside of the function that `scale_backward` wraps, such as on "
     "what goes into it."
 )
-_naming_the_line = functools.partial(_jax.naming_the_line, "scale_backward(fun)", _WAY_OUT)
+_naming_the_line = functools.partial(
+    _jax.naming_the_line, "scale_backward(fun)", _WAY_OUT
+)
 
 
 def scale_backward(
-    fun: Callable[_Args, _Result], scale: Any = "auto", *, retries: int = 2, axis_name: Any = None
+    fun: Callable[_Args, _Result],
+    scale: Any = "auto",
+    *,
+    retries: int = 2,
+    axis_name: Any = None,
 ) -> Callable[_Args, _Result]:
     """Returns the function with a scaled backward pass: loss scaling without a state.
 
@@ -149,9 +155,13 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
         return tuple(_jax.jaxpr_as_fun(program)(*inputs))
 
     def run_forward(*inputs: Any) -> Any:
-        perturbed = tuple(each.perturbed and _jax.holds_inexact(each.value) for each in inputs)
+        perturbed = tuple(
+            each.perturbed and _jax.holds_inexact(each.value) for each in inputs
+        )
         values = [each.value for each in inputs]
-        for value, is_perturbed, name in zip(values, perturbed, input_names, strict=True):
+        for value, is_perturbed, name in zip(
+            values, perturbed, input_names, strict=True
+        ):
             if is_perturbed and _jax.has_narrow_range(value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, value.dtype))
         with _naming_the_line():

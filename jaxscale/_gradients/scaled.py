@@ -110,20 +110,28 @@ class Scaled:
         divisor = self.divisor
         if divisor is None:
             return grads
-        return _mapped(jax.lax.mul, grads, lambda dtype: 1 / representable(divisor, dtype))
+        return _mapped(
+            jax.lax.mul, grads, lambda dtype: 1 / representable(divisor, dtype)
+        )
 
 
-def _mapped(op: Callable[[Any, Any], jax.Array], tree: Any, number: Callable[[Any], Any]) -> Any:
+def _mapped(
+    op: Callable[[Any, Any], jax.Array], tree: Any, number: Callable[[Any], Any]
+) -> Any:
     """Returns a tree with `op` applied to each gradient and to the number for its dtype."""
     number = functools.cache(number)
     return map_gradients(lambda leaf: _apply(op, leaf, number(widened(leaf))), tree)
 
 
-def _apply(op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array) -> jax.Array:
+def _apply(
+    op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array
+) -> jax.Array:
     leaf = widen(leaf)
     if jnp.iscomplexobj(leaf):
         # By parts: the product of two complex numbers also has terms such as inf * 0, a NaN.
-        return jax.lax.complex(_apply(op, leaf.real, number), _apply(op, leaf.imag, number))
+        return jax.lax.complex(
+            _apply(op, leaf.real, number), _apply(op, leaf.imag, number)
+        )
     return op(leaf, number)
 
 

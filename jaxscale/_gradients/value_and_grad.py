@@ -126,7 +126,9 @@ def value_and_grad(
       (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
     """
     state = find_scale("value_and_grad", "scaling", scaling)
-    run_backward = scale_transform("value_and_grad", fun, state, has_aux, transform, kwargs)
+    run_backward = scale_transform(
+        "value_and_grad", fun, state, has_aux, transform, kwargs
+    )
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +227,8 @@ def scale_transform(
         output = unpack_output(call, differentiated(*args, **kwargs))
         loss = output.loss
         seed = reduce_seed(output.seed)
-        if seed is not None and loss is not None:  # no derivative of the loss must be scaled
+        # no derivative of the loss must be scaled
+        if seed is not None and loss is not None:
             loss = _with_tangent(jnp.divide, loss, seed)
         return ScaledBackward(loss, output.aux, Scaled(output.grads, seed))
 
@@ -276,7 +279,9 @@ def unpack_output(call: str, output: Any) -> TransformOutput:
         case (_, Seeded()):
             got = "gradients alone. Pass `jax.value_and_grad`, or call `jaxscale.grad`."
         case ((_, Seeded()), _):
-            got = "the loss as well. Pass `jax.grad`, or call `jaxscale.value_and_grad`."
+            got = (
+                "the loss as well. Pass `jax.grad`, or call `jaxscale.value_and_grad`."
+            )
         case _:
             got = f"{type(output).__name__}."
     raise TypeError(
@@ -318,13 +323,17 @@ def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array,
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_tangent(op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array) -> jax.Array:
+def _with_tangent(
+    op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array
+) -> jax.Array:
     """Returns `loss`, with tangents `op(tangent, seed)`, and hence such cotangents."""
     return loss
 
 
 @_with_tangent.defjvp
-def _with_tangent_jvp(op: Callable[[Any, Any], Any], primals: Any, tangents: Any) -> Any:
+def _with_tangent_jvp(
+    op: Callable[[Any, Any], Any], primals: Any, tangents: Any
+) -> Any:
     # A JVP rule, as JAX derives the reverse mode from it: both modes and their nestings work.
     (loss, seed), (tangent, _) = primals, tangents
     return _with_tangent(op, loss, seed), op(tangent, seed)

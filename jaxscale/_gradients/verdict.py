@@ -14,7 +14,12 @@ import numpy as np
 import optax
 
 from .._trees.casts import cast
-from .._trees.gradient_leaves import leaf_name, list_gradients, map_gradients, replace_gradients
+from .._trees.gradient_leaves import (
+    leaf_name,
+    list_gradients,
+    map_gradients,
+    replace_gradients,
+)
 from .reduction import (
     Reduction,
     float_bits,
@@ -153,10 +158,13 @@ class Verdict(NamedTuple):
     grads_finite: jax.Array  # bool[]
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
-    squares: jax.Array | None  # the sum of all squares, if the norm comes from the same pass
-    norm: jax.Array | None = None  # that all devices agree on, an f32[], if that was asked for
+    # the sum of all squares, if the norm comes from the same pass
+    squares: jax.Array | None
+    # that all devices agree on, an f32[], if that was asked for
+    norm: jax.Array | None = None
     loss: jax.Array | None = None  # the largest of all devices, if that was asked for
-    largest: jax.Array | None = None  # the largest gradient, an f32[], if the policy needs it
+    # the largest gradient, an f32[], if the policy needs it
+    largest: jax.Array | None = None
 
 
 class _Passes(NamedTuple):
@@ -211,7 +219,9 @@ def judge_gradients(
     )
 
 
-def _make_passes(grads: Scaled, before_hook: Scaled | None, questions: Questions) -> _Passes:
+def _make_passes(
+    grads: Scaled, before_hook: Scaled | None, questions: Questions
+) -> _Passes:
     """Makes the passes that answer the questions of `judge_gradients`: one, or two."""
     original = grads
     if before_hook is not None:
@@ -220,7 +230,9 @@ def _make_passes(grads: Scaled, before_hook: Scaled | None, questions: Questions
         first = reduce_sizes(original, by_leaf=questions.by_leaf)
     else:
         needs_squares = questions.squares and before_hook is None
-        first = reduce_gradients(original.divided, by_leaf=questions.by_leaf, squares=needs_squares)
+        first = reduce_gradients(
+            original.divided, by_leaf=questions.by_leaf, squares=needs_squares
+        )
     if before_hook is not None:
         second = reduce_gradients(
             grads.divided, by_leaf=questions.by_leaf, squares=questions.squares
@@ -293,7 +305,9 @@ def global_norm(grads: optax.Updates) -> jax.Array:
     return jnp.sqrt(reduce_gradients(grads, squares=True).squares())
 
 
-def clip_by_global_norm(grads: optax.Updates, norm: jax.Array, max_norm: float) -> optax.Updates:
+def clip_by_global_norm(
+    grads: optax.Updates, norm: jax.Array, max_norm: float
+) -> optax.Updates:
     """Scales gradients of a known norm down to `max_norm` if that is less.
 
     The rule is that of `optax.clip_by_global_norm`, but with one factor, as XLA treats a division

@@ -25,7 +25,8 @@ class Copy(NamedTuple):
     """
 
     eqn: JaxprEqn
-    inputs: tuple[int | None, ...]  # the numbers of what it reads, `None` for its literals
+    # the numbers of what it reads, `None` for its literals
+    inputs: tuple[int | None, ...]
     types: tuple[Any, ...]  # of its outputs
     like: JaxprEqn  # has the line and the scopes of the copy
 
@@ -42,7 +43,9 @@ def copy_of_cast(value: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
     return Copy(eqn, inputs=(value,), types=(_typed(aval, dtype),), like=like)
 
 
-def copy_of_stand_in(value: int, source: int, aval: Any, dtype: Any, like: JaxprEqn) -> Copy:
+def copy_of_stand_in(
+    value: int, source: int, aval: Any, dtype: Any, like: JaxprEqn
+) -> Copy:
     """Returns a `stand_in` for a value of a type, in the line and scopes of another equation."""
     eqn = _stand_in_as(np.dtype(dtype))
     return Copy(eqn, inputs=(value, source), types=(_typed(aval, dtype),), like=like)
@@ -95,13 +98,15 @@ def _key(copy: Copy) -> Any:
             literals.append(_literal_key(atom))
     info: Any = copy.like.source_info
     place = (info.traceback, info.name_stack, copy.like.ctx)
-    params = tuple(eqn.params.items())  # in the order in which JAX made them, which is one
+    # in the order in which JAX made them, which is one
+    params = tuple(eqn.params.items())
     return (eqn.primitive, params, copy.inputs, copy.types, tuple(literals), place)
 
 
 def _literal_key(literal: Any) -> Any:
     value = np.asarray(literal.val)
-    return literal.aval, value.dtype, value.tobytes()  # as 0.0 == -0.0, and NaN equals nothing
+    # as 0.0 == -0.0, and NaN equals nothing
+    return literal.aval, value.dtype, value.tobytes()
 
 
 def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jaxpr:
@@ -114,7 +119,11 @@ def _copy_all(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> Jax
         eqns.append(eqn)
         values += eqn.outvars
     jaxpr = Jaxpr(
-        constvars=(), invars=invars, outvars=[values[output]], eqns=eqns, debug_info=_names()
+        constvars=(),
+        invars=invars,
+        outvars=[values[output]],
+        eqns=eqns,
+        debug_info=_names(),
     )
     if any(map(_is_high, eqns)):
         return jaxpr.replace(is_high=True)
@@ -139,7 +148,8 @@ def _copy_equation(copy: Copy, values: Sequence[Var]) -> JaxprEqn:
 
 def _is_high(eqn: JaxprEqn) -> bool:
     """Returns whether an equation holds operations that are objects: JAX asks its program."""
-    if jax.__version_info__ < (0, 8):  # there are none, and the question takes other arguments
+    # there are none, and the question takes other arguments
+    if jax.__version_info__ < (0, 8):
         return False
     primitive: Any = eqn.primitive
     types = [atom.aval for atom in eqn.invars]

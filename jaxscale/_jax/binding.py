@@ -14,7 +14,9 @@ from .inner_programs import programs
 from .once import bind_once, is_differentiated
 
 
-def bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+def bind(
+    eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
     """Returns the outputs of an equation for other arguments, and maybe other parameters."""
     if params is None:
         params = eqn.params

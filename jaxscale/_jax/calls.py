@@ -10,7 +10,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .binding import bind
 from .forms import reads_form
 from .hijax import OBJECT, operation, takes_own_types
-from .inner_programs import ClosedJaxpr, check_programs, fit, program_of_object, without_constants
+from .inner_programs import (
+    ClosedJaxpr,
+    check_programs,
+    fit,
+    program_of_object,
+    without_constants,
+)
 from .remat import repeat_each, with_rematted
 
 # Calls: the name of the equation, and the parameter with the program.
@@ -19,7 +25,8 @@ CALLS = {
     "pjit": "jaxpr",  # before
     "closed_call": "call_jaxpr",
     "call": "call_jaxpr",  # before JAX 0.12
-    "eval_jaxpr": "call_jaxpr",  # since: what a traced function leaves where it is called
+    # since: what a traced function leaves where it is called
+    "eval_jaxpr": "call_jaxpr",
     "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
@@ -73,7 +80,9 @@ def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any
     return params | changed
 
 
-def call_part(eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+def call_part(
+    eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]
+) -> list[Any]:
     """Returns the outputs of a part of what a divisible equation calls, called as that is."""
     name = operation(eqn)
     if name in _JITS:
@@ -85,10 +94,14 @@ def call_part(eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]) -> l
     return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
 
 
-_traced_parts: WeakKeyDictionary[Any, dict[Any, tuple[Jaxpr, list[Any]]]] = WeakKeyDictionary()
+_traced_parts: WeakKeyDictionary[Any, dict[Any, tuple[Jaxpr, list[Any]]]] = (
+    WeakKeyDictionary()
+)
 
 
-def _traced(part: Callable[..., Any], types: tuple[Any, ...]) -> tuple[Jaxpr, list[Any]]:
+def _traced(
+    part: Callable[..., Any], types: tuple[Any, ...]
+) -> tuple[Jaxpr, list[Any]]:
     """Returns the program of a part and its constants. It is one, however often it is called."""
     known = _traced_parts.setdefault(part, {})
     if types not in known:

@@ -38,7 +38,11 @@ def scan(eqn: JaxprEqn) -> Scan:
 
 
 def scan_again(
-    eqn: JaxprEqn, body: ClosedJaxpr, consts: Sequence[Any], carries: Sequence[Any], xs: Any
+    eqn: JaxprEqn,
+    body: ClosedJaxpr,
+    consts: Sequence[Any],
+    carries: Sequence[Any],
+    xs: Any,
 ) -> list[Any]:
     """Returns the outputs of a `scan` with another body, of more constants or slices."""
     run_body = jaxpr_as_fun(body)
@@ -49,7 +53,8 @@ def scan_again(
         return tuple(outputs[:num_carries]), outputs[num_carries:]
 
     options: dict[str, Any] = {}
-    for name in ("length", "reverse", "unroll", "_split_transpose"):  # the last until JAX 0.10
+    # the last until JAX 0.10
+    for name in ("length", "reverse", "unroll", "_split_transpose"):
         if name in eqn.params:
             options[name] = eqn.params[name]
     carried, stacked = jax.lax.scan(step, tuple(carries), tuple(xs), **options)
@@ -124,7 +129,12 @@ def mapped(eqn: JaxprEqn) -> Mapped:
         program = params.pop("call_jaxpr")
         names = ("axis_name", "in_axes", "out_axes", "devices", "backend", "axis_size")
         options = {name: params.pop(name) for name in names}
-        for name in ("name", "donated_invars", "global_axis_size", "is_explicit_global_axis_size"):
+        for name in (
+            "name",
+            "donated_invars",
+            "global_axis_size",
+            "is_explicit_global_axis_size",
+        ):
             params.pop(name, None)
         transform = jax.pmap
         inputs = "in_axes"

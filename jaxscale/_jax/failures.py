@@ -56,7 +56,8 @@ def naming_the_line(call: str, way_out: str) -> Iterator[None]:
 
 def _is_unexpected(error: BaseException) -> bool:
     """Returns whether an error is one that nobody wrote for the user to read."""
-    if type(error) not in _OF_PYTHON:  # such as a class of JAX that derives from `TypeError`
+    # such as a class of JAX that derives from `TypeError`
+    if type(error) not in _OF_PYTHON:
         return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename

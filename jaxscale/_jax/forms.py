@@ -26,10 +26,13 @@ def reads_form(
     """Makes a function that reads an equation raise an `UnknownFormError` where it cannot."""
 
     @functools.wraps(read)
-    def read_or_raise(eqn: JaxprEqn, *args: _More.args, **kwargs: _More.kwargs) -> _Read:
+    def read_or_raise(
+        eqn: JaxprEqn, *args: _More.args, **kwargs: _More.kwargs
+    ) -> _Read:
         try:
             return read(eqn, *args, **kwargs)
-        except Exception as error:  # nobody knows what a form that is not known yet raises
+        # nobody knows what a form that is not known yet raises
+        except Exception as error:
             raise UnknownFormError(eqn.primitive.name) from error
 
     return read_or_raise

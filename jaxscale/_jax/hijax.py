@@ -144,7 +144,9 @@ def _expanded(eqn: JaxprEqn, hi_prim: Any) -> Any:
     if key not in _expansions:
 
         def expand(*args: Any) -> Any:
-            values = hi_prim.in_tree.unflatten(map(_raised, hi_prim.in_avals_flat, args))
+            values = hi_prim.in_tree.unflatten(
+                map(_raised, hi_prim.in_avals_flat, args)
+            )
             outputs = hi_prim.out_tree.flatten_up_to(hi_prim.expand(*values))
             return list(map(_lowered, hi_prim.out_avals_flat, outputs))
 
@@ -156,7 +158,9 @@ def _expanded(eqn: JaxprEqn, hi_prim: Any) -> Any:
     return _expansions[key]
 
 
-def fitted(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> dict[str, Any]:
+def fitted(
+    eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]
+) -> dict[str, Any]:
     """Returns the parameters of an equation for other arguments than its own.
 
     An object knows the types of its arguments. A name may be that of an array of any type.

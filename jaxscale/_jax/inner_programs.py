@@ -46,7 +46,9 @@ def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     if hasattr(info, "with_unknown_names"):  # since JAX 0.7
         info = info.with_unknown_names()
     invars = [*jaxpr.constvars, *jaxpr.invars]
-    return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(program.consts)
+    return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(
+        program.consts
+    )
 
 
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
@@ -92,7 +94,9 @@ def program_of_object(eqn: JaxprEqn) -> ClosedJaxpr:
     return closed(hijax.program_of(eqn))
 
 
-def with_programs(eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]) -> dict[str, Any]:
+def with_programs(
+    eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]
+) -> dict[str, Any]:
     """Returns the parameters of an equation with other programs in the places of its own."""
     others = iter(replaced)
 
@@ -114,7 +118,9 @@ def check_programs(eqn: JaxprEqn, *known: Any) -> None:
             raise ValueError("it holds another program")
 
 
-def fit(program: Any, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> ClosedJaxpr:
+def fit(
+    program: Any, inputs: Sequence[Any], outputs: Sequence[Any] | None
+) -> ClosedJaxpr:
     """Checks that a program has as many inputs and outputs, and returns it with its constants.
 
     Raises:

@@ -78,5 +78,7 @@ def _is_plain(array: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _bound(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
     return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=_AT_ONCE)

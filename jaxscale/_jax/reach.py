@@ -24,7 +24,18 @@ _MOST = 2000  # objects that are looked at: a callback may close over the data o
 
 # What holds no program, or only that of others.
 _PLAIN = (
-    *(str, bytes, int, float, complex, bool, type(None), type, enum.Enum, types.ModuleType),
+    *(
+        str,
+        bytes,
+        int,
+        float,
+        complex,
+        bool,
+        type(None),
+        type,
+        enum.Enum,
+        types.ModuleType,
+    ),
     *(np.ndarray, np.generic, np.dtype, jax.Array, AbstractValue, Primitive),
     *(
         jax.sharding.Sharding,

@@ -11,7 +11,9 @@ import jax.experimental
 
 # What a function may be given that is traced. A ref is not a `jax.Array`.
 TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
-new_ref: Any = getattr(jax, "new_ref", None) or getattr(jax.experimental, "mutable_array", None)
+new_ref: Any = getattr(jax, "new_ref", None) or getattr(
+    jax.experimental, "mutable_array", None
+)
 
 
 def is_ref(atom: Any) -> bool:

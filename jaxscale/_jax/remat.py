@@ -50,7 +50,9 @@ def repeat_each(entries: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, ..
     return tuple(repeated)
 
 
-def rematerialized(program: ClosedJaxpr, *, prevent_cse: bool) -> Callable[..., list[Any]]:
+def rematerialized(
+    program: ClosedJaxpr, *, prevent_cse: bool
+) -> Callable[..., list[Any]]:
     """Returns a function that runs a program, which the backward pass computes again.
 
     With `prevent_cse` a barrier keeps XLA from taking what the forward pass computed.
@@ -63,7 +65,9 @@ def rematerialized(program: ClosedJaxpr, *, prevent_cse: bool) -> Callable[..., 
     return differentiated_once(lambda *args: bind(eqn, [*consts, *args], params))
 
 
-def _recomputed_transposed(program: ClosedJaxpr, prevent_cse: bool) -> Callable[..., list[Any]]:
+def _recomputed_transposed(
+    program: ClosedJaxpr, prevent_cse: bool
+) -> Callable[..., list[Any]]:
     """Returns a function that runs a program, which the transposed program computes again.
 
     JAX's new `jax.checkpoint` cannot be transposed where it stands. A `custom_jvp` function can,

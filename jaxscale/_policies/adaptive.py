@@ -164,7 +164,9 @@ class AdaptiveLossScale(CheckedLossScale):
             overflows=0,
         )
 
-    def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
+    def _move(
+        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+    ) -> Any:
         """Returns the next state. Without `largest` a scale doubles in `period` finite steps."""
         now = self._to_integers(state)
         if largest is None:
@@ -172,7 +174,9 @@ class AdaptiveLossScale(CheckedLossScale):
         else:
             # False for 0. XLA may take subnormal numbers for 0, or may not.
             is_seen = largest >= _SMALLEST
-            after_finite = tree_where(is_seen, self._after_finite_step(now, _log2(largest)), now)
+            after_finite = tree_where(
+                is_seen, self._after_finite_step(now, _log2(largest)), now
+            )
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
         return _to_floats(after)
 
@@ -207,7 +211,9 @@ class AdaptiveLossScale(CheckedLossScale):
         is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * _BINADE)
         is_repeated = is_blamed & ~is_ahead & (now.finite_steps < self.period // 4)
 
-        level = jnp.where(is_ahead, beyond - _LEVEL_BINADE // 2, now.level) - _LEVEL_BINADE
+        level = (
+            jnp.where(is_ahead, beyond - _LEVEL_BINADE // 2, now.level) - _LEVEL_BINADE
+        )
         missing = jnp.maximum(_to_units(self.min_level) - level, 0)
         level += missing
         # What the level cannot fall, the peak rises.
@@ -225,7 +231,9 @@ class AdaptiveLossScale(CheckedLossScale):
             overflows=increment(now.overflows),
         )
 
-    def _raise_crest(self, now: "_IntegerState", top: jax.Array, level: jax.Array) -> jax.Array:
+    def _raise_crest(
+        self, now: "_IntegerState", top: jax.Array, level: jax.Array
+    ) -> jax.Array:
         """Returns the crest after an overflow that repeats, given the lowered level."""
         # The last crest was not enough if nothing finite has come near it. Usual gradients come
         # near a low one.
@@ -238,7 +246,11 @@ class AdaptiveLossScale(CheckedLossScale):
         return jnp.minimum(jnp.minimum(higher, last), _HIGHEST)
 
     def _lower_exponent(
-        self, now: "_IntegerState", level: jax.Array, crest: jax.Array, is_repeated: jax.Array
+        self,
+        now: "_IntegerState",
+        level: jax.Array,
+        crest: jax.Array,
+        is_repeated: jax.Array,
     ) -> jax.Array:
         """Returns the exponent of the scale after an overflow: lower, but not below the minimum."""
         is_first = now.overflows == 0
@@ -248,13 +260,19 @@ class AdaptiveLossScale(CheckedLossScale):
         fitting = (_to_logarithm(level) - crest) // _BINADE
         lowered = jnp.where(is_repeated, jnp.minimum(lowered, fitting), lowered)
         # A restored scale may lie below the minimum.
-        return jnp.minimum(now.exponent, jnp.maximum(lowered, _exponent(self.min_scale)))
+        return jnp.minimum(
+            now.exponent, jnp.maximum(lowered, _exponent(self.min_scale))
+        )
 
-    def _after_finite_step(self, now: "_IntegerState", x: jax.Array | None) -> "_IntegerState":
+    def _after_finite_step(
+        self, now: "_IntegerState", x: jax.Array | None
+    ) -> "_IntegerState":
         """Moves on after a finite step, with `x` the logarithm of its largest gradient."""
         slow = max(1, round(_LEVEL_BINADE / self.period))
         fast = max(1, round(_LEVEL_BINADE / self.search_period))
-        raised_level = now.level + jnp.where(now.finite_steps >= self.period, fast, slow)
+        raised_level = now.level + jnp.where(
+            now.finite_steps >= self.period, fast, slow
+        )
         now = now._replace(
             finite_steps=increment(now.finite_steps),
             held_steps=increment(now.held_steps),
@@ -263,7 +281,9 @@ class AdaptiveLossScale(CheckedLossScale):
             after = self._follow_level(now, raised_level)
         else:
             after = self._follow_gradient(now, raised_level, x)
-        target = (_to_logarithm(after.level) - jnp.maximum(after.peak, after.crest)) // _BINADE
+        target = (
+            _to_logarithm(after.level) - jnp.maximum(after.peak, after.crest)
+        ) // _BINADE
         target = jnp.minimum(target, now.exponent + 1)
         lowest = _exponent(self.min_scale)
         highest = _exponent(self.max_scale)
@@ -272,7 +292,9 @@ class AdaptiveLossScale(CheckedLossScale):
             overflows=jnp.zeros_like(now.overflows),
         )
 
-    def _follow_level(self, now: "_IntegerState", raised_level: jax.Array) -> "_IntegerState":
+    def _follow_level(
+        self, now: "_IntegerState", raised_level: jax.Array
+    ) -> "_IntegerState":
         """Returns the level, peak and crest after a finite step of which no gradient is known."""
         level = jnp.minimum(raised_level, _to_units(self.max_level))
         # The peak that holds the scale where it has been lowered.
@@ -289,7 +311,9 @@ class AdaptiveLossScale(CheckedLossScale):
         """Returns all but the scale after a finite step whose largest gradient is known."""
         # What this step has shown to fit, but for 2 binades.
         shown_level = x * _LEVEL_UNITS + (now.exponent - 2) * _LEVEL_BINADE
-        level = jnp.minimum(jnp.maximum(raised_level, shown_level), _to_units(self.max_level))
+        level = jnp.minimum(
+            jnp.maximum(raised_level, shown_level), _to_units(self.max_level)
+        )
         faded = self._fade(now.peak, x)
         peak = jnp.maximum(x, faded)
 

@@ -47,7 +47,8 @@ class LossScale(abc.ABC):
       The interface is that of TensorFlow's `tf.train.experimental.LossScale`.
     """
 
-    needs_largest: ClassVar[bool] = False  # whether `adjust` is given the largest gradient
+    # whether `adjust` is given the largest gradient
+    needs_largest: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self) -> LossScaleState:
@@ -55,7 +56,10 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def adjust(
-        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        largest: jax.Array | None = None,
     ) -> LossScaleState:
         """Returns the state of the next step, given whether the gradients were finite.
 
@@ -175,17 +179,24 @@ class CheckedLossScale(LossScale):
         return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum
 
     def adjust(
-        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        largest: jax.Array | None = None,
     ) -> LossScaleState:
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
         if largest is not None:
             largest = check_largest(call, largest)
         state = check_policy_state(call, state, self._state_type)
-        state = state._replace(loss_scale=sanitize_scale(state.loss_scale, self.init_scale))
+        state = state._replace(
+            loss_scale=sanitize_scale(state.loss_scale, self.init_scale)
+        )
         return self._move(state, grads_finite, largest)
 
-    def _move(self, state: Any, grads_finite: jax.Array, largest: jax.Array | None) -> Any:
+    def _move(
+        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+    ) -> Any:
         """Returns the next state, given one that is checked and whose scale is usable."""
         after_finite = self._after_finite(state)
         after_nonfinite = self._after_nonfinite(state)

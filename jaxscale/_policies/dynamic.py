@@ -80,13 +80,17 @@ class DynamicLossScale(CheckedLossScale):
         return LossScaleState(
             loss_scale=jnp.where(grows, grown, state.loss_scale),
             growth_tracker=jnp.where(grows, 0, streak),
-            hysteresis_tracker=jnp.where(grows, self.hysteresis, state.hysteresis_tracker),
+            hysteresis_tracker=jnp.where(
+                grows, self.hysteresis, state.hysteresis_tracker
+            ),
         )
 
     def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
         left = jnp.maximum(state.hysteresis_tracker, 1) - 1
         return LossScaleState(
-            loss_scale=jnp.where(left == 0, self._back_off(state.loss_scale), state.loss_scale),
+            loss_scale=jnp.where(
+                left == 0, self._back_off(state.loss_scale), state.loss_scale
+            ),
             growth_tracker=jnp.zeros_like(state.growth_tracker),
             hysteresis_tracker=left,
         )

@@ -50,7 +50,10 @@ class FixedLossScale(LossScale):
         return init_state(self.loss_scale)
 
     def adjust(
-        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None = None
+        self,
+        state: LossScaleState,
+        grads_finite: jax.Array,
+        largest: jax.Array | None = None,
     ) -> LossScaleState:
         """Returns `state` as it is."""
         call = f"{type(self).__name__}.adjust"
@@ -61,7 +64,9 @@ class FixedLossScale(LossScale):
         self, state: LossScaleState, grads: Any, *, axis_name: Any = None
     ) -> tuple[LossScaleState, jax.Array]:
         """Returns `state` as it is, and `True`: always apply the gradients."""
-        state = check_policy_state(f"{type(self).__name__}.update", state, LossScaleState, grads)
+        state = check_policy_state(
+            f"{type(self).__name__}.update", state, LossScaleState, grads
+        )
         return state, jnp.array(True)
 
 

@@ -22,7 +22,8 @@ class GradualState(NamedTuple):
       overflows: `i32[]`, non-finite steps since the start.
     """
 
-    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+    # not a field: it tells this type from other named tuples
+    is_loss_scale_state = True
 
     loss_scale: jax.Array
     steps_since_backoff: jax.Array

@@ -28,7 +28,8 @@ class LogMaxState(NamedTuple):
       b2_correction: `f32[]`, the same of the slow averages.
     """
 
-    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+    # not a field: it tells this type from other named tuples
+    is_loss_scale_state = True
 
     loss_scale: jax.Array
     x_hat: jax.Array
@@ -110,7 +111,8 @@ class LogMaxLossScale(CheckedLossScale):
     ) -> LogMaxState:
         # Without gradients a finite step says nothing about their size, as if all were 0.
         size = jnp.zeros(()) if largest is None else largest
-        x = jnp.log2(jnp.where(size > 0, size, 1.0))  # all zeros do not count, see below
+        # all zeros do not count, see below
+        x = jnp.log2(jnp.where(size > 0, size, 1.0))
         x = jnp.where(grads_finite, x, self.log_max)
         next_state = self._average(state, x)
         scale = self._predict_scale(next_state)
@@ -134,7 +136,9 @@ class LogMaxLossScale(CheckedLossScale):
         """Returns the scale that keeps the largest gradient some deviations below an overflow."""
         mean = state.x_hat / (1 - state.b1_correction)
         slow_mean = state.slow_x_hat / (1 - state.b2_correction)
-        variance = state.xsquared_hat / (1 - state.b2_correction) - slow_mean * slow_mean
+        variance = (
+            state.xsquared_hat / (1 - state.b2_correction) - slow_mean * slow_mean
+        )
         # The variance of a constant is 0, and rounding may take it below.
         deviation = jnp.sqrt(jnp.maximum(variance, 0.0))
         scale = jnp.exp2(_TARGET - (deviation * self.overflow_std_dev + mean))

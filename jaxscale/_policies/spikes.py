@@ -53,7 +53,8 @@ class _Judgement(NamedTuple):
     window: jax.Array  # f32[window], with the value as its newest entry
     num_entries: jax.Array  # i32[], how many the window has
     threshold: jax.Array  # f32[], what the value had to exceed
-    deviation: jax.Array  # f32[], by how many standard deviations it stands above the mean
+    # f32[], by how many standard deviations it stands above the mean
+    deviation: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,10 +231,16 @@ class SpikeRule:
         next_state = next_state._replace(
             total_spikes=jnp.where(is_spike, total_spikes, state.total_spikes),
             spike_count=jnp.where(is_spike, spike_count, 0),
-            total_norm_overflows=jnp.where(norm_overflows, overflows, state.total_norm_overflows),
-            cooldown=jnp.where(is_spike, self.window, jnp.maximum(state.cooldown, 1) - 1),
+            total_norm_overflows=jnp.where(
+                norm_overflows, overflows, state.total_norm_overflows
+            ),
+            cooldown=jnp.where(
+                is_spike, self.window, jnp.maximum(state.cooldown, 1) - 1
+            ),
         )
-        return is_spike & is_judged, tree_where(is_judged, next_state, count_blind_step(state))
+        return is_spike & is_judged, tree_where(
+            is_judged, next_state, count_blind_step(state)
+        )
 
     def _find_reach(self, state: SpikeState) -> jax.Array:
         """Returns at most how far above the mean a spike enters, in distances of the threshold."""

@@ -21,7 +21,8 @@ class ToleranceState(NamedTuple):
       overflows_since_backoff: `i32[]`, non-finite steps since it last backed off.
     """
 
-    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+    # not a field: it tells this type from other named tuples
+    is_loss_scale_state = True
 
     loss_scale: jax.Array
     growth_tracker: jax.Array

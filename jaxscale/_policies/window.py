@@ -27,7 +27,8 @@ class WindowState(NamedTuple):
       window_down_count: `i32[]`, backoffs that count towards an interval of 1.
     """
 
-    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+    # not a field: it tells this type from other named tuples
+    is_loss_scale_state = True
 
     loss_scale: jax.Array
     growth_tracker: jax.Array
@@ -114,7 +115,9 @@ class WindowLossScale(CheckedLossScale):
         return WindowState(
             loss_scale=jnp.where(grows, grown, state.loss_scale),
             growth_tracker=jnp.where(grows, 0, steps),
-            window_index=jnp.where(moves_up, state.window_index + 1, state.window_index),
+            window_index=jnp.where(
+                moves_up, state.window_index + 1, state.window_index
+            ),
             window_up_count=jnp.where(moves_up, 0, ups),
             window_down_count=jnp.where(grows, 0, state.window_down_count),
         )

@@ -56,7 +56,9 @@ def _cause_in_loss(state: Any, unscaled: bool) -> str:
     """Returns the likely cause if the loss itself is not finite."""
     symptom = "The loss itself is not finite"
     if state.row_notfinite_loss < state.notfinite_count:
-        symptom += f" in {state.row_notfinite_loss} of these {state.notfinite_count} steps"
+        symptom += (
+            f" in {state.row_notfinite_loss} of these {state.notfinite_count} steps"
+        )
     if not unscaled:
         symptom += ", so no loss scale can help"
     applied = state.total_steps - state.total_notfinite

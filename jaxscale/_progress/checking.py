@@ -30,7 +30,10 @@ class LossScaleStuckError(RuntimeError):
 
 
 def check(
-    tree: Any, *, tx: optax.GradientTransformation | None = None, max_consecutive: int = 50
+    tree: Any,
+    *,
+    tx: optax.GradientTransformation | None = None,
+    max_consecutive: int = 50,
 ) -> None:
     """Returns `None` if training makes progress, and raises an error if it is stuck.
 
@@ -85,7 +88,9 @@ def check(
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
     axes = np.shape(state.notfinite_count)  # those of a population
     steps = np.broadcast_to(_count_optimizer_steps(state, inner_state), axes)
-    members = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state)
+    members = jax.tree.map(
+        lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state
+    )
     optimizer = find_wrapped_optimizer(tx or getattr(tree, "tx", None))
     policy = None
     if optimizer is not None:
@@ -150,7 +155,11 @@ def _on_host(leaf: Any) -> np.ndarray:
 
 def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
     """Warns if a restored `TrainState` has made more steps than the optimizer that it holds."""
-    if step is None or np.ndim(state.total_steps) or not np.all(step > state.total_steps):
+    if (
+        step is None
+        or np.ndim(state.total_steps)
+        or not np.all(step > state.total_steps)
+    ):
         return
     if _is_lost(step, state, inner_state):
         warnings.warn(
@@ -166,7 +175,9 @@ def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
 def _is_lost(step: Any, state: Any, inner_state: Any) -> Any:
     """Returns whether an optimizer that made fewer steps than `step` was not restored."""
     applied = state.total_steps - state.total_notfinite
-    counts = [np.max(count) for _, count in optax.tree.get_all_with_path(inner_state, "count")]
+    counts = [
+        np.max(count) for _, count in optax.tree.get_all_with_path(inner_state, "count")
+    ]
     if isinstance(inner_state, optax.MultiStepsState):
         # Its optimizer steps once in a few micro-batches, and how many is not known here. Only a
         # fresh one shows: an adopted one has made a step, or is further in its window.

@@ -62,7 +62,9 @@ def _is_idle(members: Any) -> Any:
     scaling = members.scaling
     if not isinstance(scaling, LossScaleState):
         return False  # others may start there, as they see gradients
-    overflows = members.total_notfinite - members.total_notfinite_loss + members.total_retries
+    overflows = (
+        members.total_notfinite - members.total_notfinite_loss + members.total_retries
+    )
     # One that is fixed tracks nothing. One that grows has 0 finite steps just after it grew, but as
     # nothing overflowed, all of its hysteresis is left.
     moves = (scaling.growth_tracker > 0) | (scaling.hysteresis_tracker > 0)
@@ -106,4 +108,6 @@ def blames_loss(members: Any) -> Any:
 
 def is_unscaled(state: Any, policy: LossScale | None) -> bool:
     """Returns whether the state is that of `skip_nonfinite`, without a loss scale."""
-    return isinstance(state.scaling, UnitLossScaleState) or isinstance(policy, NoOpLossScale)
+    return isinstance(state.scaling, UnitLossScaleState) or isinstance(
+        policy, NoOpLossScale
+    )

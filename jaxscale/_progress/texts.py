@@ -60,19 +60,25 @@ AT_ANY_SCALE = (
 )
 ON_CPU = "On a CPU, XLA may lose a NaN of the loss on the way, so a finite loss proves little."
 
-_RATE = "`check`: one step in 20 or more was skipped lately (`skip_rate` of `metrics`). "
+_RATE = (
+    "`check`: one step in 20 or more was skipped lately (`skip_rate` of `metrics`). "
+)
 RATE_LOSS = (
-    _RATE + "Mostly the loss itself was not finite, so no loss scale can help: look for NaN and "
+    _RATE
+    + "Mostly the loss itself was not finite, so no loss scale can help: look for NaN and "
     "inf in the batches, and for an operation in the forward pass that leaves the range of its "
     "dtype. " + DOCTOR
 )
 RATE_GRADS = (
-    _RATE + "Mostly the gradients were not finite. If the loss was passed as `value`, it was "
+    _RATE
+    + "Mostly the gradients were not finite. If the loss was passed as `value`, it was "
     "finite; if not, pass it, so that a bad forward pass is told apart. If the scale is at its "
     "floor or fixed, it may be too high. Otherwise some batches overflow at any scale: look into "
     f"them, and for {AT_ANY_SCALE}. " + DOCTOR
 )
-RATE_UNSCALED_LOSS = f"{_RATE}Mostly the loss itself was not finite. {WITHOUT_HALF} {DOCTOR}"
+RATE_UNSCALED_LOSS = (
+    f"{_RATE}Mostly the loss itself was not finite. {WITHOUT_HALF} {DOCTOR}"
+)
 RATE_UNSCALED_GRADS = (
     f"{_RATE}Mostly the gradients were not finite. {WITHOUT_HALF} If the loss was not passed as "
     f"`value`, pass it, so that a bad forward pass is told apart. {ON_CPU} {DOCTOR}"

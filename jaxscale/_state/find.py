@@ -56,7 +56,9 @@ def _is_mapping_of_state(node: Any) -> bool:
 
 def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
     """Makes a `LossScaledState` of its fields. One that is left out, as it is empty, is `None`."""
-    fields: dict[str, Any] = {name: mapping.get(name) for name in LossScaledState._fields}
+    fields: dict[str, Any] = {
+        name: mapping.get(name) for name in LossScaledState._fields
+    }
     fields["scaling"] = _restore_scaling(fields["scaling"])
     if fields["spikes"] is not None:
         fields["spikes"] = SpikeState(**fields["spikes"])
@@ -105,7 +107,9 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
     return state
 
 
-def check_policy_state(call: str, state: Any, kind: type = object, grads: Any = None) -> Any:
+def check_policy_state(
+    call: str, state: Any, kind: type = object, grads: Any = None
+) -> Any:
     """Returns the state that a policy was given, as arrays, or says what to pass instead.
 
     The `grads` that came with it tell whether the arguments were swapped.
@@ -119,7 +123,9 @@ def check_policy_state(call: str, state: Any, kind: type = object, grads: Any = 
     if are_swapped:
         hint = "The order of the arguments is (state, grads)."
     elif holds_state:
-        hint = "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
+        hint = (
+            "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
+        )
     else:
         hint = (
             "Pass what the policy's `init`, or its last step, returned. To take over the state of "
@@ -127,7 +133,9 @@ def check_policy_state(call: str, state: Any, kind: type = object, grads: Any = 
             "jaxscale.to_state_dict(state))`."
         )
     expected = "the state of a policy" if kind is object else f"a `{kind.__name__}`"
-    raise TypeError(f"`{call}(state=...)` must be {expected}, got {type(state).__name__}. {hint}")
+    raise TypeError(
+        f"`{call}(state=...)` must be {expected}, got {type(state).__name__}. {hint}"
+    )
 
 
 def check_alone(argument: str, state: Any) -> None:
@@ -152,7 +160,9 @@ def find_one(call: str, tree: Any, matches: Callable[[Any], bool], what: str) ->
         return nodes[0]
     message = f"`{call}` needs a tree with exactly one {what}, got "
     if not nodes:
-        raise ValueError(f"{message}none in {_describe_contents(tree)}. {_suggest_state(tree)}")
+        raise ValueError(
+            f"{message}none in {_describe_contents(tree)}. {_suggest_state(tree)}"
+        )
     raise ValueError(
         f"{message}{len(nodes)}, at {', '.join(places)}. Pass the one that belongs to this loss."
     )
@@ -162,7 +172,8 @@ def _suggest_state(tree: Any) -> str:
     """Returns what to pass instead of a tree without a state."""
     if hasattr(tree, "init"):
         return "It makes states and is not one itself: pass what its `init` returned."
-    if hasattr(tree, "opt_state") and jax.tree_util.all_leaves([tree]):  # nothing looked inside
+    # nothing looked inside
+    if hasattr(tree, "opt_state") and jax.tree_util.all_leaves([tree]):
         return "Pass its `opt_state`."
     if callable(tree):
         return "The function to differentiate comes first, the state second."

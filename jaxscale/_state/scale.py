@@ -58,7 +58,8 @@ class AdaptiveState(NamedTuple):
       Array(13., dtype=float32)
     """
 
-    is_loss_scale_state = True  # not a field: it tells this type from other named tuples
+    # not a field: it tells this type from other named tuples
+    is_loss_scale_state = True
 
     loss_scale: jax.Array  # f32[]
     peak: jax.Array  # f32[]

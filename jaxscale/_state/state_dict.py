@@ -110,7 +110,11 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       >>> jaxscale.from_state_dict(tx.init(jnp.ones(2)), saved).total_steps
       Array(0, dtype=int32)
     """
-    if isinstance(target, dict) and "version" in target and not isinstance(state_dict, dict):
+    if (
+        isinstance(target, dict)
+        and "version" in target
+        and not isinstance(state_dict, dict)
+    ):
         raise TypeError(
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
             "after a fresh `tx.init(params)`."
@@ -232,7 +236,9 @@ def _rebuild(node: Any, children: list[Any]) -> Any:
 
 def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
     """Returns the children of a node, each with its path, and the structure around them."""
-    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    return jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
 
 
 def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
@@ -345,7 +351,9 @@ def _restore_leaf(path: str, target: Any, leaf: Any) -> Any:
     like = _check_number(_place("target", path), target)
     values = np.array(_check_number(place, leaf))
     if values.shape != np.shape(like):
-        raise ValueError(f"{place} must be of shape {np.shape(like)}, got {values.shape}.")
+        raise ValueError(
+            f"{place} must be of shape {np.shape(like)}, got {values.shape}."
+        )
     values = _cast_exactly(place, values, np.dtype(getattr(like, "dtype", type(like))))
     if isinstance(target, np.ndarray):
         return values
@@ -366,13 +374,16 @@ def _cast_exactly(place: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray
         return values
     kind = kind_of(dtype)
     if kind is NumberKind.NONE or kind_of(values.dtype) is not kind:
-        raise TypeError(f"{place} must be {dtype}, got {values.dtype}: {values.ravel()[:1]}.")
+        raise TypeError(
+            f"{place} must be {dtype}, got {values.dtype}: {values.ravel()[:1]}."
+        )
     with np.errstate(all="ignore"):
         cast = values.astype(dtype)
         is_equal = cast.astype(values.dtype) == values
     is_nan = values != values
     is_exact = is_equal | is_nan
-    if kind is NumberKind.INTEGER:  # a wrapped number wraps back, with another sign between
+    # a wrapped number wraps back, with another sign between
+    if kind is NumberKind.INTEGER:
         is_exact &= (cast < 0) == (values < 0)
     if not is_exact.all():
         raise ValueError(

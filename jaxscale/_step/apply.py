@@ -98,7 +98,9 @@ def apply_gradients(
         )
     optimizer = as_optimizer("apply_gradients", tx)
     order = "(tx, grads, opt_state, params)"
-    opt_state = optimizer.check_state("apply_gradients(opt_state=...)", opt_state, order)
+    opt_state = optimizer.check_state(
+        "apply_gradients(opt_state=...)", opt_state, order
+    )
     value = extra_args.pop("value", extra_args.get("loss"))
     result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(grads))
     params, opt_state = apply_users_gradients(
@@ -107,7 +109,9 @@ def apply_gradients(
     if keep is None:
         return params, opt_state
     new, old = keep
-    kept = select_if_applied("apply_gradients(keep=...)", optimizer, opt_state, new, old)
+    kept = select_if_applied(
+        "apply_gradients(keep=...)", optimizer, opt_state, new, old
+    )
     return params, opt_state, kept
 
 

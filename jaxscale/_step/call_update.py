@@ -48,7 +48,9 @@ def _with_loss(
 ) -> Mapping[str, Any]:
     """Adds the loss to arguments, but only where `tx.update` takes it: others would raise."""
     parameters = inspect.signature(tx.update).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     arguments = dict(extra_args)
     arguments.pop("loss", None)
     if "value" in parameters or takes_any:

@@ -23,7 +23,8 @@ def is_pair(value: Any) -> bool:
 
 def as_transformation(argument: str, tx: Any) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that takes extra arguments, or raises a `TypeError` if it is not one."""
-    if isinstance(tx, optax.MultiSteps):  # has `init` and `update`, but is not one itself
+    # has `init` and `update`, but is not one itself
+    if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
@@ -33,7 +34,9 @@ def as_transformation(argument: str, tx: Any) -> optax.GradientTransformationExt
     return optax.with_extra_args_support(tx)
 
 
-def check_state(argument: str, state: Any, policy: LossScale, order: str) -> LossScaledState:
+def check_state(
+    argument: str, state: Any, policy: LossScale, order: str
+) -> LossScaledState:
     """Returns the state that a step was given, as arrays, or raises an error.
 
     `order` is that of the arguments of the call, empty if it has only one.
@@ -140,7 +143,9 @@ def check_state_kept(new_state: Any, opt_state: Any) -> None:
 
 def check_not_nested(inner_state: Any) -> None:
     """Raises a `ValueError` if an optimizer is wrapped that is already wrapped further inside."""
-    for path, node in jax.tree_util.tree_leaves_with_path(inner_state, is_leaf=is_loss_scaled):
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        inner_state, is_leaf=is_loss_scaled
+    ):
         if is_loss_scaled(node):
             raise ValueError(
                 "`loss_scaled(inner).init`: `inner` already holds a `LossScaledState`, at "

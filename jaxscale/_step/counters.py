@@ -56,7 +56,9 @@ def count_step(
     The verdict is that on the last pass. `grads_finite` also covers the updates, if checked.
     """
     finite = grads_finite & verdict.loss_finite
-    state = state._replace(backoff_count=_count_backoffs(state, grads_finite, scaling, retries))
+    state = state._replace(
+        backoff_count=_count_backoffs(state, grads_finite, scaling, retries)
+    )
     if retries is not None:
         state = _count_retries(state, verdict, retries)
     applied = finite
@@ -66,7 +68,9 @@ def count_step(
         step_applied=applied,
         notfinite_count=jnp.where(finite, 0, increment(state.notfinite_count)),
         total_notfinite=increment_if(~finite, state.total_notfinite),
-        total_notfinite_loss=increment_if(~verdict.loss_finite, state.total_notfinite_loss),
+        total_notfinite_loss=increment_if(
+            ~verdict.loss_finite, state.total_notfinite_loss
+        ),
         row_notfinite_loss=jnp.where(
             finite, 0, increment_if(~verdict.loss_finite, state.row_notfinite_loss)
         ),
@@ -74,7 +78,9 @@ def count_step(
     )
 
 
-def _count_retries(state: LossScaledState, verdict: Verdict, retries: Retries) -> LossScaledState:
+def _count_retries(
+    state: LossScaledState, verdict: Verdict, retries: Retries
+) -> LossScaledState:
     total = state.total_retries
     room = jnp.iinfo(total.dtype).max - total
     exhausted = (retries.number > 0) & ~verdict.grads_finite
@@ -87,7 +93,10 @@ def _count_retries(state: LossScaledState, verdict: Verdict, retries: Retries) -
 
 
 def _count_backoffs(
-    state: LossScaledState, grads_finite: jax.Array, scaling: Any, retries: Retries | None
+    state: LossScaledState,
+    grads_finite: jax.Array,
+    scaling: Any,
+    retries: Retries | None,
 ) -> jax.Array:
     """Returns `backoff_count` after the scale moved: one fall a step, none after growth.
 
@@ -145,7 +154,8 @@ def move_skip_rate(
 
 def _skips_per_binade(policy: LossScale) -> float:
     """Returns how many skipped steps it takes a policy to halve its scale."""
-    if not isinstance(policy, CheckedLossScale):  # a name may mean something else in others
+    # a name may mean something else in others
+    if not isinstance(policy, CheckedLossScale):
         return 1.0
     backoff_factor = getattr(policy, "backoff_factor", 0.5)
     hysteresis = getattr(policy, "hysteresis", 1)

@@ -19,7 +19,12 @@ from .._gradients.verdict import (
 )
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.overwrites import holds_overwrites, overwrite, overwriting_updates, without_overwrites
+from .._trees.overwrites import (
+    holds_overwrites,
+    overwrite,
+    overwriting_updates,
+    without_overwrites,
+)
 from .._trees.params import apply_updates, cast_updates
 from .._trees.selection import tree_where
 from .call_update import call_update
@@ -33,7 +38,8 @@ class InnerUpdate(NamedTuple):
 
     updates: optax.Updates
     opt_state: Any
-    norm: jax.Array | None  # that of the gradients before they were clipped, if it is known
+    # that of the gradients before they were clipped, if it is known
+    norm: jax.Array | None
 
 
 class MadeStep(NamedTuple):
@@ -49,7 +55,8 @@ class StepOrSkip(NamedTuple):
     outcome: Any  # the new parameters, or only the updates
     opt_state: Any
     updates_finite: jax.Array | None  # bool[], `None` if the updates are not checked
-    grad_norm: jax.Array | None  # f32[], what the state shows, `None` if it shows no norm
+    # f32[], what the state shows, `None` if it shows no norm
+    grad_norm: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +80,12 @@ class InnerStep:
     may_be_skipped: bool
 
     def make(
-        self, grads: optax.Updates, opt_state: Any, *, norm: jax.Array | None, value: Any
+        self,
+        grads: optax.Updates,
+        opt_state: Any,
+        *,
+        norm: jax.Array | None,
+        value: Any,
     ) -> MadeStep:
         """Makes the step. The optimizer does not see leaves that their gradients replace.
 
@@ -120,7 +132,9 @@ class InnerStep:
                 norm = global_norm(grads)
             grads = clip_by_global_norm(grads, norm, self.max_norm)
         params = map_gradients(widen, params)
-        updates, new_state = call_update(self.tx, grads, opt_state, params, value, self.extra_args)
+        updates, new_state = call_update(
+            self.tx, grads, opt_state, params, value, self.extra_args
+        )
         if self.may_be_skipped:
             check_state_kept(new_state, opt_state)
         # Where no step is skipped, the state may change its structure.
@@ -161,7 +175,9 @@ def make_or_skip(
     def step(operand: Any) -> StepOrSkip:
         stored, norm = operand
         step_grads = ready.gradients_of(stored)
-        made = inner_step.make(step_grads, ready.opt_state, norm=norm, value=ready.value)
+        made = inner_step.make(
+            step_grads, ready.opt_state, norm=norm, value=ready.value
+        )
         outcome = made.outcome
         opt_state = made.update.opt_state
         grad_norm = None
@@ -169,7 +185,9 @@ def make_or_skip(
             grad_norm = show_norm(last_norm, made.update.norm, verdict.axis_name)
         updates_finite = None
         if check_updates:
-            updates_finite = all_finite(made.update.updates, axis_name=verdict.axis_name)
+            updates_finite = all_finite(
+                made.update.updates, axis_name=verdict.axis_name
+            )
             kept = inner_step.keep_outcome(outcome, grads)
             outcome = tree_where(updates_finite, outcome, kept)
             opt_state = tree_where(updates_finite, opt_state, ready.opt_state)

@@ -40,7 +40,9 @@ class StepTrees(NamedTuple):
 def types_of(tree: Any) -> TreeTypes:
     """Returns the structure of a tree, and the shape and the dtype of each leaf."""
     leaves, structure = jax.tree.flatten(tree)
-    types = [(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves]
+    types = [
+        (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves
+    ]
     return TreeTypes(structure, types)
 
 
@@ -115,7 +117,9 @@ def _check_grads(argument: str, grads: optax.Updates, params: optax.Params) -> N
             )
 
 
-def _explain_structures(argument: str, grads: optax.Updates, params: optax.Params) -> str:
+def _explain_structures(
+    argument: str, grads: optax.Updates, params: optax.Params
+) -> str:
     """Returns how the structure of gradients differs from that of the parameters, if it does.
 
     Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
@@ -137,7 +141,9 @@ def _explain_structures(argument: str, grads: optax.Updates, params: optax.Param
     param_names = _leaf_names(params)
     only_grads = [name for name in grad_names if name not in param_names]
     only_params = [name for name in param_names if name not in grad_names]
-    difference = f"That of the gradients is {of_grads}, and that of the parameters {of_params}."
+    difference = (
+        f"That of the gradients is {of_grads}, and that of the parameters {of_params}."
+    )
     if only_grads or only_params:
         difference = (
             f"Only among the gradients: {_list_names(only_grads)}; only among the parameters: "
@@ -181,7 +187,8 @@ def check_same_optimizer(
 ) -> None:
     """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
     if not all(map(is_array_like, jax.tree.leaves(params))):
-        return  # for such parameters `init` saw only a part of them, and which is not known
+        # for such parameters `init` saw only a part of them, and which is not known
+        return
     try:
         expected = optimizer.expected_types(params)
     except Exception:  # an `init` that needs values cannot be asked here

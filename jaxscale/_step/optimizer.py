@@ -137,6 +137,8 @@ def apply_users_gradients(
 ) -> tuple[Any, Any]:
     """Does what `apply_step` does, and checks the gradients, which are an `argument` of a call."""
     call = argument.partition("(")[0]
-    trees = StepTrees(argument, result.grads.grads, params, f"{call}(opt_state=...)", opt_state)
+    trees = StepTrees(
+        argument, result.grads.grads, params, f"{call}(opt_state=...)", opt_state
+    )
     with explaining_mismatch(trees, optimizer):
         return apply_step(optimizer, opt_state, params, result, extra_args)

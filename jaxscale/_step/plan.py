@@ -98,7 +98,9 @@ class StepPlan:
         one_of(self.call, "has_aux", self.has_aux, (False, True))
         int32(self.call, "retries", self.retries, 0, "passes")
         try:
-            inspect.signature(self.transform).bind(self.loss_fn, has_aux=True, **self.kwargs)
+            inspect.signature(self.transform).bind(
+                self.loss_fn, has_aux=True, **self.kwargs
+            )
         except TypeError as error:
             name = getattr(self.transform, "__name__", type(self.transform).__name__)
             raise TypeError(
@@ -122,7 +124,9 @@ class StepPlan:
             "`retries` out."
         )
 
-    def warn_if_bare(self, optimizer: Optimizer, opt_state: Any, stacklevel: int) -> None:
+    def warn_if_bare(
+        self, optimizer: Optimizer, opt_state: Any, stacklevel: int
+    ) -> None:
         """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
         if self.warnings_given or isinstance(optimizer, WrappedOptimizer):
             return
@@ -149,7 +153,9 @@ class StepPlan:
             arguments += [f"{name}=..." for name in kwargs]
             parts = "what is trained, and whatever else the step was given."
             if self.has_state:
-                parts = "what is trained, the state, and whatever else the step was given."
+                parts = (
+                    "what is trained, the state, and whatever else the step was given."
+                )
             elif not self.call.startswith("nnx"):
                 parts += " Pass has_state=True if one of them is state that the step carries."
             raise TypeError(
@@ -173,7 +179,9 @@ class StepPlan:
         aux = result.aux
         if self.has_state and self.has_aux:
             state, aux = result.aux
-        return BackwardResult(loss=result.loss, state=state, aux=aux, grads=result.grads)
+        return BackwardResult(
+            loss=result.loss, state=state, aux=aux, grads=result.grads
+        )
 
     def find_gradients(
         self,
@@ -211,7 +219,9 @@ class StepPlan:
         if not self.retries:
             return judged_pass(start)
         policy: Any = optimizer.policy  # one that moves, as `check_retries` saw
-        return repeat_backward(self.call, policy, judged_pass, start, self.retries, traced=traced)
+        return repeat_backward(
+            self.call, policy, judged_pass, start, self.retries, traced=traced
+        )
 
     def _add_axes(self, axis_name: Any, axes: Sequence[Any]) -> Any:
         """Adds axes along which a pass exchanges numbers to those whose devices agree."""
@@ -269,11 +279,15 @@ class StepPlan:
             f"{_describe(output)}. {way_out}."
         )
 
-    def _call_hook(self, result: BackwardResult, params: optax.Params) -> BackwardResult:
+    def _call_hook(
+        self, result: BackwardResult, params: optax.Params
+    ) -> BackwardResult:
         """Gives the gradients of a pass to `on_grads`, and goes on with those that it returns."""
         if self.on_grads is None:
             return result
-        old_leaves, structure = jax.tree.flatten(map_gradients(widen, result.grads.divided))
+        old_leaves, structure = jax.tree.flatten(
+            map_gradients(widen, result.grads.divided)
+        )
         new = self.on_grads(structure.unflatten(old_leaves))
         new_leaves = jax.tree.leaves(new)
         same_structure = jax.tree.structure(new) == structure
@@ -309,7 +323,9 @@ def _check_hooked(
             returned = type(new).__name__
             if is_array_like(new):
                 returned = dtype_of(new)
-            raise TypeError(f"{place} got {dtype} and returned {returned}. Cast the result.")
+            raise TypeError(
+                f"{place} got {dtype} and returned {returned}. Cast the result."
+            )
         if jnp.shape(new) not in (jnp.shape(old), jnp.shape(param)):
             raise ValueError(
                 f"{place} got the shape {jnp.shape(old)}, and the parameter has "
@@ -327,7 +343,8 @@ def _explain_misfit(
     fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError
 ) -> str:
     """Returns why a call of a function failed before the function ran, empty if it did run."""
-    fun = inspect.unwrap(fun)  # a decorator, such as `autocast`, may say nothing of what it takes
+    # a decorator, such as `autocast`, may say nothing of what it takes
+    fun = inspect.unwrap(fun)
     entered = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     if getattr(fun, "__code__", None) in entered:
         return ""

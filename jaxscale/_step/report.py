@@ -48,7 +48,9 @@ def _without(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def report_skip(on_skip: Callable[[dict[str, Any]], Any], state: LossScaledState) -> None:
+def report_skip(
+    on_skip: Callable[[dict[str, Any]], Any], state: LossScaledState
+) -> None:
     """Calls a function on the host with the numbers of a step if that was skipped.
 
     In a population it is called for each member that was; along the axes of devices that made the
@@ -75,16 +77,22 @@ def _is_first_device(skipped: jax.Array) -> tuple[jax.Array, ...]:
 
     Devices that may differ in what they skip are different runs. The others are one.
     """
-    alike = [axis for axis in axes_of_devices() if axis not in varying(jax.typeof(skipped))]
+    alike = [
+        axis for axis in axes_of_devices() if axis not in varying(jax.typeof(skipped))
+    ]
     return tuple(jax.lax.axis_index(axis) == 0 for axis in alike)
 
 
-def _tell(on_skip: Callable[[dict[str, Any]], Any], skipped: Any, numbers: dict[str, Any]) -> None:
+def _tell(
+    on_skip: Callable[[dict[str, Any]], Any], skipped: Any, numbers: dict[str, Any]
+) -> None:
     """Calls `on_skip` on the host, for each member of a population that skipped."""
     skipped = np.asarray(skipped)  # of the one run there is, it has no axes
     for indices in np.argwhere(skipped):
         member = tuple(indices)
-        values = {name: np.asarray(leaf)[member].tolist() for name, leaf in numbers.items()}
+        values = {
+            name: np.asarray(leaf)[member].tolist() for name, leaf in numbers.items()
+        }
         if skipped.ndim:
             values["member"] = int(np.ravel_multi_index(member, skipped.shape))
         on_skip(values)
@@ -94,7 +102,9 @@ def _do_nothing() -> None:
     pass
 
 
-def _make_reporter(tell: Callable[[Any, Any], None]) -> Callable[[Any, Any, Any], jax.Array]:
+def _make_reporter(
+    tell: Callable[[Any, Any], None],
+) -> Callable[[Any, Any, Any], jax.Array]:
     """Makes the function that calls the host if any member of a population skipped.
 
     It takes whether the members skipped, whether the device is the first along each axis, and the
@@ -106,7 +116,9 @@ def _make_reporter(tell: Callable[[Any, Any], None]) -> Callable[[Any, Any, Any]
         calls = jnp.any(skipped)
         for is_first_along_axis in is_first:
             calls &= is_first_along_axis
-        jax.lax.cond(calls, lambda: jax.debug.callback(tell, skipped, numbers), _do_nothing)
+        jax.lax.cond(
+            calls, lambda: jax.debug.callback(tell, skipped, numbers), _do_nothing
+        )
         return calls & ~calls
 
     @report.def_vmap
@@ -116,7 +128,9 @@ def _make_reporter(tell: Callable[[Any, Any], None]) -> Callable[[Any, Any, Any]
         skipped_batched, first_batched, numbers_batched = batched
         # The index along an axis that `vmap` named is batched: its members are no devices.
         of_devices = [
-            flag for flag, is_batched in zip(is_first, first_batched, strict=True) if not is_batched
+            flag
+            for flag, is_batched in zip(is_first, first_batched, strict=True)
+            if not is_batched
         ]
 
         def stack(leaf: jax.Array, is_batched: bool) -> jax.Array:

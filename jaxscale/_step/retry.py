@@ -34,7 +34,8 @@ class BackwardResult(NamedTuple):
     aux: Any  # what else the loss function returned, if it does
     grads: Scaled
     verdict: Verdict | None = None
-    grads_before_hook: Scaled | None = None  # those that `on_grads` got, if it changed them
+    # those that `on_grads` got, if it changed them
+    grads_before_hook: Scaled | None = None
     retries: Retries | None = None  # if the pass may be repeated
 
 
@@ -49,7 +50,8 @@ class _Attempt(NamedTuple):
 class TracedPass(NamedTuple):
     """A backward pass as a program."""
 
-    run: Callable[[Any], BackwardResult]  # the pass, given a scale state; it is not traced again
+    # the pass, given a scale state; it is not traced again
+    run: Callable[[Any], BackwardResult]
     axes: list[Any]  # the names of the axes along which its devices exchange numbers
 
 
@@ -99,18 +101,23 @@ def repeat_backward(
         scaling, number, _, _ = carry
         arrays = arrays_of_pass(*jax.tree.leaves((scaling, number)))
         made = flat.restored(arrays)
-        number += made.again.astype(jnp.int32)  # strict promotion adds no bool to an integer
+        # strict promotion adds no bool to an integer
+        number += made.again.astype(jnp.int32)
         next_scaling = tree_where(made.again, made.lower, scaling)
         return next_scaling, number, made.again, arrays[:num_results]
 
     no_results = [blank(aval) for aval in types[:num_results]]
     start = (scaling, number, jnp.array(True), no_results)
-    scaling, number, again, results = jax.lax.while_loop(lambda carry: carry[2], body, start)
+    scaling, number, again, results = jax.lax.while_loop(
+        lambda carry: carry[2], body, start
+    )
     made = flat.restored([*results, *jax.tree.leaves(scaling), again])
     return _with_retries(made.result, number, scaling, first)
 
 
-def _check_devices_retry_together(call: str, retries: int, axes: frozenset[Any]) -> None:
+def _check_devices_retry_together(
+    call: str, retries: int, axes: frozenset[Any]
+) -> None:
     """Raises a `ValueError` if the decision to retry varies along axes of a mesh."""
     if not axes:
         return
@@ -121,7 +128,9 @@ def _check_devices_retry_together(call: str, retries: int, axes: frozenset[Any])
     )
 
 
-def _with_retries(result: BackwardResult, number: Any, last: Any, first: Any) -> BackwardResult:
+def _with_retries(
+    result: BackwardResult, number: Any, last: Any, first: Any
+) -> BackwardResult:
     verdict: Any = result.verdict
     scaling = tree_where(verdict.grads_finite, last, first)
     return result._replace(retries=Retries(number, scaling))

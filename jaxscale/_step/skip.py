@@ -21,7 +21,10 @@ from .._trees.selection import tree_where
 
 
 def step_if(
-    pred: jax.Array, step: Callable[[Any], Any], operand: Any, skip: Callable[[Any], Any]
+    pred: jax.Array,
+    step: Callable[[Any], Any],
+    operand: Any,
+    skip: Callable[[Any], Any],
 ) -> Any:
     """Returns `step(operand)` if `pred` holds, and otherwise what `skip` returns.
 
@@ -150,7 +153,9 @@ def _no_update(leaf: Any, own_source: Any, sources: list[Any]) -> jax.Array:
     return jnp.broadcast_to(update, leaf.shape)
 
 
-def _find_source(shape: tuple[int, ...], own_source: Any, sources: list[Any]) -> jax.Array:
+def _find_source(
+    shape: tuple[int, ...], own_source: Any, sources: list[Any]
+) -> jax.Array:
     """Returns the gradient of the same leaf, or any of its shape, or a scalar made from one."""
     if own_source is not None:
         sources = [own_source, *sources]

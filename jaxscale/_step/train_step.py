@@ -52,7 +52,9 @@ def train_step(
     on_grads: Callable[[Any], Any] | None = None,
     after: None = None,
     **kwargs: Any,
-) -> Callable[Concatenate[_Params, Any, _Args], tuple[_Params, Any, tuple[jax.Array, _Aux]]]: ...
+) -> Callable[
+    Concatenate[_Params, Any, _Args], tuple[_Params, Any, tuple[jax.Array, _Aux]]
+]: ...
 @overload
 def train_step(
     loss_fn: Callable[Concatenate[_Params, _Carried, _Args], tuple[Any, _Carried]],
@@ -70,7 +72,9 @@ def train_step(
 ]: ...
 @overload
 def train_step(
-    loss_fn: Callable[Concatenate[_Params, _Carried, _Args], tuple[Any, tuple[_Carried, _Aux]]],
+    loss_fn: Callable[
+        Concatenate[_Params, _Carried, _Args], tuple[Any, tuple[_Carried, _Aux]]
+    ],
     tx: optax.GradientTransformation,
     *,
     transform: Callable[..., Any] = jax.value_and_grad,
@@ -217,7 +221,9 @@ def train_step(
         carried = ()  # the state that the step carries, if it does
         if has_state:
             if not args:
-                raise TypeError(f"`train_step(has_state=True)` returns a step that takes {order}.")
+                raise TypeError(
+                    f"`train_step(has_state=True)` returns a step that takes {order}."
+                )
             carried = args[:1]
             args = args[1:]
         # Equinox invalidates a state that was replaced, so each reader gets a copy.

@@ -115,7 +115,9 @@ def loss_scaled(
             f"{type(optimizer.policy).__name__}. Two skips of one step cannot agree: wrap "
             "once, outermost."
         )
-    checks_updates = one_of("loss_scaled", "check_updates", check_updates, (False, True))
+    checks_updates = one_of(
+        "loss_scaled", "check_updates", check_updates, (False, True)
+    )
     tracks_leaves = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
     if on_skip is not None and not callable(on_skip):
         raise TypeError(

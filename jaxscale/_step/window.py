@@ -27,8 +27,10 @@ class Ready(NamedTuple):
 
     due: jax.Array  # bool[], whether it is to be made
     opt_state: Any  # that of the optimizer itself
-    stored: Any  # the gradients as they are stored; they may be non-finite if no step is due
-    gradients_of: Callable[[Any], Any]  # from them, or zeros in their place, to those of the step
+    # the gradients as they are stored; they may be non-finite if no step is due
+    stored: Any
+    # from them, or zeros in their place, to those of the step
+    gradients_of: Callable[[Any], Any]
     value: Any  # the loss, or the mean of the losses, `None` if there is none
 
 
@@ -67,7 +69,9 @@ class EachStep:
     def find_part(self, window: Any) -> float:
         return 1.0
 
-    def count_lost(self, window: Any, applied: jax.Array, stepped: jax.Array) -> jax.Array:
+    def count_lost(
+        self, window: Any, applied: jax.Array, stepped: jax.Array
+    ) -> jax.Array:
         return (~applied).astype(jnp.float32)
 
 
@@ -127,9 +131,12 @@ class Window:
                     f"that `init` was called with, got None at {leaf_name(path)}. Call `init` with "
                     "only the parameters that are trained, or pass zeros."
                 )
-            if is_overwrite(path):  # the largest of the finite ones, as FP8 statistics are maxima
+            # the largest of the finite ones, as FP8 statistics are maxima
+            if is_overwrite(path):
                 value = cast(leaf, acc.dtype)
-                return jnp.where(counts & jnp.isfinite(value), jnp.maximum(acc, value), acc)
+                return jnp.where(
+                    counts & jnp.isfinite(value), jnp.maximum(acc, value), acc
+                )
             return add_to_sum(acc, leaf)
 
         state = state._replace(
@@ -241,4 +248,6 @@ def _empty_sums(tree: Any) -> Any:
 
 def _map_sums(fun: Callable[[Any, Any, Any], Any], sums: Any, grads: Any) -> Any:
     """Maps `fun(path, sum, gradient)` over all leaves, `None` among them."""
-    return jax.tree_util.tree_map_with_path(fun, sums, grads, is_leaf=lambda leaf: leaf is None)
+    return jax.tree_util.tree_map_with_path(
+        fun, sums, grads, is_leaf=lambda leaf: leaf is None
+    )

@@ -165,7 +165,9 @@ class WrappedOptimizer:
         # A loop carries only JAX's arrays, and a restored state may hold NumPy's.
         return jax.tree.map(jnp.asarray, state.scaling)
 
-    def find_verdict_state(self, call: str, state: LossScaledState) -> LossScaledState | None:
+    def find_verdict_state(
+        self, call: str, state: LossScaledState
+    ) -> LossScaledState | None:
         """Returns the state that says whether a step was applied, `None` if every step is."""
         if not self.skips:
             return None
@@ -248,7 +250,9 @@ class WrappedOptimizer:
         spikes = state.spikes
         spike_rule = self._spike_rule(state)
         if spike_rule is not None:
-            is_spike, spikes = spike_rule.judge(spikes, verdict.loss, verdict.norm, is_good)
+            is_spike, spikes = spike_rule.judge(
+                spikes, verdict.loss, verdict.norm, is_good
+            )
             is_good &= ~is_spike
 
         # 2. Window.
@@ -281,7 +285,9 @@ class WrappedOptimizer:
         scaling = tree_where(may_move, moved, start)
 
         # 5. Counters.
-        next_state = count_step(state, verdict, grads_finite, is_spike, scaling, result.retries)
+        next_state = count_step(
+            state, verdict, grads_finite, is_spike, scaling, result.retries
+        )
         skip_rate = move_skip_rate(
             state.skip_rate,
             self.policy,

@@ -58,7 +58,10 @@ def cast_like(tree: _Tree, like: Any) -> _Tree:
 def blank(aval: Any) -> jax.Array:
     """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
     sharding = None
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)  # `full` of keys takes no sharding
+    # `full` of keys takes no sharding
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
         sharding = aval.sharding
-    return vary(jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding), varying(aval))
+    return vary(
+        jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding), varying(aval)
+    )

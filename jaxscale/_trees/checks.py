@@ -64,7 +64,9 @@ def power_of_two(call: str, name: str, value: Any) -> int:
 
 def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps") -> int:
     """Returns `value` as a Python int that is at least `least` and fits in an int32."""
-    message = f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
+    message = (
+        f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
+    )
     if isinstance(value, bool):
         raise ValueError(f"{message}. It counts {unit}.")
     try:

@@ -39,7 +39,8 @@ class Flat:
         self._fun = fun
         self._leaves, self._structure = jax.tree.flatten((args, kwargs))
         self.arrays = [leaf for leaf in self._leaves if isinstance(leaf, TRACED)]
-        self._outputs: list[Any] = []  # of the last call, those that are arrays among them
+        # of the last call, those that are arrays among them
+        self._outputs: list[Any] = []
         self._output_structure: Any = None
 
     def __call__(self, *arrays: Any) -> list[jax.Array]:
@@ -53,7 +54,9 @@ class Flat:
         outputs, self._output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
         returned = [output for output in outputs if isinstance(output, jax.Array)]
         # No array of a trace is kept beyond it.
-        self._outputs = [_ARRAY if isinstance(output, jax.Array) else output for output in outputs]
+        self._outputs = [
+            _ARRAY if isinstance(output, jax.Array) else output for output in outputs
+        ]
         return returned
 
     def restored(self, outputs: Iterable[Any]) -> Any:
@@ -100,4 +103,6 @@ def array_names(tree: Any, kind: type | tuple[type, ...] = TRACED) -> list[str]:
         names = []
     if len(names) != len(leaves):
         names = [f", leaf {index}" for index in range(len(leaves))]
-    return [name for leaf, name in zip(leaves, names, strict=True) if isinstance(leaf, kind)]
+    return [
+        name for leaf, name in zip(leaves, names, strict=True) if isinstance(leaf, kind)
+    ]

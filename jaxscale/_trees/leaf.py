@@ -126,5 +126,9 @@ def make_array(number: Any, dtype: Any) -> np.ndarray:
     kind = kind_of(dtype)
     if kind is NumberKind.COMPLEX:
         return np.asarray(complex(number), dtype)
-    of_kind = {NumberKind.BOOL: bool, NumberKind.INTEGER: int, NumberKind.FLOATING: float}[kind]
+    of_kind = {
+        NumberKind.BOOL: bool,
+        NumberKind.INTEGER: int,
+        NumberKind.FLOATING: float,
+    }[kind]
     return np.asarray(of_kind(number.real), dtype)

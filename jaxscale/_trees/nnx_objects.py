@@ -24,7 +24,8 @@ def wrap_call(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[...
         module = fun
         method = _call_module
 
-    @functools.wraps(fun, updated=())  # a module has attributes that are not to be copied
+    # a module has attributes that are not to be copied
+    @functools.wraps(fun, updated=())
     def transformed_fun(*args: Any, **kwargs: Any) -> Any:
         # A module of NNX is an argument of its own methods: they may change it.
         if method is not None and holds_objects(module):

@@ -15,7 +15,9 @@ from .leaf import dtype_of, is_inexact_leaf
 
 def holds_overwrites(tree: Any) -> bool:
     """Returns whether a tree has leaves that their gradients replace."""
-    return any(is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    return any(
+        is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    )
 
 
 def without_overwrites(tree: Any) -> Any:
@@ -80,7 +82,9 @@ def _map_overwrites(
             return fun(grad, param)
         return leaf
 
-    return jax.tree_util.tree_map_with_path(replace, tree, grads, params, is_leaf=_is_masked)
+    return jax.tree_util.tree_map_with_path(
+        replace, tree, grads, params, is_leaf=_is_masked
+    )
 
 
 def _is_masked(node: Any) -> bool:

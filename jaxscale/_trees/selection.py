@@ -67,7 +67,9 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
             return jax.lax.select(pred, a, b)
         if not is_array_like(a) or not is_array_like(b):
             if not is_equal(a, b):
-                raise TypeError(_unequal(call, path, "values, as they are not arrays", a, b))
+                raise TypeError(
+                    _unequal(call, path, "values, as they are not arrays", a, b)
+                )
             return a
         if jnp.shape(a) != jnp.shape(b):
             raise ValueError(_unequal(call, path, "shapes", jnp.shape(a), jnp.shape(b)))
@@ -108,7 +110,9 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
             return old_leaf.at[...].set(leaf)
         return leaf
 
-    return jax.tree_util.tree_map_with_path(keep_type, select(call, pred, new, old), old)
+    return jax.tree_util.tree_map_with_path(
+        keep_type, select(call, pred, new, old), old
+    )
 
 
 def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
@@ -145,7 +149,9 @@ def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
 
 def _unequal_dtypes(call: str, path: KeyPath, a: Any, b: Any) -> str:
     message = _unequal(call, path, "dtypes", a, b)
-    return f"{message} Cast one to the dtype of the other, or the step would compile anew."
+    return (
+        f"{message} Cast one to the dtype of the other, or the step would compile anew."
+    )
 
 
 def _place(path: KeyPath) -> str:
@@ -170,4 +176,7 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
 
 
 def _leaf_paths(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]

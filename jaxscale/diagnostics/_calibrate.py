@@ -105,7 +105,9 @@ def calibrate(
 
     @jit
     def run_pass(state: Any, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        value, grads = value_and_grad(fun, state, has_aux=has_aux, **kwargs)(params, batch)
+        value, grads = value_and_grad(fun, state, has_aux=has_aux, **kwargs)(
+            params, batch
+        )
         loss = value[0] if has_aux else value
         return loss, all_finite(grads)
 
@@ -169,7 +171,8 @@ class Search:
         if bad <= self.high:
             self.bad = bad
         self.is_largest = bad - good == 1
-        if good < self.low and not self.is_largest:  # out of passes, and no exponent fitted yet
+        # out of passes, and no exponent fitted yet
+        if good < self.low and not self.is_largest:
             self.good = bad - 1
             return
         self.good = good
@@ -194,7 +197,9 @@ class Search:
     def result(self) -> Calibration:
         """Returns what was found, or raises a `ValueError` if there was no batch."""
         if not self.passes:
-            raise ValueError("`calibrate(batches=...)` must hold at least one batch, got none.")
+            raise ValueError(
+                "`calibrate(batches=...)` must hold at least one batch, got none."
+            )
         init_scale = None
         if self.good >= self.low:
             init_scale = 2.0**self.good
@@ -225,5 +230,7 @@ class Search:
                 f"to find the largest: pass max_passes={2 * self.max_passes}."
             )
         if self.bad is None:
-            return f"No loss scale up to {largest}, the largest to try, overflows {where}."
+            return (
+                f"No loss scale up to {largest}, the largest to try, overflows {where}."
+            )
         return f"The largest loss scale that does not overflow is {largest} {where}."

@@ -56,7 +56,8 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._dtypes: dict[str, Any] = {}  # those of the numbers of a step, by their names
+        # those of the numbers of a step, by their names
+        self._dtypes: dict[str, Any] = {}
         self._on_device: list[jax.Array] = []
         self._on_host: list[np.ndarray] = []
 
@@ -137,7 +138,9 @@ class History:
         """
         columns = self.columns()
         if not columns:
-            raise ValueError("`History.plot` has nothing to draw: `append` was not called.")
+            raise ValueError(
+                "`History.plot` has nothing to draw: `append` was not called."
+            )
         return plot_run(
             steps=_number_steps(columns),
             loss=columns.get("loss"),

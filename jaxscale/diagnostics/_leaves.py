@@ -15,11 +15,27 @@ from .._trees.checks import normal_float32
 from .._trees.gradient_leaves import leaf_name, replace_gradients
 from .._trees.grammar import and_more
 from .._trees.numbers import INFINITY_BITS
-from ._formats import FORMAT_BY_NAME, check_result, gradient_leaves, is_array, magnitude_bits
+from ._formats import (
+    FORMAT_BY_NAME,
+    check_result,
+    gradient_leaves,
+    is_array,
+    magnitude_bits,
+)
 from ._text import align_columns, percent, power
 
 _PRINTED_ROWS = 24
-_HEADINGS = ("leaf", "numbers", "NaN", "inf", "zero", "flushed", "subnormal", "overflow", "max |g|")
+_HEADINGS = (
+    "leaf",
+    "numbers",
+    "NaN",
+    "inf",
+    "zero",
+    "flushed",
+    "subnormal",
+    "overflow",
+    "max |g|",
+)
 
 
 class LeafCounts(NamedTuple):
@@ -156,7 +172,9 @@ def _format_share(number: int, total: int) -> str:
     return percent(number / total)
 
 
-def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> LeafCounts:
+def leaf_counts(
+    grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None
+) -> LeafCounts:
     """Returns how many numbers are inf, NaN or tiny in each leaf of a tree of gradients.
 
     Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the device.
@@ -192,7 +210,8 @@ def leaf_counts(grads: Any, *, loss_scale: Any = 1.0, axis_name: Any = None) -> 
     loss_scale = jax.lax.convert_element_type(loss_scale, jnp.float32)
     rows_of_leaves = [_count(leaf, loss_scale) for leaf in leaves]
     rows = jnp.stack(rows_of_leaves)
-    if axis_name is not None:  # one collective for the counts of all leaves, one for magnitudes
+    # one collective for the counts of all leaves, one for magnitudes
+    if axis_name is not None:
         counts = jax.lax.psum(rows[:, :-1], axis_name)
         largest = jax.lax.pmax(rows[:, -1:], axis_name)
         rows = jnp.concatenate([counts, largest], axis=1)
@@ -235,7 +254,9 @@ def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
     return jnp.stack(row)
 
 
-def _add_and_max(first: Sequence[jax.Array], second: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _add_and_max(
+    first: Sequence[jax.Array], second: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
     """Adds the counts of two parts, and keeps the larger magnitude, which is the last number."""
     *first_counts, first_largest = first
     *second_counts, second_largest = second

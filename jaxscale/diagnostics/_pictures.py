@@ -47,7 +47,9 @@ def _new_figure(call: str, width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str = "float16") -> Any:
+def plot_histogram(
+    histogram: Histogram, *, loss_scale: float = 1.0, dtype: str = "float16"
+) -> Any:
     """Returns a `matplotlib.figure.Figure` of a histogram and of the range of each format.
 
     The upper part shows the gradients by their size, shaded by what `dtype` makes of them at the
@@ -79,7 +81,9 @@ def plot_histogram(histogram: Histogram, *, loss_scale: float = 1.0, dtype: str 
         title = f"at the suggested loss scale, {power(suggestion.suggested)}"
         if not suggestion.needed:
             scale = power(suggestion.suggested)
-            title = f"at loss scale {scale}, where {dtype} keeps these as well as anywhere"
+            title = (
+                f"at loss scale {scale}, where {dtype} keeps these as well as anywhere"
+            )
         if suggested == exponent:
             title = f"what formats hold {title}"
         titles[suggested] = title
@@ -107,7 +111,11 @@ def draw_histogram(
         height = 0.6 + 0.3 * len(formats)
     figure = _new_figure("plot_histogram", width, 3.2 + height * len(scales))
     all_axes = figure.subplots(
-        1 + len(scales), 1, sharex=True, squeeze=False, height_ratios=[3] + [height] * len(scales)
+        1 + len(scales),
+        1,
+        sharex=True,
+        squeeze=False,
+        height_ratios=[3] + [height] * len(scales),
     )
     bars, *ranges = all_axes[:, 0]
     limits = _find_limits(numbers, scales, dtype)
@@ -165,7 +173,8 @@ def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     filled = np.flatnonzero(counts.sum(axis=1))
     total = max(counts.sum(), 1.0)
     outcomes = find_outcomes(counts, dtype, exponent)
-    shares = find_shares(counts, dtype, exponent)  # not from the heights, which are rounded
+    # not from the heights, which are rounded
+    shares = find_shares(counts, dtype, exponent)
     normal = f"kept by {dtype}: {percent(shares.normal)}"
     subnormal = f"kept as subnormal: {percent(shares.subnormal)}"
     lost = f"flushed to 0, or overflow: {percent(shares.lost)}"
@@ -192,7 +201,11 @@ def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
 
 
 def _draw_ranges(
-    ax: Any, exponent: int, shares: Mapping[str, Shares], limits: _Limits, is_narrow: bool
+    ax: Any,
+    exponent: int,
+    shares: Mapping[str, Shares],
+    limits: _Limits,
+    is_narrow: bool,
 ) -> None:
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
     between = "   "
@@ -208,7 +221,15 @@ def _draw_ranges(
         low, normal, high = np.clip(ends - exponent, *limits)
         for left, right, color in ((low, normal, _SUBNORMAL), (normal, high, _NORMAL)):
             width = right - left
-            ax.barh(row, width, left=left, height=0.6, color=color, edgecolor="black", lw=0.4)
+            ax.barh(
+                row,
+                width,
+                left=left,
+                height=0.6,
+                color=color,
+                edgecolor="black",
+                lw=0.4,
+            )
         flushed = f"to 0: {percent(shares_of_format.flushed)}"
         overflowed = f"overflow: {percent(shares_of_format.overflowed)}"
         ax.text(
@@ -248,14 +269,20 @@ def plot_underflow(underflow: Underflow) -> Any:
         for column, text in enumerate(texts):
             ax.text(column, row, text, ha="center", va="center", fontsize=8)
     ax.set_xticks(range(len(FORMATS)), FORMATS, fontsize=8)
-    ax.tick_params(axis="x", top=True, labeltop=True)  # the bottom of a large map is far away
+    # the bottom of a large map is far away
+    ax.tick_params(axis="x", top=True, labeltop=True)
     ax.set_yticks(range(len(layers)), layers, fontsize=8)
-    ax.set_title(underflow.title.replace(" at loss", "\nat loss"), loc="left", fontsize=10)
+    ax.set_title(
+        underflow.title.replace(" at loss", "\nat loss"), loc="left", fontsize=10
+    )
     return figure
 
 
 def plot_run(
-    steps: np.ndarray, loss: np.ndarray | None, loss_scale: np.ndarray, skipped: np.ndarray | None
+    steps: np.ndarray,
+    loss: np.ndarray | None,
+    loss_scale: np.ndarray,
+    skipped: np.ndarray | None,
 ) -> Any:
     """Returns a figure of a run's loss, loss scale and skipped steps over time."""
     num_rows = 1

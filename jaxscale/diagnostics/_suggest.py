@@ -19,7 +19,8 @@ from ._histogram import (
 )
 from ._text import join_ends, percent, power
 
-_SCALES = range(-126, 127)  # exponents of the loss scales whose reciprocals are normal numbers
+# exponents of the loss scales whose reciprocals are normal numbers
+_SCALES = range(-126, 127)
 
 
 class Suggestion(NamedTuple):
@@ -104,7 +105,9 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
 
     sentence = _say_need(dtype, is_needed, unscaled, tolerance)
     if is_needed:
-        sentence += _say_range(scales, find_shares(counts, dtype, scales.best[0]).flushed)
+        sentence += _say_range(
+            scales, find_shares(counts, dtype, scales.best[0]).flushed
+        )
     return Suggestion(
         dtype=dtype,
         needed=is_needed,
@@ -167,7 +170,9 @@ def _say_need(dtype: str, is_needed: bool, unscaled: Shares, tolerance: float) -
         return f"{dtype} needs a loss scale: {without}."
     if unscaled.lost <= tolerance:
         return f"{dtype} needs no loss scale: {without}."
-    return f"{dtype} gains nothing from a loss scale: {without}, and no scale loses less."
+    return (
+        f"{dtype} gains nothing from a loss scale: {without}, and no scale loses less."
+    )
 
 
 def _say_range(scales: _BestScales, flushed: float) -> str:

@@ -105,7 +105,11 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     numbers = fetch_histogram("text_histogram", histogram)
     names = [name.removeprefix("float8_") for name in FORMATS]
     headings = ("|gradient|", "share", " " * _WIDTH, *names)
-    table = [headings, *_format_bars(numbers, exponent), *_format_totals(numbers, exponent)]
+    table = [
+        headings,
+        *_format_bars(numbers, exponent),
+        *_format_totals(numbers, exponent),
+    ]
     lines = [
         summarize_counts(numbers),
         f"The others, and what formats make of them if stored at loss scale {power(loss_scale)}:",
@@ -141,7 +145,9 @@ def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]
     counts_of_powers = numbers.counts.sum(axis=1)
     sums = np.add.reduceat(counts_of_powers, starts)
     total = max(sums.sum(), 1.0)
-    signs_by_format = [_choose_signs(numbers, name, exponent, starts) for name in FORMATS]
+    signs_by_format = [
+        _choose_signs(numbers, name, exponent, starts) for name in FORMATS
+    ]
 
     lines = []
     for index in reversed(range(len(starts))):
@@ -165,7 +171,9 @@ def _choose_signs(
     A row of the text begins at each of `starts`, which are rows of the histogram.
     """
     outcomes = find_outcomes(numbers.counts, name, exponent)
-    counts = [np.add.reduceat(counts_of_outcome, starts) for counts_of_outcome in outcomes]
+    counts = [
+        np.add.reduceat(counts_of_outcome, starts) for counts_of_outcome in outcomes
+    ]
     most = np.argmax(counts, axis=0)
     return [_SIGNS[outcome] for outcome in most]
 

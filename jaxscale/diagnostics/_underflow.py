@@ -51,7 +51,9 @@ def _format_lost(shares: Shares) -> str:
     return percent(shares.lost)
 
 
-def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = None) -> Underflow:
+def underflow(
+    histograms: Any, *, loss_scale: float = 1.0, depth: int | None = None
+) -> Underflow:
     """Returns what each small format would lose of each layer, on the host, at a loss scale.
 
     Args:
@@ -89,5 +91,7 @@ def underflow(histograms: Any, *, loss_scale: float = 1.0, depth: int | None = N
             "`underflow(histograms=...)` got a tree without any leaf. Pass what "
             "`jaxscale.diagnostics.leaf_histograms` returned."
         )
-    shares = {layer: find_all_shares(counts, exponent) for layer, counts in layers.items()}
+    shares = {
+        layer: find_all_shares(counts, exponent) for layer, counts in layers.items()
+    }
     return Underflow(layers=shares, loss_scale=2.0**exponent)

@@ -80,7 +80,14 @@ from ._mindspore_paddle_chainer import (
     paddle_op,
 )
 from ._rule import PresetLossScale
-from ._saved import from_flax, from_jmp, from_keras, from_tensorflow, from_torch, to_torch
+from ._saved import (
+    from_flax,
+    from_jmp,
+    from_keras,
+    from_tensorflow,
+    from_torch,
+    to_torch,
+)
 from ._tensorflow import (
     keras,
     openseq2seq_backoff,

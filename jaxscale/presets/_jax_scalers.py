@@ -98,7 +98,9 @@ def jaxamp(
     the scale stays within float32's normal numbers. jaxamp repeats a step that is not finite with
     the next scale, up to 10 times, even if the loss itself is NaN.
     """
-    interval = int32("presets.jaxamp", "patience", to_python_number(patience), least=0) + 1
+    interval = (
+        int32("presets.jaxamp", "patience", to_python_number(patience), least=0) + 1
+    )
     return make_preset(
         "presets.jaxamp",
         scaler=to_python_number(scaler),

@@ -10,7 +10,9 @@ from .._trees.checks import int32, normal_float32
 from ._rule import NO_MAX, PresetLossScale, make_preset, split_factor
 
 
-def mindspore(*, scale_value: Any, scale_factor: Any, scale_window: int) -> PresetLossScale:
+def mindspore(
+    *, scale_value: Any, scale_factor: Any, scale_window: int
+) -> PresetLossScale:
     """Returns the rule of `mindspore.amp.DynamicLossScaler`.
 
     That of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. No difference.

@@ -171,7 +171,11 @@ def make_preset(call: str, **arguments: Any) -> PresetLossScale:
     defaults are what most libraries have: no bounds, and a growth that would leave float32 keeps
     the scale. `call` is the preset, for errors.
     """
-    fields: dict[str, Any] = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
+    fields: dict[str, Any] = {
+        "min_scale": NO_MIN,
+        "max_scale": NO_MAX,
+        "clip_growth": False,
+    }
     for name, value in arguments.items():
         if name in _FACTORS:
             factors = split_factor(call, name, value)

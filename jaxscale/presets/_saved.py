@@ -17,7 +17,13 @@ from ._tensorflow import keras, tensorflow, tf_keras
 from ._torch import torch
 
 # The keys of PyTorch's `GradScaler.state_dict()`.
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_TORCH_KEYS = (
+    "scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "_growth_tracker",
+)
 
 
 def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
@@ -34,7 +40,9 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
       >>> policy.growth_interval, state.loss_scale
       (500, Array(65536., dtype=float32))
     """
-    _check_mapping("from_torch(state_dict)", state_dict, "`scaler.state_dict()` of PyTorch")
+    _check_mapping(
+        "from_torch(state_dict)", state_dict, "`scaler.state_dict()` of PyTorch"
+    )
     if not state_dict:
         return _resume(NoOpLossScale())
     if set(state_dict) != set(_TORCH_KEYS):
@@ -126,7 +134,9 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     dynamic_growth_steps = config["dynamic_growth_steps"]
     if "dynamic" not in config:
         return _resume(
-            keras(initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps)
+            keras(
+                initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps
+            )
         )
     policy = tf_keras(
         dynamic=config["dynamic"],
@@ -142,7 +152,13 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
     The policy is that of `flax`; the state has the scale and the counter as they are in
     `dynamic_scale`, outside of `jit`. Flax itself is not imported.
     """
-    names = ("growth_factor", "backoff_factor", "growth_interval", "scale", "minimum_scale")
+    names = (
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "scale",
+        "minimum_scale",
+    )
     numbers = _read_attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
     policy = flax(
         growth_factor=numbers["growth_factor"],
@@ -162,7 +178,8 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     `NoOpLossScale` the one of this library. Under `jit` jmp forgets its minimum: what is read is
     the minimum that the object has now. jmp itself is not imported.
     """
-    kind = type(loss_scale).__name__  # jmp is not imported, so its types are known by name
+    # jmp is not imported, so its types are known by name
+    kind = type(loss_scale).__name__
     if kind == "NoOpLossScale":
         return _resume(NoOpLossScale())
     if kind == "StaticLossScale":
@@ -171,7 +188,8 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     names = ("period", "factor", "min_loss_scale", "loss_scale", "counter")
     numbers = _read_attributes("from_jmp", loss_scale, names)
     policy = jmp(
-        loss_scale.loss_scale,  # the array itself: its dtype says how far the scale grows
+        # the array itself: its dtype says how far the scale grows
+        loss_scale.loss_scale,
         period=numbers["period"],
         factor=numbers["factor"],
         min_loss_scale=numbers["min_loss_scale"],
@@ -193,10 +211,14 @@ def _check_mapping(argument: str, value: Any, what: str) -> None:
     hint = f"Pass what {what} returned."
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         hint += " A state of jaxscale is read by `jaxscale.from_state_dict`."
-    raise TypeError(f"`presets.{argument}` must be a dict, got {type(value).__name__}. {hint}")
+    raise TypeError(
+        f"`presets.{argument}` must be a dict, got {type(value).__name__}. {hint}"
+    )
 
 
-def _read_attributes(call: str, instance: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _read_attributes(
+    call: str, instance: Any, names: tuple[str, ...]
+) -> dict[str, Any]:
     """Returns attributes of an object as Python numbers, or raises a `TypeError`."""
     missing = [name for name in names if not hasattr(instance, name)]
     if missing:

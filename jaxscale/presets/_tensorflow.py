@@ -9,7 +9,10 @@ from ._rule import PresetLossScale, at_least_one, make_preset
 
 
 def tensorflow(
-    *, initial_loss_scale: Any = 2.0**15, increment_period: int = 2000, multiplier: Any = 2.0
+    *,
+    initial_loss_scale: Any = 2.0**15,
+    increment_period: int = 2000,
+    multiplier: Any = 2.0,
 ) -> PresetLossScale:
     """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
 
@@ -20,7 +23,9 @@ def tensorflow(
     return make_preset(
         "presets.tensorflow",
         initial_loss_scale=initial_loss_scale,
-        growth_interval=at_least_one("presets.tensorflow", "increment_period", increment_period),
+        growth_interval=at_least_one(
+            "presets.tensorflow", "increment_period", increment_period
+        ),
         multiplier=multiplier,
         min_scale=1.0,
         clamp="moves",
@@ -57,7 +62,10 @@ def tensorflow_contrib(
 
 
 def tf_keras(
-    *, dynamic: bool = True, initial_scale: Any = None, dynamic_growth_steps: int | None = None
+    *,
+    dynamic: bool = True,
+    initial_scale: Any = None,
+    dynamic_growth_steps: int | None = None,
 ) -> LossScale:
     """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
 
@@ -86,7 +94,9 @@ def tf_keras(
     )
 
 
-def keras(*, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000) -> PresetLossScale:
+def keras(
+    *, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000
+) -> PresetLossScale:
     """Returns the rule of Keras 3's `LossScaleOptimizer`.
 
     After `dynamic_growth_steps` finite steps in a row the scale doubles; a non-finite step halves

@@ -70,7 +70,9 @@ def apex(
         clip_growth=True,
         clamp="moves",
     )
-    return dataclasses.replace(policy, init_scale=min(policy.init_scale, policy.max_scale))
+    return dataclasses.replace(
+        policy, init_scale=min(policy.init_scale, policy.max_scale)
+    )
 
 
 def apex_fp16_utils(

@@ -21,7 +21,11 @@ from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
 
-SUMS = {name for name in table.FLOAT32 if re.match("reduce_|cum|scatter|select_and|psum", name)}
+SUMS = {
+    name
+    for name in table.FLOAT32
+    if re.match("reduce_|cum|scatter|select_and|psum", name)
+}
 
 
 def loss_of(fun):
@@ -52,7 +56,9 @@ def test_outputs_keep_their_types_and_come_close(name):
     fun, args = PROGRAMS[name]
     outputs, expected_outputs = jaxscale.autocast(fun)(*args), fun(*args)
     assert jax.tree.structure(outputs) == jax.tree.structure(expected_outputs)
-    leaves = zip(jax.tree.leaves(outputs), jax.tree.leaves(expected_outputs), strict=True)
+    leaves = zip(
+        jax.tree.leaves(outputs), jax.tree.leaves(expected_outputs), strict=True
+    )
     for actual, expected in leaves:
         assert type(actual) is type(expected)
         if isinstance(expected, jax.Array):
@@ -65,7 +71,10 @@ def test_outputs_keep_their_types_and_come_close(name):
 every_program_and_dtype = cases(
     "name, dtype",
     itertools.product(PROGRAMS, ["float16", "bfloat16"]),
-    fast=[(name, "float16") for name in ("attention", "lstm", "remat_in_scan", "custom_vjp")],
+    fast=[
+        (name, "float16")
+        for name in ("attention", "lstm", "remat_in_scan", "custom_vjp")
+    ],
 )
 
 
@@ -136,10 +145,19 @@ def test_gradients_are_as_the_parameters_and_come_close_in_one_program(name):
 CARRIED = {
     "layer": (lambda x, w: x + jnp.tanh(x @ w), "float16"),
     "remat": (jax.checkpoint(jax.jit(lambda x, w: x + jnp.tanh(x @ w))), "float16"),
-    "inner loop": (lambda x, w: jax.lax.scan(lambda x, _: (x @ w, 0), x, W[:2])[0], "float16"),
+    "inner loop": (
+        lambda x, w: jax.lax.scan(lambda x, _: (x @ w, 0), x, W[:2])[0],
+        "float16",
+    ),
     "sum of products": (lambda x, w: x + X @ w, "float32"),
-    "time": (jax.checkpoint(lambda x, w: jnp.where(jnp.sum(X @ w) > jnp.inf, 0, x)), "float32"),
-    "full_precision": (lambda x, w: jaxscale.full_precision(jnp.add)(x, x @ w), "float32"),
+    "time": (
+        jax.checkpoint(lambda x, w: jnp.where(jnp.sum(X @ w) > jnp.inf, 0, x)),
+        "float32",
+    ),
+    "full_precision": (
+        lambda x, w: jaxscale.full_precision(jnp.add)(x, x @ w),
+        "float32",
+    ),
 }
 
 
@@ -164,7 +182,9 @@ def gradient_of_carry(fun):
 
 @cases("half_carries", [False, True])
 @cases("name", CARRIED, fast=["remat", "full_precision"])
-def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(name, half_carries):
+def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(
+    name, half_carries
+):
     _, half_dtype = CARRIED[name]
     carried = half_dtype if half_carries else "float32"
     fun = stack_products(name)
@@ -176,7 +196,12 @@ def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(n
         gradient = gradient_of_carry(cast)(X, W)
     (scan,) = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
     # What is stacked is in half precision in any case.
-    assert [var.aval.dtype for var in scan.outvars] == [carried, "int32", "float32", "float16"]
+    assert [var.aval.dtype for var in scan.outvars] == [
+        carried,
+        "int32",
+        "float32",
+        "float16",
+    ]
     expected = fun(X, W), gradient_of_carry(fun)(X, W)
     assert avals((outputs, gradient)) == avals(expected)
     jax.tree.map(assert_near, (outputs, gradient), expected)
@@ -184,10 +209,16 @@ def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(n
 
 UNTOUCHED = {
     "int32": lambda x: jax.lax.scan(lambda c, x: (c @ c + x, c), x, jnp.stack([x, x])),
-    "float64": lambda x: jnp.sin(jnp.linalg.inv(x @ x + jnp.eye(3, dtype=x.dtype)) / 2.0),
-    "complex64": lambda x: jnp.abs(x @ x.conj().T) + jnp.fft.fft(x).real.astype("float32"),
+    "float64": lambda x: jnp.sin(
+        jnp.linalg.inv(x @ x + jnp.eye(3, dtype=x.dtype)) / 2.0
+    ),
+    "complex64": lambda x: (
+        jnp.abs(x @ x.conj().T) + jnp.fft.fft(x).real.astype("float32")
+    ),
     "float16": lambda x: jax.nn.softmax(x @ x) @ x,
-    "bfloat16": lambda x: jnp.einsum("ij,kj->ik", x, x, preferred_element_type=jnp.float32),
+    "bfloat16": lambda x: jnp.einsum(
+        "ij,kj->ik", x, x, preferred_element_type=jnp.float32
+    ),
 }
 
 
@@ -198,8 +229,12 @@ def test_other_dtypes_are_untouched(dtype):
     with x64():
         x = jnp.asarray(np.arange(9).reshape(3, 3), dtype)
         # Half precision is what one wants, and integers have none.
-        with warned(f"its products are in .*{dtype}", is_due=dtype in ("float64", "complex64")):
-            assert str(jax.make_jaxpr(jaxscale.autocast(fun))(x)) == str(jax.make_jaxpr(fun)(x))
+        with warned(
+            f"its products are in .*{dtype}", is_due=dtype in ("float64", "complex64")
+        ):
+            assert str(jax.make_jaxpr(jaxscale.autocast(fun))(x)) == str(
+                jax.make_jaxpr(fun)(x)
+            )
         with warned("changes nothing", is_due=dtype in ("float64", "complex64")):
             assert_same_bits(jaxscale.autocast(fun)(x), fun(x))
 
@@ -245,7 +280,9 @@ def test_what_is_not_an_array_reaches_the_function_as_it_is():
 
     cast = jaxscale.autocast(fun)
     arguments = {"number": 3, "text": "text", "array": np.ones(2), "function": jnp.tanh}
-    np.testing.assert_allclose(cast(W[0], **arguments), fun(W[0], **arguments), atol=5e-3)
+    np.testing.assert_allclose(
+        cast(W[0], **arguments), fun(W[0], **arguments), atol=5e-3
+    )
     assert inspect.signature(cast) == inspect.signature(fun)
     assert cast.__name__ == "fun"
 
@@ -265,8 +302,14 @@ def test_it_composes_with_transformations():
         "hessian": (jax.hessian(cast)(X), jax.hessian(plain)(X)),
         "of a gradient": (jaxscale.autocast(jax.grad(plain))(X), gradient),
         "remat": (jax.grad(jax.checkpoint(cast))(X), gradient),
-        "closed over": (jax.grad(lambda x: jaxscale.autocast(lambda: plain(x))())(X), gradient),
-        "value_and_grad": (jaxscale.grad(cast, jaxscale.DynamicLossScale().init())(X), gradient),
+        "closed over": (
+            jax.grad(lambda x: jaxscale.autocast(lambda: plain(x))())(X),
+            gradient,
+        ),
+        "value_and_grad": (
+            jaxscale.grad(cast, jaxscale.DynamicLossScale().init())(X),
+            gradient,
+        ),
     }.values():
         np.testing.assert_allclose(actual, expected, rtol=0.02, atol=2e-3)
 
@@ -308,16 +351,21 @@ def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
     def fun(w, x):
         return batched_by_hand(w, x) + batched_by_hand(w, 2 * x)
 
-    with pytest.warns(UserWarning, match="`custom_vmap_call` run as they are written") as found:
+    with pytest.warns(
+        UserWarning, match="`custom_vmap_call` run as they are written"
+    ) as found:
         result = jaxscale.autocast(fun)(W[0], X)
     assert len(found) == 1
     np.testing.assert_allclose(result, fun(W[0], X), rtol=0.01, atol=0.01)
-    with pytest.raises(UserWarning, match="full_precision"):  # as an error, and once more
+    # as an error, and once more
+    with pytest.raises(UserWarning, match="full_precision"):
         jaxscale.autocast(fun)(W[0], X)
     jaxscale.autocast(jaxscale.full_precision(batched_by_hand))(W[0], X)
 
 
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this version of JAX has no refs")
+@pytest.mark.skipif(
+    not hasattr(jax, "new_ref"), reason="this version of JAX has no refs"
+)
 def test_refs_are_read_and_written():
     def fun(ref):
         ref[...] = ref[...] + X @ W[0]
@@ -332,13 +380,22 @@ def test_refs_are_read_and_written():
 NAMED = r"`autocast\(dtype\)` must be float16 or bfloat16, or"
 FIRST = r"Pass the function first.*functools\.partial"
 BAD_INPUT = {
-    f"dtype={dtype}": (lambda dtype=dtype: jaxscale.autocast(jnp.tanh, dtype=dtype), NAMED)
+    f"dtype={dtype}": (
+        lambda dtype=dtype: jaxscale.autocast(jnp.tanh, dtype=dtype),
+        NAMED,
+    )
     for dtype in ["float64", "float8_e4m3fn", "half a dozen", None]
 } | {
     "a type first": (lambda: jaxscale.autocast(jnp.bfloat16), FIRST),
     "text first": (lambda: jaxscale.autocast("float16"), FIRST),
-    "autocast": (lambda: jaxscale.autocast(X), r"`autocast\(fun\)` must .*, got ArrayImpl"),
-    "full": (lambda: jaxscale.full_precision(X), r"`full_precision\(fun\)` must .*, got ArrayImpl"),
+    "autocast": (
+        lambda: jaxscale.autocast(X),
+        r"`autocast\(fun\)` must .*, got ArrayImpl",
+    ),
+    "full": (
+        lambda: jaxscale.full_precision(X),
+        r"`full_precision\(fun\)` must .*, got ArrayImpl",
+    ),
 }
 
 
@@ -352,11 +409,22 @@ def test_bad_input_is_named(name):
 def test_help_shows_the_table():
     shown = re.findall(r"[\w-]+", inspect.getdoc(jaxscale.autocast))
     assert set(shown) >= table.PRODUCTS | table.FLOAT32
-    tables = [table.PRODUCTS, table.FLOAT32, table.ELEMENTWISE, table.MOVES, table.CHOICES]
-    assert len(frozenset().union(*tables)) == sum(map(len, tables))  # none is in two of them
+    tables = [
+        table.PRODUCTS,
+        table.FLOAT32,
+        table.ELEMENTWISE,
+        table.MOVES,
+        table.CHOICES,
+    ]
+    # none is in two of them
+    assert len(frozenset().union(*tables)) == sum(map(len, tables))
 
 
-@cases("name", ["attention", "activations", "custom_jvp", "custom_vjp"], fast=["custom_vjp"])
+@cases(
+    "name",
+    ["attention", "activations", "custom_jvp", "custom_vjp"],
+    fast=["custom_vjp"],
+)
 def test_nothing_leaks(name):
     fun, args = PROGRAMS[name]
     with jax.checking_leaks():

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.standard_promotion
 # Every operation that follows its inputs; the sum of two gradients, and what compares for sorting.
 NOT_IN_LAX = {"add_any", "eq_to", "le_to", "lt_to"}
 assert {name for name in table.ELEMENTWISE if not hasattr(jax.lax, name)} == NOT_IN_LAX
-OPERATIONS = {name: getattr(jax.lax, name) for name in sorted(table.ELEMENTWISE - NOT_IN_LAX)} | {
+OPERATIONS = {
+    name: getattr(jax.lax, name) for name in sorted(table.ELEMENTWISE - NOT_IN_LAX)
+} | {
     "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
     "select_n": lambda x, y: jax.lax.select_n(x < y, x, y),
 }
@@ -43,7 +45,11 @@ TAILS = {
 def units(x, dtype):
     """Numbers as integers: neighbours differ by one, and those that are not normal are the same."""
     x = np.asarray(x).astype(dtype)
-    bits = np.where(np.isnan(x), np.asarray(np.nan, dtype), x).view(np.int16).astype(np.int32)
+    bits = (
+        np.where(np.isnan(x), np.asarray(np.nan, dtype), x)
+        .view(np.int16)
+        .astype(np.int32)
+    )
     smallest = int(np.asarray(jnp.finfo(dtype).tiny, dtype).view(np.int16))
     return np.sign(bits) * np.maximum((bits & 0x7FFF) - smallest, 0)
 
@@ -74,7 +80,12 @@ def value_and_gradients(fun, xs):
 @cases(
     "name, dtype",
     itertools.product(OPERATIONS | TAILS, ["float16", "bfloat16"]),
-    fast=[("tanh", "float16"), ("mul", "float16"), ("select_n", "float16"), ("silu", "bfloat16")],
+    fast=[
+        ("tanh", "float16"),
+        ("mul", "float16"),
+        ("select_n", "float16"),
+        ("silu", "bfloat16"),
+    ],
 )
 def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
     fun, dtype = (OPERATIONS | TAILS)[name], jnp.dtype(dtype)
@@ -112,7 +123,10 @@ OF_MATRICES = {
     "vector @ matrix": (lambda x, y: x @ y, ROWS[0], ROWS.T),
     "one query": (lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k), QUERY, KEYS),
     "mapped": (jax.vmap(jnp.dot, (0, None)), ROWS, ROWS[0]),
-    "1x1": (lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), *(jnp.ones((1, 1, 1, 1)),) * 2),
+    "1x1": (
+        lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"),
+        *(jnp.ones((1, 1, 1, 1)),) * 2,
+    ),
 }
 
 
@@ -148,7 +162,14 @@ def test_products_of_a_matrix_are_in_half_precision(name):
 
 
 # Functions of libraries, with the arguments that they take.
-MODULES = (jnp.linalg, jax.scipy.linalg, jax.scipy.signal, jax.image, jax.nn, optax.losses)
+MODULES = (
+    jnp.linalg,
+    jax.scipy.linalg,
+    jax.scipy.signal,
+    jax.image,
+    jax.nn,
+    optax.losses,
+)
 # The first returns a configuration. Products of 8-bit or 4-bit numbers need a GPU.
 NOT_CALLED = {"get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"}
 FUNCTIONS = {
@@ -158,7 +179,9 @@ FUNCTIONS = {
     if callable(fun) and not name.startswith("_") and not inspect.isclass(fun)
     if name not in NOT_CALLED
 }
-NUMBERS = np.random.default_rng(0).standard_normal(4096).astype(np.float16).astype(np.float32)
+NUMBERS = (
+    np.random.default_rng(0).standard_normal(4096).astype(np.float16).astype(np.float32)
+)
 
 
 def normal(*shape):
@@ -183,7 +206,12 @@ ARGUMENTS = {
     "poly_loss_cross_entropy ranking_softmax_loss": (A, HOT),
     "multiclass_hinge_loss multiclass_perceptron_loss ntxent": (A, LABELS),
     "multiclass_sparsemax_loss softmax_cross_entropy_with_integer_labels": (A, LABELS),
-    "ctc_loss ctc_loss_with_forward_probs": (normal(2, 6, 4), jnp.zeros((2, 6)), WORDS, ENDS),
+    "ctc_loss ctc_loss_with_forward_probs": (
+        normal(2, 6, 4),
+        jnp.zeros((2, 6)),
+        WORDS,
+        ENDS,
+    ),
     "convolution_matrix": (V, 5),
     "cross": (normal(4, 3), normal(8, 3)[4:]),
     "dot_product_attention": (normal(1, 4, 2, 4),) * 3,
@@ -196,9 +224,16 @@ LINALG, SIGNALS, STFT = jax.scipy.linalg, jax.scipy.signal, {"nperseg": 16}
 MOVED = jax.image.scale_and_translate
 # Those that take something else than arrays, or whose arguments others compute.
 CALLS = {
-    "cho_solve": (lambda a, b: LINALG.cho_solve((LINALG.cho_factor(a)[0], False), b), POSITIVE, A),
+    "cho_solve": (
+        lambda a, b: LINALG.cho_solve((LINALG.cho_factor(a)[0], False), b),
+        POSITIVE,
+        A,
+    ),
     "csd": (lambda x, y: SIGNALS.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
-    "eigh_tridiagonal": (lambda d: LINALG.eigh_tridiagonal(d, d[1:], eigvals_only=True), V),
+    "eigh_tridiagonal": (
+        lambda d: LINALG.eigh_tridiagonal(d, d[1:], eigvals_only=True),
+        V,
+    ),
     "funm": (lambda a: LINALG.funm(a, jnp.sin), A),
     "istft": (lambda x: SIGNALS.istft(SIGNALS.stft(x, **STFT)[2], **STFT), SIGNAL),
     "lu_solve": (lambda a, b: LINALG.lu_solve(LINALG.lu_factor(a), b), POSITIVE, A),
@@ -209,7 +244,10 @@ CALLS = {
     "multi_dot": (lambda a, b: jnp.linalg.multi_dot([a, b, a]), A, B),
     "resize": (lambda x: jax.image.resize(x, (9, 7), "cubic"), A),
     "rsf2csf": (lambda a: LINALG.rsf2csf(*LINALG.schur(a)), A),
-    "scale_and_translate": (lambda x: MOVED(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"), A),
+    "scale_and_translate": (
+        lambda x: MOVED(x, (9, 7), (0, 1), V[:2] ** 2, V[2:], "linear"),
+        A,
+    ),
     "stft": (lambda x: SIGNALS.stft(x, **STFT), SIGNAL),
     "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
     "welch": (lambda x: SIGNALS.welch(x, **STFT), SIGNAL),
@@ -245,7 +283,9 @@ def call_with_usual_arguments(name):
             # Arrays come first.
             arrays = tuple(arg for arg in args if isinstance(arg, jax.Array))
             return Called(lambda *xs, args=args: fun(*xs, *args[len(xs) :]), arrays)
-    pytest.fail("no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`")
+    pytest.fail(
+        "no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`"
+    )
 
 
 def is_floating(x):
@@ -266,7 +306,9 @@ def weighted_sum(fun):
 def assert_close(actual, expected, tolerance):
     for a, b in zip(floating(actual), floating(expected), strict=True):
         if np.isfinite(b).all():
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.max(np.abs(b)), 1e-3))
+            np.testing.assert_allclose(
+                a, b, rtol=0, atol=tolerance * max(np.max(np.abs(b)), 1e-3)
+            )
 
 
 def times(args, magnitude):
@@ -282,7 +324,9 @@ def tolerance_of(name):
     return 2**-8 if is_in_half(name) else 1e-4
 
 
-every_function = cases("name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"])
+every_function = cases(
+    "name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"]
+)
 # Some call what is deprecated, and some have no product.
 quiet = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:`autocast` changes nothing"

@@ -44,14 +44,22 @@ MODEL = {
     "vectorize": jnp.vectorize(jnp.matmul, signature="(k,n),(n,m)->(k,m)"),
     "tree.map": lambda x, a: jax.tree.map(jnp.dot, [x], [a]),
     "lax.map": lambda x, a: jax.lax.map(functools.partial(jnp.matmul, a), x),
-    "scan": lambda x, a: jax.lax.scan(lambda c, _: (jnp.tanh(c @ a), None), x, length=2)[0],
+    "scan": lambda x, a: jax.lax.scan(
+        lambda c, _: (jnp.tanh(c @ a), None), x, length=2
+    )[0],
     "cond": lambda x, a: jax.lax.cond(a[0, 0] > 0, jnp.matmul, jnp.matmul, x, a),
-    "associative_scan": lambda x, a: jax.lax.associative_scan(jnp.matmul, jnp.stack([a, a])),
+    "associative_scan": lambda x, a: jax.lax.associative_scan(
+        jnp.matmul, jnp.stack([a, a])
+    ),
     "shard_map": jax.shard_map(jnp.matmul, **OVER_DEVICES),
     "sparsify": sparse.sparsify(jnp.matmul),
-    "apply_along_axis": lambda x, a: jnp.apply_along_axis(functools.partial(jnp.matmul, a), 1, x),
+    "apply_along_axis": lambda x, a: jnp.apply_along_axis(
+        functools.partial(jnp.matmul, a), 1, x
+    ),
     "grad": lambda x, a: jax.grad(lambda x: jnp.dot(x, a).sum())(x),
-    "Flax": lambda x, a: nn.Dense(8, use_bias=False).apply({"params": {"kernel": a}}, x),
+    "Flax": lambda x, a: nn.Dense(8, use_bias=False).apply(
+        {"params": {"kernel": a}}, x
+    ),
     "Equinox": lambda x, a: jax.vmap(eqx.nn.Linear(8, 4, key=jax.random.key(0)))(x),
     "stax": lambda x, a: apply_stax([(a, a[0]), ()], x),
 }
@@ -83,7 +91,11 @@ def kinds_of(fun, *args):
     return set(map(frozenset, products(jaxscale.autocast(fun), *args)))
 
 
-@cases("name", MODEL, fast=["@", "convolve", "vectorize", "tree.map", "lax.map", "sparsify"])
+@cases(
+    "name",
+    MODEL,
+    fast=["@", "convolve", "vectorize", "tree.map", "lax.map", "sparsify"],
+)
 def test_products_of_the_model_are_in_half_precision(name):
     assert kinds_of(MODEL[name], X, A) == {frozenset({"float16"})}
 
@@ -118,7 +130,9 @@ def test_functions_that_share_a_cached_program_are_told_apart(first):
         return [functions[name](x, x) for name in (first, *functions)]
 
     kinds = products(jaxscale.autocast(both), SIGNAL)
-    expected = ["float32" if name == "polymul" else "float16" for name in (first, *functions)]
+    expected = [
+        "float32" if name == "polymul" else "float16" for name in (first, *functions)
+    ]
     assert sorted(map(str, kinds)) == sorted(str({dtype}) for dtype in expected)
 
 
@@ -151,7 +165,8 @@ def test_a_loss_of_impossible_symbols_is_finite():
 
 
 QUERY, KEY, VALUE = (
-    jnp.asarray(np.sin(np.arange(64.0) + i).reshape(1, 4, 2, 8), np.float32) for i in range(3)
+    jnp.asarray(np.sin(np.arange(64.0) + i).reshape(1, 4, 2, 8), np.float32)
+    for i in range(3)
 )
 
 

@@ -96,7 +96,9 @@ def in_remat(w):
 
 
 def named(w):
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_any_names_but_these())
+    @functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_any_names_but_these()
+    )
     def block(x):
         logits = checkpoint_name(x @ w[0], "logits")
         return cross_entropy(logits) + jnp.sum(logits @ w[1])
@@ -119,7 +121,9 @@ def in_own_rules(w):
     by_vjp = jax.custom_vjp(lambda x: jnp.sin(x) + x[::-1])
     by_vjp.defvjp(lambda x: (by_vjp(x), x), lambda x, ct: (jnp.cos(x) * ct + ct[::-1],))
     by_jvp = jax.custom_jvp(lambda x: x * jax.nn.sigmoid(x))
-    by_jvp.defjvp(lambda x, dx: (by_jvp(*x), dx[0] * jax.nn.sigmoid(x[0]) + dx[0] * x[0]))
+    by_jvp.defjvp(
+        lambda x, dx: (by_jvp(*x), dx[0] * jax.nn.sigmoid(x[0]) + dx[0] * x[0])
+    )
     logits = X @ w[0]
     return jnp.sum(by_vjp(logits)) + jnp.sum(by_jvp(logits) @ w[1]) - logits[:, 1].sum()
 
@@ -129,7 +133,9 @@ def rotated(w):
 
     def rotate(x):
         first, second = jnp.split(x, 2, -1)
-        return x * jnp.cos(angles) + jnp.concatenate([-second, first], -1) * jnp.sin(angles)
+        return x * jnp.cos(angles) + jnp.concatenate([-second, first], -1) * jnp.sin(
+            angles
+        )
 
     return jnp.sum(jax.nn.softmax(rotate(X @ w[0]) @ rotate(X @ w[1]).T) @ (X @ w[2]))
 
@@ -171,7 +177,11 @@ def over_devices(w):
 
     total = 0.0
     for spec, check_vma in ((P("data"), True), (P(), False)):
-        specs = {"in_specs": (spec, P()), "out_specs": P("data"), "check_vma": check_vma}
+        specs = {
+            "in_specs": (spec, P()),
+            "out_specs": P("data"),
+            "check_vma": check_vma,
+        }
         total += jnp.sum(jax.shard_map(normalizers, mesh=mesh, **specs)(logits, w[1]))
     return total
 
@@ -195,12 +205,35 @@ def without_sign(w):
 def chosen(w):
     x = X @ w[0]
     rows = jax.nn.gelu(x[jnp.array([0, 0, 1])]) @ w[1]
-    return jnp.sum(rows) + jnp.sum(jnp.sort(x) * jnp.arange(8.0)) + jnp.sum(jnp.max(x, 0))
+    return (
+        jnp.sum(rows) + jnp.sum(jnp.sort(x) * jnp.arange(8.0)) + jnp.sum(jnp.max(x, 0))
+    )
 
 
-FUNCTIONS = [in_jit, in_two_jits, stacked_by_scan, constant_of_scan, sliced_by_scan, in_remat]
-FUNCTIONS += [constant_of_scan_alone, named, in_branches, in_own_rules, rotated, residual, gated]
-FUNCTIONS += [read_by_products, without_sign, written_in_half, cast_by_hand, over_devices]
+FUNCTIONS = [
+    in_jit,
+    in_two_jits,
+    stacked_by_scan,
+    constant_of_scan,
+    sliced_by_scan,
+    in_remat,
+]
+FUNCTIONS += [
+    constant_of_scan_alone,
+    named,
+    in_branches,
+    in_own_rules,
+    rotated,
+    residual,
+    gated,
+]
+FUNCTIONS += [
+    read_by_products,
+    without_sign,
+    written_in_half,
+    cast_by_hand,
+    over_devices,
+]
 FUNCTIONS += [gradient_inside, behind_barrier, chosen]
 MEETINGS = {fun.__name__: fun for fun in FUNCTIONS}
 MEETINGS["plain"] = lambda w: cross_entropy(X @ w[0])
@@ -220,7 +253,12 @@ AROUND = {
     "name, around",
     itertools.product(MEETINGS, AROUND),
     fast=[
-        *(("plain", "grad"), ("in_jit", "grad"), ("sliced_by_scan", "grad"), ("in_remat", "grad")),
+        *(
+            ("plain", "grad"),
+            ("in_jit", "grad"),
+            ("sliced_by_scan", "grad"),
+            ("in_remat", "grad"),
+        ),
         *(("constant_of_scan", "half_carries"), ("rotated", "scale_backward")),
     ],
 )
@@ -258,7 +296,9 @@ MARGINS = {6.0: 16, 9.0: 12, 11.0: 16, 14.0: 12, 18.0: 16}
     itertools.product(LOSSES, MARGINS, HALVES),
     fast=[("cross entropy", 9.0, "float16")],
 )
-def test_confident_predictions_have_the_gradients_of_products_in_half_by_hand(name, margin, dtype):
+def test_confident_predictions_have_the_gradients_of_products_in_half_by_hand(
+    name, margin, dtype
+):
     size, half = MARGINS[margin], HALVES[dtype]
     x = jnp.eye(size) + 0.01 * jax.random.normal(jax.random.key(0), (size, size))
     w = margin * jnp.eye(size)
@@ -317,7 +357,9 @@ def test_a_stand_in_has_the_value_of_one_and_gives_its_gradient_to_the_other():
         assert of_wide.dtype == jnp.float32
     _, tangent = jax.jvp(stand_in, (HALF, WIDE), (HALF, 2 * WIDE))
     np.testing.assert_array_equal(tangent, 2 * HALF)
-    second = jax.hessian(lambda x: jnp.sum(stand_in(x.astype(jnp.float16), x) ** 2))(WIDE)
+    second = jax.hessian(lambda x: jnp.sum(stand_in(x.astype(jnp.float16), x) ** 2))(
+        WIDE
+    )
     np.testing.assert_array_equal(second, 2 * np.eye(2))
 
 

@@ -55,7 +55,8 @@ def squashed(x, w):
 
 
 @squashed.defjvp
-def _(primals, tangents):  # with operations in float32 between the product and the tangent
+# with operations in float32 between the product and the tangent
+def _(primals, tangents):
     (x, w), (dx, dw) = primals, tangents
     y = squashed(x, w)
     return y, jax.nn.softmax(jnp.exp(x @ w)) * (dx @ w + x @ dw)
@@ -88,14 +89,21 @@ WRAPPED = {
     "scale_backward": jaxscale.scale_backward,
     "both": lambda fun: jaxscale.autocast(jaxscale.scale_backward(fun)),
 }
-FAST = [("names", "autocast"), ("ruled", "autocast"), ("in parts", "both"), ("pinned", "autocast")]
+FAST = [
+    ("names", "autocast"),
+    ("ruled", "autocast"),
+    ("in parts", "both"),
+    ("pinned", "autocast"),
+]
 
 
 def differentiated(loss, wrap):
     """The gradient, the products of both passes, and what the first keeps for the second."""
     wrapped = wrap(loss)
     value_and_grad = jax.jit(jax.value_and_grad(wrapped))
-    return value_and_grad(W), sorted(map(sorted, products(jax.value_and_grad(wrapped), W)))
+    return value_and_grad(W), sorted(
+        map(sorted, products(jax.value_and_grad(wrapped), W))
+    )
 
 
 @cases("name, wrap", itertools.product(BOTH, WRAPPED), fast=FAST)
@@ -106,7 +114,9 @@ def test_both_forms_have_the_same_products_and_gradients(name, wrap):
         new, new_products = differentiated(BOTH[name], WRAPPED[wrap])
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * float(jnp.abs(b).max()))
-    assert {str(kinds) for kinds in new_products} == {str(kinds) for kinds in old_products}
+    assert {str(kinds) for kinds in new_products} == {
+        str(kinds) for kinds in old_products
+    }
     if name in POLICIES:  # for others JAX derives the rules in another way
         assert new_products == old_products
 
@@ -116,7 +126,9 @@ def test_both_forms_keep_the_same_for_the_backward_pass(policy):
     kept = []
     for is_new in (False, True):
         with form(is_new):
-            kept.append(residual_bytes(jaxscale.autocast(rematted(POLICIES[policy])), W))
+            kept.append(
+                residual_bytes(jaxscale.autocast(rematted(POLICIES[policy])), W)
+            )
             kept.append(residual_bytes(rematted(POLICIES[policy]), W))
     old, old_plain, new, new_plain = kept
     assert new <= max(old, old * new_plain / old_plain)
@@ -134,8 +146,14 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
     for is_new in (False, True, False, True):
         with form(is_new):
             names = {e.primitive.name for e in equations(jax.make_jaxpr(cast)(W[0]))}
-        found.append(names & {"remat2", "custom_jvp_call", "custom_vjp_call", _jax.OBJECT})
-    assert found[0] == found[2] == {"remat2", "custom_jvp_call", "custom_vjp_call"} & found[0]
+        found.append(
+            names & {"remat2", "custom_jvp_call", "custom_vjp_call", _jax.OBJECT}
+        )
+    assert (
+        found[0]
+        == found[2]
+        == {"remat2", "custom_jvp_call", "custom_vjp_call"} & found[0]
+    )
     assert "remat2" in found[0]
     assert found[1] == found[3] == {_jax.OBJECT}
 
@@ -183,17 +201,23 @@ def root(ws):
         return jnp.tanh(z @ w + x) - z
 
     def tangent_solve(linear, y):
-        matrix = jax.jacobian(lambda v: jnp.ravel(linear(v.reshape(y.shape))))(jnp.ravel(y))
+        matrix = jax.jacobian(lambda v: jnp.ravel(linear(v.reshape(y.shape))))(
+            jnp.ravel(y)
+        )
         return jnp.linalg.solve(matrix, jnp.ravel(y)).reshape(y.shape)
 
     def solve(fun, z):
         return jax.lax.fori_loop(0, 12, lambda _, z: z + fun(z), z)
 
-    return jnp.mean(jax.lax.custom_root(step, jnp.zeros_like(x), solve, tangent_solve) ** 2)
+    return jnp.mean(
+        jax.lax.custom_root(step, jnp.zeros_like(x), solve, tangent_solve) ** 2
+    )
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_a_custom_root_is_solved_in_half_precision_and_its_linear_system_in_float32(is_new):
+def test_a_custom_root_is_solved_in_half_precision_and_its_linear_system_in_float32(
+    is_new,
+):
     cast = jaxscale.autocast(root)
     with form(is_new):
         assert products(cast, W) == [{"float16"}]
@@ -206,6 +230,8 @@ def test_a_custom_root_is_solved_in_half_precision_and_its_linear_system_in_floa
             np.testing.assert_allclose(differentiate(cast)(W), expected, atol=tolerance)
         batch = jax.vmap(cast)(jnp.stack([W, W / 2]))
         np.testing.assert_allclose(batch, [root(W), root(W / 2)], rtol=0.01)
-        assert {"float16"} not in products(jaxscale.autocast(jaxscale.full_precision(root)), W)
+        assert {"float16"} not in products(
+            jaxscale.autocast(jaxscale.full_precision(root)), W
+        )
         report = diagnostics.trace(cast, jaxscale.FixedLossScale(8).init())(W)
     assert report.not_entered == ("custom_linear_solve",)

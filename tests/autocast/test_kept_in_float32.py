@@ -14,7 +14,8 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
-BIG = jnp.full((4, 4), 100.0)  # their product is 40000, of which float16 holds no square
+# their product is 40000, of which float16 holds no square
+BIG = jnp.full((4, 4), 100.0)
 
 
 def squares(x):
@@ -41,21 +42,31 @@ LARGE = {
     "variance": lambda x: jnp.var((x @ x) * jnp.arange(4.0)[None] / 4.0),
     # Programs that an equation holds are typed in float32.
     "apply": lambda x: (x @ x).at[0].apply(jnp.square),
-    "reduce": lambda x: jax.lax.reduce(x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (0,)),
+    "reduce": lambda x: jax.lax.reduce(
+        x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (0,)
+    ),
 }
 
 
 @cases("name", LARGE, fast=["x * x", "last read by a product", "apply", "reduce"])
 def test_what_float16_does_not_hold_stays_in_float32(name):
-    np.testing.assert_allclose(jaxscale.autocast(LARGE[name])(BIG), LARGE[name](BIG), rtol=1e-3)
+    np.testing.assert_allclose(
+        jaxscale.autocast(LARGE[name])(BIG), LARGE[name](BIG), rtol=1e-3
+    )
 
 
 CONSTANTS = {
     # The first two do not fit into float16; the others do.
-    "mask": (lambda x: jax.nn.softmax(jnp.where(jnp.eye(8, dtype=bool), x @ x, -1e9)), "float32"),
+    "mask": (
+        lambda x: jax.nn.softmax(jnp.where(jnp.eye(8, dtype=bool), x @ x, -1e9)),
+        "float32",
+    ),
     "epsilon": (lambda x: 1 / ((x - x) @ x + 1e-8), "float32"),
     "half": (lambda x: jnp.abs(x @ x) * 0.5, "float16"),
-    "infinity": (lambda x: jnp.where(jnp.eye(8, dtype=bool), x @ x, -jnp.inf), "float16"),
+    "infinity": (
+        lambda x: jnp.where(jnp.eye(8, dtype=bool), x @ x, -jnp.inf),
+        "float16",
+    ),
     "array": (lambda x: jnp.maximum(x @ x, jnp.full((8, 8), 2.0)), "float16"),
 }
 
@@ -67,20 +78,26 @@ def test_a_constant_that_float16_does_not_hold_makes_it_float32(name):
     result = jaxscale.autocast(fun)(x)
     np.testing.assert_allclose(result, fun(x), rtol=5e-3, atol=5e-3)
     arithmetic = ("add", "mul", "select_n", "max")
-    kinds = [kinds for op, kinds in primitives(jaxscale.autocast(fun), x) if op in arithmetic]
+    kinds = [
+        kinds for op, kinds in primitives(jaxscale.autocast(fun), x) if op in arithmetic
+    ]
     assert {dtype} in kinds
 
 
 def test_a_difference_before_an_exponential_or_a_power_is_not_rounded():
     fun = jaxscale.autocast(lambda x: jnp.exp(x @ x - x @ x.T) + (x @ x.T - x @ x) ** 2)
-    assert [kinds for op, kinds in primitives(fun, W[0]) if op == "sub"] == [{"float32"}] * 2
+    assert [kinds for op, kinds in primitives(fun, W[0]) if op == "sub"] == [
+        {"float32"}
+    ] * 2
 
 
 def test_derivative_rules_decide_at_their_edge():
     cast = jaxscale.autocast(lambda w: jnp.sum(jax.nn.relu(X @ w)))
     # That of a maximum would be a half.
     assert not jax.jit(jax.grad(cast))(jnp.zeros((8, 8))).any()
-    large = jaxscale.autocast(lambda w: jax.nn.logsumexp(X @ w) + jax.nn.softmax(X @ w)[0, 0])
+    large = jaxscale.autocast(
+        lambda w: jax.nn.logsumexp(X @ w) + jax.nn.softmax(X @ w)[0, 0]
+    )
     assert jaxscale.all_finite(jax.jit(jax.value_and_grad(large))(jnp.eye(8) * 1000))
 
 
@@ -194,7 +211,9 @@ ATTENDED = {
 @cases("name", MASKS, fast=["keys"])
 def test_a_mask_that_is_added_is_no_bias(name, way):
     half, mask = ATTENDED[way], MASKS[name]
-    np.testing.assert_allclose(half(QUERIES, mask), attend(QUERIES, mask), rtol=0.01, atol=0.01)
+    np.testing.assert_allclose(
+        half(QUERIES, mask), attend(QUERIES, mask), rtol=0.01, atol=0.01
+    )
     gradient = jax.jit(jax.grad(lambda q: jnp.sum(half(q, mask))))(QUERIES)
     assert jnp.isfinite(gradient).all()
 
@@ -221,4 +240,5 @@ def test_gradients_from_several_chains_are_added_in_float32():
         return jnp.sum(1000 * jnp.exp(y)) - jnp.sum(1000.5 * jnp.exp(y))
 
     gradient = jax.jit(jax.grad(jaxscale.autocast(fun)))(jnp.ones((2, 2)))
-    np.testing.assert_allclose(gradient, -0.5 * np.e, rtol=2e-3)  # the spacing of halves: 2
+    # the spacing of halves: 2
+    np.testing.assert_allclose(gradient, -0.5 * np.e, rtol=2e-3)

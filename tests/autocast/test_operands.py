@@ -14,7 +14,8 @@ W = jnp.linspace(0.5, -0.5, 16).reshape(4, 4)
 
 def network(w, x):
     hidden = jnp.maximum(x @ w, 0.0)
-    hidden = jax.lax.dot_general(hidden, w, (((1,), (0,)), ((), ())))  # asks for no result type
+    # asks for no result type
+    hidden = jax.lax.dot_general(hidden, w, (((1,), (0,)), ((), ())))
     return jnp.sum(jax.nn.softmax(hidden @ w) ** 2)
 
 

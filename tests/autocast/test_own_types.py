@@ -37,7 +37,9 @@ class QuantizedType(hijax.HiType):
 
     def lo_ty(self):
         shapes = (self.shape, "int8"), ((), "float32")
-        return [jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+        return [
+            jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape, dtype in shapes
+        ]
 
     def lower_val(self, value):
         return [value.numbers, value.scale]
@@ -129,10 +131,14 @@ def test_values_of_own_types_pass_and_a_product_in_their_operations_is_named(nam
     expected, gradient = jax.value_and_grad(loss)(X, QUANTIZED)
     for wrap in (jaxscale.autocast, jaxscale.scale_backward):
         due = is_hidden and wrap is jaxscale.autocast
-        with warned(r"type that is not an array of JAX \(it is a `Multiply`\)", is_due=due):
+        with warned(
+            r"type that is not an array of JAX \(it is a `Multiply`\)", is_due=due
+        ):
             actual = jax.jit(jax.value_and_grad(wrap(loss)))(X, QUANTIZED)
         np.testing.assert_allclose(actual[0], expected, rtol=0.01, atol=1e-3)
-        np.testing.assert_allclose(actual[1], gradient, atol=0.02 * float(jnp.abs(gradient).max()))
+        np.testing.assert_allclose(
+            actual[1], gradient, atol=0.02 * float(jnp.abs(gradient).max())
+        )
     report = diagnostics.trace(loss, jaxscale.FixedLossScale(8).init())(X, QUANTIZED)
     assert report.not_entered == ("call_hi_primitive",)
 
@@ -143,9 +149,15 @@ def test_an_operation_of_arrays_is_entered_and_keeps_its_rule():
 
     cast = jaxscale.autocast(loss)
     assert products(cast, X, W[0]) == [{"float16"}] * 3
-    assert {str(kinds) for kinds in products(jax.grad(cast), X, W[0])} == {"{'float16'}"}
+    assert {str(kinds) for kinds in products(jax.grad(cast), X, W[0])} == {
+        "{'float16'}"
+    }
     for argnum in (0, 1):
         expected = jax.grad(loss, argnum)(X, W[0])
         tolerance = 0.01 * float(jnp.abs(expected).max())
-        np.testing.assert_allclose(jax.grad(cast, argnum)(X, W[0]), expected, atol=tolerance)
-    assert not diagnostics.trace(cast, jaxscale.FixedLossScale(8).init())(X, W[0]).not_entered
+        np.testing.assert_allclose(
+            jax.grad(cast, argnum)(X, W[0]), expected, atol=tolerance
+        )
+    assert not diagnostics.trace(cast, jaxscale.FixedLossScale(8).init())(
+        X, W[0]
+    ).not_entered

@@ -55,7 +55,8 @@ def test_equal_equations_are_differentiated_once(monkeypatch):
 
     rule = ad.primitive_jvps[dot_general_p]
     monkeypatch.setitem(ad.primitive_jvps, dot_general_p, count)
-    w = jnp.ones((7, 7))  # of a size that no other program has: JAX remembers derivatives
+    # of a size that no other program has: JAX remembers derivatives
+    w = jnp.ones((7, 7))
 
     def network(x):
         for _ in range(LAYERS):
@@ -64,14 +65,17 @@ def test_equal_equations_are_differentiated_once(monkeypatch):
 
     eqns = jax.make_jaxpr(jax.grad(jaxscale.autocast(network)))(jnp.ones((3, 7))).eqns
     assert 1 <= len(seen) <= 2
-    assert not {"jit", "pjit"} & set(map(_jax.operation, eqns))  # nothing stands around them
+    # nothing stands around them
+    assert not {"jit", "pjit"} & set(map(_jax.operation, eqns))
 
 
 def test_chains_of_other_scopes_do_not():
     programs = recomputed(jaxscale.autocast(layers(jnp.tanh, scopes=True)))
     assert len({id(program) for program in programs}) == len(programs)
     scopes = [{_jax.scope_path(e) for e in program.eqns} for program in programs]
-    assert {scope for found in scopes for scope in found} == {f"layer{i}" for i in range(LAYERS)}
+    assert {scope for found in scopes for scope in found} == {
+        f"layer{i}" for i in range(LAYERS)
+    }
 
 
 @cases("scopes", [False, True])

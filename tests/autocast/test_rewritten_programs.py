@@ -70,7 +70,9 @@ def layer_of_scan(x, w):
 
 
 @cases("is_scanned", [False, True])
-def test_chains_have_a_barrier_where_the_backward_pass_is_part_of_the_same_program(is_scanned):
+def test_chains_have_a_barrier_where_the_backward_pass_is_part_of_the_same_program(
+    is_scanned,
+):
     if is_scanned:
         fun, ws = functools.partial(jax.lax.scan, layer_of_scan), W
     else:
@@ -91,7 +93,9 @@ def test_a_function_that_is_called_often_is_rewritten_once():
 
     def rewritten_layers():
         eqns = jax.make_jaxpr(jaxscale.autocast(lambda x: three_layers(x)))(X).eqns
-        return [eqn.params["jaxpr"] for eqn in eqns if eqn.params.get("name") == "<lambda>"]
+        return [
+            eqn.params["jaxpr"] for eqn in eqns if eqn.params.get("name") == "<lambda>"
+        ]
 
     first, second, third = rewritten_layers()
     # The first call takes an argument in float32, the others what the first returns.
@@ -153,20 +157,26 @@ def test_a_remat_keeps_what_its_policy_says_in_half_precision(layer, policy):
     def residuals(fun):
         # What the backward pass of a function keeps, of the shape of an activation.
         pull = jax.eval_shape(lambda w: jax.vjp(lambda w: fun(w, X[:3]), w)[1], W[0])
-        return sorted(str(leaf.dtype) for leaf in jax.tree.leaves(pull) if leaf.shape == (3, 8))
+        return sorted(
+            str(leaf.dtype) for leaf in jax.tree.leaves(pull) if leaf.shape == (3, 8)
+        )
 
     make_policy = getattr(jax.checkpoint_policies, policy)
     remat = jax.checkpoint(layer, policy=make_policy("kept"))
     num_kept = len(residuals(remat))
     # The input stays, as it came.
-    assert residuals(jaxscale.autocast(remat)) == ["float16"] * (num_kept - 1) + ["float32"]
+    assert residuals(jaxscale.autocast(remat)) == ["float16"] * (num_kept - 1) + [
+        "float32"
+    ]
 
 
 @pytest.mark.slow  # what clears the caches makes all others compile anew
 def test_what_is_rewritten_is_forgotten_with_its_program():
     def rewrite(n):
         layer = jax.jit(lambda x, w: jax.nn.relu(x @ w) + n)
-        scan = jaxscale.autocast(lambda x: jax.lax.scan(lambda c, w: (layer(c, w), None), x, W)[0])
+        scan = jaxscale.autocast(
+            lambda x: jax.lax.scan(lambda c, w: (layer(c, w), None), x, W)[0]
+        )
         scan(X)
 
     def remembered_after(numbers):

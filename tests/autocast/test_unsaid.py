@@ -75,7 +75,9 @@ WAYS = {
     "six steps": lambda program: nested(program, 5),  # in an object
 }
 TWICE = {
-    f"{outer} of {inner}": (lambda a, b: lambda program: a(b(program)))(WAYS[outer], WAYS[inner])
+    f"{outer} of {inner}": (lambda a, b: lambda program: a(b(program)))(
+        WAYS[outer], WAYS[inner]
+    )
     for outer in ("attribute", "slot", "closure")
     for inner in WAYS
     if inner not in ("six steps", "list", "dictionary", "partial of a partial")
@@ -84,11 +86,15 @@ TWICE = {
 
 def reads_and_multiplies(name, hidden, wrap=lambda fun: fun):
     held = Held(hidden)  # as parameters are hashed
-    call = wrap(forged(name, {"what": held, "_prim": held}, lambda x: jnp.tanh(x @ W[0])))
+    call = wrap(
+        forged(name, {"what": held, "_prim": held}, lambda x: jnp.tanh(x @ W[0]))
+    )
     return lambda x: jnp.sum(call(x * 3.0) @ W[1])
 
 
-@cases("way", WAYS | TWICE, fast=["slot of a base class", "closure", "method", "six steps"])
+@cases(
+    "way", WAYS | TWICE, fast=["slot of a base class", "closure", "method", "six steps"]
+)
 @pytest.mark.parametrize("name", ["future_call", _jax.OBJECT])
 def test_a_program_that_is_hidden_in_a_parameter_is_named(way, name):
     hidden = (WAYS | TWICE)[way](PROGRAM)
@@ -121,7 +127,9 @@ INSIDE = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "scan": lambda fun: lambda x: jax.lax.map(fun, x[None])[0],
-    "while": lambda fun: lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: fun(x), x),
+    "while": lambda fun: (
+        lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: fun(x), x)
+    ),
     "cond": lambda fun: lambda x: jax.lax.cond(x[0, 0] > 0, fun, lambda x: x, x),
     "custom_jvp": with_own_jvp,
     "custom_vjp": with_own_vjp,
@@ -133,20 +141,33 @@ INSIDE = {
 def test_what_is_hidden_is_found_where_there_is_nothing_else_to_cast(inside):
     fun = reads_and_multiplies("future_call", PROGRAM, INSIDE[inside])
     for _ in range(2):  # also in a program that is known already
-        with pytest.warns(UserWarning, match="`future_call` run as they are written") as found:
+        with pytest.warns(
+            UserWarning, match="`future_call` run as they are written"
+        ) as found:
             jax.make_jaxpr(jaxscale.autocast(fun))(X)
         assert len(found) == 1
 
 
 HARMLESS = {
-    "plain": [1, "text", 2.0, None, np.float32, np.ones(3), jnp.ones(3), jnp.dtype("float16")],
+    "plain": [
+        1,
+        "text",
+        2.0,
+        None,
+        np.float32,
+        np.ones(3),
+        jnp.ones(3),
+        jnp.dtype("float16"),
+    ],
     "seven steps": nested(PROGRAM, 6),
     "circle": types.SimpleNamespace(),
     "class": Held,
     "module": jax,
     "function": jnp.tanh,
     "data of a run": [[Held(number)] for number in range(50_000)],
-    "mesh": jax.sharding.NamedSharding(jax.make_mesh((2,), ("i",)), jax.sharding.PartitionSpec()),
+    "mesh": jax.sharding.NamedSharding(
+        jax.make_mesh((2,), ("i",)), jax.sharding.PartitionSpec()
+    ),
     "empty cell": lambda: unset,  # noqa: F821
 }
 HARMLESS["circle"].itself = HARMLESS["circle"]
@@ -170,7 +191,9 @@ def multiplied(x_ref, w_ref, out_ref):
 
 
 def on_host(x):
-    return jax.pure_callback(lambda x: np.asarray(x) @ np.asarray(W[0]), jax.typeof(x), x)
+    return jax.pure_callback(
+        lambda x: np.asarray(x) @ np.asarray(W[0]), jax.typeof(x), x
+    )
 
 
 def on_host_twice(x):
@@ -181,7 +204,9 @@ def on_host_twice(x):
 OPAQUE = {
     "call_exported": exported.call,
     "pure_callback": on_host,
-    "io_callback": lambda x: jax.experimental.io_callback(lambda x: x, jax.typeof(x), x),
+    "io_callback": lambda x: jax.experimental.io_callback(
+        lambda x: x, jax.typeof(x), x
+    ),
     "pallas_call": lambda x: pallas.pallas_call(
         multiplied, out_shape=jax.typeof(x), interpret=True
     )(x, W[0]),
@@ -227,8 +252,11 @@ def test_a_callback_that_gets_more_than_another_returned_is_named():
 
 
 def test_what_must_fuse_runs_as_it_is_written_and_is_named():
-    fused = pytest.importorskip("jax.experimental.fused", reason="this JAX cannot fuse by hand")
-    part = fused.fused(out_spaces=(jax.memory.Space.Device,))  # which runs on a GPU alone
+    fused = pytest.importorskip(
+        "jax.experimental.fused", reason="this JAX cannot fuse by hand"
+    )
+    # which runs on a GPU alone
+    part = fused.fused(out_spaces=(jax.memory.Space.Device,))
 
     def loss(x):
         (y,) = part(lambda x, w: [jnp.tanh(x @ w)])(x, W[0])
@@ -240,7 +268,8 @@ def test_what_must_fuse_runs_as_it_is_written_and_is_named():
     assert "fused_call" in str(program)
 
 
-def gaussian_process(x):  # whose kernel has no product, and whose linear algebra none to cast
+# whose kernel has no product, and whose linear algebra none to cast
+def gaussian_process(x):
     gram = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, -1)) + jnp.eye(len(x))
     factor = jnp.linalg.cholesky(gram)
     return jnp.sum(jax.scipy.linalg.solve_triangular(factor, x, lower=True) ** 2)
@@ -251,8 +280,16 @@ NOTHING_TO_CAST = {
     "gaussian process": (gaussian_process, X, "no product of float32 matrices"),
     "dot": (lambda x: jnp.vdot(x, x), X, "no product of float32 matrices"),
     "linear algebra": (lambda x: jnp.sum(jnp.linalg.inv(x)), W[0], "no product"),
-    "complex": (lambda x: jnp.sum(jnp.abs(x @ W[0])), X + 1j * X, "are in complex64, and only"),
-    "in a loop": (lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x), X, "no product"),
+    "complex": (
+        lambda x: jnp.sum(jnp.abs(x @ W[0])),
+        X + 1j * X,
+        "are in complex64, and only",
+    ),
+    "in a loop": (
+        lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x),
+        X,
+        "no product",
+    ),
 }
 AS_IT_SHOULD = {
     "a product": (lambda x: x @ W[0], X),
@@ -273,7 +310,9 @@ def test_a_function_in_which_nothing_is_cast_is_named(name):
     fun, x, why = NOTHING_TO_CAST[name]
     named = functools.wraps(fun)(lambda x: fun(x))
     named.__name__ = "loss_fn"
-    with pytest.warns(UserWarning, match=f"changes nothing in `loss_fn`: .*{why}") as found:
+    with pytest.warns(
+        UserWarning, match=f"changes nothing in `loss_fn`: .*{why}"
+    ) as found:
         jaxscale.autocast(named)(x)
     assert len(found) == 1
 
@@ -294,18 +333,25 @@ def test_no_program_of_the_laws_is_warned_of(name):
 HALF_CARRIES = {
     "layers": (lambda x: jax.lax.scan(lambda x, w: (x + x @ w, None), x, W)[0], False),
     "nested": (
-        lambda x: jax.lax.map(lambda x: jax.lax.scan(lambda x, w: (x @ w, 0), x, W)[0], x[None]),
+        lambda x: jax.lax.map(
+            lambda x: jax.lax.scan(lambda x, w: (x @ w, 0), x, W)[0], x[None]
+        ),
         False,
     ),
     "no scan": (lambda x: x @ W[0], True),
     "a counter": (lambda x: jax.lax.scan(lambda n, w: (n + 1, x @ w), 0, W)[1], True),
-    "a while": (lambda x: jax.lax.fori_loop(0, jnp.int32(3), lambda _, x: x @ W[0], x), True),
+    "a while": (
+        lambda x: jax.lax.fori_loop(0, jnp.int32(3), lambda _, x: x @ W[0], x),
+        True,
+    ),
 }
 
 
 @cases("name", HALF_CARRIES)
 def test_half_carries_that_change_nothing_are_named(name):
     fun, changes_nothing = HALF_CARRIES[name]
-    with warned("`autocast.half_carries=True.` carries nothing", is_due=changes_nothing):
+    with warned(
+        "`autocast.half_carries=True.` carries nothing", is_due=changes_nothing
+    ):
         jaxscale.autocast(fun, half_carries=True)(X)
     jaxscale.autocast(fun)(X)  # without a warning

@@ -32,7 +32,9 @@ import time
 if any(option.startswith("--h100") for option in sys.argv):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # And XLA on CPU may keep float32 between float16 operations.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+)
 
 import casts
 import jax
@@ -52,7 +54,9 @@ def scaled(loss_fn):
     """Returns a function of parameters and batch, to the loss and its gradients."""
 
     def value_and_grad(params, batch):
-        loss, grads = jax.value_and_grad(lambda *args: SCALE * loss_fn(*args))(params, batch)
+        loss, grads = jax.value_and_grad(lambda *args: SCALE * loss_fn(*args))(
+            params, batch
+        )
         return loss / SCALE, jax.tree.map(lambda g: g / SCALE, grads)
 
     return value_and_grad
@@ -65,7 +69,10 @@ def compiled(fun, *args):
     traced = jax.jit(lambda *args: fun(*args)).trace(*args)
     middle = time.process_time()
     program = traced.lower().compile()
-    return program, {"trace_s": middle - start, "compile_s": time.process_time() - middle}
+    return program, {
+        "trace_s": middle - start,
+        "compile_s": time.process_time() - middle,
+    }
 
 
 def prepare(name, kind, size, steps, expected=None):
@@ -81,12 +88,16 @@ def prepare(name, kind, size, steps, expected=None):
     half, total = jaxprs.products(jax.make_jaxpr(loss_fn)(params, batch))
     half_of_both, both = jaxprs.products(jax.make_jaxpr(step)(params, batch))
     program, _ = compiled(step, params, batch)
-    grads = [np.asarray(g, np.float64) for g in jax.tree.leaves(program(params, batch)[1])]
+    grads = [
+        np.asarray(g, np.float64) for g in jax.tree.leaves(program(params, batch)[1])
+    ]
     report = {
         "parameters": sum(g.size for g in grads),
         "forward": {"half": half, "products": total},
         "backward": {"half": half_of_both - half, "products": both - total},
-        "kept_bytes": jaxprs.residual_bytes(lambda params: loss_fn(params, batch), params),
+        "kept_bytes": jaxprs.residual_bytes(
+            lambda params: loss_fn(params, batch), params
+        ),
         "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
         "not_finite": sum(int(np.sum(~np.isfinite(g))) for g in grads),
     }
@@ -94,10 +105,13 @@ def prepare(name, kind, size, steps, expected=None):
     report |= train(program, params, task, steps)
     if name == casts.FLOAT32:
         # What training itself makes of a difference as small as those of half precision.
-        rounded = jax.tree.map(lambda p: p.astype(jnp.float16).astype(jnp.float32), params)
+        rounded = jax.tree.map(
+            lambda p: p.astype(jnp.float16).astype(jnp.float32), params
+        )
         report["from_rounded"] = train(program, rounded, task, steps)
 
-    return report, lambda _: compiled(step, params, batch)[1]  # once, however long it takes
+    # once, however long it takes
+    return report, lambda _: compiled(step, params, batch)[1]
 
 
 def cosines(grads, expected):
@@ -108,7 +122,10 @@ def cosines(grads, expected):
         return float(np.vdot(one, other) / norms) if norms else 0.0
 
     whole = [np.concatenate([*map(np.ravel, leaves)]) for leaves in (grads, expected)]
-    return {"cosine": cosine(*whole), "smallest_cosine": min(map(cosine, grads, expected))}
+    return {
+        "cosine": cosine(*whole),
+        "smallest_cosine": min(map(cosine, grads, expected)),
+    }
 
 
 def train(program, params, task, steps):
@@ -195,7 +212,10 @@ def measure(kind, names, options, show):
         show(f"{name}: compiling for an H100")
         report = processes.call(compile_for_h100, name, kind, options.h100, limit=limit)
         reports[name]["h100"] = {"size": options.h100} | report
-    parameters, fixed = reports[first]["parameters"], {"steps": options.steps, "scale": SCALE}
+    parameters, fixed = (
+        reports[first]["parameters"],
+        {"steps": options.steps, "scale": SCALE},
+    )
     row = {"model": kind, "size": options.size, "parameters": parameters}
     return row | fixed | {"methods": reports}
 
@@ -203,9 +223,19 @@ def measure(kind, names, options, show):
 def main():
     parser = report.parser(__doc__, 3, None, 600, casts.METHODS, models.SIZES)
     add = parser.add_argument
-    add("--models", nargs="+", choices=models.MODELS, default=list(models.MODELS), metavar="MODEL")
+    add(
+        "--models",
+        nargs="+",
+        choices=models.MODELS,
+        default=list(models.MODELS),
+        metavar="MODEL",
+    )
     add("--steps", type=int, default=60, help="of the training")
-    add("--h100", choices=models.SIZES, help="also compile models of this size for an H100")
+    add(
+        "--h100",
+        choices=models.SIZES,
+        help="also compile models of this size for an H100",
+    )
     options = parser.parse_args()
     names = [name for name in casts.METHODS if name in {casts.FLOAT32, *options.only}]
     console, result = report.begin(width=140)

@@ -10,7 +10,15 @@ import optax
 import trees
 
 # Few leaves, but a scalar, an odd size, and several of one shape, as groups may be formed of them.
-SMALL = {"w": (8, 16), "scalar": (), "odd": (3, 7), "a": (40,), "b": (40,), "c": (40,), "one": (1,)}
+SMALL = {
+    "w": (8, 16),
+    "scalar": (),
+    "odd": (3, 7),
+    "a": (40,),
+    "b": (40,),
+    "c": (40,),
+    "one": (1,),
+}
 BAD = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
 
 
@@ -34,7 +42,9 @@ def run(method, step, shapes, dtype, clip, leaves, rtol, steps):
     carry, exact = (each.init(trees.params(shapes)) for each in (method, bare))
     for i in range(steps):
         scale = float(method.scale(carry))
-        unscaled = jax.tree.map(lambda g, by=scale: g.astype(jnp.float32) / by, scaled(scale))
+        unscaled = jax.tree.map(
+            lambda g, by=scale: g.astype(jnp.float32) / by, scaled(scale)
+        )
         carry, exact = step(carry, scaled(scale)), bare_step(exact, unscaled)
         wrong = _differences((method, carry), (bare, exact), rtol)
         faults += [f"step {i + 1}: {what} are wrong" for what in wrong]
@@ -50,7 +60,9 @@ def run(method, step, shapes, dtype, clip, leaves, rtol, steps):
         for label, bad in BAD.items():
             grads = finite | {name: _spoiled(finite[name], bad, -(i % 2))}
             after = step(_copy(carry), grads)
-            if not _same_bits(*((method.params(c), method.inner(c)) for c in (after, carry))):
+            if not _same_bits(
+                *((method.params(c), method.inner(c)) for c in (after, carry))
+            ):
                 faults.append(f"{label} in {name} was not skipped, or left a trace")
             if scale > 1 and float(method.scale(after)) != scale / 2:
                 faults.append(f"{label} in {name} did not halve the scale")
@@ -78,14 +90,22 @@ def _differences(ours, theirs, rtol):
     def trees_of(method, carry):
         state = method.inner(carry)
         mu, nu = (optax.tree_utils.tree_get(state, name) for name in ("mu", "nu"))
-        return {"parameters": method.params(carry), "first moments": mu, "second moments": nu}
+        return {
+            "parameters": method.params(carry),
+            "first moments": mu,
+            "second moments": nu,
+        }
 
     tolerances = [(1e-6, 1e-6), (rtol, rtol * 0.1 * trees.GRADIENT), (2 * rtol, 0.0)]
-    pairs = zip(trees_of(*ours).items(), trees_of(*theirs).values(), tolerances, strict=True)
+    pairs = zip(
+        trees_of(*ours).items(), trees_of(*theirs).values(), tolerances, strict=True
+    )
     return [
         what
         for (what, tree), expected, (relative, absolute) in pairs
-        if not all(jnp.allclose(tree[k], expected[k], relative, absolute) for k in expected)
+        if not all(
+            jnp.allclose(tree[k], expected[k], relative, absolute) for k in expected
+        )
     ]
 
 

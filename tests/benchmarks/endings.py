@@ -23,9 +23,16 @@ def parser(doc):
     result = report.parser(doc)
     add = result.add_argument
     add("--seeds", type=int, default=3, help="how many seeds")
-    add("--steps", type=int, help="training steps, instead of each program's own number")
+    add(
+        "--steps", type=int, help="training steps, instead of each program's own number"
+    )
     add("--plot", type=pathlib.Path, help="where to draw the figures")
-    add("--redraw", type=pathlib.Path, metavar="FILE", help="take the figures from this file")
+    add(
+        "--redraw",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="take the figures from this file",
+    )
     return result
 
 
@@ -36,7 +43,9 @@ def parity(rows):
     lines = []
     for row in rows:
         cells = [report.mean_and_spread(row["ways"][name]["final"]) for name in NAMES]
-        cells += [_each(row, NAMES[1:], form, _mean(key)) for key, form in SHARES.items()]
+        cells += [
+            _each(row, NAMES[1:], form, _mean(key)) for key, form in SHARES.items()
+        ]
         scales = row["ways"][NAMES[2]]["loss_scale"]
         ends = [f"2**{np.log2(bound(scales)):.0f}" for bound in (np.min, np.max)]
         lines.append([row["model"], row["like"], row["measured"], *cells])
@@ -46,7 +55,13 @@ def parity(rows):
 
 def scalings(rows):
     """Returns what became of each way to scale, in the order of `SCALINGS`."""
-    headings = ["model", "default scale", "adaptive", "boundary at the loss", "at the network"]
+    headings = [
+        "model",
+        "default scale",
+        "adaptive",
+        "boundary at the loss",
+        "at the network",
+    ]
     headings += ["gradient error", "flushed", "skipped", "repeated"]
     lines = []
     for row in rows:
@@ -54,7 +69,10 @@ def scalings(rows):
         for key in ("gradient_error", "flushed", "skipped"):
             cells.append(_each(row, SCALINGS, SHARES[key], _mean(key)))
         counts = _each(
-            row, SCALINGS[2:], "{0[0]} of {0[1]}", lambda way: (way["repeated"], way["passes"])
+            row,
+            SCALINGS[2:],
+            "{0[0]} of {0[1]}",
+            lambda way: (way["repeated"], way["passes"]),
         )
         lines.append([row["model"], *cells, counts])
     return report.markdown(headings, lines)
@@ -119,12 +137,22 @@ def draw_parity(result, path):
     """Writes the picture of the figures."""
     rows = result["rows"]
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 1.6 + 0.62 * len(rows)), width_ratios=[2, 1], layout="constrained"
+        1,
+        2,
+        figsize=(11, 1.6 + 0.62 * len(rows)),
+        width_ratios=[2, 1],
+        layout="constrained",
     )
     # Markers, fills and places of their own: they can be told apart in grey.
-    styles = [("o", "black", "black"), ("X", "#d55e00", "#d55e00"), ("D", "white", "#0072b2")]
+    styles = [
+        ("o", "black", "black"),
+        ("X", "#d55e00", "#d55e00"),
+        ("D", "white", "#0072b2"),
+    ]
     height = 0.25
-    for place, (way, (marker, face, edge)) in enumerate(zip(NAMES, styles, strict=True)):
+    for place, (way, (marker, face, edge)) in enumerate(
+        zip(NAMES, styles, strict=True)
+    ):
         for number, row in enumerate(rows):
             y = number + (place - 1) * height
             reference = np.mean(row["ways"][NAMES[0]]["final"])
@@ -132,15 +160,21 @@ def draw_parity(result, path):
             label = way if number == 0 else None
             left.hlines(y, values.min(), values.max(), color=edge, linewidth=1.5)
             seeds = {"markerfacecolor": face, "markeredgecolor": edge, "linestyle": ""}
-            left.plot(values, [y] * len(values), marker, markersize=4, alpha=0.75, **seeds)
+            left.plot(
+                values, [y] * len(values), marker, markersize=4, alpha=0.75, **seeds
+            )
             left.plot(values.mean(), y, marker, markersize=9, label=label, **seeds)
             if place:
                 share = 100 * np.mean(row["ways"][way]["flushed"])
                 hatch = "" if place == 1 else "////"
-                right.barh(y, share, height, facecolor=face, edgecolor=edge, hatch=hatch)
+                right.barh(
+                    y, share, height, facecolor=face, edgecolor=edge, hatch=hatch
+                )
                 right.text(share + 0.3, y, f"{share:.1f}%", va="center", fontsize=8)
     left.axvline(1, color="0.7", linewidth=1, zorder=0)
-    left.set_yticks(range(len(rows)), [f"{row['model']}\n({row['measured']})" for row in rows])
+    left.set_yticks(
+        range(len(rows)), [f"{row['model']}\n({row['measured']})" for row in rows]
+    )
     left.set_xlabel("relative to the mean of float32")
     left.set_title("at the end: each seed (small), and their mean (large)", fontsize=10)
     right.set_yticks(range(len(rows)), [])
@@ -180,7 +214,9 @@ def draw_spikes(result, path):
         for step in {step for step, _ in row["ways"]["rule"]["skips"][0]}:
             curve.axvline(step, 0, 0.05, color="#d55e00", linewidth=1.2)
         curve.set_yscale("log")
-        curve.set_xlabel("step of the first seed; marks below: skipped by the rule", fontsize=8)
+        curve.set_xlabel(
+            "step of the first seed; marks below: skipped by the rule", fontsize=8
+        )
         for each in (ends, curve):
             each.grid(axis="y", alpha=0.3)
     axes[0, 0].set_ylabel("at the end: seeds and mean\n(lower is better)")

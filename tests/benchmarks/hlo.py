@@ -11,8 +11,22 @@ from typing import NamedTuple
 
 # These move nothing: they name buffers, or their work is in the computations that they call.
 FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
-    *("opt-barrier", "add-dependency", "partition-id", "replica-id", "get-dimension-size"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "domain",
+    ),
+    *(
+        "opt-barrier",
+        "add-dependency",
+        "partition-id",
+        "replica-id",
+        "get-dimension-size",
+    ),
     *("AllocateBuffer", "ConcatBitcast"),
     *("copy-start", "slice-start"),  # counted where they are done
 }
@@ -106,9 +120,15 @@ def cost(text):
                 parts = [count(called) for called in instruction.called]
             elif instruction.opcode in TRANSFERS:
                 (source, *_) = known[instruction.operands[0]].operands
-                read = _bytes(instruction.type, anywhere=True) if _bytes(known[source].type) else 0
+                read = (
+                    _bytes(instruction.type, anywhere=True)
+                    if _bytes(known[source].type)
+                    else 0
+                )
                 moved += read + _bytes(instruction.type)
-            elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
+            elif instruction.opcode not in FREE and not instruction.opcode.endswith(
+                "-done"
+            ):
                 kernels[instruction.opcode.removesuffix("-start")] += 1
                 moved += _bytes(instruction.type) + _read(instruction, known)
             for part in parts:
@@ -121,7 +141,9 @@ def cost(text):
         if instruction.opcode == "fusion":
             body = found[instruction.called[0]]
             parameters = [i.name for i in body if i.opcode == "parameter"]
-            for operand, parameter in zip(instruction.operands, parameters, strict=False):
+            for operand, parameter in zip(
+                instruction.operands, parameters, strict=False
+            ):
                 users = [i for i in body if parameter in i.operands]
                 if users and all(i.opcode in ("slice", "dynamic-slice") for i in users):
                     sliced = sum(_bytes(user.type) for user in users)
@@ -142,18 +164,28 @@ def exchanged(text):
         for instruction in instructions:
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                given = (_bytes(types[name], anywhere=True) for name in instruction.operands)
+                given = (
+                    _bytes(types[name], anywhere=True) for name in instruction.operands
+                )
                 found[kind][str(int(sum(given)))] += 1
     return {kind: dict(sizes) for kind, sizes in sorted(found.items())}
 
 
 def oddities(text):
     """Returns the number of instructions that wait for the host, and that have 64-bit numbers."""
-    every = [each for instructions in computations(text).values() for each in instructions]
+    every = [
+        each for instructions in computations(text).values() for each in instructions
+    ]
     return {
         "host": sum(each.opcode.removesuffix("-done") in HOST for each in every)
-        + len(re.findall(r'custom_call_target="[^"]*(?:callback|host)', text, re.IGNORECASE)),
-        "64-bit": sum(bool(re.search(r"\b[fsu]64\[|c128\[", each.type)) for each in every),
+        + len(
+            re.findall(
+                r'custom_call_target="[^"]*(?:callback|host)', text, re.IGNORECASE
+            )
+        ),
+        "64-bit": sum(
+            bool(re.search(r"\b[fsu]64\[|c128\[", each.type)) for each in every
+        ),
     }
 
 

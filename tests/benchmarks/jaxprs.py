@@ -27,7 +27,9 @@ def equations(jaxpr):
 
 def numbers_reduced(jaxpr):
     """Returns how many numbers go into sums, maxima and the like."""
-    reductions = (eqn for eqn in equations(jaxpr) if eqn.primitive.name.startswith("reduce_"))
+    reductions = (
+        eqn for eqn in equations(jaxpr) if eqn.primitive.name.startswith("reduce_")
+    )
     return sum(eqn.invars[0].aval.size for eqn in reductions)
 
 
@@ -38,7 +40,9 @@ def products(jaxpr):
         if eqn.primitive.name in PRODUCTS:
             read = [atom.aval.dtype for atom in eqn.invars]
             total += 1
-            half += {dtype.name for dtype in read if jnp.issubdtype(dtype, jnp.inexact)} <= HALF
+            half += {
+                dtype.name for dtype in read if jnp.issubdtype(dtype, jnp.inexact)
+            } <= HALF
     return half, total
 
 
@@ -47,7 +51,9 @@ def residual_bytes(loss_fn, params):
 
     Each array once, and without those that are there anyway: parameters, inputs and constants.
     """
-    kept = jax.make_jaxpr(lambda params: jax.tree.leaves(jax.vjp(loss_fn, params)[1]))(params)
+    kept = jax.make_jaxpr(lambda params: jax.tree.leaves(jax.vjp(loss_fn, params)[1]))(
+        params
+    )
     given = {*kept.jaxpr.invars, *kept.jaxpr.constvars}
     variables = {atom for atom in kept.jaxpr.outvars if not hasattr(atom, "val")}
     return sum(var.aval.size * var.aval.dtype.itemsize for var in variables - given)

@@ -59,14 +59,20 @@ def make(name, devices, width, dtype, half, slices=1):
     divided = (mesh.shape[axis] for axis in layout.axes if axis != "model")
     rows = ROWS * math.prod(divided) if layout.batch else ROWS
     batch = aval((2, rows, width), jnp.float32, P(None, *layout.batch))
-    return jaxscale.autocast(_loss, half), {f"block {i}": block for i in range(BLOCKS)}, batch
+    return (
+        jaxscale.autocast(_loss, half),
+        {f"block {i}": block for i in range(BLOCKS)},
+        batch,
+    )
 
 
 def place(tree, params):
     """Lays out a carry as the parameters are, of which it has the shapes; the rest everywhere."""
     known = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     everywhere = NamedSharding(next(iter(known.values())).mesh, P())
-    return jax.tree.map(lambda leaf: leaf.update(sharding=known.get(leaf.shape, everywhere)), tree)
+    return jax.tree.map(
+        lambda leaf: leaf.update(sharding=known.get(leaf.shape, everywhere)), tree
+    )
 
 
 def _loss(params, batch):

@@ -45,7 +45,9 @@ class Setting(NamedTuple):
         return self.value_and_grad is given
 
     def scaled(self, state):
-        return jaxscale.value_and_grad(self.loss_fn, state, transform=self.value_and_grad)
+        return jaxscale.value_and_grad(
+            self.loss_fn, state, transform=self.value_and_grad
+        )
 
 
 class Method(NamedTuple):
@@ -54,7 +56,8 @@ class Method(NamedTuple):
     init: Callable[[Any], Any]  # parameters -> carry
     step: Callable[..., Any]  # carry, *batch -> carry, loss
     params: Callable[[Any], Any] = lambda carry: carry[0]
-    inner: Callable[[Any], Any] = lambda carry: carry[1].inner_state  # of the inner optimizer
+    # of the inner optimizer
+    inner: Callable[[Any], Any] = lambda carry: carry[1].inner_state
     scale: Callable[[Any], Any] = lambda carry: carry[1].scaling.loss_scale
     skips: bool = True
 
@@ -68,7 +71,9 @@ def ours(setting, policy="dynamic", **options):
     """The same optimizer; clipped, as jaxscale offers it, from the pass of the verdict."""
     if policy == "dynamic":
         interval = setting.growth_interval
-        policy = jaxscale.DynamicLossScale(init_scale=INIT_SCALE, growth_interval=interval)
+        policy = jaxscale.DynamicLossScale(
+            init_scale=INIT_SCALE, growth_interval=interval
+        )
     max_norm = CLIP if setting.clip else None
     return jaxscale.loss_scaled(optimizer(False), policy, max_norm=max_norm, **options)
 
@@ -87,7 +92,9 @@ def _without_scale(tx, setting):
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return _three_lines(tx, grads, state, params), loss
 
-    return Method(lambda params: (params, tx.init(params)), step, scale=lambda carry: 1.0)
+    return Method(
+        lambda params: (params, tx.init(params)), step, scale=lambda carry: 1.0
+    )
 
 
 def bare(setting):
@@ -98,7 +105,9 @@ def bare(setting):
 
 def apply_if_finite(setting):
     """`optax.apply_if_finite`, which has no scale: the verdict and the skip alone."""
-    return _without_scale(optax.apply_if_finite(optimizer(setting.clip), 1_000_000), setting)
+    return _without_scale(
+        optax.apply_if_finite(optimizer(setting.clip), 1_000_000), setting
+    )
 
 
 def scale_backward(setting):
@@ -113,7 +122,9 @@ def train_step(setting, policy="dynamic", retries=0, **options):
     of_loss = {"transform": setting.value_and_grad, "retries": retries}
 
     def step(carry, *batch):
-        params, state, loss = jaxscale.train_step(setting.loss_fn, tx, **of_loss)(*carry, *batch)
+        params, state, loss = jaxscale.train_step(setting.loss_fn, tx, **of_loss)(
+            *carry, *batch
+        )
         return (params, state), loss
 
     return Method(lambda params: (params, tx.init(params)), step)
@@ -150,7 +161,9 @@ def _peer(setting, differentiate, update):
         params, state = update(params, tx, state, grads, finite)
         return (params, (state, numbers)), loss
 
-    return Method(init, step, inner=lambda carry: carry[1][0], scale=lambda carry: carry[1][1][0])
+    return Method(
+        init, step, inner=lambda carry: carry[1][0], scale=lambda carry: carry[1][1][0]
+    )
 
 
 def _selected(select):
@@ -173,9 +186,13 @@ def flax_dynamic_scale(setting):
         )
         # Its arithmetic is inside of its `value_and_grad`, which has to differentiate something.
         if setting.from_gradients:
-            scaler, finite, loss, grads = scaler.value_and_grad(_backward(*batch))(*batch)
+            scaler, finite, loss, grads = scaler.value_and_grad(_backward(*batch))(
+                *batch
+            )
         else:
-            scaler, finite, loss, grads = scaler.value_and_grad(setting.loss_fn)(params, *batch)
+            scaler, finite, loss, grads = scaler.value_and_grad(setting.loss_fn)(
+                params, *batch
+            )
         return (scaler.scale, scaler.fin_steps), finite, loss, grads
 
     def select(finite, new, old):
@@ -201,7 +218,9 @@ def jmp(setting):
 
     def differentiate(numbers, params, *batch):
         scaler = jmp.DynamicLossScale(*numbers, setting.growth_interval)
-        scaled = setting.value_and_grad(lambda *args: scaler.scale(setting.loss_fn(*args)))
+        scaled = setting.value_and_grad(
+            lambda *args: scaler.scale(setting.loss_fn(*args))
+        )
         loss, grads = scaler.unscale(scaled(params, *batch))
         finite = jmp.all_finite(grads)
         scaler = scaler.adjust(finite)
@@ -253,7 +272,9 @@ METHODS = {
     "optax.apply_if_finite": apply_if_finite,
 }
 # Of steps that begin with the gradients, which there is nothing to retry or to scale in.
-FROM_GRADIENTS = [name for name in METHODS if not name.endswith(("retries", "spikes", "backward"))]
+FROM_GRADIENTS = [
+    name for name in METHODS if not name.endswith(("retries", "spikes", "backward"))
+]
 
 
 def make(name, clip, loss_fn=None, growth_interval=2000):
@@ -262,7 +283,11 @@ def make(name, clip, loss_fn=None, growth_interval=2000):
     Without a loss function its step is ``step(carry, scaled_gradients) -> carry``.
     """
     if loss_fn:
-        return METHODS[name](Setting(clip, growth_interval, loss_fn, jax.value_and_grad))
-    setting = Setting(clip, growth_interval, lambda params, grads: jnp.float32(0), given)
+        return METHODS[name](
+            Setting(clip, growth_interval, loss_fn, jax.value_and_grad)
+        )
+    setting = Setting(
+        clip, growth_interval, lambda params, grads: jnp.float32(0), given
+    )
     method = METHODS[name](setting)
     return method._replace(step=lambda carry, grads: method.step(carry, grads)[0])

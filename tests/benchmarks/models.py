@@ -29,7 +29,8 @@ class Task(NamedTuple):
 
     init: Callable[[], Any]  # () -> float32 parameters
     batch: Callable[[int], dict[str, Any]]  # number of the step -> inputs and targets
-    forward: Callable[..., Any]  # (dtype=..., attention=...) -> (params, inputs) -> logits
+    # (dtype=..., attention=...) -> (params, inputs) -> logits
+    forward: Callable[..., Any]
 
 
 def cross_entropy(logits, targets):
@@ -40,7 +41,9 @@ def attention_with(softmax):
     """Returns the attention of Flax, for `attention_fn`, rewritten with another softmax."""
 
     def attend(query, key, value, mask=None, **_):
-        scores = jnp.einsum("...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key)
+        scores = jnp.einsum(
+            "...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key
+        )
         weights = softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
         return jnp.einsum("...hqk,...khd->...qhd", weights, value)
 
@@ -107,11 +110,16 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x):
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, dtype=self.dtype
+        )
         x = nn.relu(norm()(conv(self.channels, (3, 3))(x)))
         for stage in range(3):
             for block in range(self.blocks):
-                channels, stride = self.channels * 2**stage, 2 if stage and not block else 1
+                channels, stride = (
+                    self.channels * 2**stage,
+                    2 if stage and not block else 1,
+                )
                 h = nn.relu(norm()(conv(channels, (3, 3), stride)(x)))
                 h = norm()(conv(channels, (3, 3))(h))
                 if x.shape != h.shape:
@@ -132,7 +140,10 @@ def transformer(size, scanned=False):
         for i in range(length):
             after = (5 * tokens[:, i] + 7) % VOCABULARY
             tokens[:, i + 1] = np.where(follows[:, i], after, tokens[:, i + 1])
-        return {"inputs": jnp.array(tokens[:, :-1]), "targets": jnp.array(tokens[:, 1:])}
+        return {
+            "inputs": jnp.array(tokens[:, :-1]),
+            "targets": jnp.array(tokens[:, 1:]),
+        }
 
     def init():
         tokens = jnp.zeros((batch, length), jnp.int32)
@@ -151,7 +162,9 @@ def resnet(size):
 
     def images_and_classes(step):
         """Noise, and in it the pattern of a class."""
-        patterns = np.random.default_rng(0).standard_normal((CLASSES, *shape[1:]), np.float32)
+        patterns = np.random.default_rng(0).standard_normal(
+            (CLASSES, *shape[1:]), np.float32
+        )
         rng = np.random.default_rng(step + 1)
         classes = rng.integers(0, CLASSES, batch, np.int32)
         images = rng.standard_normal(shape, np.float32) + 0.3 * patterns[classes]

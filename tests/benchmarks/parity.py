@@ -26,7 +26,9 @@ import os
 import time
 
 # For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+)
 
 import endings
 import jax
@@ -45,13 +47,22 @@ from jaxscale._gradients import backward_plan, cotangent_scale
 CHUNKS = 5
 MODELS = {
     "super-resolution": Model(
-        parity_plain.super_resolution, "examples/quickstart.py", "test MSE, 1e-4", 60, 48
+        parity_plain.super_resolution,
+        "examples/quickstart.py",
+        "test MSE, 1e-4",
+        60,
+        48,
     ),
     "transformer": Model(
         parity_linen.transformer, "nanodo, in nn.scan and nn.remat", "test loss", 250, 8
     ),
     "ResNet": Model(
-        parity_linen.resnet, "Flax's imagenet example", "test loss", 160, 32, vmapped=False
+        parity_linen.resnet,
+        "Flax's imagenet example",
+        "test loss",
+        160,
+        32,
+        vmapped=False,
     ),
     "LSTM": Model(parity_plain.lstm, "Haiku's rnn example", "test loss", 300, 16),
     "GAN": Model(
@@ -64,7 +75,12 @@ MODELS = {
     ),
     "PPO": Model(parity_linen.ppo, "purejaxrl's ppo.py", "return, of 500", 150, 8),
     "PINN": Model(
-        parity_plain.allen_cahn, "jaxpi's Allen-Cahn", "test loss", 1000, 256, differentiated=True
+        parity_plain.allen_cahn,
+        "jaxpi's Allen-Cahn",
+        "test loss",
+        1000,
+        256,
+        differentiated=True,
     ),
 }
 
@@ -123,7 +139,9 @@ def train(model, way, seeds, steps, batch, show):
             carry, loss = program.step(carry, step_key(seed, first))
             return carry, loss[None]
         indices = first + jnp.arange(compiled_steps)
-        return jax.lax.scan(lambda c, i: program.step(c, step_key(seed, i)), carry, indices)
+        return jax.lax.scan(
+            lambda c, i: program.step(c, step_key(seed, i)), carry, indices
+        )
 
     @each
     def look(args):
@@ -132,7 +150,9 @@ def train(model, way, seeds, steps, batch, show):
         seen = []
         for loss in program.losses(carry, step_key(seed, first)):
             metrics = jaxscale.metrics(loss.opt_state)
-            seen.append([metrics["loss_scale"], metrics["total_notfinite"], *jnp.zeros(2)])
+            seen.append(
+                [metrics["loss_scale"], metrics["total_notfinite"], *jnp.zeros(2)]
+            )
             if not way.half:
                 continue
             exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
@@ -150,7 +170,8 @@ def train(model, way, seeds, steps, batch, show):
     carry = stacked(program.init(jax.random.key(seed)) for seed in seeds)
     seeds = jnp.asarray(seeds)
     first = jnp.zeros_like(seeds)
-    looks = [look((carry, seeds, first))]  # compiled here, so that its repeats are not counted
+    # compiled here, so that its repeats are not counted
+    looks = [look((carry, seeds, first))]
     history = []
     with counted_repeats() as repeats:
         for _ in range(chunks):
@@ -161,7 +182,9 @@ def train(model, way, seeds, steps, batch, show):
             looks.append(look((carry, seeds, first)))
             show(float(losses[:, -1].mean()))
         jax.effects_barrier()
-    scales, skipped, flushed, errors = (np.array(column) for column in zip(*looks, strict=True))
+    scales, skipped, flushed, errors = (
+        np.array(column) for column in zip(*looks, strict=True)
+    )
     history = np.concatenate(history, 1)  # looks are [time, seed, loss]
     return {
         "final": each(program.evaluate)(carry).tolist(),
@@ -203,11 +226,15 @@ def measure(name, options, show):
     model = MODELS[name]
     steps, batch = options.steps or model.steps, options.batch or model.batch
     row = {"model": name, "like": model.like, "measured": model.measured, "ways": {}}
-    ways = [way for way in WAYS if way.boundary != "network" or not model.differentiated]
+    ways = [
+        way for way in WAYS if way.boundary != "network" or not model.differentiated
+    ]
     for way in ways:
         shown = functools.partial("{}, {}: loss {:.5g}".format, name, way.name)
         seeds = range(options.seeds)
-        outcome = train(model, way, seeds, steps, batch, lambda loss, of=shown: show(of(loss)))
+        outcome = train(
+            model, way, seeds, steps, batch, lambda loss, of=shown: show(of(loss))
+        )
         row["ways"][way.name] = outcome
     for way, cost in costs(model, ways, steps, batch, options.rounds).items():
         row["ways"][way]["cost"] = cost

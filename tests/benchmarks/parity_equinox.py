@@ -18,9 +18,15 @@ class Generator(eqx.Module):
     norms: list[eqx.nn.BatchNorm]
 
     def __init__(self, key, width=32):
-        sizes = [(NOISE, 2 * width, 2, 1, 0), (2 * width, width, 4, 2, 1), (width, 1, 4, 2, 1)]
+        sizes = [
+            (NOISE, 2 * width, 2, 1, 0),
+            (2 * width, width, 4, 2, 1),
+            (width, 1, 4, 2, 1),
+        ]
         self.convs = _convs(eqx.nn.ConvTranspose2d, key, sizes)
-        self.norms = [eqx.nn.BatchNorm(n, "batch", mode="batch") for n in (2 * width, width)]
+        self.norms = [
+            eqx.nn.BatchNorm(n, "batch", mode="batch") for n in (2 * width, width)
+        ]
 
     def __call__(self, noise, state):
         x = noise[:, None, None]
@@ -37,7 +43,11 @@ class Discriminator(eqx.Module):
     norm: eqx.nn.BatchNorm
 
     def __init__(self, key, width=32):
-        sizes = [(1, width, 4, 2, 1), (width, 2 * width, 4, 2, 1), (2 * width, 1, 2, 1, 0)]
+        sizes = [
+            (1, width, 4, 2, 1),
+            (width, 2 * width, 4, 2, 1),
+            (2 * width, 1, 2, 1, 0),
+        ]
         self.convs = _convs(eqx.nn.Conv2d, key, sizes)
         self.norm = eqx.nn.BatchNorm(2 * width, "batch", mode="batch")
 
@@ -51,7 +61,9 @@ def _convs(kind, key, sizes):
     """Layers of a kind, each of inputs, outputs, kernel, stride and padding."""
     return [
         kind(*size, padding=padding, use_bias=False, key=each)
-        for (*size, padding), each in zip(sizes, jax.random.split(key, len(sizes)), strict=True)
+        for (*size, padding), each in zip(
+            sizes, jax.random.split(key, len(sizes)), strict=True
+        )
     ]
 
 
@@ -62,11 +74,15 @@ def _of_batch(model, x, state):
 
 def dcgan(way, steps, batch):
     """Like Equinox's DCGAN example: two players, each with batch norm, a state and Adam."""
-    images, held_out = (jnp.asarray(part[0]).transpose(0, 3, 1, 2) * 2 - 1 for part in digits())
+    images, held_out = (
+        jnp.asarray(part[0]).transpose(0, 3, 1, 2) * 2 - 1 for part in digits()
+    )
     tx = way.optimizer(optax.adam(5e-4, b1=0.5, b2=0.999))
 
     def cross_entropy(logits, real):
-        return optax.sigmoid_binary_cross_entropy(logits, jnp.full_like(logits, real)).mean()
+        return optax.sigmoid_binary_cross_entropy(
+            logits, jnp.full_like(logits, real)
+        ).mean()
 
     run = way.model(_of_batch)
 
@@ -85,13 +101,19 @@ def dcgan(way, steps, batch):
             way.cast(loss_fn), tx, transform=eqx.filter_value_and_grad, has_state=True
         )
 
-    generator_step, discriminator_step = map(training_step, (generator_loss, discriminator_loss))
+    generator_step, discriminator_step = map(
+        training_step, (generator_loss, discriminator_loss)
+    )
 
     def make(key):
         players = []
-        for kind, each in zip((Generator, Discriminator), jax.random.split(key), strict=True):
+        for kind, each in zip(
+            (Generator, Discriminator), jax.random.split(key), strict=True
+        ):
             model, state = eqx.nn.make_with_state(kind)(each)
-            players.append((model, state, tx.init(eqx.filter(model, eqx.is_inexact_array))))
+            players.append(
+                (model, state, tx.init(eqx.filter(model, eqx.is_inexact_array)))
+            )
         return players
 
     def arrays(players):
@@ -102,31 +124,43 @@ def dcgan(way, steps, batch):
 
     def draw(key):
         chosen_key, noise_key = jax.random.split(key)
-        return *some(chosen_key, batch, images), jax.random.normal(noise_key, (batch, NOISE))
+        return *some(chosen_key, batch, images), jax.random.normal(
+            noise_key, (batch, NOISE)
+        )
 
     def step(carry, key):
-        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = eqx.combine(carry, static)
+        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = eqx.combine(
+            carry, static
+        )
         real, noise = draw(key)
         fake, _ = _of_batch(gen, noise, gen_state)
-        disc, disc_opt, disc_state, _ = discriminator_step(disc, disc_opt, disc_state, real, fake)
+        disc, disc_opt, disc_state, _ = discriminator_step(
+            disc, disc_opt, disc_state, real, fake
+        )
         states = gen_state, disc_state
         gen, gen_opt, states, loss = generator_step(gen, gen_opt, states, disc, noise)
         return arrays([(gen, states[0], gen_opt), (disc, states[1], disc_opt)]), loss
 
     def losses(carry, key):
-        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = eqx.combine(carry, static)
+        (gen, gen_state, gen_opt), (disc, disc_state, disc_opt) = eqx.combine(
+            carry, static
+        )
         real, noise = draw(key)
         fake, _ = _of_batch(gen, noise, gen_state)
 
         def of_arrays(model, loss_fn, opt_state, *args):
             params, static = eqx.partition(model, eqx.is_inexact_array)
             return Loss(
-                lambda params: loss_fn(eqx.combine(params, static), *args)[0], params, opt_state
+                lambda params: loss_fn(eqx.combine(params, static), *args)[0],
+                params,
+                opt_state,
             )
 
         return [
             of_arrays(disc, discriminator_loss, disc_opt, disc_state, real, fake),
-            of_arrays(gen, generator_loss, gen_opt, (gen_state, disc_state), disc, noise),
+            of_arrays(
+                gen, generator_loss, gen_opt, (gen_state, disc_state), disc, noise
+            ),
         ]
 
     def evaluate(carry):

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from parity_setup import Loss, Program, digits, held_out_text, program, some, some_text, text
+from parity_setup import (
+    Loss,
+    Program,
+    digits,
+    held_out_text,
+    program,
+    some,
+    some_text,
+    text,
+)
 
 import jaxscale
 import jaxscale.flax
@@ -28,8 +37,13 @@ class Block(nn.Module):
         head = self.width // self.heads
         dense = functools.partial(nn.DenseGeneral, use_bias=False)
         y = nn.LayerNorm(use_bias=False)(x)
-        q, k, v = (dense((self.heads, head), name=name)(y) for name in ("query", "key", "value"))
-        scores = jnp.einsum("...qhd,...khd->...hqk", q / head**0.5, k).astype(jnp.float32)
+        q, k, v = (
+            dense((self.heads, head), name=name)(y)
+            for name in ("query", "key", "value")
+        )
+        scores = jnp.einsum("...qhd,...khd->...hqk", q / head**0.5, k).astype(
+            jnp.float32
+        )
         causal = jnp.tril(jnp.ones((1, 1, *scores.shape[-2:]), bool))
         weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min))
         mixed = jnp.einsum("...hqk,...khd->...qhd", weights, v)
@@ -69,7 +83,9 @@ def transformer(way, steps, batch):
 
     def loss_fn(params, tokens):
         logits = way.model(model.apply)(params, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:]
+        ).mean()
 
     return program(
         way,
@@ -91,9 +107,13 @@ class ResNetBlock(nn.Module):
     def __call__(self, x):
         y = self.conv(self.filters, (3, 3), (self.strides, self.strides))(x)
         y = nn.relu(self.norm()(y))
-        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.filters, (3, 3))(y))
+        y = self.norm(scale_init=nn.initializers.zeros)(
+            self.conv(self.filters, (3, 3))(y)
+        )
         if x.shape != y.shape:
-            x = self.conv(self.filters, (1, 1), (self.strides, self.strides), name="projection")(x)
+            x = self.conv(
+                self.filters, (1, 1), (self.strides, self.strides), name="projection"
+            )(x)
             x = self.norm(name="norm_projection")(x)
         return nn.relu(x + y)
 
@@ -105,8 +125,12 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x, train):
         conv = functools.partial(nn.Conv, use_bias=False)
-        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
-        x = nn.relu(norm(name="bn_init")(conv(self.filters, (3, 3), name="conv_init")(x)))
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=not train, momentum=0.9
+        )
+        x = nn.relu(
+            norm(name="bn_init")(conv(self.filters, (3, 3), name="conv_init")(x))
+        )
         for stage, blocks in enumerate(self.stages):
             for block in range(blocks):
                 strides = 2 if stage and not block else 1
@@ -130,7 +154,9 @@ def resnet(way, steps, batch):
             {"params": params, **fields}, images, train=True, mutable=list(fields)
         )
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        penalty = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
+        penalty = sum(
+            jnp.sum(leaf**2) for leaf in jax.tree.leaves(params) if leaf.ndim > 1
+        )
         return loss + 1e-4 * 0.5 * penalty, fields
 
     train_step = jaxscale.flax.train_step(way.cast(loss_fn), has_state=True)
@@ -143,13 +169,19 @@ def resnet(way, steps, batch):
         fields = {"batch_stats": state.batch_stats}
         drawn = some(key, batch, *training)
         return [
-            Loss(lambda params: loss_fn(params, fields, *drawn)[0], state.params, state.opt_state)
+            Loss(
+                lambda params: loss_fn(params, fields, *drawn)[0],
+                state.params,
+                state.opt_state,
+            )
         ]
 
     def evaluate(state):
         variables = {"params": state.params, "batch_stats": state.batch_stats}
         logits = model.apply(variables, test_images, train=False)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, test_labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, test_labels
+        ).mean()
 
     def step(state, key):
         return train_step(state, *some(key, batch, *training))
@@ -163,7 +195,9 @@ class ActorCritic(nn.Module):
         def perceptron(outputs, scale):
             y = x
             for _ in range(2):
-                y = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(np.sqrt(2)))(y))
+                y = nn.tanh(
+                    nn.Dense(64, kernel_init=nn.initializers.orthogonal(np.sqrt(2)))(y)
+                )
             return nn.Dense(outputs, kernel_init=nn.initializers.orthogonal(scale))(y)
 
         return nn.log_softmax(perceptron(2, 0.01)), perceptron(1, 1.0)[..., 0]
@@ -175,7 +209,9 @@ Transition = collections.namedtuple("Transition", "obs action log_prob value don
 
 
 def reset(key):
-    return Pole(jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05), jnp.zeros((), int))
+    return Pole(
+        jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05), jnp.zeros((), int)
+    )
 
 
 def advance(key, pole, action):
@@ -225,7 +261,9 @@ def ppo(way, steps, batch):
             log_probs, value = network.apply(params, poles.x)
             action = jax.random.categorical(act_key, log_probs)
             log_prob = jnp.take_along_axis(log_probs, action[:, None], 1)[:, 0]
-            after, done = jax.vmap(advance)(jax.random.split(step_key, batch), poles, action)
+            after, done = jax.vmap(advance)(
+                jax.random.split(step_key, batch), poles, action
+            )
             return after, Transition(poles.x, action, log_prob, value, done)
 
         poles, taken = jax.lax.scan(play_one, poles, jax.random.split(key, ROLLOUT))
@@ -237,7 +275,9 @@ def ppo(way, steps, batch):
             advantage = delta + GAMMA * LAMBDA * (1 - taken.done) * advantage
             return (advantage, taken.value), advantage
 
-        _, advantages = jax.lax.scan(estimate, (jnp.zeros_like(last), last), taken, reverse=True)
+        _, advantages = jax.lax.scan(
+            estimate, (jnp.zeros_like(last), last), taken, reverse=True
+        )
         return poles, (taken, advantages, advantages + taken.value)
 
     def minibatches(played, key):
@@ -252,7 +292,11 @@ def ppo(way, steps, batch):
     def init(key):
         params_key, env_key = jax.random.split(key)
         params = network.init(params_key, jnp.zeros((1, 4)))
-        return params, tx.init(params), jax.vmap(reset)(jax.random.split(env_key, batch))
+        return (
+            params,
+            tx.init(params),
+            jax.vmap(reset)(jax.random.split(env_key, batch)),
+        )
 
     def step(carry, key):
         params, opt_state, poles = carry
@@ -283,7 +327,9 @@ def ppo(way, steps, batch):
             log_probs, _ = network.apply(carry[0], poles.x)
             act_key, step_key = jax.random.split(key)
             action = jax.random.categorical(act_key, log_probs)
-            after, done = jax.vmap(advance)(jax.random.split(step_key, 64), poles, action)
+            after, done = jax.vmap(advance)(
+                jax.random.split(step_key, 64), poles, action
+            )
             return (after, alive & ~done), alive
 
         keys = jax.random.split(jax.random.key(1), 500)

@@ -70,27 +70,38 @@ def super_resolution(way, steps, batch):
         return images.reshape(number, height // size, size, across // size, size, 3)
 
     def patches(images, size):
-        return cut(images, size).transpose(0, 1, 3, 2, 4, 5).reshape(-1, size * size * 3)
+        return (
+            cut(images, size).transpose(0, 1, 3, 2, 4, 5).reshape(-1, size * size * 3)
+        )
 
     def init_params(key):
         hidden = _dense(key, patch * patch * 3, width)
         # The output is zero, so training starts at cubic interpolation.
-        return [hidden, {"w": jnp.zeros((width, 12 * patch**2)), "b": jnp.zeros(12 * patch**2)}]
+        return [
+            hidden,
+            {"w": jnp.zeros((width, 12 * patch**2)), "b": jnp.zeros(12 * patch**2)},
+        ]
 
     def network(params, small):
-        return _apply(params[1], jax.nn.relu(_apply(params[0], patches(small - 0.5, patch))))
+        return _apply(
+            params[1], jax.nn.relu(_apply(params[0], patches(small - 0.5, patch)))
+        )
 
     def loss_fn(params, large):
         small = cut(large, 2).mean((2, 4))
         detail = way.model(network)(params, small)
         cubic = jax.image.resize(small, large.shape, "cubic")
-        return jnp.mean((patches(cubic, 2 * patch) + detail - patches(large, 2 * patch)) ** 2)
+        return jnp.mean(
+            (patches(cubic, 2 * patch) + detail - patches(large, 2 * patch)) ** 2
+        )
 
     def draw(key):
         limits = jnp.array(train_half.shape[1:3]) - crop + 1
         corners = jax.random.randint(key, (batch, 2), 0, limits)
         size = crop, crop, 3
-        crops = jax.vmap(lambda yx: jax.lax.dynamic_slice(train_half[0], (*yx, 0), size))
+        crops = jax.vmap(
+            lambda yx: jax.lax.dynamic_slice(train_half[0], (*yx, 0), size)
+        )
         return (crops(corners),)
 
     return program(
@@ -146,7 +157,9 @@ def allen_cahn(way, steps, batch):
         times = jnp.sort(jax.random.uniform(keys[0], (batch,)))
         return times, jax.random.uniform(keys[1], (batch,), minval=-1.0, maxval=1.0)
 
-    schedule = optax.warmup_exponential_decay_schedule(0.0, 2e-3, steps // 20, steps // 4, 0.5)
+    schedule = optax.warmup_exponential_decay_schedule(
+        0.0, 2e-3, steps // 20, steps // 4, 0.5
+    )
     held_out = [draw(key) for key in jax.random.split(jax.random.key(7), 4096 // batch)]
     times, places = (jnp.concatenate(part) for part in zip(*held_out, strict=True))
     order = jnp.argsort(times)

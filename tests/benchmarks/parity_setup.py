@@ -32,7 +32,9 @@ class Way(NamedTuple):
 
     def model(self, network):
         """Returns a network as this way computes it: `cast` reaches into it."""
-        return jaxscale.scale_backward(network) if self.boundary == "network" else network
+        return (
+            jaxscale.scale_backward(network) if self.boundary == "network" else network
+        )
 
     def cast(self, loss_fn):
         """Returns the loss as this way computes it."""
@@ -148,7 +150,9 @@ def text():
     held out.
     """
     folder = importlib.resources.files("sklearn.datasets.descr")
-    files = sorted((path for path in folder.iterdir() if path.name.endswith(".rst")), key=str)
+    files = sorted(
+        (path for path in folder.iterdir() if path.name.endswith(".rst")), key=str
+    )
     raw = np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
     by_frequency = np.argsort(-np.bincount(raw, minlength=256), kind="stable")
     rank = np.minimum(np.argsort(by_frequency), 63).astype(np.int32)[raw]

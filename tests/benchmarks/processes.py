@@ -26,7 +26,9 @@ class Process:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._pipe, end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, make, args), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(end, make, args), daemon=True
+        )
         self._process.start()
         end.close()
 
@@ -55,7 +57,9 @@ def _serve(pipe, make, args):
         report, run = make(*args)
     except Exception as error:
         lines = str(error).splitlines() or [""]
-        kind = "not installed" if isinstance(error, ImportError) else type(error).__name__
+        kind = (
+            "not installed" if isinstance(error, ImportError) else type(error).__name__
+        )
         return pipe.send({"error": f"{kind}: {lines[0][:200]}"})
     pipe.send(report)
     while True:
@@ -136,7 +140,10 @@ def timed(call, carry, block):
         for _ in range(number):
             carry = call(carry)
         block(carry)
-        return {"step_s": (time.perf_counter() - start) / number, "dispatch_s": min(dispatch)}
+        return {
+            "step_s": (time.perf_counter() - start) / number,
+            "dispatch_s": min(dispatch),
+        }
 
     return run
 

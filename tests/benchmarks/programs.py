@@ -28,7 +28,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 CLIPPED = ", clipped"
 OPTIMIZER = "optimizer alone"
-BARE, TRAIN_STEP, APPLY = methods.BARE, "jaxscale.train_step", "jaxscale.apply_gradients"
+BARE, TRAIN_STEP, APPLY = (
+    methods.BARE,
+    "jaxscale.train_step",
+    "jaxscale.apply_gradients",
+)
 ADAPTIVE = f"{TRAIN_STEP}, adaptive"
 # Their columns in the results; what is clipped is compared with what is clipped.
 OURS = [TRAIN_STEP, ADAPTIVE, TRAIN_STEP + CLIPPED]
@@ -47,7 +51,8 @@ class Row(NamedTuple):
     target: str
     shape: str  # how the devices are wired
     layout: str
-    dtype: str = "float32"  # of the parameters; with the optimizer alone, of the gradients
+    # of the parameters; with the optimizer alone, of the gradients
+    dtype: str = "float32"
     width: int = 2048
     names: list[str] = TWO
     slices: int = 1
@@ -71,7 +76,14 @@ ROWS = [
     Row("TPU v5p", "8x8x4", "FSDP"),
     Row("TPU v6e", "16x16", "FSDP and tensor parallel", names=[*PLAIN, TRAIN_STEP]),
     Row("TPU v5e", "16x16", "FSDP and tensor parallel", "bfloat16"),
-    Row("TPU v5e", "4x4", "FSDP in each slice", width=1024, names=[*PLAIN, TRAIN_STEP], slices=2),
+    Row(
+        "TPU v5e",
+        "4x4",
+        "FSDP in each slice",
+        width=1024,
+        names=[*PLAIN, TRAIN_STEP],
+        slices=2,
+    ),
     Row("H100", "8", "FSDP"),
     Row("TPU v5e", "1x1", "one device", "bfloat16"),
     Row("TPU v5p", "1x1x1", "one device"),
@@ -98,11 +110,15 @@ def compile_step(row, name):
     if row.layout == OPTIMIZER:
         there = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
         shapes = trees.SIZES["gpu"]
-        params, batch = (trees.avals(shapes, dtype, there) for dtype in ("float32", row.dtype))
+        params, batch = (
+            trees.avals(shapes, dtype, there) for dtype in ("float32", row.dtype)
+        )
         method = methods.make(name, clip)
     else:
         half = "float16" if row.target == "H100" else "bfloat16"
-        laid_out = layouts.make(row.layout, devices, row.width, row.dtype, half, row.slices)
+        laid_out = layouts.make(
+            row.layout, devices, row.width, row.dtype, half, row.slices
+        )
         loss_fn, params, batch = laid_out
         method = methods.make(name, clip, loss_fn)
     carry = layouts.place(jax.eval_shape(method.init, params), params)
@@ -111,7 +127,8 @@ def compile_step(row, name):
     compiled = traced.lower().compile()
     seconds = time.process_time() - start
     of_a_device = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params)
+        math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(params)
     )
     more = {"stable": _is_stable(traced, compiled, carry), "compile_s": seconds}
     return hlo.program(compiled, of_a_device) | more, None
@@ -120,11 +137,15 @@ def compile_step(row, name):
 def _is_stable(traced, compiled, carry):
     """Returns whether the next step takes what this one returns, and nothing is compiled anew."""
     before = jax.tree.leaves(carry)
-    after = zip(traced.jaxpr.out_avals, jax.tree.leaves(compiled.output_shardings), strict=True)
+    after = zip(
+        traced.jaxpr.out_avals, jax.tree.leaves(compiled.output_shardings), strict=True
+    )
     return all(
-        (old.shape, old.dtype, old.weak_type) == (aval.shape, aval.dtype, aval.weak_type)
+        (old.shape, old.dtype, old.weak_type)
+        == (aval.shape, aval.dtype, aval.weak_type)
         and old.sharding.is_equivalent_to(sharding, len(old.shape))
-        for old, (aval, sharding) in zip(before, after, strict=False)  # after it the loss
+        # after it the loss
+        for old, (aval, sharding) in zip(before, after, strict=False)
     )
 
 
@@ -151,11 +172,14 @@ COLUMNS = {
 def markdown(rows, names):
     """Returns the tables of `results/README.md`: each method beside plain optax."""
     headings = [
-        name.split(".")[-1].replace("jaxscale optax wrapper", "three lines") for name in names
+        name.split(".")[-1].replace("jaxscale optax wrapper", "three lines")
+        for name in names
     ]
     lines, times = [], {name: [] for name in names}
     for row in rows:
-        reports = {name: each for name, each in row["methods"].items() if "error" not in each}
+        reports = {
+            name: each for name, each in row["methods"].items() if "error" not in each
+        }
         if BARE not in reports or not set(names) & set(reports):
             continue
         cells = [title(row), f"{reports[BARE]['bytes_per_parameter']:.1f}"]
@@ -166,7 +190,9 @@ def markdown(rows, names):
                 cells[-1] = _compared(reports[name], plain)
                 times[name].append(reports[name]["compile_s"] / plain["compile_s"])
         lines.append(cells)
-    medians = [f"{statistics.median(each):.2f}" if each else "" for each in times.values()]
+    medians = [
+        f"{statistics.median(each):.2f}" if each else "" for each in times.values()
+    ]
     lines.append(["*time to compile, median*", "", *medians])
     return report.markdown(["", "plain optax", *headings], lines)
 
@@ -174,7 +200,8 @@ def markdown(rows, names):
 def _compared(ours, plain):
     """The bytes relative to those of plain optax, temporary memory and collectives beyond it."""
     counts = [
-        sum(sum(sizes.values()) for sizes in each["collectives"].values()) for each in (ours, plain)
+        sum(sum(sizes.values()) for sizes in each["collectives"].values())
+        for each in (ours, plain)
     ]
     moved = ours["bytes_per_parameter"] / plain["bytes_per_parameter"]
     memory, less = (each["temporary_bytes_per_parameter"] for each in (ours, plain))
@@ -188,7 +215,13 @@ def main():
     add("--targets", nargs="+", default=[row.target for row in ROWS])
     places = [OPTIMIZER, *layouts.LAYOUTS]
     add("--layouts", nargs="+", choices=places, default=places, metavar="LAYOUT")
-    add("--dtypes", nargs="+", choices=trees.DTYPES, default=trees.DTYPES, help="of parameters")
+    add(
+        "--dtypes",
+        nargs="+",
+        choices=trees.DTYPES,
+        default=trees.DTYPES,
+        help="of parameters",
+    )
     add("--only", nargs="+", choices=[*ALL, ADAPTIVE + CLIPPED], metavar="METHOD")
     options = parser.parse_args()
     console, result = report.begin()
@@ -197,7 +230,9 @@ def main():
         if not chosen or row.dtype not in options.dtypes:
             continue
         figures = {key: value for key, value in row._asdict().items() if key != "names"}
-        figures |= {"devices": row.devices, "methods": {}} | processes.call(find_devices, row)
+        figures |= {"devices": row.devices, "methods": {}} | processes.call(
+            find_devices, row
+        )
         with console.status("") as status:
             for name in row.names if "error" not in figures else ():
                 if name in (options.only or row.names):

@@ -16,7 +16,15 @@ from rich.table import Table
 
 import jaxscale
 
-PACKAGES = ["jax", "jaxlib", "optax", "flax", "jmp", "mixed-precision-for-jax", "jaxamp"]
+PACKAGES = [
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "jmp",
+    "mixed-precision-for-jax",
+    "jaxamp",
+]
 PACKAGES += ["libtpu", "jax-cuda12-plugin"]
 
 
@@ -30,9 +38,17 @@ def parser(doc, rounds=None, seconds=None, limit=None, methods=(), sizes=()):
     if seconds:
         add("--seconds", type=float, default=seconds, help="length of a turn")
     if limit:
-        add("--limit", type=float, default=limit, help="seconds until a method is ready")
+        add(
+            "--limit", type=float, default=limit, help="seconds until a method is ready"
+        )
     if methods:
-        add("--only", nargs="+", choices=methods, default=list(methods), metavar="METHOD")
+        add(
+            "--only",
+            nargs="+",
+            choices=methods,
+            default=list(methods),
+            metavar="METHOD",
+        )
     if sizes:
         add("--size", choices=sizes, default="laptop")
     return result
@@ -47,7 +63,9 @@ def describe():
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    models = re.findall(
+        r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else ""
+    )
     return {
         "device": jax.devices()[0].device_kind,
         "backend": jax.default_backend(),
@@ -62,7 +80,11 @@ def describe():
 
 def line(described):
     """Returns it as one line of text."""
-    versions = [f"{name} {version}" for name, version in described["versions"].items() if version]
+    versions = [
+        f"{name} {version}"
+        for name, version in described["versions"].items()
+        if version
+    ]
     return (
         f"{described['date']}: {described['backend']} ({described['device']}), "
         f"{described['cores']} cores of {described['processor']}, "

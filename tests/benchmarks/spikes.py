@@ -63,7 +63,9 @@ def transformer(bad=0.0, batch=16):
 
     def cross_entropy(params, text):
         logits = model.apply(params, text[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, text[:, 1:]
+        ).mean()
 
     def loss(params, players, key, index):
         text = some_text(key, batch, LENGTH)
@@ -71,12 +73,16 @@ def transformer(bad=0.0, batch=16):
         is_bad = jax.random.bernoulli(jax.random.fold_in(key, 2), bad) & (index >= 100)
         return cross_entropy(params, jnp.where(is_bad, noise, text))
 
-    return Program(init, [loss], lambda players: cross_entropy(players[0], held_out_text(LENGTH)))
+    return Program(
+        init, [loss], lambda players: cross_entropy(players[0], held_out_text(LENGTH))
+    )
 
 
 def gan(noise=16, width=128, batch=64):
     """Digits from noise: a generator and a discriminator of three layers each."""
-    images, held_out = (jnp.asarray(part[0]).reshape(-1, 64) * 2 - 1 for part in digits())
+    images, held_out = (
+        jnp.asarray(part[0]).reshape(-1, 64) * 2 - 1 for part in digits()
+    )
 
     def layers(key, *sizes):
         keys = jax.random.split(key, len(sizes))
@@ -105,7 +111,9 @@ def gan(noise=16, width=128, batch=64):
         return both[0].mean() + both[1].mean()
 
     def evaluate(players):
-        return distance(generated(players[0], jax.random.key(3), len(held_out)), held_out)
+        return distance(
+            generated(players[0], jax.random.key(3), len(held_out)), held_out
+        )
 
     return Program(init, [generator_loss, discriminator_loss], evaluate)
 
@@ -115,7 +123,12 @@ ADAM, MOMENTUM = optax.adam(2e-3, b2=0.99), optax.sgd(0.4, momentum=0.9)
 PROGRAMS = {
     "steady": ("a transformer, Adam at 0.002", transformer, ADAM, 400),
     "high rate": ("the same, momentum at 0.4", transformer, MOMENTUM, 400),
-    "bad batches": ("as steady, 2 % random text", partial(transformer, bad=0.02), ADAM, 400),
+    "bad batches": (
+        "as steady, 2 % random text",
+        partial(transformer, bad=0.02),
+        ADAM,
+        400,
+    ),
     "GAN": ("digits, Adam at 0.01", gan, optax.adam(1e-2, b1=0.5), 800),
 }
 
@@ -124,7 +137,9 @@ def train(program, tx, way, seeds, steps):
     """Returns what came of a training, with a list over the seeds in each field."""
     if "clipped" in way:
         tx = optax.chain(optax.clip_by_global_norm(CLIP), tx)
-    tx = jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule() if "rule" in way else None)
+    tx = jaxscale.skip_nonfinite(
+        tx, spikes=jaxscale.SpikeRule() if "rule" in way else None
+    )
 
     def step(carry, index, key):
         players, states = map(list, carry)
@@ -134,11 +149,15 @@ def train(program, tx, way, seeds, steps):
             loss, grads = jax.value_and_grad(loss_fn)(
                 params, players, jax.random.fold_in(key, number), index
             )
-            updates, states[number] = tx.update(grads, states[number], params, value=loss)
+            updates, states[number] = tx.update(
+                grads, states[number], params, value=loss
+            )
             players[number] = optax.apply_updates(params, updates)
             norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
             seen.append((loss, norm, ~states[number].step_applied))
-        return (players, states), [jnp.stack(column) for column in zip(*seen, strict=True)]
+        return (players, states), [
+            jnp.stack(column) for column in zip(*seen, strict=True)
+        ]
 
     @jax.jit
     @jax.vmap
@@ -150,7 +169,8 @@ def train(program, tx, way, seeds, steps):
         return program.evaluate(carry[0]), seen
 
     started = time.perf_counter()
-    final, (losses, norms, skipped) = run(jnp.asarray(seeds))  # each is [seed, step, player]
+    # each is [seed, step, player]
+    final, (losses, norms, skipped) = run(jnp.asarray(seeds))
     return {
         "final": np.asarray(final).tolist(),
         "skipped": np.asarray(skipped).sum((1, 2)).tolist(),
@@ -181,7 +201,10 @@ def judge_streams(rule, norms):
 def judge_stream(about, asked, stream):
     """Returns what both rules skip of a stream: steps a run, and the share of those asked about."""
     row = {"stream": about, "asked": asked}
-    for name, rule in (("default", jaxscale.SpikeRule()), ("OLMo", jaxscale.presets.olmo())):
+    for name, rule in (
+        ("default", jaxscale.SpikeRule()),
+        ("OLMo", jaxscale.presets.olmo()),
+    ):
         skipped = np.asarray(judge_streams(rule, stream.norms.astype(np.float32)))
         hits = (skipped & stream.counted).sum()
         row[name] = {
@@ -198,10 +221,14 @@ def judge_all_streams():
         stream = spike_streams.jumps(size, steps=spike_streams.STEPS)
         rows.append(judge_stream(f"1 ± 0.1, then {size:g} times that", "steps", stream))
     for start, size in ((0.5, 2), (0.0, 1)):
-        stream = spike_streams.jumps(2, start=0.5, noise=0, runs=1, steps=spike_streams.STEPS)
+        stream = spike_streams.jumps(
+            2, start=0.5, noise=0, runs=1, steps=spike_streams.STEPS
+        )
         if start == 0:
             stream = stream._replace(norms=1.0 * stream.counted)
-        rows.append(judge_stream(f"{start:g}, then {start * size or 1:g}", "steps", stream))
+        rows.append(
+            judge_stream(f"{start:g}, then {start * size or 1:g}", "steps", stream)
+        )
     for name in spike_streams.DRAWN:
         rows.append(judge_stream(name, "steps", spike_streams.drawn(name)))
     for share in (0.01, 0.02, 0.03, 0.05):
@@ -211,7 +238,9 @@ def judge_all_streams():
             rows.append(judge_stream(about, "of these", stream))
     for share in (0.03, 0.04, 0.05):
         stream = spike_streams.rare_kind(share, 1000.0)
-        rows.append(judge_stream(f"1 ± 0.1, and 1000 in {share:.0%}", "of these", stream))
+        rows.append(
+            judge_stream(f"1 ± 0.1, and 1000 in {share:.0%}", "of these", stream)
+        )
     about = "1 ± 0.01, and 10 in every 50th step"
     rows.append(judge_stream(about, "of these", spike_streams.every_50th()))
     about = "1 ± 0.1, 1000 once, and 2 after 30 more steps"
@@ -221,8 +250,12 @@ def judge_all_streams():
 
 def main():
     parser, names = endings.parser(__doc__), list(PROGRAMS)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--streams", action="store_true", help="judge streams that are made up")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME"
+    )
+    parser.add_argument(
+        "--streams", action="store_true", help="judge streams that are made up"
+    )
     options = parser.parse_args()
     if options.streams:
         _, result = report.begin()
@@ -240,7 +273,11 @@ def main():
             row = {"program": name, "about": about, "steps": steps, "ways": {}}
             for way in endings.WAYS:
                 row["ways"][way] = train(make(), tx, way, range(options.seeds), steps)
-                print(name, way, {k: row["ways"][way][k] for k in ("final", "skipped", "seconds")})
+                print(
+                    name,
+                    way,
+                    {k: row["ways"][way][k] for k in ("final", "skipped", "seconds")},
+                )
             for way in endings.WAYS[1:]:  # the tests replay the plain runs
                 del row["ways"][way]["norms"]
                 if way != "rule":  # the picture shows its losses

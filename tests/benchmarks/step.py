@@ -26,7 +26,8 @@ def compiled(step, *args):
     trace_s = []
     for _ in range(3):
         jax.clear_caches()
-        gc.collect()  # of what is left of the last one, nothing is freed while this is timed
+        # of what is left of the last one, nothing is freed while this is timed
+        gc.collect()
         start = time.perf_counter()
         traced = jax.jit(lambda *args: step(*args), donate_argnums=0).trace(*args)
         trace_s.append(time.perf_counter() - start)
@@ -47,7 +48,9 @@ def prepare(name, shapes, dtype, clip):
     faults = checks.run(method, step, shapes, dtype, clip, leaves, rtol, steps=2)
     carry = method.init(trees.params(shapes))
     grads = trees.gradients(shapes, dtype, float(method.scale(carry)))
-    run = processes.timed(lambda carry: step(carry, grads), carry, jax.block_until_ready)
+    run = processes.timed(
+        lambda carry: step(carry, grads), carry, jax.block_until_ready
+    )
     return {"faults": faults} | times | hlo.program(step, trees.size(shapes)), run
 
 
@@ -107,11 +110,19 @@ def main():
     add = parser.add_argument
     add("--gradients", nargs="+", choices=trees.DTYPES, default=list(trees.DTYPES))
     add("--clip", action="store_true", help="clip the global norm")
-    add("--products", action="store_true", help="with a backward pass, of products with 8 rows")
+    add(
+        "--products",
+        action="store_true",
+        help="with a backward pass, of products with 8 rows",
+    )
     options = parser.parse_args()
     console, result = report.begin()
     result["checks"] = []
-    result["settings"] = {"size": options.size, "rounds": options.rounds, "limit_s": options.limit}
+    result["settings"] = {
+        "size": options.size,
+        "rounds": options.rounds,
+        "limit_s": options.limit,
+    }
     with console.status("") as status:
         for dtype in options.gradients:
             status.update(f"checks of every leaf: {dtype} gradients")

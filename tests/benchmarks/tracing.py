@@ -83,14 +83,18 @@ def table(row):
         return lambda figures: "{seconds:.3f} s, {ratio:.2f}".format(**figures[each])
 
     columns = {each: column(each) for each in PASSES}
-    title = f"{row['layers']} layers of {row['activation']}: seconds, and beside plain JAX"
+    title = (
+        f"{row['layers']} layers of {row['activation']}: seconds, and beside plain JAX"
+    )
     return report.table(title, columns, row["methods"])
 
 
 def main():
     parser = report.parser(__doc__, rounds=7)
     parser.add_argument("--layers", type=int, default=300)
-    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS))
+    parser.add_argument(
+        "--activations", nargs="+", choices=ACTIVATIONS, default=list(ACTIVATIONS)
+    )
     options = parser.parse_args()
     console, result = report.begin()
     for activation in options.activations:

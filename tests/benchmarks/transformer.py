@@ -10,7 +10,9 @@ same model in float32 (that the steps are right: `step.py`).
 import os
 
 # For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+)
 
 import hlo
 import jax
@@ -46,7 +48,12 @@ def init_params(rng, width, layers, length):
         for _ in range(layers)
     ]
     tokens, positions = normal(VOCABULARY, width), normal(length, width)
-    return {"tokens": tokens, "positions": positions, "blocks": blocks, "norm": jnp.ones(width)}
+    return {
+        "tokens": tokens,
+        "positions": positions,
+        "blocks": blocks,
+        "norm": jnp.ones(width),
+    }
 
 
 def normalize(x, scale):
@@ -72,7 +79,9 @@ def loss_fn(params, tokens, dtype=jnp.float16):
         y = normalize(x, block["norms"][1])
         x = x + jax.nn.gelu(y @ block["in"] + block["bias"]) @ block["down"]
     logits = normalize(x, params["norm"]) @ params["tokens"].T
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), targets
+    )
     return jnp.mean(losses)
 
 
@@ -88,11 +97,17 @@ def prepare(name, size, clip):
     reference = jax.jit(lambda carry, tokens: bare.step(carry, tokens, jnp.float32))
     losses = _losses(step, method.init(jax.tree.map(jnp.copy, params)), tokens)
     expected = _losses(reference, bare.init(params), tokens)
-    faults = [] if np.allclose(losses, expected, rtol=1e-2) else [f"{losses}, not {expected}"]
+    faults = (
+        []
+        if np.allclose(losses, expected, rtol=1e-2)
+        else [f"{losses}, not {expected}"]
+    )
     run = processes.timed(
         lambda carry: step(carry, tokens)[0], method.init(params), jax.block_until_ready
     )
-    return {"faults": faults, "parameters": parameters} | times | hlo.program(step, parameters), run
+    return {"faults": faults, "parameters": parameters} | times | hlo.program(
+        step, parameters
+    ), run
 
 
 def _losses(step, carry, tokens):
@@ -111,9 +126,13 @@ def main():
     jobs = {name: (prepare, name, options.size, options.clip) for name in options.only}
     with console.status("") as status:
         reports = processes.measure(jobs, options, status.update, to_bare=methods.BARE)
-    result["rows"] = [{"size": options.size, "clipped": options.clip, "methods": reports}]
+    result["rows"] = [
+        {"size": options.size, "clipped": options.clip, "methods": reports}
+    ]
     report.write(options.json, result)
-    parameters = next(each["parameters"] for each in reports.values() if "parameters" in each)
+    parameters = next(
+        each["parameters"] for each in reports.values() if "parameters" in each
+    )
     clipped = "global norm clipped" if options.clip else "unclipped"
     title = f"transformer, {parameters / 1e6:.3g}M parameters, float16, {clipped}"
     console.print(report.table(title, steps.COLUMNS, reports))

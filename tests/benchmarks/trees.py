@@ -30,12 +30,18 @@ def gpt2(width, layers=12, positions=1024):
         "mlp/out/bias": (width,),
     }
     shapes = {"tokens": (50257 * width // 768, width), "positions": (positions, width)}
-    shapes |= {f"{i:02}/{name}": shape for i in range(layers) for name, shape in block.items()}
+    shapes |= {
+        f"{i:02}/{name}": shape for i in range(layers) for name, shape in block.items()
+    }
     return shapes | {"norm/scale": (width,), "norm/bias": (width,)}
 
 
 # For AdamW on a laptop and on a GPU, and for the tests.
-SIZES = {"tiny": gpt2(16, layers=1, positions=16), "laptop": gpt2(192), "gpu": gpt2(768)}
+SIZES = {
+    "tiny": gpt2(16, layers=1, positions=16),
+    "laptop": gpt2(192),
+    "gpu": gpt2(768),
+}
 
 
 def size(shapes):
@@ -65,7 +71,9 @@ ROWS = 8
 
 def rows(shapes, dtype):
     """What each leaf is multiplied by in `products`: few rows, so that the step costs more."""
-    return _normal({name: (ROWS, shape[0]) for name, shape in shapes.items()}, 2, 1.0, dtype)
+    return _normal(
+        {name: (ROWS, shape[0]) for name, shape in shapes.items()}, 2, 1.0, dtype
+    )
 
 
 def products(dtype):

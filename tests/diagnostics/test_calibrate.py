@@ -44,7 +44,9 @@ def test_it_is_the_largest_that_does_not_overflow(size):
     calibration = calibrate([batch(size)], max_passes=5)
     exponent = largest_for(size)
     assert calibration.init_scale == 2.0**exponent
-    assert calibration.overflows_at == (None if exponent == 24 else 2.0 ** (exponent + 1))
+    assert calibration.overflows_at == (
+        None if exponent == 24 else 2.0 ** (exponent + 1)
+    )
     assert calibration.is_largest
     assert calibration.batches == 1
 

@@ -30,7 +30,15 @@ def float32_bits(number, seed=0):
     bits = rng.integers(0, 2**32, number, np.uint32)
     bits[::5] &= np.uint32(0x807FFFFF)  # subnormal
     bits[::7] |= np.uint32(0x7F800000)  # NaN
-    special = [0.0, -0.0, np.inf, -np.inf, 2.0**-149, 2.0**-126, np.finfo(np.float32).max]
+    special = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        2.0**-149,
+        2.0**-126,
+        np.finfo(np.float32).max,
+    ]
     return np.concatenate([np.array(special, np.float32), bits.view(np.float32)])
 
 
@@ -44,7 +52,15 @@ def neighbors(values):
 
 def around_float16():
     """The neighbors of numbers at which float16 rounds differently at some scale."""
-    edges = [2.0**-25, 2.0**-24, 2.0**-14 - 2.0**-25, 2.0**-14, 65504.0, 65520.0, 65536.0]
+    edges = [
+        2.0**-25,
+        2.0**-24,
+        2.0**-14 - 2.0**-25,
+        2.0**-14,
+        65504.0,
+        65520.0,
+        65536.0,
+    ]
     return neighbors([edge / scale for edge in edges for scale in SCALES])
 
 
@@ -57,7 +73,10 @@ def every(dtype):
 LEAVES = {
     "float32": lambda: np.concatenate([float32_bits(20_000), around_float16()]),
     "complex64": lambda: float32_bits(4001).view(np.complex64),
-    **{dtype: functools.partial(every, dtype) for dtype in [*FORMATS, "float8_e4m3fnuz"]},
+    **{
+        dtype: functools.partial(every, dtype)
+        for dtype in [*FORMATS, "float8_e4m3fnuz"]
+    },
 }
 
 
@@ -127,12 +146,19 @@ def row_of(counts):
 @cases(
     ("dtype", "loss_scale"),
     itertools.product(LEAVES, SCALES),
-    fast=[("float32", 1.0), ("complex64", 2.0**-3), ("float16", 2.0**15), ("bfloat16", 2.0**40)],
+    fast=[
+        ("float32", 1.0),
+        ("complex64", 2.0**-3),
+        ("float16", 2.0**15),
+        ("bfloat16", 2.0**40),
+    ],
 )
 def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
     leaf = LEAVES[dtype]()
     expected = reference(leaf, loss_scale)
-    assert row_of(diagnostics.leaf_counts({"w": leaf}, loss_scale=loss_scale)) == expected
+    assert (
+        row_of(diagnostics.leaf_counts({"w": leaf}, loss_scale=loss_scale)) == expected
+    )
     # Also in one compiled program, where XLA on CPU takes subnormal numbers for zeros.
     assert row_of(leaf_counts(leaf, loss_scale=jnp.float32(loss_scale))) == expected
 
@@ -141,7 +167,9 @@ def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
 def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
     near = around_float16().astype(np.float64)
     ends = [1e300, -1e-300, 5e-324, np.nan, np.inf]
-    leaf = np.concatenate([near, ends, np.nextafter(near, 0), np.nextafter(near, np.inf)])
+    leaf = np.concatenate(
+        [near, ends, np.nextafter(near, 0), np.nextafter(near, np.inf)]
+    )
     expected = reference(leaf, loss_scale)
     expected["largest"] = float(np.finfo(np.float32).max)
     with x64():
@@ -164,7 +192,10 @@ ODD = {"scalar type": jnp.float16, "shape": jax.ShapeDtypeStruct((2,), jnp.float
 def test_what_only_has_a_dtype_is_no_gradient(name):
     odd = ODD[name]
     grads = {"w": jnp.array([1.0, jnp.inf]), "odd": odd}
-    assert avals(diagnostics.leaf_counts(grads).leaves) == {"w": "float32[8]", "odd": None}
+    assert avals(diagnostics.leaf_counts(grads).leaves) == {
+        "w": "float32[8]",
+        "odd": None,
+    }
     assert diagnostics.leaf_histograms(grads)["odd"] is None
     with pytest.raises(ValueError, match=rf"got only `{type(odd).__name__}`\. Pass"):
         diagnostics.histogram({"odd": odd})
@@ -187,7 +218,9 @@ def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
     assert not traced(params, batch, more=[odd]).found
     bad_batch = batch | {"x": jnp.array([1.0, jnp.inf])}
     assert traced(params, bad_batch).nonfinite_arguments == ("args[1]['x']",)
-    calibration = diagnostics.calibrate(fun, params, [batch], jit=eqx.filter_jit, **options)
+    calibration = diagnostics.calibrate(
+        fun, params, [batch], jit=eqx.filter_jit, **options
+    )
     assert calibration.init_scale == 2.0**15
     assert len(seen) >= 7
     assert all(value is odd for value in seen)
@@ -197,7 +230,9 @@ def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
 def test_what_only_has_a_dtype_is_no_parameter_of_jax(name):
     params = {"odd": ODD[name]}
     traced = diagnostics.trace(lambda params: 0.0, jaxscale.FixedLossScale(8.0).init())
-    with pytest.raises(TypeError, match=r"floating parameters, got `.*` at args\[0\]\['odd'\]"):
+    with pytest.raises(
+        TypeError, match=r"floating parameters, got `.*` at args\[0\]\['odd'\]"
+    ):
         traced(params)
 
 
@@ -231,7 +266,9 @@ def test_a_table_prints_its_cells():
     lines = str(table).splitlines()
     assert lines[0] == "Leaves with inf or NaN: 2 of 5. In float16 at loss scale 2**0:"
     assert max(map(len, lines)) <= 80
-    assert [list(cells) for cells in table.cells()[1:]] == [line.split() for line in lines[2:]]
+    assert [list(cells) for cells in table.cells()[1:]] == [
+        line.split() for line in lines[2:]
+    ]
 
 
 def test_a_share_of_nothing_is_a_dash():
@@ -254,7 +291,9 @@ def test_a_long_table_prints_its_first_rows():
 
 def test_a_long_table_of_nothing_to_tell_is_one_sentence():
     table = tabulate([FINE] * 39 + [np.float32([0.0, 1.0])], loss_scale=8.0)
-    sentence = "Finite, and stored in full by float16 at loss scale 2**3: 40 of 40 leaves"
+    sentence = (
+        "Finite, and stored in full by float16 at loss scale 2**3: 40 of 40 leaves"
+    )
     assert str(table) == sentence
     assert len(table.rows) == 40
     assert len(table.cells()) == 1 + 40
@@ -267,7 +306,10 @@ def test_a_long_table_leaves_out_what_has_nothing_to_tell():
     table = tabulate([*telling, *[FINE] * 34, full(0, 0.0)])
     _, _, *rows, last = str(table).splitlines()
     assert {row.split()[0] for row in rows} == {"0", "1", "2", "3", "4", "5"}
-    assert last == "finite, and stored in full by float16 at loss scale 2**0: 35 of 41 leaves"
+    assert (
+        last
+        == "finite, and stored in full by float16 at loss scale 2**0: 35 of 41 leaves"
+    )
 
 
 ROWS = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
@@ -318,7 +360,9 @@ def on_host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="JAX has it elsewhere")
+@pytest.mark.skipif(
+    not hasattr(jax.sharding, "auto_axes"), reason="JAX has it elsewhere"
+)
 def test_explicit_meshes():
     explicit = jax.sharding.AxisType.Explicit
     devices = jax.devices("cpu")
@@ -326,7 +370,9 @@ def test_explicit_meshes():
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, PartitionSpec("data"))
         x = jax.device_put(jnp.ones((8, 8)), sharding)
-        count = jax.sharding.auto_axes(diagnostics.histogram, out_sharding=PartitionSpec())
+        count = jax.sharding.auto_axes(
+            diagnostics.histogram, out_sharding=PartitionSpec()
+        )
         assert np.asarray(jax.jit(count)(x).counts).sum() == 64
         assert row_of(leaf_counts(x))["size"] == 64
 
@@ -340,7 +386,13 @@ def boundaries():
         normal = float(info.smallest_normal)
         largest = float(info.max)
         spacing = 2.0 ** (np.floor(np.log2(largest)) - info.nmant)
-        values += [subnormal / 2, subnormal, 1.5 * subnormal, normal - subnormal / 2, normal]
+        values += [
+            subnormal / 2,
+            subnormal,
+            1.5 * subnormal,
+            normal - subnormal / 2,
+            normal,
+        ]
         values += [largest, largest + spacing / 2]
     return np.concatenate([np.array(values, np.float32), neighbors(values)])
 
@@ -363,7 +415,11 @@ SCALED = [*itertools.product(FORMATS, [0, 1, 7, 15, 24, 60])]
 SCALED += [(dtype, -9) for dtype in FORMATS if dtype != "bfloat16"]
 
 
-@cases(("dtype", "exponent"), SCALED, fast=[(dtype, 7) for dtype in FORMATS] + [("float16", -9)])
+@cases(
+    ("dtype", "exponent"),
+    SCALED,
+    fast=[(dtype, 7) for dtype in FORMATS] + [("float16", -9)],
+)
 def test_shares_are_those_of_a_real_cast(dtype, exponent):
     # At the boundaries of that scale, and over the whole range.
     edges = boundaries()
@@ -437,14 +493,20 @@ NARROW = ["float16", "float8_e4m3fn", "float8_e5m2"]
 @cases(
     ("dtype", "tolerance", "center", "spread"),
     itertools.product(NARROW, [0.0, 0.01], [-30, -12, 4, 25], [2, 9]),
-    fast=[("float16", 0.0, -30, 2), ("float16", 0.01, 4, 9), ("float8_e4m3fn", 0.01, -12, 2)],
+    fast=[
+        ("float16", 0.0, -30, 2),
+        ("float16", 0.01, 4, 9),
+        ("float8_e4m3fn", 0.01, -12, 2),
+    ],
 )
 def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread):
     rng = np.random.default_rng(0)
     mantissas = rng.standard_normal(500)
     exponents = center + rng.normal(0, spread, 500).astype(int)
     leaf = np.ldexp(mantissas, exponents).astype(np.float32)
-    suggestion = diagnostics.suggest_scale(histogram(leaf), dtype=dtype, tolerance=tolerance)
+    suggestion = diagnostics.suggest_scale(
+        histogram(leaf), dtype=dtype, tolerance=tolerance
+    )
 
     best, lossless = find_best(leaf, dtype, tolerance)
     assert (suggestion.lowest, suggestion.highest) == ends(best)
@@ -520,13 +582,22 @@ SENTENCES = {
 @cases("name", SENTENCES)
 def test_suggestions_in_words(name):
     values, expected = SENTENCES[name]
-    assert str(diagnostics.suggest_scale(histogram(np.array(values, np.float32)))) == expected
+    assert (
+        str(diagnostics.suggest_scale(histogram(np.array(values, np.float32))))
+        == expected
+    )
 
 
 TREES = {
     "empty": ({}, r"must hold floating or complex arrays, got a tree without any leaf"),
-    "integers": ({"a": np.arange(3, dtype=np.int32), "b": True}, r"got only .*bool.*int32"),
-    "huge": (jax.ShapeDtypeStruct((2**16, 2**15), "f4"), r"got 2147483648 elements at the root"),
+    "integers": (
+        {"a": np.arange(3, dtype=np.int32), "b": True},
+        r"got only .*bool.*int32",
+    ),
+    "huge": (
+        jax.ShapeDtypeStruct((2**16, 2**15), "f4"),
+        r"got 2147483648 elements at the root",
+    ),
 }
 
 
@@ -554,15 +625,23 @@ def table_rows(w):
 
 
 BAD_VALUES = {
-    r"power of two, got 3\.0.*2\.0\*\*1": lambda: diagnostics.shares(HISTOGRAM, loss_scale=3.0),
-    r"dtype=.*'float16'.*'float32'": lambda: diagnostics.suggest_scale(HISTOGRAM, dtype="float32"),
+    r"power of two, got 3\.0.*2\.0\*\*1": lambda: diagnostics.shares(
+        HISTOGRAM, loss_scale=3.0
+    ),
+    r"dtype=.*'float16'.*'float32'": lambda: diagnostics.suggest_scale(
+        HISTOGRAM, dtype="float32"
+    ),
     r"tolerance=.*between 0 and 1, got 2": lambda: diagnostics.suggest_scale(
         HISTOGRAM, tolerance=2
     ),
-    r"`text_histogram\(loss_scale": lambda: diagnostics.text_histogram(HISTOGRAM, loss_scale=0.3),
+    r"`text_histogram\(loss_scale": lambda: diagnostics.text_histogram(
+        HISTOGRAM, loss_scale=0.3
+    ),
     r"underflow.*without any leaf.*leaf_histograms": lambda: diagnostics.underflow({}),
     r"depth=.*at least 1, got 0": lambda: diagnostics.underflow(HISTOGRAM, depth=0),
-    r"`leaf_histograms\(tree=.*without any leaf": lambda: diagnostics.leaf_histograms({}),
+    r"`leaf_histograms\(tree=.*without any leaf": lambda: diagnostics.leaf_histograms(
+        {}
+    ),
     r"loss_scale=.*got 0\.0": lambda: diagnostics.leaf_counts(W, loss_scale=0),
 }
 BAD_TYPES = {
@@ -571,7 +650,9 @@ BAD_TYPES = {
     r"underflow.*float": lambda: diagnostics.underflow({"w": 1.0}),
     r"outside of `jit`, got Hist": in_jit(diagnostics.shares, HISTOGRAM),
     r"one number.*\(2,\)": lambda: diagnostics.leaf_counts(W, loss_scale=W),
-    r"loss_scale=.*got <class": lambda: diagnostics.leaf_counts(W, loss_scale=jnp.float16),
+    r"loss_scale=.*got <class": lambda: diagnostics.leaf_counts(
+        W, loss_scale=jnp.float16
+    ),
     r"`table\(counts=.*leaf_counts.*got ndarray": lambda: diagnostics.table(W),
     r"outside of `jit`, got Leaf": in_jit(table_rows, W),
     r"to_json.*object": lambda: diagnostics.to_json(object()),

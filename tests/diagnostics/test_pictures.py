@@ -89,11 +89,15 @@ def title_of(ax):
 
 @functools.cache
 def picture(loss_scale, dtype):
-    return drawn(diagnostics.plot_histogram(HISTOGRAM, loss_scale=loss_scale, dtype=dtype))
+    return drawn(
+        diagnostics.plot_histogram(HISTOGRAM, loss_scale=loss_scale, dtype=dtype)
+    )
 
 
 PICTURES = list(
-    itertools.product(["float16", "float8_e4m3fn"], [2.0**-10, 1.0, SUGGESTED, 2.0**100])
+    itertools.product(
+        ["float16", "float8_e4m3fn"], [2.0**-10, 1.0, SUGGESTED, 2.0**100]
+    )
 )
 DRAWN_FAST = [("float16", SUGGESTED)]  # and it is not drawn twice
 
@@ -147,7 +151,10 @@ def test_shares_that_do_not_add_up_to_one_in_floating_point_are_all():
 
 
 def test_a_narrow_histogram_shows_what_it_is_asked_for():
-    titles = {3: "at 8", 20: "ranges at loss scale 2**20, the largest that does not overflow"}
+    titles = {
+        3: "at 8",
+        20: "ranges at loss scale 2**20, the largest that does not overflow",
+    }
     formats = ["float16", "bfloat16"]
     numbers = fetch_histogram("", HISTOGRAM)
     figure = drawn(draw_histogram(numbers, titles, formats=formats, is_narrow=True))
@@ -178,7 +185,9 @@ def lines_of(loss_scale):
 def test_each_row_of_text_says_what_each_format_makes_of_its_numbers(loss_scale):
     for line, exponent in zip(lines_of(loss_scale)[3:-3], TEXT_EXPONENTS, strict=True):
         counts = np.where(EXPONENTS[:, None] == exponent, ONE_OF_EACH.counts, 0)
-        shares = diagnostics.shares(ONE_OF_EACH._replace(counts=counts), loss_scale=loss_scale)
+        shares = diagnostics.shares(
+            ONE_OF_EACH._replace(counts=counts), loss_scale=loss_scale
+        )
         signs = [sign_of(of_format) for of_format in shares.values()]
         assert line.split() == [f"2**{exponent}", "3.1%", "#" * 24, *signs]
 
@@ -226,7 +235,9 @@ def test_the_underflow_map_shows_what_each_layer_loses():
     for shares in underflow.layers.values():
         lost.append([100 * of_format.lost for of_format in shares.values()])
     np.testing.assert_array_equal(ax.images[0].get_array(), lost)
-    assert [label.get_text() for label in ax.get_yticklabels()] == list(underflow.layers)
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(
+        underflow.layers
+    )
     tick = ax.xaxis.get_major_ticks()[0]
     assert tick.label1.get_visible()  # below
     assert tick.label2.get_visible()  # above
@@ -270,7 +281,9 @@ def record(steps, bad=(), losses=None):
         state = step(state, grad, loss)
         history.append(state, loss=loss)
         rows.append({"loss": loss, **jaxscale.metrics(state)})
-    return Recorded(history, {name: np.array([row[name] for row in rows]) for name in rows[0]})
+    return Recorded(
+        history, {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -299,8 +312,12 @@ def test_pictures_are_saved_without_a_window(kind):
 def test_the_picture_of_a_history_is_what_the_metrics_were(twelve_steps):
     history, metrics = twelve_steps
     loss, scale, skipped = drawn(history.plot()).axes
-    np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(metrics["loss_scale"]))
-    np.testing.assert_array_equal(skipped.lines[0].get_ydata(), metrics["total_notfinite"])
+    np.testing.assert_array_equal(
+        scale.lines[0].get_ydata(), np.log2(metrics["loss_scale"])
+    )
+    np.testing.assert_array_equal(
+        skipped.lines[0].get_ydata(), metrics["total_notfinite"]
+    )
     np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8, 10])
     np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8, 10])
 
@@ -379,7 +396,9 @@ def test_a_history_of_metrics_and_other_numbers():
 
 
 def test_steps_that_were_skipped_before_a_history_began_do_not_count():
-    state = TX.init(PARAMS)._replace(total_notfinite=jnp.array(40), total_steps=jnp.array(90))
+    state = TX.init(PARAMS)._replace(
+        total_notfinite=jnp.array(40), total_steps=jnp.array(90)
+    )
     history = diagnostics.History()
     for grad in (1.0, jnp.inf):
         state = step(state, jnp.float32(grad), jnp.float32(1))
@@ -423,9 +442,15 @@ HISTORY = diagnostics.History()
 BAD_VALUES = {
     "exactly one loss scale": lambda: HISTORY.append(PARAMS),
     r"got `loss_scale` of shape \(2,\)": lambda: HISTORY.append(STATES),
-    r"`plot_histogram\(dtype=.*'x'": lambda: diagnostics.plot_histogram(HISTOGRAM, dtype="x"),
-    r"takes scalars, got `loss` of shape \(2,\)": lambda: HISTORY.append(STATE, loss=PARAMS),
-    r"only some steps had loss, norm": lambda: record(1).history.append(STATE, norm=1.0),
+    r"`plot_histogram\(dtype=.*'x'": lambda: diagnostics.plot_histogram(
+        HISTOGRAM, dtype="x"
+    ),
+    r"takes scalars, got `loss` of shape \(2,\)": lambda: HISTORY.append(
+        STATE, loss=PARAMS
+    ),
+    r"only some steps had loss, norm": lambda: record(1).history.append(
+        STATE, norm=1.0
+    ),
     r"nothing to draw": HISTORY.plot,
 }
 BAD_TYPES = {
@@ -500,7 +525,9 @@ def all_results():
 
 def test_all_results_are_the_same_in_json():
     results = all_results()
-    classes = {public for public in vars(diagnostics).values() if isinstance(public, type)}
+    classes = {
+        public for public in vars(diagnostics).values() if isinstance(public, type)
+    }
     assert classes - set(map(type, results)) == {diagnostics.History}
     assert -np.inf in [getattr(result, "loss", None) for result in results]
     # To the last bit; the numbers that JSON lacks are strings, which `float` reads.

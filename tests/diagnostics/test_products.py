@@ -29,7 +29,9 @@ def ruled(w, x):
     return x @ w
 
 
-ruled.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ saved[0].T))
+ruled.defvjp(
+    lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ saved[0].T)
+)
 
 
 @jax.custom_jvp
@@ -42,7 +44,9 @@ derived.defjvp(lambda primals, tangents: (derived(*primals), tangents[1] @ prima
 
 def sharded(w, x):
     mesh, everywhere = Mesh(jax.devices()[:1], ("d",)), PartitionSpec()
-    return jax.shard_map(product, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(w, x)
+    return jax.shard_map(product, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(
+        w, x
+    )
 
 
 def looped(w, x):
@@ -54,7 +58,9 @@ def branched(w, x):
 
 
 def convolved(kernel, image):
-    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=BY_CHANNEL)
+    return jax.lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=BY_CHANNEL
+    )
 
 
 def ragged(w, x):
@@ -164,7 +170,11 @@ def test_products_inside_of_a_kernel_are_told_as_such():
     shape = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     multiply = pallas.pallas_call(kernel, shape, interpret=True)
     (line,) = products(multiply, W, X).lines
-    assert (line.dtype, line.number, line.reason) == ("float32", 1, "inside of a kernel")
+    assert (line.dtype, line.number, line.reason) == (
+        "float32",
+        1,
+        "inside of a kernel",
+    )
 
 
 def test_the_report_tells_both_apart():

@@ -14,7 +14,16 @@ import pytest
 import traced_losses
 from flax import nnx
 from tables import cases
-from traced_losses import EIGHT, HALF, half, mean_square, scaling, summed, trace, with_backward
+from traced_losses import (
+    EIGHT,
+    HALF,
+    half,
+    mean_square,
+    scaling,
+    summed,
+    trace,
+    with_backward,
+)
 
 import jaxscale
 from jaxscale import diagnostics
@@ -37,7 +46,8 @@ def backward_of(model, plant):
 
 @functools.cache
 def trace_model(model, plant, loss_scale):
-    return backward_of(model, plant).run(loss_scale).report()  # all scales share the programs
+    # all scales share the programs
+    return backward_of(model, plant).run(loss_scale).report()
 
 
 class Fault(NamedTuple):
@@ -80,7 +90,9 @@ def test_the_elements_that_overflow_are_counted_and_followed(model, plant):
     assert place.dtype == "float16"
     assert place.elements == place.share * np.prod(place.shape)
     # The hyperbolic tangent of inf is 1: in the RNN the inf becomes a finite, wrong number.
-    assert ("loss" in place.reaches) == (place.direction == "forward" and model != "rnn")
+    assert ("loss" in place.reaches) == (
+        place.direction == "forward" and model != "rnn"
+    )
 
 
 @pytest.mark.slow
@@ -96,7 +108,9 @@ def test_only_faults_of_the_backward_pass_go_with_the_scale(model):
     assert not trace_model(model, "backward", 1).found
     low = trace_model(model, "underflow", 1).underflows
     high = trace_model(model, "underflow", 2.0**15).underflows
-    first_line = {(place.direction, place.scaled) for place in low if place.line == low[0].line}
+    first_line = {
+        (place.direction, place.scaled) for place in low if place.line == low[0].line
+    }
     assert first_line == {("forward", False), ("backward", True)}
     assert sum(place.scaled for place in high) < sum(place.scaled for place in low)
 
@@ -105,7 +119,8 @@ def test_only_faults_of_the_backward_pass_go_with_the_scale(model):
 
 MASK = np.eye(2) > [1, 0]
 BATCH = {"x": np.float32([1, np.nan]), "mask": np.float32([0, -np.inf])}
-backward_times_32 = with_backward(lambda x: x, lambda ct: ct * HALF(32))  # plant: backward rule
+# plant: backward rule
+backward_times_32 = with_backward(lambda x: x, lambda ct: ct * HALF(32))
 
 
 def masked_row(w):
@@ -170,7 +185,9 @@ def trace_by_example():
 
     examples = half([1, 2], [3, 4], [1, 300])
     loss_scale = 2.0**24  # float16 caps it
-    return trace(by_example, half(1, 2), examples, transform=transform, loss_scale=loss_scale)
+    return trace(
+        by_example, half(1, 2), examples, transform=transform, loss_scale=loss_scale
+    )
 
 
 def plain_overflow(w):
@@ -184,7 +201,8 @@ class First(NamedTuple):
     first: dict[str, Any]
     report: dict[str, Any] | None = None
     causes: set[str] | None = None  # those of all places
-    others: list[Any] | None = None  # primitive, direction and reached outputs of the other places
+    # primitive, direction and reached outputs of the other places
+    others: list[Any] | None = None
     text: tuple[str, ...] = ()
 
 
@@ -195,14 +213,21 @@ FIRST = {
         causes={"infinities", "given"},
     ),
     "backward rule": First(
-        lambda: trace(summed(lambda x: backward_times_32(x)), EIGHT, loss_scale=2.0**11),
+        lambda: trace(
+            summed(lambda x: backward_times_32(x)), EIGHT, loss_scale=2.0**11
+        ),
         first={"direction": "backward", "primitive": "mul", "share": 1},
     ),
     "module": First(trace_module, first={"direction": "forward"}),
     # What reaches the gradients comes before what reaches nothing.
     "log": First(
         lambda: trace(log, np.float32([0, 1, 2])),
-        first={"direction": "backward", "cause": "value", "reaches": ("grads",), "elements": 1},
+        first={
+            "direction": "backward",
+            "cause": "value",
+            "reaches": ("grads",),
+            "elements": 1,
+        },
         report={"nonfinite_outputs": ("grads",)},
         others=[("log", "forward", ())],
     ),
@@ -221,12 +246,16 @@ FIRST = {
     ),
     # A scale of one, or none, has a backward pass as well.
     "root": First(
-        lambda: diagnostics.trace(root, jaxscale.NoOpLossScale().init())(np.zeros(2, np.float32)),
+        lambda: diagnostics.trace(root, jaxscale.NoOpLossScale().init())(
+            np.zeros(2, np.float32)
+        ),
         first={"direction": "backward"},
         report={"loss_scale": 1},
     ),
     "given, then made": First(
-        lambda: trace(summed(given_then_made), HALF(2), half(np.inf, 60000), loss_scale=1),
+        lambda: trace(
+            summed(given_then_made), HALF(2), half(np.inf, 60000), loss_scale=1
+        ),
         first={"cause": "range", "iteration": (1,), "times": 2},
     ),
     # In float16 only.
@@ -237,7 +266,11 @@ FIRST = {
     ),
     "seed": First(
         lambda: trace(seed, half(1, 1), loss_scale=2.0**17),
-        first={"primitive": "convert_element_type", "direction": "backward", "scaled": True},
+        first={
+            "primitive": "convert_element_type",
+            "direction": "backward",
+            "scaled": True,
+        },
     ),
     # What is given is left out where another place explains an output.
     "options": First(
@@ -286,7 +319,9 @@ def test_the_first_inf_or_nan_is_named(name):
 def test_the_text_has_the_line_of_the_first_inf_or_nan(name):
     first = first_report(name).first_nonfinite
     assert first.where.endswith(f"test_trace.py:{first.line}")
-    assert f" of the elements, {first.where}: `{first.source}`\n" in str(first_report(name))
+    assert f" of the elements, {first.where}: `{first.source}`\n" in str(
+        first_report(name)
+    )
 
 
 @cases("name", [name for name, case in FIRST.items() if case.text])
@@ -311,7 +346,9 @@ def test_the_causes_of_all_places_are_told_apart(name):
 @cases("name", [name for name, case in FIRST.items() if case.others is not None])
 def test_the_other_places_are_named(name):
     report = first_report(name)
-    others = [place for place in report.nonfinite if place is not report.first_nonfinite]
+    others = [
+        place for place in report.nonfinite if place is not report.first_nonfinite
+    ]
     seen = [(place.primitive, place.direction, place.reaches) for place in others]
     assert seen == FIRST[name].others
 
@@ -363,7 +400,9 @@ POPULATION = jax.vmap(lambda _: scaling())(X)
 BAD_INPUT = {
     "must return a floating scalar": lambda: trace(lambda w: w, X),
     "pass has_aux=True": lambda: trace(lambda w: (w, w), X),
-    r"got int32\[3\] at args\[0\]\['w'\]\.": lambda: trace(jnp.sum, {"w": jnp.arange(3)}),
+    r"got int32\[3\] at args\[0\]\['w'\]\.": lambda: trace(
+        jnp.sum, {"w": jnp.arange(3)}
+    ),
     "` reads values": lambda: jax.jit(lambda w: trace(jnp.sum, w).loss)(X),
     "exactly one loss scale state": lambda: diagnostics.trace(jnp.sum, {"a": X}),
     r"got an array of shape \(3,\)": lambda: diagnostics.trace(jnp.sum, POPULATION),
@@ -403,7 +442,8 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
     is_zero = is_subnormal(exact) & (rounded == 0)
     is_rounded = is_subnormal(exact) & is_subnormal(rounded)
     if is_subnormal(x).any() or is_subnormal(y).any():
-        is_rounded &= rounded != exact  # what was subnormal before did not become so here
+        # what was subnormal before did not become so here
+        is_rounded &= rounded != exact
     nonzero = np.count_nonzero(exact)
     zeros = np.count_nonzero(is_zero)
     subnormals = np.count_nonzero(is_rounded)
@@ -411,10 +451,15 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
     lost = find_lost(PRODUCT, [x, y], [rounded], least=0.5)
     assert bool(lost) == (zeros + subnormals > nonzero / 2)
     if lost:
-        assert (lost.nonzero, lost.zeros, lost.subnormals) == (nonzero, zeros, subnormals)
+        assert (lost.nonzero, lost.zeros, lost.subnormals) == (
+            nonzero,
+            zeros,
+            subnormals,
+        )
         assert lost.share == (zeros + subnormals) / nonzero
         lost_sum = np.abs(exact[is_zero]).sum() / np.abs(exact).sum()
-        assert lost.lost_sum == pytest.approx(lost_sum, rel=1e-12)  # sums, in some order
+        # sums, in some order
+        assert lost.lost_sum == pytest.approx(lost_sum, rel=1e-12)
 
 
 def test_what_was_subnormal_before_is_not_lost_again():
@@ -453,10 +498,15 @@ def test_formats_of_the_range_of_float32_do_not_underflow():
 
 def test_float8_underflows():
     def cast(w):
-        return jnp.mean(w.astype(jnp.float8_e4m3fn).astype(jnp.float32))  # plant: float8
+        # plant: float8
+        return jnp.mean(w.astype(jnp.float8_e4m3fn).astype(jnp.float32))
 
     place = trace(cast, half(*[2.0**-12] * 8)).underflows[0]
-    assert (place.line, place.dtype, place.zeros) == (line("float8"), "float8_e4m3fn", 8)
+    assert (place.line, place.dtype, place.zeros) == (
+        line("float8"),
+        "float8_e4m3fn",
+        8,
+    )
 
 
 # What looks like a fault and is none.
@@ -488,7 +538,9 @@ def printed(w):
 
 HARMLESS = {
     "dropout in a scan": dropout_in_a_scan,
-    "causal mask": lambda w: jax.nn.softmax(jnp.where(jnp.tri(8, dtype=bool), w, -jnp.inf)),
+    "causal mask": lambda w: jax.nn.softmax(
+        jnp.where(jnp.tri(8, dtype=bool), w, -jnp.inf)
+    ),
     "argmax": lambda w: w * jnp.argmax(jnp.where(w > 1.5, w, -jnp.inf)),
     "dead code": dead_code,
     "difference": lambda w: w + (jnp.full(8, EXACT[0]) - jnp.full(8, EXACT[1])),
@@ -500,7 +552,9 @@ HARMLESS = {
 
 @cases("name", HARMLESS, fast=["dead code", "cancelled", "backward rule in range"])
 def test_nothing_is_found_where_zeros_and_infinities_are_meant(name):
-    report = trace(summed(HARMLESS[name]), half(*np.linspace(1, 2, 8)), loss_scale=2.0**10)
+    report = trace(
+        summed(HARMLESS[name]), half(*np.linspace(1, 2, 8)), loss_scale=2.0**10
+    )
     assert str(report).startswith("nothing found")
 
 
@@ -541,12 +595,18 @@ def test_numbers_that_become_zero_or_inf_are_named_with_their_lines():
     report = trace(summed(with_rounded_numbers), half(1, 1, 1, 1), loss_scale=1)
     zero, infinite = report.constants
     assert (zero.value, zero.became, zero.primitive) == (1e-9, 0.0, "add")
-    assert (infinite.value, infinite.became, infinite.primitive) == (70000.0, np.inf, "div")
+    assert (infinite.value, infinite.became, infinite.primitive) == (
+        70000.0,
+        np.inf,
+        "div",
+    )
     assert (zero.line, infinite.line) == (line("became zero"), line("became inf"))
     assert (zero.dtype, infinite.dtype) == ("float16", "float16")
     assert "1e-09 is 0 in float16" in str(zero)
 
 
 def test_numbers_in_bfloat16_are_what_they_say():
-    report = trace(summed(with_rounded_numbers), jnp.ones(4, jnp.bfloat16), loss_scale=1)
+    report = trace(
+        summed(with_rounded_numbers), jnp.ones(4, jnp.bfloat16), loss_scale=1
+    )
     assert report.constants == ()

@@ -61,7 +61,9 @@ def test_what_it_computes_is_what_eager_evaluation_computes(name):
 def looping(x):
     """A loss with a scan of three iterations, and a loop without a known end."""
     y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y), None), x, None, length=3)
-    y += jax.lax.stop_gradient(jax.lax.while_loop(lambda y: y[0] < 4, lambda y: y + 1, y))
+    y += jax.lax.stop_gradient(
+        jax.lax.while_loop(lambda y: y[0] < 4, lambda y: y + 1, y)
+    )
     return mean_square(y)
 
 
@@ -160,7 +162,8 @@ def test_numbers_of_the_source_are_exact_in_float32():
 
 def test_what_is_only_rounding_changes_when_float32_is_shaken():
     def fun(params, x):
-        weights = jax.nn.softmax(x @ params["w"] + params["shift"])  # the same for all: no effect
+        # the same for all: no effect
+        weights = jax.nn.softmax(x @ params["w"] + params["shift"])
         return jnp.sum(weights**2)
 
     params = {"w": normal(0, 4, 4), "shift": np.ones((), np.float32)}

@@ -222,7 +222,9 @@ def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(name):
 
     backward = TracedBackward(fun, (EIGHT,), {})
     for loss_scale in (2.0**-10, 2.0**3, 2.0**20):
-        assert first_in_hurry(backward, loss_scale) == first_in_full(backward, loss_scale)
+        assert first_in_hurry(backward, loss_scale) == first_in_full(
+            backward, loss_scale
+        )
     assert first_in_hurry(backward, 2.0**20)
 
 
@@ -326,7 +328,9 @@ def scans_of_nothing_in_a_scan(x):
 
 def while_of_no_rounds(x):
     start = (jnp.int32(0), jax.lax.stop_gradient(x))
-    _, same = jax.lax.while_loop(lambda c: c[0] < 0, lambda c: (c[0] - 1, c[1] * 2), start)
+    _, same = jax.lax.while_loop(
+        lambda c: c[0] < 0, lambda c: (c[0] - 1, c[1] * 2), start
+    )
     return 2 * x - same
 
 
@@ -462,7 +466,9 @@ def square_kernel():
     def square(x, out):
         out[...] = x[...] * x[...]
 
-    kernel = pallas.pallas_call(square, jax.ShapeDtypeStruct((8,), HALF), interpret=True)
+    kernel = pallas.pallas_call(
+        square, jax.ShapeDtypeStruct((8,), HALF), interpret=True
+    )
     return summed(not_differentiated(kernel)), (half(*[1e-4] * 7, 6e4),)
 
 

@@ -117,12 +117,15 @@ def product_of_probabilities():
 def product_in_a_loop():
     def faulty(x, w):
         p = jax.nn.sigmoid(x.astype(HALF) * w)
-        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(3, HALF), p)  # fault
+        # fault
+        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(3, HALF), p)
         return jnp.log(product)
 
     def cured(x, w):
         p = jax.nn.sigmoid(x.astype(HALF) * w)
-        total, _ = jax.lax.scan(lambda c, q: (c + q, None), jnp.zeros(3, HALF), jnp.log(p))
+        total, _ = jax.lax.scan(
+            lambda c, q: (c + q, None), jnp.zeros(3, HALF), jnp.log(p)
+        )
         return total
 
     return faulty, cured
@@ -182,7 +185,10 @@ def exponential():
     return faulty, cured
 
 
-@advice("The loss is a sum over 12,000 numbers. Take a mean instead", jnp.ones((4000, 3)) * 9)
+@advice(
+    "The loss is a sum over 12,000 numbers. Take a mean instead",
+    jnp.ones((4000, 3)) * 9,
+)
 def sum_over_many_numbers():
     def faulty(x, w):
         return jnp.sum((x.astype(HALF) * w) ** 2)  # fault
@@ -193,7 +199,9 @@ def sum_over_many_numbers():
     return faulty, cured
 
 
-@advice("The loss is a sum over 90,000 numbers, at advised.py:", jnp.ones((30000, 3)) * 60)
+@advice(
+    "The loss is a sum over 90,000 numbers, at advised.py:", jnp.ones((30000, 3)) * 60
+)
 def sum_whose_gradients_are_too_large():
     def faulty(x, w):
         return jnp.sum(jnp.square((x.astype(HALF) * w).astype(FULL)))  # fault

@@ -30,7 +30,8 @@ class Answer(NamedTuple):
 @pytest.fixture
 def doctor(tmp_path, monkeypatch, capsys):
     """Returns a function that runs the command in a temporary folder."""
-    monkeypatch.setattr(cli, "_PATIENCE", float("inf"))  # no signs of life on a slow machine
+    # no signs of life on a slow machine
+    monkeypatch.setattr(cli, "_PATIENCE", float("inf"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in PROGRAMS:

@@ -53,7 +53,9 @@ def count_skipped(tx, retries=0):
     """Returns how many of the first steps of a training are skipped."""
     target = load("doctored:in_units")
     step = jax.jit(
-        jaxscale.train_step(lambda p: target.loss_fn(p, target.batch), tx, retries=retries)
+        jaxscale.train_step(
+            lambda p: target.loss_fn(p, target.batch), tx, retries=retries
+        )
     )
     params = target.params
     opt_state = tx.init(params)
@@ -94,7 +96,9 @@ def test_the_broken_example(doctor):
     lines = EXAMPLE.read_text().splitlines()
     (number,) = [i for i, text in enumerate(lines, 1) if "mask_value)." in text]
     assert f"doctor.py:{number}." in answer.flowing
-    assert "inf or NaN is in 6 of 7 gradients, even without a loss scale" in answer.flowing
+    assert (
+        "inf or NaN is in 6 of 7 gradients, even without a loss scale" in answer.flowing
+    )
     assert "worst first: down, embed" in answer.flowing
     assert "float16 cannot hold these numbers, but float32 could" in answer.flowing
     assert "-1e4 instead of -1e9" in answer.flowing

@@ -57,7 +57,9 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self):
-        return [re.split(r"\r\x1b\[K", line)[-1] for line in self.getvalue().split("\n")]
+        return [
+            re.split(r"\r\x1b\[K", line)[-1] for line in self.getvalue().split("\n")
+        ]
 
 
 def test_a_terminal_shows_one_line_of_progress_and_none_at_the_end(monkeypatch):

@@ -44,14 +44,21 @@ def test_the_json_has_the_results(doctor, no_pictures):
         "verdict": "Nothing is wrong.",
         "loss": 3.5,
         "dtypes": ["float16", "float32"],
-        "start": {"skipped": 0, "retries": 0, "code": "jaxscale.loss_scaled(optimizer)"},
+        "start": {
+            "skipped": 0,
+            "retries": 0,
+            "code": "jaxscale.loss_scaled(optimizer)",
+        },
         "wrong": [],
         "remedy": None,
         "zero": ["unused"],
     }
     assert {name: results[name] for name in expected} == expected
     assert results["calibration"]["init_scale"] == results["loss_scale"]
-    assert {row["path"]: row["size"] for row in results["leaves"]["rows"]} == {"w": 2, "unused": 2}
+    assert {row["path"]: row["size"] for row in results["leaves"]["rows"]} == {
+        "w": 2,
+        "unused": 2,
+    }
     assert sum(results["histogram"]["counts"].values()) == 2
     assert results["trace"]["nonfinite"] == []
     assert results["comparison"]["error"] == 0
@@ -61,7 +68,9 @@ def test_the_json_has_the_results(doctor, no_pictures):
 
 def test_the_json_goes_to_standard_output_alone_and_to_a_file(doctor):
     answer = doctor("doctored:fine", "--quick", "--json", "--json-file", "results.json")
-    assert json.loads(answer.out) == json.loads(pathlib.Path("results.json").read_text())
+    assert json.loads(answer.out) == json.loads(
+        pathlib.Path("results.json").read_text()
+    )
     assert "the model prints" in answer.err
     assert "Nothing overflows." in answer.err
 
@@ -87,7 +96,9 @@ def test_the_json_keeps_the_names_of_its_fields(doctor):
     comparison = Comparison(
         flushed=0.5, error=0.25, worst="w", worst_flushed=0.5, leaves=(leaf, leaf)
     )
-    culprit = Culprit(exam.ceiling, kind="overflow", largest=np.inf, error=0.25, made_by="")
+    culprit = Culprit(
+        exam.ceiling, kind="overflow", largest=np.inf, error=0.25, made_by=""
+    )
     check = exam.float32._replace(
         comparison=comparison,
         culprit=culprit,
@@ -107,7 +118,9 @@ def test_the_json_keeps_the_names_of_its_fields(doctor):
         (value,) = values if isinstance(values, list) else [values]
         assert list(value) == fields.split(), name
     assert record["findings"][0]["source"] == [[1, "x = 0"], [2, "y = 1 / x"]]
-    assert record["float32"]["leaves"] == 2 * [{"path": "w", "flushed": 0.5, "error": 0.25}]
+    assert record["float32"]["leaves"] == 2 * [
+        {"path": "w", "flushed": 0.5, "error": 0.25}
+    ]
     assert record["culprit"]["largest"] == "Infinity"
 
 
@@ -137,7 +150,8 @@ class Misuse(NamedTuple):
 
 BAD_USE = {
     "no colon": Misuse(
-        "doctored", "The target must be module:function or path/to/file.py:function, got"
+        "doctored",
+        "The target must be module:function or path/to/file.py:function, got",
     ),
     "no file": Misuse("nowhere.py:f", "The file nowhere.py does not exist."),
     "no module": Misuse("nowhere:f", "There is no module nowhere in"),
@@ -153,8 +167,12 @@ BAD_USE = {
     "returns a pair": Misuse(
         "misused.py:two_values", "`two_values()` returned 2 values. It must return"
     ),
-    "no loss": Misuse("misused.py:no_loss", "returned `NoneType` instead of a loss function"),
-    "empty tree": Misuse("misused.py:empty_tree", "without any floating array: an empty tree"),
+    "no loss": Misuse(
+        "misused.py:no_loss", "returned `NoneType` instead of a loss function"
+    ),
+    "empty tree": Misuse(
+        "misused.py:empty_tree", "without any floating array: an empty tree"
+    ),
     "integers": Misuse("misused.py:integers", "without any floating array: int64[3]."),
     "the loss fails": Misuse("misused.py:loss_that_fails", "failed: KeyError: 'v'"),
     "a loss for each example": Misuse(
@@ -162,11 +180,16 @@ BAD_USE = {
         "must return one floating number, or a pair that begins with one, got float32[3]",
     ),
     "a loss and two others": Misuse(
-        "misused.py:loss_and_two_others", "got `tuple`. Reduce it, for example with `.mean()`."
+        "misused.py:loss_and_two_others",
+        "got `tuple`. Reduce it, for example with `.mean()`.",
     ),
-    "a pair without a loss": Misuse("misused.py:pair_without_a_loss", "got `tuple`. Reduce it"),
+    "a pair without a loss": Misuse(
+        "misused.py:pair_without_a_loss", "got `tuple`. Reduce it"
+    ),
     "an integer loss": Misuse("misused.py:integer_loss", "got int32[]"),
-    "no derivative": Misuse("misused.py:no_derivative", "cannot be differentiated: ValueError"),
+    "no derivative": Misuse(
+        "misused.py:no_derivative", "cannot be differentiated: ValueError"
+    ),
     "fails only when it is run": Misuse(
         "misused.py:fails_only_when_it_is_run",
         "misused.py:fails_only_when_it_is_run failed when it was run on its batch: ",
@@ -217,7 +240,9 @@ def test_a_traceback_if_asked_for(doctor):
     assert (answer.status, answer.out) == (2, "")
     assert "Traceback" in answer.err
     last = answer.err.splitlines()[-1]
-    assert last.startswith("jaxscale doctor: `divides_by_zero()` failed: ZeroDivisionError")
+    assert last.startswith(
+        "jaxscale doctor: `divides_by_zero()` failed: ZeroDivisionError"
+    )
 
 
 def test_ctrl_c_ends_it_with_one_line(doctor, monkeypatch):
@@ -225,7 +250,11 @@ def test_ctrl_c_ends_it_with_one_line(doctor, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "examine", interrupt)
-    assert doctor("doctored:wide", "--quick") == (130, "", "jaxscale doctor: interrupted.\n")
+    assert doctor("doctored:wide", "--quick") == (
+        130,
+        "",
+        "jaxscale doctor: interrupted.\n",
+    )
 
 
 def test_the_version_is_told(capsys):
@@ -251,7 +280,9 @@ RAISED = {
 
 
 @cases("name", RAISED, fast=["two lines"])
-def test_what_scale_backward_raises_is_told_beside_all_else(name, doctor, no_pictures, monkeypatch):
+def test_what_scale_backward_raises_is_told_beside_all_else(
+    name, doctor, no_pictures, monkeypatch
+):
     error, words = RAISED[name]
 
     def scale_backward(fun):
@@ -263,8 +294,9 @@ def test_what_scale_backward_raises_is_told_beside_all_else(name, doctor, no_pic
     monkeypatch.setattr(compiled, "scale_backward", scale_backward)
     answer = doctor("doctored:tiny", "--json-file", "results.json")
     assert answer.status == 0
-    assert f"- `jaxscale.scale_backward` was tried on this loss, and raised {words}" in (
-        answer.flowing
+    assert (
+        f"- `jaxscale.scale_backward` was tried on this loss, and raised {words}"
+        in (answer.flowing)
     )
     assert "Nothing is wrong, with a loss scale: it needs one." in answer.flowing
     results = json.loads(pathlib.Path("results.json").read_text())
@@ -281,7 +313,9 @@ def test_what_autocast_raises_is_told_in_a_sentence(doctor, monkeypatch):
 
     monkeypatch.setattr(measure, "autocast", autocast)
     answer = doctor("doctored:wide", "--autocast", "float16", "--quick")
-    assert_is_one_sentence(answer, "`jaxscale.autocast` raised on the loss of doctored:wide")
+    assert_is_one_sentence(
+        answer, "`jaxscale.autocast` raised on the loss of doctored:wide"
+    )
     assert "ValueError: it cannot" in answer.err
 
 

@@ -34,15 +34,22 @@ class Case(NamedTuple):
 # The first word of a name is the model in `doctored.py`.
 HEALTHY = {
     "fine": Case(
-        0, ["Nothing is wrong.", "the largest that does not overflow"], never=["Problems"]
+        0,
+        ["Nothing is wrong.", "the largest that does not overflow"],
+        never=["Problems"],
     ),
     "pair": Case(0, ["Nothing is wrong."], never=["Problems"]),
     "odd": Case(
-        0, ["Nothing is wrong.", "1 of 2 leaves, as in float32: unused"], never=["Problems"]
+        0,
+        ["Nothing is wrong.", "1 of 2 leaves, as in float32: unused"],
+        never=["Problems"],
     ),
     "in_a_pair": Case(
         0,
-        ["Nothing is wrong.", "exactly 0 everywhere in 1 of 3 leaves, as in float32: 1/0"],
+        [
+            "Nothing is wrong.",
+            "exactly 0 everywhere in 1 of 3 leaves, as in float32: 1/0",
+        ],
         never=["Problems"],
     ),
     "mapped": Case(
@@ -62,7 +69,10 @@ HEALTHY = {
     "cancels": Case(0, ["Nothing is wrong."], never=["Problems"]),
     "masked": Case(
         0,
-        ["Nothing is wrong.", "inf or NaN in batch, but none in the loss or the gradients"],
+        [
+            "Nothing is wrong.",
+            "inf or NaN in batch, but none in the loss or the gradients",
+        ],
         never=["Problems"],
     ),
     "harmless": Case(
@@ -98,7 +108,9 @@ NONFINITE = {
         options=["--loss-scale", str(2**20)],
     ),
     "no_scale_fits": Case(
-        1, ["The loss is finite, 0, but", "even without a loss scale"], never=["Nothing"]
+        1,
+        ["The loss is finite, 0, but", "even without a loss scale"],
+        never=["Nothing"],
     ),
     "epsilon": Case(
         1,
@@ -179,7 +191,9 @@ WRONG = {
         never=["No single"],
     ),
     "inverted": Case(
-        1, ["w is flushed to 0. No single operation accounts for it."], never=["It begins"]
+        1,
+        ["w is flushed to 0. No single operation accounts for it."],
+        never=["It begins"],
     ),
     "cancelled": Case(
         1,
@@ -189,7 +203,9 @@ WRONG = {
         ],
         never=["Nothing"],
     ),
-    "disconnected": Case(1, ["exactly 0 everywhere in 2 of 2 leaves"], never=["Nothing"]),
+    "disconnected": Case(
+        1, ["exactly 0 everywhere in 2 of 2 leaves"], never=["Nothing"]
+    ),
 }
 
 SCALES = {
@@ -277,7 +293,11 @@ SCALES = {
         never=["not enough"],
     ),
     "far_inward": Case(
-        0, ["twice, which is not enough.", "jaxscale.scale_backward(loss_fn, scale=2**10)"]
+        0,
+        [
+            "twice, which is not enough.",
+            "jaxscale.scale_backward(loss_fn, scale=2**10)",
+        ],
     ),
     "wide": Case(
         0,
@@ -360,7 +380,9 @@ QUICK = {
             "float16 cannot hold these numbers",
         ],
     ),
-    "bad_pair": Case(1, ["The loss and the gradients are finite, but aux['ratio'] is not"]),
+    "bad_pair": Case(
+        1, ["The loss and the gradients are finite, but aux['ratio'] is not"]
+    ),
     "disconnected": Case(1, ["exactly 0 everywhere in 2 of 2 leaves"]),
 }
 
@@ -372,9 +394,13 @@ def assert_said(answer, case):
     for words in case.says:
         assert words in answer.flowing
     for words in case.never:
-        assert words not in answer.flowing.replace("look again with `--autocast float16`", "")
+        assert words not in answer.flowing.replace(
+            "look again with `--autocast float16`", ""
+        )
     # Problems come first.
-    marks = [line[0] for line in answer.out.splitlines() if line.startswith(("! ", "- "))]
+    marks = [
+        line[0] for line in answer.out.splitlines() if line.startswith(("! ", "- "))
+    ]
     num_problems = marks.count("!")
     assert "!" not in marks[num_problems:]
     assert bool(num_problems) == (case.status == 1)

@@ -34,7 +34,11 @@ def test_numbers_are_counted_as_on_the_device():
 
 
 def test_a_comparison_says_what_is_lost_and_where():
-    exact = {"a": np.float32([3, 4]), "b": np.float32([2, 0, 1e-30, 2]), "c": np.zeros(2)}
+    exact = {
+        "a": np.float32([3, 4]),
+        "b": np.float32([2, 0, 1e-30, 2]),
+        "c": np.zeros(2),
+    }
     grads = {"a": np.float32([3, 4]), "b": np.float32([2, 0, 0, 1]), "c": np.zeros(2)}
     comparison = compare_gradients(grads, exact)
     assert comparison.flushed == 1 / 5

@@ -100,7 +100,9 @@ def rule_with_static_arguments():
     def backward(factor, y, g):
         return too_large(y, g * factor)
 
-    function = jax.custom_vjp(lambda x, factor: jnp.tanh(x) * factor, nondiff_argnums=(1,))
+    function = jax.custom_vjp(
+        lambda x, factor: jnp.tanh(x) * factor, nondiff_argnums=(1,)
+    )
     function.defvjp(forward, backward)
     return layer(lambda x: function(x, 2.0))
 
@@ -197,7 +199,8 @@ def cumprod():
 
 def prod_in_a_loop():
     def multiply(p):
-        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(4, HALF), p.T)  # fault
+        # fault
+        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(4, HALF), p.T)
         return product
 
     return joint(multiply)
@@ -273,7 +276,12 @@ def angles_cast():
 
 
 RULES = [rule_overflows, rule_flushes, rule_calls_another_function, rule_in_vmap]
-RULES += [rule_in_jit_and_remat, rule_in_scan, rule_with_static_arguments, rule_as_partial]
+RULES += [
+    rule_in_jit_and_remat,
+    rule_in_scan,
+    rule_with_static_arguments,
+    rule_as_partial,
+]
 RULES += [rule_of_nnx, rule_forward]
 ZEROS = [softmax_in_half, softmax_that_is_cast, softmax_written_out, prod, cumprod]
 ZEROS += [prod_in_a_loop, prod_and_root, density]
@@ -289,7 +297,9 @@ def find_faults(name):
     numbers = []
     for source in sources:
         lines, first = inspect.getsourcelines(source)
-        numbers += [first + i for i, line in enumerate(lines) if line.endswith("# fault\n")]
+        numbers += [
+            first + i for i, line in enumerate(lines) if line.endswith("# fault\n")
+        ]
     return numbers
 
 
@@ -337,5 +347,8 @@ def test_jax_is_as_it_was_after_rules_kept_their_lines(ruled):
 
 def test_an_error_in_a_rule_is_the_error_of_the_rule():
     function = tanh_with(lambda y, g: undefined)  # noqa: F821
-    with keep_lines_of_rules(lambda file: True), pytest.raises(NameError, match="undefined"):
+    with (
+        keep_lines_of_rules(lambda file: True),
+        pytest.raises(NameError, match="undefined"),
+    ):
         jax.grad(lambda x: function(x))(1.0)

@@ -116,7 +116,12 @@ def test_it_holds_everything_and_asks_for_nothing(exam):
     assert "4 gradients: " in picture["alt"]
     assert "viewport" in [attrs.get("name") for _, attrs in shown.tags]
     # The problem comes first.
-    places = ["Problems found: 1.", "It begins at", "Worth knowing", "How large they are"]
+    places = [
+        "Problems found: 1.",
+        "It begins at",
+        "Worth knowing",
+        "How large they are",
+    ]
     places += ["By layer", "Leaf by leaf"]
     assert sorted(places, key=shown.text.index) == places
     assert shown.texts["article"][0].split()[0] == "Problem"
@@ -169,7 +174,9 @@ def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     calibration = diagnostics.Calibration(2.0**8, *[None] * 5)
     shown = draw_page_of(exam, grads, 2.0**8, judged_scale=1.0, calibration=calibration)
     assert "above are about computation" in shown.flowing
-    assert "The finished gradients, and what storing them would lose" in shown.texts["h2"]
+    assert (
+        "The finished gradients, and what storing them would lose" in shown.texts["h2"]
+    )
     # Each table names its own scale.
     assert shown.texts["h3"][1:] == [
         "By layer: what storing them without a loss scale would lose",
@@ -178,10 +185,13 @@ def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     layers, leaves = shown.texts["tbody"]
     assert layers.split() == ["small50.0%0%"]
     assert "Layers that lose nothing in float16 or bfloat16: 1 of 2." in shown.flowing
-    assert leaves.split() == ["small250.0%1"]  # a subnormal at that scale: nothing becomes 0
+    # a subnormal at that scale: nothing becomes 0
+    assert leaves.split() == ["small250.0%1"]
     assert f"{FINITE} 2**8: 1 of 2 leaves." in shown.flowing
     assert "The gradients as computed at loss scale 2**8, the largest" in shown.flowing
-    assert [th for th in shown.texts["th"] if "subnormal" in th or "zero" in th] == ["subnormal"]
+    assert [th for th in shown.texts["th"] if "subnormal" in th or "zero" in th] == [
+        "subnormal"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +216,20 @@ def test_a_table_without_anything_to_tell_is_a_sentence(exam, no_matplotlib):
 
 
 def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
-    fine, tiny, bad = (np.full(2, value, np.float32) for value in (1.0, 2.0**-40, np.nan))
+    fine, tiny, bad = (
+        np.full(2, value, np.float32) for value in (1.0, 2.0**-40, np.nan)
+    )
     shown = draw_page_of(exam, {"0": bad, "fine": [fine] * 20, "tiny": [tiny] * 45})
     layers, leaves = (text.split("\n") for text in shown.texts["tbody"])
     assert len([row for row in layers if row]) == 40
-    assert "Layers that lose less or nothing in float16 or bfloat16: 25 of 66." in shown.flowing
-    assert "Layers without a finite, nonzero gradient to judge: 1 of 66: 0." in shown.flowing
+    assert (
+        "Layers that lose less or nothing in float16 or bfloat16: 25 of 66."
+        in shown.flowing
+    )
+    assert (
+        "Layers without a finite, nonzero gradient to judge: 1 of 66: 0."
+        in shown.flowing
+    )
     rows = [row for row in leaves if row]
     assert (len(rows), rows[0]) == (30, "022--")  # path, numbers, NaN, flushed, max |g|
     assert f"And 16 more. {FINITE} 2**0: 20 of 66 leaves." in shown.flowing
@@ -220,8 +238,14 @@ def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
 def test_nothing_is_drawn_of_nothing(exam):
     shown = draw_page_of(exam, {"w": np.full(2, np.nan, np.float32)})
     assert "img" not in shown.texts
-    assert "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. They were computed" in shown.flowing
-    assert "None of them is finite and nonzero, so there is nothing to draw." in shown.flowing
+    assert (
+        "2 gradients: 0% are exactly 0, 0 inf, 2 NaN. They were computed"
+        in shown.flowing
+    )
+    assert (
+        "None of them is finite and nonzero, so there is nothing to draw."
+        in shown.flowing
+    )
     assert shown.texts["tbody"][-1].split() == ["w22-"]  # path, numbers, NaN, max |g|
 
 
@@ -235,7 +259,9 @@ def test_without_matplotlib_there_is_text(exam, no_matplotlib):
     assert shown.texts["pre"][0] == diagnostics.text_histogram(exam.histogram)
 
 
-def test_without_jinja2_the_results_are_still_told(model, capsys, monkeypatch, tmp_path):
+def test_without_jinja2_the_results_are_still_told(
+    model, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["doctor", f"{model}:wide", "--json-file", "results.json"]) == 0

@@ -53,7 +53,8 @@ TUNED = [
     *FAST,
 ]
 REPORT = r"https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+"
-WRONG = 0.1  # a leaf that is off by more than this is wrong, at the scale where it is closest,
+# a leaf that is off by more than this is wrong, at the scale where it is closest,
+WRONG = 0.1
 CLOSE = 0.05  # and one that is off by less is right
 SCALES = [2.0**k for k in range(-12, 42)]
 HELD = {"verdicts": 62, "lines": 40, "alarms": 0}
@@ -103,14 +104,18 @@ def compile_gradients(model, half):
 
     @jax.jit
     def differentiate(params, batch, scale):
-        loss, grads = jax.value_and_grad(lambda params: loss_fn(params, batch) * scale)(params)
+        loss, grads = jax.value_and_grad(lambda params: loss_fn(params, batch) * scale)(
+            params
+        )
         outputs = {"loss": loss, "": grads}
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / scale, outputs)
 
     def differentiate_at(scale):
         outputs = differentiate(params, batch, jnp.float32(scale))
         leaves = jax.tree_util.tree_leaves_with_path(outputs)
-        return {jax.tree_util.keystr(path): np.asarray(leaf, float) for path, leaf in leaves}
+        return {
+            jax.tree_util.keystr(path): np.asarray(leaf, float) for path, leaf in leaves
+        }
 
     return differentiate_at
 
@@ -196,7 +201,9 @@ def test_the_score_of_the_doctor(record_property):
         if model.entry.tuned and judged[name] != Judgement(True, name in faulty)
     ]
     report = f"{score} of {len(faulty)} faulty and {len(healthy)} healthy models"
-    of_tuned = f"of those that it was tuned on, it misses: {', '.join(missed) or 'none'}"
+    of_tuned = (
+        f"of those that it was tuned on, it misses: {', '.join(missed) or 'none'}"
+    )
     record_property("trial", [report, of_tuned])
     assert score["verdicts"] >= HELD["verdicts"], report
     assert score["lines"] >= HELD["lines"], report

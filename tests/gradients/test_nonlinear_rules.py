@@ -68,7 +68,9 @@ def in_the_optimizer():
 
 
 WAYS_OUT = {
-    "value_and_grad: clip what comes back": lambda: jnp.clip(by_value_and_grad(loss_fn), max=ROOM),
+    "value_and_grad: clip what comes back": lambda: jnp.clip(
+        by_value_and_grad(loss_fn), max=ROOM
+    ),
     "train_step: on_grads": in_on_grads,
     "scale_backward: the rule outside": lambda: jax.grad(
         lambda w: jaxscale.scale_backward(loss_fn)(clip_gradient(ROOM, w))

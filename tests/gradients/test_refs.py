@@ -9,7 +9,9 @@ from traced_losses import DIFFERENTIATED, new_ref
 
 import jaxscale
 
-pytestmark = pytest.mark.skipif(not DIFFERENTIATED, reason="this JAX does not differentiate refs")
+pytestmark = pytest.mark.skipif(
+    not DIFFERENTIATED, reason="this JAX does not differentiate refs"
+)
 
 rng = np.random.default_rng(0)
 X = jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)

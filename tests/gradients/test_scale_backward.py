@@ -52,7 +52,9 @@ def mixed(p, x, dtype=HALF):
 
 
 def called_twice(p, x, dtype=HALF):
-    layer = jax.jit(lambda w: jnp.tanh((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)))
+    layer = jax.jit(
+        lambda w: jnp.tanh((x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32))
+    )
     return layer(p["w"][0]) + p["b"][None] * layer(p["w"][1])
 
 
@@ -90,7 +92,9 @@ def around_closure(f):
 
 
 def over_micro_batches(f):
-    one = jax.grad(scale_backward(lambda p, x, y: loss_of(net, f / 16)(p, x[None], y[None])))
+    one = jax.grad(
+        scale_backward(lambda p, x, y: loss_of(net, f / 16)(p, x[None], y[None]))
+    )
 
     def grad(p):
         grads = jax.lax.map(lambda xy: one(p, *xy), (X, Y))
@@ -157,7 +161,9 @@ def in_a_population(f):
 def told_apart(f):
     """Where nothing differs, an axis that devices can be told apart by is left alone."""
     grad = jax.grad(scale_backward(loss_of(net, f), HIGH * SMALL / f, axis_name="d"))
-    return jax.shard_map(grad, mesh=hosts.mesh_of(""), in_specs=hosts.P(), out_specs=hosts.P())
+    return jax.shard_map(
+        grad, mesh=hosts.mesh_of(""), in_specs=hosts.P(), out_specs=hosts.P()
+    )
 
 
 def autocast_of_grad(f):
@@ -219,7 +225,9 @@ def test_a_small_loss_beside_a_large_one():
         return loss_of(net, 1e-6)(small) + jnp.mean(jnp.sin(net(large, X)))
 
     params = PARAMS, {"w": PARAMS["w"][::-1], "b": PARAMS["b"]}
-    got = jax.jit(jax.grad(scale_backward(functools.partial(both, net)), (0, 1)))(*params)
+    got = jax.jit(jax.grad(scale_backward(functools.partial(both, net)), (0, 1)))(
+        *params
+    )
     expected = jax.jit(jax.grad(functools.partial(both, net32), (0, 1)))(*params)
     assert error(got[0], expected[0]) < ACCURACY
     assert error(got[1], expected[1]) < ACCURACY
@@ -245,7 +253,8 @@ def test_an_overflow_is_repeated_at_a_lower_scale(retries):
     def grad(f):
         return jax.grad(scale_backward(loss_of(net, f), high, retries=retries))(PARAMS)
 
-    factors = SMALL * 2.0 ** jnp.array([-16.0, 0.0, 4.0])  # the last needs one retry more
+    # the last needs one retry more
+    factors = SMALL * 2.0 ** jnp.array([-16.0, 0.0, 4.0])
     for grads in jax.jit(lambda f: (jax.vmap(grad)(f), jax.lax.map(grad, f)))(factors):
         assert error(member(grads, 0), REFERENCE, SMALL / 2**16) < ACCURACY
         assert jaxscale.all_finite(member(grads, 1)) == (retries > 0)
@@ -261,7 +270,9 @@ def watch(runs):
         return value
 
     watched = jax.custom_vjp(functools.partial(note, "forward"))
-    watched.defvjp(lambda p: (note("forward", p), None), lambda _, ct: (note("backward", ct),))
+    watched.defvjp(
+        lambda p: (note("forward", p), None), lambda _, ct: (note("backward", ct),)
+    )
     return watched
 
 
@@ -269,7 +280,9 @@ def watch(runs):
     "factor, scale, passes",
     [(jnp.inf, "auto", 1), (jnp.nan, "auto", 1), (1.0, "auto", 1), (1.0, HIGH, 3)],
 )
-def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(factor, scale, passes):
+def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(
+    factor, scale, passes
+):
     """Bad cotangents stay bad. A debugger of NaNs sees none in a pass that is repeated."""
     runs = []
     watched = watch(runs)
@@ -277,7 +290,8 @@ def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(factor
     with jax.debug_nans(scale == HIGH):
         value, grads = jax.jit(jax.value_and_grad(lambda p: factor * fun(p)))(PARAMS)
     jax.effects_barrier()
-    assert sorted(runs) == ["backward"] * passes + ["forward"]  # callbacks have no order
+    # callbacks have no order
+    assert sorted(runs) == ["backward"] * passes + ["forward"]
     assert jaxscale.all_finite(grads) == (factor == 1)
     if factor == 1:
         assert error(grads, REFERENCE, SMALL) < ACCURACY
@@ -304,7 +318,12 @@ def test_the_loop_holds_gradients_of_cast_parameters_in_half_precision():
 def test_what_is_no_array_of_numbers_passes():
     def fun(p, n, *, batch, key, **others):
         y = net(p, X)
-        out = {"n": n + 1, "key": jax.random.split(key)[0], "batch": batch * 2, "list": [y]}
+        out = {
+            "n": n + 1,
+            "key": jax.random.split(key)[0],
+            "batch": batch * 2,
+            "list": [y],
+        }
         return loss_of(net)(p), others | out | {"sown": y.astype(HALF), "sign": n > 2}
 
     others = {"nothing": None, "text": "text", "function": jnp.tanh}
@@ -312,7 +331,9 @@ def test_what_is_no_array_of_numbers_passes():
     kwargs = others | {"key": jax.random.key(0), "batch": jnp.ones(2, HALF)}
     wrapped = scale_backward(fun)
     n = jnp.int32(3)
-    assert_same_bits(arrays_of(wrapped(PARAMS, n, **kwargs)), arrays_of(fun(PARAMS, n, **kwargs)))
+    assert_same_bits(
+        arrays_of(wrapped(PARAMS, n, **kwargs)), arrays_of(fun(PARAMS, n, **kwargs))
+    )
     grad = jax.value_and_grad(wrapped, (0, 1), has_aux=True, allow_int=True)
     (_, out), (grads, none) = grad(PARAMS, n, **kwargs)
     assert error(grads, REFERENCE, SMALL) < ACCURACY
@@ -359,7 +380,10 @@ def test_what_is_not_in_half_precision_keeps_its_precision():
 
         return jax.grad(wrap(fun))(params)
 
-    params = PARAMS | {"only": jnp.linspace(0.3, 0.7, 3), "complex": jnp.asarray(np.eye(8) * 1j)}
+    params = PARAMS | {
+        "only": jnp.linspace(0.3, 0.7, 3),
+        "complex": jnp.asarray(np.eye(8) * 1j),
+    }
     grads = grad(scale_backward, net)
     expected = grad(unchanged, net32)
     assert_same_bits(grads.pop("only"), expected.pop("only"))
@@ -372,13 +396,17 @@ def test_a_complex_parameter_is_scaled_by_a_power_of_two():
         return jnp.real(x.astype(HALF).astype(p.dtype) @ p)
 
     def grad(fun):
-        return jax.grad(lambda p: 2.0**-20 * jnp.mean(fun(p, X) ** 2))(jnp.full((8, 8), 1 + 1j))
+        return jax.grad(lambda p: 2.0**-20 * jnp.mean(fun(p, X) ** 2))(
+            jnp.full((8, 8), 1 + 1j)
+        )
 
     assert_same_bits(grad(scale_backward(model)), grad(model))
 
 
 @pytest.mark.standard_promotion
-@cases("dtype, exponent, accuracy", [("bfloat16", -30, 2e-2), ("float64", -130, ACCURACY)])
+@cases(
+    "dtype, exponent, accuracy", [("bfloat16", -30, 2e-2), ("float64", -130, ACCURACY)]
+)
 def test_gradients_have_the_dtype_of_the_parameters(dtype, exponent, accuracy):
     """Those of float64 are below the range of float32 here; bfloat16 rounds to 2**-9."""
     around_model, around_loss = unchanged, scale_backward
@@ -387,7 +415,9 @@ def test_gradients_have_the_dtype_of_the_parameters(dtype, exponent, accuracy):
     with x64():
         params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
         model = around_model(functools.partial(net, out=dtype))
-        loss = loss_of(lambda p, x: model(p, x).astype(jnp.float64), np.float64(2.0**exponent))
+        loss = loss_of(
+            lambda p, x: model(p, x).astype(jnp.float64), np.float64(2.0**exponent)
+        )
         grads = jax.jit(jax.grad(around_loss(loss)))(params)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(dtype)}
     assert error(grads, REFERENCE, 2.0**exponent) < accuracy
@@ -439,7 +469,10 @@ def test_second_derivatives_need_a_boundary_of_their_own_and_no_loop():
 
     no_loop = scale_backward(loss_of(net, 1.0), retries=0)
     # Rounded in two backward passes, of which the boundary around both scales the second.
-    assert error(grad_of_penalty(no_loop), grad_of_penalty(loss_of(net32, 1.0))) < 2 * ACCURACY
+    assert (
+        error(grad_of_penalty(no_loop), grad_of_penalty(loss_of(net32, 1.0)))
+        < 2 * ACCURACY
+    )
     assert not equations_named("while", jax.grad(no_loop), PARAMS)
 
 
@@ -451,7 +484,9 @@ def test_a_second_reverse_pass_is_scaled_by_a_boundary_of_its_own(exponent):
     expected = jax.grad(second(loss_of(net32, 1.0)))(PARAMS)
     got = jax.jit(jax.grad(lambda p: scale_backward(penalty)(p) / factor))(PARAMS)
     assert error(got, expected, factor) < 2 * ACCURACY
-    with pytest.warns(UserWarning, match=r"retries=0.*second pass is not scaled.*by `scale_backw"):
+    with pytest.warns(
+        UserWarning, match=r"retries=0.*second pass is not scaled.*by `scale_backw"
+    ):
         alone = jax.jit(jax.grad(lambda p: penalty(p) / factor))(PARAMS)
     assert error(alone, expected, factor) > 0.9
 
@@ -488,7 +523,10 @@ def test_a_far_smaller_cotangent_raises_the_power_and_one_that_is_not_finite_mak
 def test_devices_agree_by_themselves(form, scale):
     """Otherwise one would wait for the other for ever, or sum what was scaled differently."""
     axis_name = "d" if form == "by_pmap local" else None
-    assert hosts.compared(form, hosts.mesh_of(form), scale, axis_name=axis_name)[0] < ACCURACY
+    assert (
+        hosts.compared(form, hosts.mesh_of(form), scale, axis_name=axis_name)[0]
+        < ACCURACY
+    )
 
 
 def test_a_healthy_run_under_jaxs_check_for_inf_is_the_same():

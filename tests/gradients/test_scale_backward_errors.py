@@ -43,19 +43,29 @@ def differentiate_a_half_output_under_autocast():
 
 ERRORS = {
     "not a function": BadInput(
-        lambda: scale_backward(PARAMS), TypeError, ["scale_backward", "fun", "must be a function"]
+        lambda: scale_backward(PARAMS),
+        TypeError,
+        ["scale_backward", "fun", "must be a function"],
     ),
     "scale text": BadInput(
-        lambda: scale_backward(net, "dynamic"), ValueError, ["scale_backward", 'must be "auto"']
+        lambda: scale_backward(net, "dynamic"),
+        ValueError,
+        ["scale_backward", 'must be "auto"'],
     ),
     "scale 0": BadInput(
-        lambda: scale_backward(net, 0), ValueError, ["scale_backward", "scale=", "normal range"]
+        lambda: scale_backward(net, 0),
+        ValueError,
+        ["scale_backward", "scale=", "normal range"],
     ),
     "scale array": BadInput(
-        lambda: scale_backward(net, jnp.ones(())), TypeError, ["scale_backward", "scale="]
+        lambda: scale_backward(net, jnp.ones(())),
+        TypeError,
+        ["scale_backward", "scale="],
     ),
     "retries": BadInput(
-        lambda: scale_backward(net, retries=-1), ValueError, ["scale_backward", "retries=", "-1"]
+        lambda: scale_backward(net, retries=-1),
+        ValueError,
+        ["scale_backward", "retries=", "-1"],
     ),
     "forward mode": BadInput(
         differentiate_forward, TypeError, ["scale_backward", "forward mode", "jax.grad"]

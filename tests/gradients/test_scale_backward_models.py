@@ -34,13 +34,18 @@ def run_linen(wrap_apply, wrap_loss, dtype, factor):
     apply = wrap_apply(model.apply)
     keys = [jax.random.key(i) for i in range(3)]
     variables = jax.jit(model.init)({"params": keys[0], "dropout": keys[1]}, X)
-    options = {"rngs": {"dropout": keys[2]}, "mutable": ["batch_stats", "intermediates"]}
+    options = {
+        "rngs": {"dropout": keys[2]},
+        "mutable": ["batch_stats", "intermediates"],
+    }
 
     def loss_fn(params):
         out, updates = apply(variables | {"params": params}, X, **options)
         return factor * jnp.mean((out - Y) ** 2), updates
 
-    return jax.jit(jax.value_and_grad(wrap_loss(loss_fn), has_aux=True))(variables["params"])
+    return jax.jit(jax.value_and_grad(wrap_loss(loss_fn), has_aux=True))(
+        variables["params"]
+    )
 
 
 class Network(nnx.Module):
@@ -123,4 +128,5 @@ def test_models_of_libraries_have_their_gradients_and_change_as_they_do(name):
     plain_others, _ = BUILT[name](unchanged, HALF, SMALL)
     assert_same_bits(others, plain_others)
     _, expected = BUILT[name](unchanged, jnp.float32, 1.0)
-    assert error(grads, expected, SMALL) < 5e-3  # normalization doubles what float16 loses
+    # normalization doubles what float16 loses
+    assert error(grads, expected, SMALL) < 5e-3

@@ -197,7 +197,9 @@ def test_a_block_that_is_called_often_stays_one_function(name):
         grad = jax.grad(wrap(lambda p: model(called(block), p, number)))
         lowered = jax.jit(grad).lower(PARAMS).as_text()
         jaxpr = str(jax.make_jaxpr(grad)(PARAMS))
-        return np.array([jaxpr.count("\n"), lowered.count("\n"), lowered.count("func.func")])
+        return np.array(
+            [jaxpr.count("\n"), lowered.count("\n"), lowered.count("func.func")]
+        )
 
     few = count(4, wrap)
     many = count(24, wrap)
@@ -227,7 +229,9 @@ def test_a_rule_after_the_boundary_sees_what_has_no_tangent():
     def loss(p):
         return jnp.mean(shifted(*layer(p, X)) ** 2)
 
-    assert error(jax.grad(scale_backward(loss))(PARAMS), jax.grad(loss)(PARAMS)) < ACCURACY
+    assert (
+        error(jax.grad(scale_backward(loss))(PARAMS), jax.grad(loss)(PARAMS)) < ACCURACY
+    )
 
 
 def looped(kind):

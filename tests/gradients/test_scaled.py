@@ -38,7 +38,9 @@ def test_results_are_float32_or_wider_and_exact(name):
         results = jax.jit(function)(state, leaves)
     for dtype, leaf in leaves.items():
         expected = np.asarray(leaf, WIDENED[dtype]) * factor
-        assert_same_bits({dtype: results[dtype]}, {dtype: expected.astype(WIDENED[dtype])})
+        assert_same_bits(
+            {dtype: results[dtype]}, {dtype: expected.astype(WIDENED[dtype])}
+        )
 
 
 def test_a_divisor_that_is_no_power_of_two_divides_to_rounding():
@@ -74,5 +76,7 @@ def test_other_leaves_and_overwrites_pass_through(function):
     tree = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(0.5)}}
     result = function(STATE, tree)
     assert jax.tree.structure(result) == jax.tree.structure(tree)
-    for leaf, expected in zip(jax.tree.leaves(result), jax.tree.leaves(tree), strict=True):
+    for leaf, expected in zip(
+        jax.tree.leaves(result), jax.tree.leaves(tree), strict=True
+    ):
         assert leaf is expected

@@ -36,7 +36,9 @@ def loss_fn(params, x, y):
 
 
 def test_power_of_two_scaling_is_exact():
-    compiled = jax.jit(lambda state: jaxscale.value_and_grad(loss_fn, state)(MODEL, X, Y))
+    compiled = jax.jit(
+        lambda state: jaxscale.value_and_grad(loss_fn, state)(MODEL, X, Y)
+    )
     for exponent in (-60, -1, 1, 15, 24, 60):
         assert_same_bits(compiled(at(exponent)), compiled(at(0)))
 
@@ -68,7 +70,9 @@ def test_gradients_of_half_precision_come_back_float32_and_do_not_underflow():
 def test_the_seed_is_a_number_of_the_dtype_of_the_loss(loss_scale, dtype):
     with x64() if dtype == "float64" else contextlib.nullcontext():
         state = at(0)._replace(loss_scale=jnp.array(loss_scale, jnp.float32))
-        loss, grad = jaxscale.value_and_grad(lambda w: w * 1, state)(jnp.array(0.5, dtype))
+        loss, grad = jaxscale.value_and_grad(lambda w: w * 1, state)(
+            jnp.array(0.5, dtype)
+        )
         assert loss.dtype == dtype
         # Neither inf nor 0, and divided by the same.
         assert_same_bits(grad, jnp.ones((), "float32" if dtype in DTYPES else dtype))
@@ -114,11 +118,15 @@ def test_it_mirrors_what_differentiates(name, has_aux):
 
     for (_, ours), transform in zip(KINDS, transforms, strict=True):
         expected = transform(fun, has_aux=has_aux, **options)(*args)
-        result = ours(fun, at(5), transform=transform, has_aux=has_aux, **options)(*args)
+        result = ours(fun, at(5), transform=transform, has_aux=has_aux, **options)(
+            *args
+        )
         assert jax.tree.structure(result) == jax.tree.structure(expected)
         for leaves in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
             if not isinstance(leaves[0], str):
-                assert_same_bits(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves))
+                assert_same_bits(
+                    *(x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves)
+                )
 
 
 def test_signature_and_keyword_arguments_are_those_of_the_function():
@@ -153,7 +161,10 @@ MAPS = {
     "examples": (DOUBLES[0], vmapped),
     "gradients last": (DOUBLES[0], functools.partial(vmapped, axes=(0, -1))),
     "no examples": (DOUBLES[0, :0], vmapped),
-    "a loop": (DOUBLES[0], lambda d, _: lambda w, xs: jax.lax.map(lambda x: d(w, x), xs)),
+    "a loop": (
+        DOUBLES[0],
+        lambda d, _: lambda w, xs: jax.lax.map(lambda x: d(w, x), xs),
+    ),
     "nested, losses transposed": (DOUBLES, nested((1, 0))),
     "nested, gradients transposed": (DOUBLES, nested((0, 1))),
 }
@@ -181,7 +192,10 @@ def test_gradients_by_example_are_those_of_jax(name, dtype):
             scaled = ours(fun, state, transform=by_example, has_aux=True)
             assert_same_bits(wide(jax.jit(scaled)(w, xs)), wide(theirs(w, xs)))
             if dtype == "float32":  # and so are their derivatives
-                pairs = [jax.jvp(lambda w, f=f: f(w, xs), (w,), (w,)) for f in (scaled, theirs)]
+                pairs = [
+                    jax.jvp(lambda w, f=f: f(w, xs), (w,), (w,))
+                    for f in (scaled, theirs)
+                ]
                 assert_same_bits(*pairs)
 
 

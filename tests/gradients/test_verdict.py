@@ -25,7 +25,12 @@ DTYPES = ["float32", "float16", "bfloat16", "complex64", "float64", "complex128"
 DTYPES += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
 MIXED = ["mixed, on one device", "mixed, on several"]
 # More of one shape than are put together, and some of another.
-SHAPES = {f"{i:02}": (3,) for i in range(66)} | {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
+SHAPES = {f"{i:02}": (3,) for i in range(66)} | {
+    "a": (2, 2),
+    "b": (2, 2),
+    "c": (),
+    "d": (0,),
+}
 
 
 def is_finite(tree, **options):
@@ -50,12 +55,16 @@ REDUCTIONS = {
     "by leaf": functools.partial(is_finite, by_leaf=True),
     "of the largest": has_finite_sizes,
     "of the largest by leaf": functools.partial(has_finite_sizes, by_leaf=True),
-    "of the largest, divided": functools.partial(has_finite_sizes, divisor=jnp.float32(2.0**4)),
+    "of the largest, divided": functools.partial(
+        has_finite_sizes, divisor=jnp.float32(2.0**4)
+    ),
 }
 VERDICTS = REDUCTIONS | {
     "of a step": applies(jaxscale.skip_nonfinite(SGD)),
     "of a step, both": applies(jaxscale.skip_nonfinite(SGD, **TRACKED)),
-    "of a step, adaptive, both": applies(jaxscale.loss_scaled(SGD, "adaptive", **TRACKED)),
+    "of a step, adaptive, both": applies(
+        jaxscale.loss_scaled(SGD, "adaptive", **TRACKED)
+    ),
 }
 
 
@@ -90,7 +99,11 @@ def spoil(leaf, i):
 @cases(
     "name, dtype",
     [*itertools.product(VERDICTS, MIXED), *itertools.product(REDUCTIONS, DTYPES)],
-    fast=[("public", MIXED[1]), ("of the largest", "complex64"), ("of a step, both", MIXED[0])],
+    fast=[
+        ("public", MIXED[1]),
+        ("of the largest", "complex64"),
+        ("of a step, both", MIXED[0]),
+    ],
 )
 def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
     if dtype != MIXED[1]:
@@ -105,7 +118,11 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
 
 
 @pytest.mark.standard_promotion
-@cases("name, dtype", itertools.product(REDUCTIONS, DTYPES), fast=[("of the largest", "complex64")])
+@cases(
+    "name, dtype",
+    itertools.product(REDUCTIONS, DTYPES),
+    fast=[("of the largest", "complex64")],
+)
 def test_the_largest_finite_number_passes(name, dtype, one_device):
     verdict = jax.jit(VERDICTS[name])
     with x64():
@@ -147,7 +164,13 @@ def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
 
 def test_a_large_leaf_is_taken_in_parts_on_a_cpu_alone(one_device):
     # Of an axis that can be divided, the rest stays whole.
-    shapes = {(2**16,): 8, (9, 2**13): 8, (2**14 + 2, 6): 2, (2**16 + 1,): 1, (2**15,): 1}
+    shapes = {
+        (2**16,): 8,
+        (9, 2**13): 8,
+        (2**14 + 2, 6): 2,
+        (2**16 + 1,): 1,
+        (2**15,): 1,
+    }
     verdict = jax.jit(jaxscale.all_finite)
     for shape, parts in shapes.items():
         leaf = np.ones(shape, np.float32)
@@ -170,7 +193,8 @@ def test_the_sum_of_squares_is_that_of_all(dtype, one_device):
         expected += np.sum(np.abs(tree[name].astype(np.complex128)) ** 2)
     total = reduce_gradients(tree, squares=True).squares()
     assert total.dtype == jnp.float32
-    np.testing.assert_allclose(total, expected, rtol=1e-6)  # a float32 sum of 110 numbers
+    # a float32 sum of 110 numbers
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 
 def test_a_sum_of_squares_that_overflows_is_no_verdict():
@@ -201,7 +225,10 @@ def test_where_leaves_lie_is_known_or_they_stay_apart(axis_type, number):
     # So would it to take them in parts, large as they are.
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     specs = [PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec("x")]
-    tree = [jax.device_put(jnp.ones((512, 512)), NamedSharding(mesh, spec)) for spec in specs]
+    tree = [
+        jax.device_put(jnp.ones((512, 512)), NamedSharding(mesh, spec))
+        for spec in specs
+    ]
     assert reductions(jaxscale.all_finite, tree)[0] == number
     compiled = jax.jit(jaxscale.all_finite).lower(tree).compile()
     assert not re.search("all-gather|all-to-all|permute", compiled.as_text())
@@ -217,7 +244,9 @@ def test_inside_of_shard_map_all_leaves_lie_on_one_device():
 
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     data = PartitionSpec("x")
-    fun = jax.jit(jax.shard_map(verdict, mesh=mesh, in_specs=data, out_specs=PartitionSpec()))
+    fun = jax.jit(
+        jax.shard_map(verdict, mesh=mesh, in_specs=data, out_specs=PartitionSpec())
+    )
     tree = {name: jnp.ones(16) for name in "abcd"}
     assert fun(tree)
     assert not fun(tree | {"c": tree["c"].at[13].set(jnp.inf)})

@@ -48,7 +48,11 @@ class Transformer(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(32, 32, dtype=self.dtype)(tokens)
         mask, is_scanned = nn.make_causal_mask(tokens), "scanned" in self.kind
-        block = nn.remat(Block, prevent_cse=not is_scanned) if "remat" in self.kind else Block
+        block = (
+            nn.remat(Block, prevent_cse=not is_scanned)
+            if "remat" in self.kind
+            else Block
+        )
         if is_scanned:
             axes = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast}
             block = nn.scan(block, split_rngs={"params": True}, length=2, **axes)
@@ -61,19 +65,25 @@ class Transformer(nn.Module):
 def transformer(kind, dtype=jnp.float32):
     def loss_fn(params, tokens):
         logits = model.apply(params, tokens).astype(jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits[:, :-1], tokens[:, 1:]
+        )
         return jnp.mean(losses)
 
     model = Transformer(kind, dtype)
     return loss_fn, jax.jit(model.init)(jax.random.key(0), TOKENS)
 
 
-kinds = cases("kind", ["unrolled", "scanned", "remat", "scanned remat"], fast=["scanned remat"])
+kinds = cases(
+    "kind", ["unrolled", "scanned", "remat", "scanned remat"], fast=["scanned remat"]
+)
 
 
 def residual_bytes(loss_fn, params, x=TOKENS):
     """The bytes that the forward pass keeps for the backward pass."""
-    kept = jax.eval_shape(lambda params: jax.vjp(lambda p: loss_fn(p, x), params)[1], params)
+    kept = jax.eval_shape(
+        lambda params: jax.vjp(lambda p: loss_fn(p, x), params)[1], params
+    )
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
 
 
@@ -86,9 +96,13 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     assert ours <= 1.1 * expected
     assert ours < residual_bytes(plain, params)
     # Without a scan there is nothing to carry, and a warning says so.
-    nothing_to_carry = pytest.warns(UserWarning, match="carries nothing in half precision")
+    nothing_to_carry = pytest.warns(
+        UserWarning, match="carries nothing in half precision"
+    )
     with contextlib.nullcontext() if "scanned" in kind else nothing_to_carry:
-        half_carries = residual_bytes(jaxscale.autocast(plain, half_carries=True), params)
+        half_carries = residual_bytes(
+            jaxscale.autocast(plain, half_carries=True), params
+        )
     assert half_carries <= (0.9 * expected if "scanned" in kind else ours)
 
 
@@ -105,14 +119,19 @@ class Layers(nn.Module):
 
 NORM = functools.partial(nn.LayerNorm, use_scale=False, use_bias=False)
 AFTER = {
-    **{name: getattr(nn, name) for name in ("relu", "gelu", "tanh", "silu", "softplus", "elu")},
+    **{
+        name: getattr(nn, name)
+        for name in ("relu", "gelu", "tanh", "silu", "softplus", "elu")
+    },
     "dropped": lambda x: jnp.where(jnp.arange(64) % 7 > 0, nn.relu(x) / 0.9, 0.0),
     "gated": lambda x: (lambda one, other: one * nn.silu(other))(*jnp.split(x, 2, -1)),
     "normalized": lambda x: nn.gelu(NORM(dtype=x.dtype)(x)),
     "named": lambda x: nn.gelu(checkpoint_name(x, "sum")),
     # Sums that are not rounded yet, and that calls begin with.
     "jit": lambda x: jax.jit(lambda x: nn.gelu(x) @ jnp.eye(64, dtype=x.dtype))(x),
-    "remat": lambda x: jax.checkpoint(lambda x: nn.silu(x) @ jnp.eye(64, dtype=x.dtype))(x),
+    "remat": lambda x: jax.checkpoint(
+        lambda x: nn.silu(x) @ jnp.eye(64, dtype=x.dtype)
+    )(x),
     "residual": lambda x: x + nn.Dense(64, dtype=x.dtype)(nn.relu(x)),
 }
 
@@ -159,8 +178,14 @@ class Network(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
-        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.first, self.last = (
+            nnx.Linear(8, 16, rngs=rngs),
+            nnx.Linear(16, 4, rngs=rngs),
+        )
+        self.norm, self.dropout = (
+            nnx.BatchNorm(16, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+        )
         self.shared = self.first
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
@@ -169,7 +194,9 @@ class Network(nnx.Module):
         return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
 
 
-IMAGES = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32))
+IMAGES = jnp.asarray(
+    np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
+)
 
 
 @cases("jit", [nnx.jit, lambda fun: fun], fast=[nnx.jit])
@@ -188,18 +215,23 @@ def test_an_nnx_module_is_changed_in_place(jit):
         assert jax.tree.structure(half_gradients) == jax.tree.structure(gradients)
     assert cast.calls[...] == 2
     assert cast.shared is cast.first
-    stats = (jax.tree.leaves(nnx.state(model, nnx.BatchStat)) for model in (cast, plain))
+    stats = (
+        jax.tree.leaves(nnx.state(model, nnx.BatchStat)) for model in (cast, plain)
+    )
     for a, b in zip(*stats, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4)
-    keys, expected = (jax.tree.leaves(nnx.state(m, nnx.RngState)) for m in (cast, plain))
+    keys, expected = (
+        jax.tree.leaves(nnx.state(m, nnx.RngState)) for m in (cast, plain)
+    )
     assert list(map(str, keys)) == list(map(str, expected))
 
 
 @pytest.mark.slow
 def test_a_module_or_a_method_is_a_function_too():
     plain, cast = (Network() for _ in range(2))
-    lora = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))  # it holds a class of variables
+    # it holds a class of variables
+    lora = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))
     for fun, same in ((cast, plain), (cast.__call__, plain), (nnx.clone(lora), lora)):
         actual = jaxscale.autocast(fun)(IMAGES)
         np.testing.assert_allclose(actual, same(IMAGES), rtol=0.02, atol=5e-3)
@@ -214,7 +246,8 @@ def hidden(params, x):
 
 def mlp(params, x):
     outputs = jax.nn.softmax(hidden(params, x) @ params["out"])
-    return jnp.sum(outputs.astype(jnp.float32) ** 2)  # float16 would flush those of a mean
+    # float16 would flush those of a mean
+    return jnp.sum(outputs.astype(jnp.float32) ** 2)
 
 
 MLP = {
@@ -306,7 +339,9 @@ def test_a_module_from_outside_of_a_jit_is_read_and_stays_whole(jit):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     by_argument = jaxscale.autocast(lambda model, x: model(x))
     for fun in (jaxscale.autocast(model), lambda x: by_argument(model, x)):
-        np.testing.assert_allclose(jit(fun)(IMAGES), model(IMAGES), rtol=0.02, atol=5e-3)
+        np.testing.assert_allclose(
+            jit(fun)(IMAGES), model(IMAGES), rtol=0.02, atol=5e-3
+        )
     changing = Network()
     with pytest.raises(Exception, match="from a different trace level"):
         jit(jaxscale.autocast(changing))(IMAGES)
@@ -316,7 +351,9 @@ def test_a_module_from_outside_of_a_jit_is_read_and_stays_whole(jit):
 class Mixed(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = jaxscale.full_precision(nn.BatchNorm(use_running_average=False))(nn.Dense(8)(x))
+        x = jaxscale.full_precision(nn.BatchNorm(use_running_average=False))(
+            nn.Dense(8)(x)
+        )
         return jaxscale.full_precision(nn.Dense(4))(x)
 
 
@@ -325,7 +362,9 @@ def test_full_precision_takes_layers_of_linen():
     variables = model.init(jax.random.key(0), IMAGES)
 
     def loss_fn(params, x):
-        outputs, updated = model.apply(variables | {"params": params}, x, mutable="batch_stats")
+        outputs, updated = model.apply(
+            variables | {"params": params}, x, mutable="batch_stats"
+        )
         return jnp.mean(outputs**2), updated
 
     cast = jaxscale.autocast(loss_fn)

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.standard_promotion
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
 PACKAGES = {"Flax DynamicScale": "flax", "jmp": "jmp", "MPX": "mpx"}
 INSTALLED = [
-    name for name in methods.FROM_GRADIENTS if importlib.util.find_spec(PACKAGES.get(name, "optax"))
+    name
+    for name in methods.FROM_GRADIENTS
+    if importlib.util.find_spec(PACKAGES.get(name, "optax"))
 ]
 
 
@@ -37,7 +39,9 @@ def run(script, *options):
     """What a benchmark prints."""
     command = [sys.executable, FOLDER / script, *options]
     environment = os.environ | {"XLA_FLAGS": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,7 +62,9 @@ def test_checks_see_what_is_wrong():
         method = method._replace(**plant)
         step = jax.jit(method.step)
         return "\n".join(
-            checks.run(method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3)
+            checks.run(
+                method, step, {"w": (3,)}, "float32", False, ["w"], 1e-5, steps=3
+            )
         )
 
     def before(change):
@@ -78,7 +84,9 @@ def test_checks_see_what_is_wrong():
     assert "skipped finite" in faults(sound, step=by_the_sum)
     assert "left a trace" in faults(sound, step=times_zero)
     assert "left a trace" in faults(sound, step=after(by_a_bit))
-    assert "was not skipped" in faults(methods.make(methods.BARE, clip=False), skips=True)
+    assert "was not skipped" in faults(
+        methods.make(methods.BARE, clip=False), skips=True
+    )
 
 
 PROGRAM = """
@@ -124,7 +132,9 @@ def test_kernels_and_bytes_are_those_of_the_text():
     assert moved == 2 + 4 * (32 + 32 + 10) + 4 * 32
     assert hlo.exchanged(PROGRAM) == {"all-reduce": {"1": 1}}
     assert hlo.oddities(PROGRAM) == {"host": 0, "64-bit": 0}
-    wide = PROGRAM.replace("  %twice = f32", "  %wide = s64[]{:S(1)} add(%ok, %ok)\n  %twice = f32")
+    wide = PROGRAM.replace(
+        "  %twice = f32", "  %wide = s64[]{:S(1)} add(%ok, %ok)\n  %twice = f32"
+    )
     waits = wide.replace("  %wide", "  %out = token[] outfeed(%ok)\n  %wide")
     assert hlo.oddities(waits) == {"host": 1, "64-bit": 1}
 
@@ -133,7 +143,9 @@ def test_bytes_are_those_that_xla_counts():
     # On programs with neither branches nor slices, which one may count in several ways.
     method = methods.make(methods.BARE, clip=False)
     avals = trees.avals(trees.gpt2(64, layers=1), "float32")
-    compiled = jax.jit(method.step).lower(jax.eval_shape(method.init, avals), avals).compile()
+    compiled = (
+        jax.jit(method.step).lower(jax.eval_shape(method.init, avals), avals).compile()
+    )
     program = hlo.program(compiled, parameters=1)
     expected = pytest.approx(program["xla_bytes_per_parameter"], rel=1e-3)
     assert program["bytes_per_parameter"] == expected
@@ -174,7 +186,13 @@ def test_the_whole_step_holds_no_more_than_its_parts_by_hand(tmp_path):
     """On a CPU, where casts at the end of the backward pass could be computed for each reader."""
     names = ["jaxscale.train_step", "jaxscale.apply_gradients"]
     path = tmp_path / "products.json"
-    command = ["--size=tiny", "--products", "--gradients=float16", "--rounds=1", "--seconds=0.1"]
+    command = [
+        "--size=tiny",
+        "--products",
+        "--gradients=float16",
+        "--rounds=1",
+        "--seconds=0.1",
+    ]
     run("step.py", *command, f"--json={path}", "--only", *names)
     (row,) = json.loads(path.read_text())["rows"]
     whole, by_hand = (row["methods"][name] for name in names)
@@ -194,7 +212,10 @@ def test_products_are_counted_in_programs_inside_of_programs():
     w = jnp.ones((2, 2))
     assert jaxprs.products(jax.make_jaxpr(loss_fn)(w)) == (1, 3)
     # Backward two for each of the three, and the one in the loop is computed again.
-    assert jaxprs.products(jax.make_jaxpr(jax.value_and_grad(loss_fn))(w)) == (3, 3 + 6 + 1)
+    assert jaxprs.products(jax.make_jaxpr(jax.value_and_grad(loss_fn))(w)) == (
+        3,
+        3 + 6 + 1,
+    )
 
 
 def test_what_the_backward_pass_keeps_is_counted_without_parameters():
@@ -210,7 +231,12 @@ def test_what_the_backward_pass_keeps_is_counted_without_parameters():
 def test_autocast_is_measured_beside_float32(tmp_path):
     path = tmp_path / "autocast.json"
     command = ["autocast.py", "--size=tiny", "--steps=10", "--rounds=1"]
-    options = ["--models", "transformer, scanned and remat", "--only", "jaxscale.autocast"]
+    options = [
+        "--models",
+        "transformer, scanned and remat",
+        "--only",
+        "jaxscale.autocast",
+    ]
     run(*command, *options, f"--json={path}")
     (row,) = json.loads(path.read_text())["rows"]
     plain, cast = row["methods"]["float32"], row["methods"]["jaxscale.autocast"]
@@ -222,14 +248,21 @@ def test_autocast_is_measured_beside_float32(tmp_path):
     assert 0.999 < cast["smallest_cosine"] < 1
     assert cast["loss"] == pytest.approx(plain["loss"], rel=1e-2)
     assert cast["not_finite"] == cast["skipped"] == 0
-    assert 0 < cast["kept_bytes"] < 1.5 * plain["kept_bytes"]  # copies of the parameters count
+    # copies of the parameters count
+    assert 0 < cast["kept_bytes"] < 1.5 * plain["kept_bytes"]
 
 
 @pytest.mark.slow
 def test_parity_trains_in_six_ways(tmp_path):
     path, picture = tmp_path / "parity.json", tmp_path / "parity.png"
     command = ["parity.py", "--models", "super-resolution"]
-    options = ["--seeds=2", "--steps=2", "--rounds=1", f"--json={path}", f"--plot={picture}"]
+    options = [
+        "--seeds=2",
+        "--steps=2",
+        "--rounds=1",
+        f"--json={path}",
+        f"--plot={picture}",
+    ]
     run(*command, *options)
     assert picture.read_bytes().startswith(b"\x89PNG")
     result = json.loads(path.read_text())
@@ -269,7 +302,13 @@ def test_parity_counts_the_repeats_of_each_seed():
 @pytest.mark.slow
 def test_spikes_trains_in_four_ways(tmp_path):
     path, picture = tmp_path / "spikes.json", tmp_path / "spikes.png"
-    options = ["--only=GAN", "--seeds=2", "--steps=70", f"--json={path}", f"--plot={picture}"]
+    options = [
+        "--only=GAN",
+        "--seeds=2",
+        "--steps=70",
+        f"--json={path}",
+        f"--plot={picture}",
+    ]
     run("spikes.py", *options)
     assert picture.read_bytes().startswith(b"\x89PNG")
     (row,) = json.loads(path.read_text())["rows"]

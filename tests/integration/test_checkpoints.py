@@ -17,7 +17,17 @@ from compilations import COMPILED
 from flax import serialization
 from flax.training import checkpoints, train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import INNERS, PARAMS, assert_same_bits, avals, cases, gradients, spoiled, step, wide
+from tables import (
+    INNERS,
+    PARAMS,
+    assert_same_bits,
+    avals,
+    cases,
+    gradients,
+    spoiled,
+    step,
+    wide,
+)
 
 import jaxscale
 import jaxscale.flax
@@ -52,7 +62,9 @@ PLACES = {
 }
 EXACT = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), DYNAMIC)
 STEPS = [jnp.full((8, 8), value) for value in (1.0, jnp.nan, 4.0, -2.0, jnp.inf, 1.0)]
-GRADS = [spoiled(g, jnp.inf) if i in (2, 5, 6) else g for i, g in enumerate(gradients(5, 8))]
+GRADS = [
+    spoiled(g, jnp.inf) if i in (2, 5, 6) else g for i, g in enumerate(gradients(5, 8))
+]
 
 
 class State(jaxscale.flax.TrainState):
@@ -126,10 +138,14 @@ def flax_bytes(tree, fresh, path):
 
 WAYS = {
     "dict_in_msgpack": lambda tree, fresh, path: read(fresh, from_msgpack(write(tree))),
-    "dict_in_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, write(tree))),
+    "dict_in_orbax": lambda tree, fresh, path: read(
+        fresh, from_orbax(path, write(tree))
+    ),
     "equinox": equinox,
     "flax_bytes": flax_bytes,
-    "flax_dict": lambda tree, fresh, path: read(fresh, serialization.to_state_dict(tree)),
+    "flax_dict": lambda tree, fresh, path: read(
+        fresh, serialization.to_state_dict(tree)
+    ),
     "orbax": lambda tree, fresh, path: from_orbax(path, tree, fresh),
     "pickled": pickled,
     "raw_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, tree)),
@@ -143,7 +159,11 @@ LACK_KEYS = ("equinox", "flax_bytes")  # refuse typed PRNG keys
         *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
         *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
     ],
-    fast=[(NOISY, "dict_in_msgpack"), ("train_state", "raw_orbax"), ("4x2", "dict_in_msgpack")],
+    fast=[
+        (NOISY, "dict_in_msgpack"),
+        ("train_state", "raw_orbax"),
+        ("4x2", "dict_in_msgpack"),
+    ],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
     first, fresh, advance, grads = training(case)
@@ -164,7 +184,9 @@ def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
     assert_same_bits(end, functools.reduce(advance, grads[len(grads) // 2 :], saved))
     if case in PLACES:
         for tree in (restored, end):
-            for leaf, target in zip(jax.tree.leaves(tree), jax.tree.leaves(fresh), strict=True):
+            for leaf, target in zip(
+                jax.tree.leaves(tree), jax.tree.leaves(fresh), strict=True
+            ):
                 assert leaf.sharding == target.sharding
     before = len(COMPILED)
     jax.jit(lambda x: x * 3)(jnp.ones(3))  # what counts compilations does count
@@ -192,7 +214,10 @@ def test_a_run_goes_on_as_if_nothing_had_changed(inner):
     wrapped = jaxscale.loss_scaled(bare)
     expected = trained(bare, bare.init(WIDE), WIDE, GOOD)
     begun, old = trained(bare, bare.init(WIDE), WIDE, GOOD[:2])
-    for carry in (lambda fresh, state: state, lambda fresh, state: read(fresh, write(state))):
+    for carry in (
+        lambda fresh, state: state,
+        lambda fresh, state: read(fresh, write(state)),
+    ):
         fresh = wrapped.init(WIDE)
         opt_state = fresh._replace(inner_state=carry(fresh.inner_state, old))
         params, opt_state = trained(wrapped, opt_state, begun, GOOD[2:4])
@@ -230,7 +255,10 @@ def read_a_wrapped_state():
 
 
 MESSAGES = {
-    "a bare state for a training step": (step_with_a_bare_state, f"train_step.*{REPLACE}"),
+    "a bare state for a training step": (
+        step_with_a_bare_state,
+        f"train_step.*{REPLACE}",
+    ),
     "a bare state in a TrainState": (
         apply_with_a_bare_state,
         rf"got tuple\. To go on with.*{REPLACE}",
@@ -239,7 +267,10 @@ MESSAGES = {
         read_a_bare_state,
         ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0"),
     ),
-    "a saved wrapped state": (read_a_wrapped_state, ONE_ALONE.format("/0", "/.*/inner_state")),
+    "a saved wrapped state": (
+        read_a_wrapped_state,
+        ONE_ALONE.format("/0", "/.*/inner_state"),
+    ),
 }
 
 
@@ -250,7 +281,8 @@ def test_adoption_error_messages(name):
         call()
 
 
-@pytest.mark.filterwarnings("ignore", "error:`check`")  # Flax warns of its own checkpoints
+# Flax warns of its own checkpoints
+@pytest.mark.filterwarnings("ignore", "error:`check`")
 @cases("name", ["adam", "momentum"], fast=["momentum"])
 def test_a_flax_checkpoint_that_lost_the_optimizer_is_seen(name, tmp_path):
     inner = INNERS[name]
@@ -263,10 +295,14 @@ def test_a_flax_checkpoint_that_lost_the_optimizer_is_seen(name, tmp_path):
     bare = checkpoints.restore_checkpoint(tmp_path, old)
     assert restored.step == 3
     assert_same_bits(restored.opt_state, fresh.opt_state)  # silently
-    adopted = restored.replace(opt_state=fresh.opt_state._replace(inner_state=bare.opt_state))
+    adopted = restored.replace(
+        opt_state=fresh.opt_state._replace(inner_state=bare.opt_state)
+    )
     for state in (fresh, adopted, adopted.apply_gradients(grads=GOOD[4])):
         jaxscale.check(state)
-    with pytest.warns(UserWarning, match=r"made 3 steps.*only 0.*_replace\(inner_state="):
+    with pytest.warns(
+        UserWarning, match=r"made 3 steps.*only 0.*_replace\(inner_state="
+    ):
         jaxscale.check(restored)
 
 

@@ -42,7 +42,19 @@ FILES |= {"README": ROOT / "README.md"}
 PAGES = {name: without_code(path) for name, path in FILES.items()}
 # Not in a word, such as float16, H100 or GPT-2. 2**15 is one number, and 0 alone is no figure.
 NUMBER = r"(?<![\w.*-])(?!0(?![\w.]))\d+(?:[.,]\d+)*(?:\*\*\d+|e-\d+)?"
-WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+WORDS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+]
 FIELD = re.compile(r"\{[^}]*\}")
 
 
@@ -74,7 +86,10 @@ def oldest(*names):
     """The versions of Python and of these packages that are required."""
     required = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["flax"]
     versions = dict(requirement.split(">=") for requirement in required)
-    return [PROJECT["requires-python"].removeprefix(">="), *(versions[name] for name in names)]
+    return [
+        PROJECT["requires-python"].removeprefix(">="),
+        *(versions[name] for name in names),
+    ]
 
 
 def newest_of_oldest_python():
@@ -111,9 +126,13 @@ def room_for_growth():
     """By how much gradients may grow before the first scale of `scale_backward` is too high."""
 
     def fits(exponent):
-        factors = jnp.exp2(jnp.array([exponent // 2, exponent - exponent // 2], jnp.float16))
+        factors = jnp.exp2(
+            jnp.array([exponent // 2, exponent - exponent // 2], jnp.float16)
+        )
         grow = jaxscale.scale_backward(
-            lambda x: (x.astype(jnp.float16) * factors[0] * factors[1]).astype(jnp.float32),
+            lambda x: (x.astype(jnp.float16) * factors[0] * factors[1]).astype(
+                jnp.float32
+            ),
             retries=0,
         )
         return jnp.isfinite(jax.grad(grow)(jnp.float32(0)))
@@ -122,9 +141,15 @@ def room_for_growth():
 
 
 def scalers():
-    presets = {name: getattr(jaxscale.presets, name) for name in jaxscale.presets.__all__}
-    functions = {name for name, preset in presets.items() if not inspect.isclass(preset)}
-    return len({name for name in functions if not re.match("from_|to_", name)} - {"olmo"})
+    presets = {
+        name: getattr(jaxscale.presets, name) for name in jaxscale.presets.__all__
+    }
+    functions = {
+        name for name, preset in presets.items() if not inspect.isclass(preset)
+    }
+    return len(
+        {name for name in functions if not re.match("from_|to_", name)} - {"olmo"}
+    )
 
 
 # From the examples: what they compute here, or what was recorded of them.
@@ -132,9 +157,18 @@ def scalers():
 
 def pixels():
     """Millions of numbers in a batch of square crops in three colors, the same in both examples."""
-    quickstart, gradients = (text(f"examples/{name}.py") for name in ("quickstart", "gradients"))
-    sizes = re.search(r"BATCH_SIZE, CROP, \w+, \w+ = (\d+), (\d+),", quickstart).groups()
-    assert sizes == re.search(r"(?s)CROP = (\d+).*main\(batch_size=(\d+)", gradients).groups()[::-1]
+    quickstart, gradients = (
+        text(f"examples/{name}.py") for name in ("quickstart", "gradients")
+    )
+    sizes = re.search(
+        r"BATCH_SIZE, CROP, \w+, \w+ = (\d+), (\d+),", quickstart
+    ).groups()
+    assert (
+        sizes
+        == re.search(r"(?s)CROP = (\d+).*main\(batch_size=(\d+)", gradients).groups()[
+            ::-1
+        ]
+    )
     return int(sizes[0]) * int(sizes[1]) ** 2 * 3 / 1e6
 
 
@@ -155,24 +189,41 @@ def mismatch(name):
 
 def parity():
     rows = RESULTS["parity-cpu"]["rows"]
-    exact, alone, scaled, *_ = (np.array(way["final"]) for way in rows[0]["ways"].values())
+    exact, alone, scaled, *_ = (
+        np.array(way["final"]) for way in rows[0]["ways"].values()
+    )
     worse, near = alone.mean() / exact.mean() - 1, np.abs(scaled / exact - 1).max()
     near = math.ceil(near * 1e4) / 1e4
     number = len(rows)
-    return [WORDS[number].capitalize(), worse, near, WORDS[number - 1], WORDS[len(exact)]]
+    return [
+        WORDS[number].capitalize(),
+        worse,
+        near,
+        WORDS[number - 1],
+        WORDS[len(exact)],
+    ]
 
 
 def backward_passes():
     """Those of `scale_backward`, around the loss and around the network. None was repeated."""
     rows = RESULTS["parity-cpu"]["rows"]
-    ways = [way for row in rows for name, way in row["ways"].items() if "scale_backward" in name]
+    ways = [
+        way
+        for row in rows
+        for name, way in row["ways"].items()
+        if "scale_backward" in name
+    ]
     assert not any(np.any(way["repeated"]) or np.any(way["skipped"]) for way in ways)
     return WORDS[len(rows)], sum(way["passes"] for way in ways)
 
 
 def trainers():
     """How much larger losses are without a scale: the second table of the trainers' README."""
-    lines = text("tests/trainers/README.md").split("| float32 | float16 |")[1].splitlines()[2:7]
+    lines = (
+        text("tests/trainers/README.md")
+        .split("| float32 | float16 |")[1]
+        .splitlines()[2:7]
+    )
     rows = [[float(cell) for cell in line.split("|")[2:4]] for line in lines]
     return min(b / a for a, b in rows), max(b / a for a, b in rows)
 
@@ -184,8 +235,13 @@ def replays():
         for name in ("AdaptiveLossScale", "presets.torch")
     )
     assert abs(float(mean) - float(their_mean)) < 0.1
-    repeated = re.search(r"`AdaptiveLossScale` skips nothing and\s+repeats (\d+) ", replayed)
-    runs = [np.load(path)["ceiling"] for path in (ROOT / "tests/policies/traces").glob("*.npz")]
+    repeated = re.search(
+        r"`AdaptiveLossScale` skips nothing and\s+repeats (\d+) ", replayed
+    )
+    runs = [
+        np.load(path)["ceiling"]
+        for path in (ROOT / "tests/policies/traces").glob("*.npz")
+    ]
     return WORDS[len(runs)], sum(map(len, runs)), ours, theirs, repeated.group(1)
 
 
@@ -215,7 +271,10 @@ def compiled(chips):
         for row in RESULTS["programs"]["rows"]
         if row.items() >= wanted.items() and row["layout"] != "optimizer alone"
     )
-    return [methods[name] for name in ("jaxscale.train_step", "bare optax", "bare optax, clipped")]
+    return [
+        methods[name]
+        for name in ("jaxscale.train_step", "bare optax", "bare optax, clipped")
+    ]
 
 
 def bytes_moved_by_one():
@@ -229,7 +288,9 @@ def messages(chips):
     sent = []
     for report in compiled(chips):
         sizes = report["collectives"]["all-reduce"].items()
-        sent.append(np.array([(int(size) * number, number) for size, number in sizes]).sum(0))
+        sent.append(
+            np.array([(int(size) * number, number) for size, number in sizes]).sum(0)
+        )
     assert sent[0].tolist() == sent[2].tolist()
     ours, plain, _ = (report["bytes_per_parameter"] for report in compiled(chips))
     return chips, ours / plain, *(sent[0] - sent[1])
@@ -253,7 +314,11 @@ def memory(row, name):
 
 
 THREE = ("float32", "float16", "float16, scaled")
-HALF, BFLOAT, RULE = jnp.finfo("float16"), jnp.finfo("bfloat16"), jaxscale.DynamicLossScale()
+HALF, BFLOAT, RULE = (
+    jnp.finfo("float16"),
+    jnp.finfo("bfloat16"),
+    jaxscale.DynamicLossScale(),
+)
 TESTED, PARTS = RESULTS["autocast-cpu"]["machine"], RESULTS["step-cpu"]
 WHOLE = {
     name: [m["to_bare"]["median"]]
@@ -261,7 +326,11 @@ WHOLE = {
     if "to_bare" in m
 }
 RMS, LARGEST = "RMS of log(ratio)", "largest ratio, less 1"
-STEP, APPLY, LINES = "jaxscale.train_step", "jaxscale.apply_gradients", "jaxscale optax wrapper"
+STEP, APPLY, LINES = (
+    "jaxscale.train_step",
+    "jaxscale.apply_gradients",
+    "jaxscale optax wrapper",
+)
 
 FLUSHED = "float16 flushes {:.1%} of these gradients"
 
@@ -280,12 +349,19 @@ CLAIMS = {
     "with the likely cause after {} skips in a row": (
         lambda: inspect.signature(jaxscale.check).parameters["max_consecutive"].default,
     ),
-    "after {:,} steps with the default rule, if nothing seems to be scaled": (steps_to_idle,),
+    "after {:,} steps with the default rule, if nothing seems to be scaled": (
+        steps_to_idle,
+    ),
     "by {:.2%} in bfloat16 and by {:.2%} in float16": (mismatch, RMS),
     "at most by {:.0%} and by {:.1%}": (mismatch, LARGEST),
     "(means of {} seeds)": (lambda: WORDS[len(RL["float16"][RMS])],),
     "probabilities differ {:.0f} times less": (lambda: np.divide(*mismatch(RMS)),),
-    "Python {}, JAX {}, Optax {}, Flax {} (if you use Flax)": (oldest, "jax", "optax", "flax"),
+    "Python {}, JAX {}, Optax {}, Flax {} (if you use Flax)": (
+        oldest,
+        "jax",
+        "optax",
+        "flax",
+    ),
     "tested up to Python {}, JAX {} and Flax {}.": (
         lambda: [
             *map(short, [TESTED["python"], TESTED["versions"]["jax"]]),
@@ -308,7 +384,9 @@ CLAIMS = {
     "| float16 | {} | {} dB | {} | {} steps | {} |": (quickstart, THREE[1]),
     "| float16, scaled | {} | {} dB | {} | {} steps | {} |": (quickstart, THREE[2]),
     "To show some skips in {} steps": (
-        lambda: re.findall(r"def main\(num_steps=(\d+)", text("examples/quickstart.py")),
+        lambda: re.findall(
+            r"def main\(num_steps=(\d+)", text("examples/quickstart.py")
+        ),
     ),
     "On {} small programs it was as good as a loss scale: in {:,} backward passes": (
         backward_passes,
@@ -316,19 +394,28 @@ CLAIMS = {
     "more than {} times larger inside of the model": (room_for_growth,),
     "at {:.1f} to {:.0f} times that loss without it": (trainers,),
     "{} that falls to {} in the first steps is normal": (
-        lambda: [power(RULE.init_scale * RULE.backoff_factor**falls) for falls in (0, 2)],
+        lambda: [
+            power(RULE.init_scale * RULE.backoff_factor**falls) for falls in (0, 2)
+        ],
     ),
-    FLUSHED: (lambda: runpy.run_path(str(ROOT / "examples" / "gradients.py"))["main"](),),
+    FLUSHED: (
+        lambda: runpy.run_path(str(ROOT / "examples" / "gradients.py"))["main"](),
+    ),
     "gradients of a mean over {:.1f} million pixels": (pixels,),
     "the scale rises to {} and nothing": (lambda: default_rule()[2],),
     "starts at `init_scale`, {}; after `growth_interval` ({}) finite steps in a row it doubles, up "
-    "to {}; on a non-finite step, which is skipped, it halves, down to {:.0f} |": (default_rule,),
+    "to {}; on a non-finite step, which is skipped, it halves, down to {:.0f} |": (
+        default_rule,
+    ),
     "On {} recorded float16 runs, {:,} steps, the adaptive rule skipped {} steps where "
     "PyTorch's rule skipped {}, at the same mean scale; with retries it skipped none and repeated "
     "{} passes": (replays,),
     "the rules of {} other scalers": (scalers,),
     "on one of {} devices, in one of {} processes": (faults,),
-    "takes {:.2f} times as long as with plain optax with `train_step`": (WHOLE.get, STEP),
+    "takes {:.2f} times as long as with plain optax with `train_step`": (
+        WHOLE.get,
+        STEP,
+    ),
     "and {:.2f} times with the three lines": (WHOLE.get, LINES),
     "with Flax's `DynamicScale` {:.2f}": (WHOLE.get, "Flax DynamicScale"),
     "with jmp {:.2f}": (WHOLE.get, "jmp"),
@@ -336,7 +423,10 @@ CLAIMS = {
     "| `jaxscale.apply_gradients` | {:.2f} | {:.2f} | {:.2f} |": (part, APPLY),
     "| three lines, `tx.update` | {:.2f} | {:.2f} | {:.2f} |": (part, LINES),
     "| Flax `DynamicScale` | {:.2f} | {:.2f} | {:.2f} |": (part, "Flax DynamicScale"),
-    "| `optax.apply_if_finite` | {:.2f} | {:.2f} | {:.2f} |": (part, "optax.apply_if_finite"),
+    "| `optax.apply_if_finite` | {:.2f} | {:.2f} | {:.2f} |": (
+        part,
+        "optax.apply_if_finite",
+    ),
     "AdamW, {:.0f} million parameters as in GPT-2, {} cores of an {}": (
         lambda: [
             PARTS["rows"][0]["parameters"] / 1e6,
@@ -346,20 +436,28 @@ CLAIMS = {
     ),
     "on {} chips of a TPU v5e a whole step moves {:.2f} times the bytes of plain optax and "
     "exchanges {} bytes more in {} messages": (messages, 256),
-    "On one chip it moves {:.2f} times the bytes, as clipping does": (bytes_moved_by_one,),
+    "On one chip it moves {:.2f} times the bytes, as clipping does": (
+        bytes_moved_by_one,
+    ),
     "nothing | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jaxscale.autocast"),
     "casts around the model | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jmp"),
     "every layer | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "Flax dtype"),
     "keeps {:.2f} times as much for its backward pass as in float32": (
         lambda: autocast("jaxscale.autocast")[0],
     ),
-    "as it does in Flax with `dtype=`: {:.2f}.": (memory, 1, "jaxscale.autocast, half_carries"),
+    "as it does in Flax with `dtype=`: {:.2f}.": (
+        memory,
+        1,
+        "jaxscale.autocast, half_carries",
+    ),
 }
 
 
 def spans(claim):
     """Where pages have the numbers of a claim, by page. At least one has it, and none twice."""
-    assert not re.search(NUMBER, FIELD.sub("", claim)), f"a number that nothing computes: {claim}"
+    assert not re.search(NUMBER, FIELD.sub("", claim)), (
+        f"a number that nothing computes: {claim}"
+    )
     literals = [re.escape(literal) for literal in FIELD.split(claim)]
     pattern = re.compile(r"([A-Za-z]+|[\d.,*e%-]*\d%?)".join(literals))
     found = {name: list(pattern.finditer(page)) for name, page in PAGES.items()}
@@ -379,7 +477,9 @@ def test_every_number_comes_from_somewhere(page):
     assert not [
         plain[max(0, number.start() - 40) : number.end() + 20]
         for number in re.finditer(NUMBER, plain)
-        if not any(start <= number.start() and number.end() <= end for start, end in covered)
+        if not any(
+            start <= number.start() and number.end() <= end for start, end in covered
+        )
     ]
 
 

@@ -93,7 +93,9 @@ CASES = {
         lambda: apply_fields(batch_stat=1), ValueError, ["batch_stat", "extra_args"]
     ),
     "unknown always": BadInput(
-        lambda: apply_fields(always_replace=["rng"]), ValueError, ["always_replace", "rng"]
+        lambda: apply_fields(always_replace=["rng"]),
+        ValueError,
+        ["always_replace", "rng"],
     ),
     "one name for several": BadInput(
         lambda: apply_fields(always_replace="rng"),
@@ -121,19 +123,34 @@ CASES = {
         ["TrainState.apply_gradients(stats=...)"],
     ),
     "a field of another dtype": BadInput(
-        lambda: apply_fields(stats={"mean": W.astype("float16"), "count": jnp.array(0)}),
+        lambda: apply_fields(
+            stats={"mean": W.astype("float16"), "count": jnp.array(0)}
+        ),
         TypeError,
         ["TrainState.apply_gradients(stats=...)"],
     ),
     "linen: an optimizer of other parameters": BadInput(
-        lambda: linen_from(flax_state(SKIPPING_ADAM).replace(params={"w": jnp.ones(5)})),
+        lambda: linen_from(
+            flax_state(SKIPPING_ADAM).replace(params={"w": jnp.ones(5)})
+        ),
         ValueError,
-        ["flax.train_step(...)(state.opt_state=", "other parameters", "(5,) at ", "got ", "(2"],
+        [
+            "flax.train_step(...)(state.opt_state=",
+            "other parameters",
+            "(5,) at ",
+            "got ",
+            "(2",
+        ],
     ),
     "linen: a hook that returns a field": BadInput(
         lambda: run_linen(linen_loss, after=lambda state: state.stats),
         TypeError,
-        ["flax.train_step(after=...)`", "`TrainState` that it got", "got dict", "state.replace"],
+        [
+            "flax.train_step(after=...)`",
+            "`TrainState` that it got",
+            "got dict",
+            "state.replace",
+        ],
     ),
     "linen: a hook that changes a shape": BadInput(
         lambda: run_linen(linen_loss, after=lambda state: state.replace(stats=W)),
@@ -146,17 +163,28 @@ CASES = {
         ["flax.train_step", "`jaxscale.flax.TrainState`, got TrainState", "Flax's own"],
     ),
     "linen: a state of an optimizer": BadInput(
-        lambda: linen_from(OPT_STATE), TypeError, ["flax.train_step", "got LossScaledState"]
+        lambda: linen_from(OPT_STATE),
+        TypeError,
+        ["flax.train_step", "got LossScaledState"],
     ),
     "linen: an unknown field": BadInput(
         lambda: return_fields({"batch_stats": 1}),
         ValueError,
-        ["flax.train_step(loss_fn, has_state=True)", "got batch_stats among", ": ema, stats."],
+        [
+            "flax.train_step(loss_fn, has_state=True)",
+            "got batch_stats among",
+            ": ema, stats.",
+        ],
     ),
     "linen: a collection instead of its field": BadInput(
         lambda: return_fields(W),
         TypeError,
-        ["flax.train_step(loss_fn, has_state=True)", "a dict from the names", "Array", "stats"],
+        [
+            "flax.train_step(loss_fn, has_state=True)",
+            "a dict from the names",
+            "Array",
+            "stats",
+        ],
     ),
     "linen: a field of another dtype": BadInput(
         lambda: return_fields({"stats": {"mean": W, "count": jnp.array(4.0)}}),
@@ -181,17 +209,27 @@ CASES = {
     "linen: retries without a scale": BadInput(
         lambda: linen_from(flax_state(SKIPPING), retries=1),
         ValueError,
-        ["flax.train_step(retries=1)", "loss scale that can be lowered", "NoOpLossScale"],
+        [
+            "flax.train_step(retries=1)",
+            "loss scale that can be lowered",
+            "NoOpLossScale",
+        ],
     ),
     "nnx: a hook that returns the model": BadInput(
         lambda: run_nnx(nnx_loss, W, after=lambda model: model),
         TypeError,
-        ["nnx.train_step(after=...)` changes the model in place", "return None, got Linear"],
+        [
+            "nnx.train_step(after=...)` changes the model in place",
+            "return None, got Linear",
+        ],
     ),
     "nnx: a hook that adds a variable": BadInput(
         lambda: run_nnx(nnx_loss, W, after=add_a_variable),
         ValueError,
-        ["nnx.train_step(after=...)` must keep the variables", "added or removed extra. Make"],
+        [
+            "nnx.train_step(after=...)` must keep the variables",
+            "added or removed extra. Make",
+        ],
     ),
     "nnx: the transformation": BadInput(
         lambda: nnx_from(MODEL, TX),
@@ -206,7 +244,11 @@ CASES = {
     "nnx: an auxiliary output": BadInput(
         lambda: run_nnx(nnx_loss_and_output, W),
         TypeError,
-        ["nnx.train_step(loss_fn)", "got (an array, an array). Pass has_aux=True", " the loss."],
+        [
+            "nnx.train_step(loss_fn)",
+            "got (an array, an array). Pass has_aux=True",
+            " the loss.",
+        ],
     ),
     "nnx: compiled by JAX": BadInput(
         lambda: jax.jit(nnx_train_step(never_traced))(MODEL, OPTIMIZER, W),
@@ -221,27 +263,44 @@ CASES = {
     "nnx: an optimizer of another model": BadInput(
         lambda: nnx_from(nnx_pair(SKIPPING_ADAM)[0], nnx_pair(SKIPPING_ADAM, 5)[1]),
         ValueError,
-        ["`nnx.train_step(...)(optimizer=", "of another optimizer or of other parameters"],
+        [
+            "`nnx.train_step(...)(optimizer=",
+            "of another optimizer or of other parameters",
+        ],
     ),
     "nnx: what is not trained": BadInput(
         lambda: run_nnx(never_traced, W, argnums=1),
         ValueError,
-        ["nnx.train_step(argnums=1)", "wrt=<class 'flax", "Param'>", "tx, wrt=nnx.LoRAParam"],
+        [
+            "nnx.train_step(argnums=1)",
+            "wrt=<class 'flax",
+            "Param'>",
+            "tx, wrt=nnx.LoRAParam",
+        ],
     ),
     "nnx: no batch": BadInput(
         lambda: run_nnx(nnx_loss),
         TypeError,
-        ["nnx.train_step(loss_fn)`: `loss_fn` takes (model, x): missing", "with (Linear)"],
+        [
+            "nnx.train_step(loss_fn)`: `loss_fn` takes (model, x): missing",
+            "with (Linear)",
+        ],
     ),
     "nnx: a loss without return": BadInput(
         lambda: run_nnx(without_return),
         TypeError,
-        ["`nnx.train_step(loss_fn)`", "got NoneType. Does `loss_fn` end without `return loss`"],
+        [
+            "`nnx.train_step(loss_fn)`",
+            "got NoneType. Does `loss_fn` end without `return loss`",
+        ],
     ),
     "linen: a loss without return": BadInput(
         lambda: run_linen(without_return),
         TypeError,
-        ["`flax.train_step(loss_fn)`", "got NoneType. Does `loss_fn` end without `return loss`"],
+        [
+            "`flax.train_step(loss_fn)`",
+            "got NoneType. Does `loss_fn` end without `return loss`",
+        ],
     ),
     "a scalar gradient in a TrainState": BadInput(
         lambda: apply_fields(grads={"w": jnp.ones(())}),

@@ -70,7 +70,12 @@ CASES = {
     "no scale": BadInput(
         lambda: value_and_grad(jnp.sum, optax.adam(0.1).init(W)),
         ValueError,
-        ["value_and_grad", "exactly one", "none in ScaleByAdamState at [0]", "loss_scaled"],
+        [
+            "value_and_grad",
+            "exactly one",
+            "none in ScaleByAdamState at [0]",
+            "loss_scaled",
+        ],
     ),
     "no scale at all": BadInput(
         lambda: grad(jnp.sum, None), ValueError, ["grad", "none in the NoneType"]
@@ -97,7 +102,9 @@ CASES = {
         ],
     ),
     "gradients of a pair alone": BadInput(
-        lambda: value_and_grad(loss_of_a_pair, SCALING, transform=jax.grad)((W, (W, W))),
+        lambda: value_and_grad(loss_of_a_pair, SCALING, transform=jax.grad)(
+            (W, (W, W))
+        ),
         TypeError,
         ["value_and_grad(transform=", "got gradients alone"],
     ),
@@ -136,9 +143,13 @@ CASES = {
     "loss is a pair": BadInput(
         lambda: grad(loss_and_output, SCALING)(W), TypeError, ["tuple", "has_aux=True"]
     ),
-    "loss is missing": BadInput(lambda: grad(no_loss, SCALING)(W), TypeError, ["NoneType"]),
+    "loss is missing": BadInput(
+        lambda: grad(no_loss, SCALING)(W), TypeError, ["NoneType"]
+    ),
     "aux is missing": BadInput(
-        lambda: grad(jnp.sum, SCALING, has_aux=True)(W), TypeError, ["has_aux=True", "pair"]
+        lambda: grad(jnp.sum, SCALING, has_aux=True)(W),
+        TypeError,
+        ["has_aux=True", "pair"],
     ),
     "an axis for all_finite": BadInput(
         lambda: jaxscale.all_finite(W, axis_name="d"),
@@ -156,7 +167,10 @@ CASES = {
     "scale_backward of a loss in half precision": BadInput(
         lambda: jax.grad(scale_backward(half_loss))(W),
         TypeError,
-        ["`scale_backward(fun)`: the output is float16", "Return it `.astype(jnp.float32)`.\n"],
+        [
+            "`scale_backward(fun)`: the output is float16",
+            "Return it `.astype(jnp.float32)`.\n",
+        ],
     ),
     "scale_backward of a model in half precision": BadInput(
         lambda: jax.grad(model_of_half_loss)(W),
@@ -166,7 +180,10 @@ CASES = {
     "autocast of scale_backward of a loss in half precision": BadInput(
         lambda: jax.grad(jaxscale.autocast(scale_backward(half_loss_of_product)))(W),
         TypeError,
-        ["`scale_backward(fun)`: the output is float16", "Return it `.astype(jnp.float32)`.\n"],
+        [
+            "`scale_backward(fun)`: the output is float16",
+            "Return it `.astype(jnp.float32)`.\n",
+        ],
     ),
     "scale_backward: an axis under jit": BadInput(
         lambda: jax.jit(jax.grad(scale_backward(loss_from_half, axis_name="d")))(W),
@@ -262,7 +279,9 @@ def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(name):
 
 
 @cases("transform", TRANSFORMS)
-@pytest.mark.parametrize("error", [KeyError("key"), IndexError(), ValueError("no"), TypeError()])
+@pytest.mark.parametrize(
+    "error", [KeyError("key"), IndexError(), ValueError("no"), TypeError()]
+)
 def test_an_error_of_a_rule_of_the_user_is_left_alone(error, transform):
     def fail(*_):
         raise error

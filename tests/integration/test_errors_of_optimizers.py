@@ -15,7 +15,9 @@ CASES = {
         lambda: loss_scaled(0.1), TypeError, ["inner", "0.1", "optax.adam"]
     ),
     "wrapped twice": BadInput(
-        lambda: loss_scaled(TX), TypeError, ["loss_scaled(inner)", "DynamicLossScale", "wrap once"]
+        lambda: loss_scaled(TX),
+        TypeError,
+        ["loss_scaled(inner)", "DynamicLossScale", "wrap once"],
     ),
     "wrapped deeper": BadInput(
         lambda: loss_scaled(optax.chain(jaxscale.skip_nonfinite(SGD))).init(W),
@@ -41,7 +43,9 @@ CASES = {
         ["growth_unit=", "'optimizer_step', 'micro_batch'", "'step'"],
     ),
     "accumulate a number": BadInput(
-        lambda: multi_steps(0.1, 2), TypeError, ["multi_steps(inner)", "0.1", "optax.adam"]
+        lambda: multi_steps(0.1, 2),
+        TypeError,
+        ["multi_steps(inner)", "0.1", "optax.adam"],
     ),
     "two windows": BadInput(
         lambda: multi_steps(multi_steps(SGD, 2), 2),
@@ -61,7 +65,10 @@ CASES = {
     "a preset that was not called": BadInput(
         lambda: loss_scaled(SGD, presets.torch),
         TypeError,
-        ["`loss_scaled(loss_scale=...)` got <function torch", "call it, as in `torch()`"],
+        [
+            "`loss_scaled(loss_scale=...)` got <function torch",
+            "call it, as in `torch()`",
+        ],
     ),
     "a class of policies": BadInput(
         lambda: loss_scaled(SGD, jaxscale.DynamicLossScale),
@@ -71,12 +78,19 @@ CASES = {
     "a flag as a norm": BadInput(
         lambda: loss_scaled(SGD, max_norm=True),
         ValueError,
-        ["`loss_scaled(max_norm=...)` must be a finite number, got True. ", "such as 1.0, or None"],
+        [
+            "`loss_scaled(max_norm=...)` must be a finite number, got True. ",
+            "such as 1.0, or None",
+        ],
     ),
     "on_skip is no function": BadInput(
         lambda: loss_scaled(SGD, on_skip=True),
         TypeError,
-        ["`loss_scaled(on_skip=...)` must be a function", "got True", "`on_skip=print`"],
+        [
+            "`loss_scaled(on_skip=...)` must be a function",
+            "got True",
+            "`on_skip=print`",
+        ],
     ),
     "on_skip where nothing is skipped": BadInput(
         lambda: loss_scaled(SGD, None, skip_nonfinite=False, on_skip=print),

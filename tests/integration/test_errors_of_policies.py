@@ -29,7 +29,9 @@ CASES = {
         ["backoff_factor", "1.0", "0.5"],
     ),
     "backoff is 0": BadInput(
-        lambda: jaxscale.DynamicLossScale(backoff_factor=0), ValueError, ["backoff_factor", "0.0"]
+        lambda: jaxscale.DynamicLossScale(backoff_factor=0),
+        ValueError,
+        ["backoff_factor", "0.0"],
     ),
     "backoff is NaN": BadInput(
         lambda: jaxscale.DynamicLossScale(backoff_factor=np.nan),
@@ -85,7 +87,9 @@ CASES = {
         ["init_scale", "Array"],
     ),
     "fixed below 1": BadInput(
-        lambda: jaxscale.FixedLossScale(0.5), ValueError, ["loss_scale=", "at least 1", "0.5"]
+        lambda: jaxscale.FixedLossScale(0.5),
+        ValueError,
+        ["loss_scale=", "at least 1", "0.5"],
     ),
     "fixed bool": BadInput(
         lambda: jaxscale.FixedLossScale(True), ValueError, ["loss_scale=", "True"]
@@ -115,7 +119,9 @@ CASES = {
         ["DynamicLossScale", "'init'"],
     ),
     "base class": BadInput(
-        lambda: jaxscale.LossScale.from_config({}), TypeError, ["abstract class LossScale"]
+        lambda: jaxscale.LossScale.from_config({}),
+        TypeError,
+        ["abstract class LossScale"],
     ),
     "gradients for the largest": BadInput(
         lambda: jaxscale.DynamicLossScale().adjust(SCALING, True, {"w": W}),
@@ -144,7 +150,10 @@ CASES = {
     "a state of ours for Keras'": BadInput(
         lambda: presets.from_keras(OPT_STATE),
         TypeError,
-        ["`presets.from_keras(config)` must be a dict, got LossScaledState. Pass what `get_config"],
+        [
+            "`presets.from_keras(config)` must be a dict, got LossScaledState",
+            "Pass what `get_config",
+        ],
     ),
     "a state of ours for TensorFlow's": BadInput(
         lambda: presets.from_tensorflow(OPT_STATE),
@@ -167,7 +176,10 @@ def test_bad_input(name):
     assert_raises(CASES[name])
 
 
-OWN = POLICIES | {"tolerance": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
+OWN = POLICIES | {
+    "tolerance": presets.fairseq(),
+    "logmax": presets.openseq2seq_logmax(),
+}
 GRADS = {"w": W}
 FINITE = jnp.array(True)
 each_policy = cases("name", OWN, fast=["dynamic", "adaptive"])
@@ -213,10 +225,18 @@ def test_a_policy_says_what_its_state_is(name):
     if not isinstance(state, jaxscale.LossScaleState) and name != "noop":
         expected = type(state).__name__
         other = OWN["dynamic"].init()
-    with raises(TypeError, "state=", f"must be a `{expected}`, got {type(other).__name__}"):
+    with raises(
+        TypeError, "state=", f"must be a `{expected}`, got {type(other).__name__}"
+    ):
         policy.update(other, GRADS)
     taken_over = "from_state_dict(policy.init(), jaxscale.to_state_dict(state))"
-    with raises(TypeError, "state=", f"must be a `{expected}`, got NoneType", "`init`", taken_over):
+    with raises(
+        TypeError,
+        "state=",
+        f"must be a `{expected}`, got NoneType",
+        "`init`",
+        taken_over,
+    ):
         policy.adjust(None, FINITE)
 
 

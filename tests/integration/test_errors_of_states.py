@@ -66,13 +66,19 @@ CASES = {
         ["not arrays", "['d']", "float16", "float32"],
     ),
     "a type as a verdict": BadInput(
-        lambda: tree_where(np.bool_, W, W), TypeError, ["tree_where(pred=", "scalar bool, got type"]
+        lambda: tree_where(np.bool_, W, W),
+        TypeError,
+        ["tree_where(pred=", "scalar bool, got type"],
     ),
     "check of nothing": BadInput(
-        lambda: jaxscale.check(SCALING), ValueError, ["check", "LossScaledState", "none"]
+        lambda: jaxscale.check(SCALING),
+        ValueError,
+        ["check", "LossScaledState", "none"],
     ),
     "check under jit": BadInput(
-        lambda: jax.jit(jaxscale.check)(OPT_STATE), TypeError, ["check", "jit", "metrics"]
+        lambda: jax.jit(jaxscale.check)(OPT_STATE),
+        TypeError,
+        ["check", "jit", "metrics"],
     ),
     "metrics of a bare optimizer of NNX": BadInput(
         lambda: jaxscale.metrics(bare_optimizer_of_nnx()),
@@ -110,13 +116,19 @@ CASES = {
     "a version that is an array": BadInput(
         lambda: restore_version(np.ones(3)),
         ValueError,
-        ["`from_state_dict(state_dict)` must have a version from 1 to 1, got array([1., 1., 1.])"],
+        [
+            "`from_state_dict(state_dict)` must have a version from 1 to 1, got array([1., 1., 1.])"
+        ],
     ),
     "a version of text": BadInput(
-        lambda: restore_version("1"), ValueError, ["must have a version from 1 to 1, got '1'"]
+        lambda: restore_version("1"),
+        ValueError,
+        ["must have a version from 1 to 1, got '1'"],
     ),
     "a version that is not a whole number": BadInput(
-        lambda: restore_version(1.5), ValueError, ["must have a version from 1 to 1, got 1.5"]
+        lambda: restore_version(1.5),
+        ValueError,
+        ["must have a version from 1 to 1, got 1.5"],
     ),
 }
 

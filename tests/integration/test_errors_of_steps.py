@@ -95,7 +95,12 @@ CASES = {
     "step: retries of a bare optimizer": BadInput(
         lambda: train_step(jnp.sum, SGD, retries=1),
         ValueError,
-        ["train_step(retries=1)", "needs a loss scale", "another optimizer", "loss_scaled(tx)"],
+        [
+            "train_step(retries=1)",
+            "needs a loss scale",
+            "another optimizer",
+            "loss_scaled(tx)",
+        ],
     ),
     "step: retries at a fixed scale": BadInput(
         lambda: train_step(jnp.sum, jaxscale.loss_scaled(SGD, 8), retries=1),
@@ -120,7 +125,11 @@ CASES = {
     "step: arguments of the step swapped": BadInput(
         lambda: step_from(OPT_STATE, W),
         TypeError,
-        ["train_step(...)(opt_state=", "Array", "order of arguments is (params, opt_state, ."],
+        [
+            "train_step(...)(opt_state=",
+            "Array",
+            "order of arguments is (params, opt_state, .",
+        ],
     ),
     "step: the state of another optimizer": BadInput(
         lambda: step_from(W, jaxscale.loss_scaled(optax.adam(0.1)).init(W)),
@@ -133,7 +142,9 @@ CASES = {
         ["train_step(...)(opt_state=", "of other parameters"],
     ),
     "step: the state of parameters of another shape": BadInput(
-        lambda: step_from({"w": W}, SKIPPING_ADAM.init({"w": jnp.ones(3)}), SKIPPING_ADAM),
+        lambda: step_from(
+            {"w": W}, SKIPPING_ADAM.init({"w": jnp.ones(3)}), SKIPPING_ADAM
+        ),
         ValueError,
         [
             "train_step(...)(opt_state=",
@@ -175,17 +186,24 @@ CASES = {
     "step: another keyword": BadInput(
         lambda: train_step(product_sum, TX)(W, OPT_STATE, W, key=W),
         TypeError,
-        ["takes (w, x): got an unexpected keyword argument 'key'", "(an array, an array, key=...)"],
+        [
+            "takes (w, x): got an unexpected keyword argument 'key'",
+            "(an array, an array, key=...)",
+        ],
     ),
     "step: no batch, in autocast": BadInput(
         lambda: run(jaxscale.autocast(product_sum)),
         TypeError,
-        ["train_step(loss_fn)`: `loss_fn` takes (w, x): missing a required argument: 'x'"],
+        [
+            "train_step(loss_fn)`: `loss_fn` takes (w, x): missing a required argument: 'x'"
+        ],
     ),
     "step: no batch, compiled": BadInput(
         lambda: run(eqx.filter_jit(jax.jit(product_sum))),
         TypeError,
-        ["train_step(loss_fn)`: `loss_fn` takes (w, x): missing a required argument: 'x'"],
+        [
+            "train_step(loss_fn)`: `loss_fn` takes (w, x): missing a required argument: 'x'"
+        ],
     ),
     "step: an optimizer with a line search": BadInput(
         lambda: run(jnp.sum, tx=LBFGS),
@@ -206,7 +224,12 @@ CASES = {
     "step: the state of another policy": BadInput(
         lambda: step_from(W, OPT_STATE, SKIPPING),
         TypeError,
-        ["train_step(...)(opt_state=", "another optimizer", "LossScaleState", "NoOpLossScale"],
+        [
+            "train_step(...)(opt_state=",
+            "another optimizer",
+            "LossScaleState",
+            "NoOpLossScale",
+        ],
     ),
     "step: a wrapped state of a bare optimizer": BadInput(
         lambda: step_from(W, OPT_STATE, SGD),
@@ -221,17 +244,28 @@ CASES = {
     "step: state that is not returned": BadInput(
         lambda: run(without_state, W, has_state=True),
         TypeError,
-        ["train_step(loss_fn, has_state=True)", "must return (loss, state), got an array"],
+        [
+            "train_step(loss_fn, has_state=True)",
+            "must return (loss, state), got an array",
+        ],
     ),
     "step: an output that is not asked for": BadInput(
         lambda: run(with_output),
         TypeError,
-        ["train_step(loss_fn)", "must return a loss, got (an array, dict)", "has_aux", "has_state"],
+        [
+            "train_step(loss_fn)",
+            "must return a loss, got (an array, dict)",
+            "has_aux",
+            "has_state",
+        ],
     ),
     "step: state and output in a row": BadInput(
         lambda: run(state_and_output_in_a_row, W, has_state=True, has_aux=True),
         TypeError,
-        ["has_state=True, has_aux=True", "return (loss, (state, aux)), got (an array, an array"],
+        [
+            "has_state=True, has_aux=True",
+            "return (loss, (state, aux)), got (an array, an array",
+        ],
     ),
     "step: a state that changes its shape": BadInput(
         lambda: run(with_shorter_state, W, has_state=True),
@@ -276,7 +310,12 @@ CASES = {
     "step: an argument of the optimizer": BadInput(
         lambda: train_step(jnp.sum, TX, axis_name="batch"),
         TypeError,
-        ["train_step(...)", "`value_and_grad`", "'axis_name'", "go to `jaxscale.loss_scaled`"],
+        [
+            "train_step(...)",
+            "`value_and_grad`",
+            "'axis_name'",
+            "go to `jaxscale.loss_scaled`",
+        ],
     ),
     "step: a TrainState for parameters": BadInput(
         lambda: step_from(flax_state(), W),
@@ -286,12 +325,19 @@ CASES = {
     "step: an Equinox module": BadInput(
         lambda: step_from({"w": W, "f": jnp.sin}, OPT_STATE),
         TypeError,
-        ["train_step(...)(params, ", "not arrays, such as", "transform=eqx.filter_value_and_grad"],
+        [
+            "train_step(...)(params, ",
+            "not arrays, such as",
+            "transform=eqx.filter_value_and_grad",
+        ],
     ),
     "step: an output that is missing": BadInput(
         lambda: run(jnp.sum, has_aux=True),
         TypeError,
-        ["train_step(loss_fn, has_aux=True)", "(loss, aux), got an array. Return it so, or leave"],
+        [
+            "train_step(loss_fn, has_aux=True)",
+            "(loss, aux), got an array. Return it so, or leave",
+        ],
     ),
     "step: an NNX module": BadInput(
         lambda: step_from(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), OPT_STATE),
@@ -301,7 +347,9 @@ CASES = {
     "step: a loss with a shape": BadInput(
         lambda: run(lambda w: w),
         TypeError,
-        ["train_step(loss_fn)`: `loss_fn` must return a floating scalar, got float32[2]"],
+        [
+            "train_step(loss_fn)`: `loss_fn` must return a floating scalar, got float32[2]"
+        ],
     ),
     "step: a transform without the loss": BadInput(
         lambda: run(jnp.sum, transform=jax.grad),
@@ -311,12 +359,20 @@ CASES = {
     "step: a loss without return": BadInput(
         lambda: run(without_return),
         TypeError,
-        ["`train_step(loss_fn)`", "got NoneType. Does `loss_fn` end without `return loss`"],
+        [
+            "`train_step(loss_fn)`",
+            "got NoneType. Does `loss_fn` end without `return loss`",
+        ],
     ),
     "step: a count as the loss": BadInput(
         lambda: run(lambda w: jnp.sum(w > 0)),
         TypeError,
-        ["`train_step(loss_fn)`", "got int32[]. ", "no gradient. Return a loss", "not a count"],
+        [
+            "`train_step(loss_fn)`",
+            "got int32[]. ",
+            "no gradient. Return a loss",
+            "not a count",
+        ],
     ),
     "step: a Python integer as the loss": BadInput(
         lambda: run(lambda w: 3),

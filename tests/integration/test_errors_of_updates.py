@@ -88,7 +88,9 @@ CASES = {
         lambda: CHANGING.update(W, CHANGING.init(W), W), ValueError, ["inner.update"]
     ),
     "a compiled step that changes the structure": BadInput(
-        lambda: jax.jit(CHANGING.update)(W, CHANGING.init(W), W), ValueError, ["inner.update"]
+        lambda: jax.jit(CHANGING.update)(W, CHANGING.init(W), W),
+        ValueError,
+        ["inner.update"],
     ),
     "state of another scale, with a window": BadInput(
         lambda: multi_steps(TX, 2).update(W, WINDOW.init(W), W),
@@ -163,7 +165,12 @@ CASES = {
     "gradients of a part": BadInput(
         lambda: apply_gradients(TX, {"w": W}, TX.init(PAIR), PAIR),
         ValueError,
-        ["`apply_gradients(grads=", "gradients: none; ", "parameters: b. ", "None or zeros"],
+        [
+            "`apply_gradients(grads=",
+            "gradients: none; ",
+            "parameters: b. ",
+            "None or zeros",
+        ],
     ),
     "gradients of a part of a bare optimizer": BadInput(
         lambda: apply_gradients(SGD, {"w": W}, SGD.init(PAIR), PAIR),
@@ -202,12 +209,18 @@ CASES = {
     "a scalar gradient for update": BadInput(
         lambda: TX.update(jnp.ones(()), OPT_STATE, W),
         ValueError,
-        ["`loss_scaled(...).update(updates=...)`", "has the shape (), and its parameter (2,)"],
+        [
+            "`loss_scaled(...).update(updates=...)`",
+            "has the shape (), and its parameter (2,)",
+        ],
     ),
     "gradients by example of a number": BadInput(
         lambda: apply_gradients(TX, W, TX.init(W[0]), W[0]),
         ValueError,
-        ["update of shape (2,) for the parameter at the root, which has ()", "by example"],
+        [
+            "update of shape (2,) for the parameter at the root, which has ()",
+            "by example",
+        ],
     ),
     "a complex loss": BadInput(
         lambda: TX.update(W, OPT_STATE, W, value=1 + 1j),
@@ -234,7 +247,9 @@ CASES = {
         ["update(updates=", "gradients: none; ", "parameters: b. ", "None or zeros"],
     ),
     "update: another shape": BadInput(
-        lambda: SCALED_ADAM.update({"w": jnp.ones(3), "b": W}, SCALED_ADAM.init(PAIR), PAIR),
+        lambda: SCALED_ADAM.update(
+            {"w": jnp.ones(3), "b": W}, SCALED_ADAM.init(PAIR), PAIR
+        ),
         ValueError,
         [
             (
@@ -244,7 +259,9 @@ CASES = {
         ],
     ),
     "update: other keys in a window": BadInput(
-        lambda: WINDOW_OF_ADAM.update({"w": W, "c": W}, WINDOW_OF_ADAM.init(PAIR), PAIR),
+        lambda: WINDOW_OF_ADAM.update(
+            {"w": W, "c": W}, WINDOW_OF_ADAM.init(PAIR), PAIR
+        ),
         ValueError,
         ["update(updates=", "gradients: c; ", "parameters: b."],
     ),
@@ -254,9 +271,16 @@ CASES = {
         ["update(updates=", "structure of the parameters, a tuple, got a list. Pass"],
     ),
     "update: a list in place of a tuple further in": BadInput(
-        lambda: SCALED_ADAM.update({"w": [W]}, SCALED_ADAM.init({"w": (W,)}), {"w": (W,)}),
+        lambda: SCALED_ADAM.update(
+            {"w": [W]}, SCALED_ADAM.init({"w": (W,)}), {"w": (W,)}
+        ),
         ValueError,
-        ["update(updates=", "That of the gradients is ", ", and that of the parameters ", "Pass"],
+        [
+            "update(updates=",
+            "That of the gradients is ",
+            ", and that of the parameters ",
+            "Pass",
+        ],
     ),
     "update: other keys, without parameters": BadInput(
         lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR)),
@@ -301,7 +325,11 @@ CASES = {
     "the state of other shapes, bare": BadInput(
         lambda: apply_gradients(BARE_ADAM, jnp.ones(3), BARE_ADAM.init(W), jnp.ones(3)),
         ValueError,
-        ["`apply_gradients(opt_state=...)`", "shape (3,) at ", "mu, got one of shape (2,)"],
+        [
+            "`apply_gradients(opt_state=...)`",
+            "shape (3,) at ",
+            "mu, got one of shape (2,)",
+        ],
     ),
     "no gradients": BadInput(
         lambda: apply_gradients(SCALED_ADAM, None, SCALED_ADAM.init(W), W),
@@ -338,7 +366,9 @@ LOOKAHEAD = optax.LookaheadParams.init_synced(PAIR)
 @pytest.mark.standard_promotion
 def test_gradients_of_the_fast_parameters_of_two_sets_are_left_to_the_optimizer():
     lookahead = loss_scaled(optax.lookahead(SGD, sync_period=2, slow_step_size=0.5))
-    params, opt_state = apply_gradients(lookahead, PAIR, lookahead.init(LOOKAHEAD), LOOKAHEAD)
+    params, opt_state = apply_gradients(
+        lookahead, PAIR, lookahead.init(LOOKAHEAD), LOOKAHEAD
+    )
     assert opt_state.step_applied
     np.testing.assert_allclose(params.fast["w"], W - 0.1)
 

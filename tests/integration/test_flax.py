@@ -13,7 +13,15 @@ from flax import nnx, serialization
 from flax.training import train_state
 from overflowing import BAD_LOSS, GOOD, OVERFLOW
 from overflowing import loss_fn as half_loss
-from tables import PARAMS, POLICIES, assert_close, assert_same_bits, avals, cases, gradients
+from tables import (
+    PARAMS,
+    POLICIES,
+    assert_close,
+    assert_same_bits,
+    avals,
+    cases,
+    gradients,
+)
 from training import amplified
 
 import jaxscale
@@ -32,18 +40,26 @@ class State(jaxscale.flax.TrainState):
 
 def create(cls=jaxscale.flax.TrainState, tx=ADAM, **fields):
     params = jax.tree.map(jnp.copy, PARAMS)  # as tests donate them
-    return cls.create(apply_fn=None, params=params, tx=jaxscale.loss_scaled(tx), **fields)
+    return cls.create(
+        apply_fn=None, params=params, tx=jaxscale.loss_scaled(tx), **fields
+    )
 
 
 def with_fields():
-    stats, ema = {"mean": jnp.zeros(2), "count": jnp.array(3)}, jax.tree.map(jnp.copy, PARAMS)
+    stats, ema = (
+        {"mean": jnp.zeros(2), "count": jnp.array(3)},
+        jax.tree.map(jnp.copy, PARAMS),
+    )
     return create(State, batch_stats=stats, ema=ema, key=jax.random.key(0))
 
 
 def advance(state, grads, **kwargs):
     return state.apply_gradients(
         grads=grads,
-        batch_stats={"mean": state.batch_stats["mean"] + jnp.nan, "count": jnp.array(4)},
+        batch_stats={
+            "mean": state.batch_stats["mean"] + jnp.nan,
+            "count": jnp.array(4),
+        },
         ema=optax.incremental_update(state.params, state.ema, 0.1),
         key=jax.random.split(state.key, 1)[0],
         **kwargs,
@@ -106,7 +122,12 @@ def test_the_step_returns_fields_and_outputs_and_never_changes_types():
         fields = {"batch_stats": stats, "key": jax.random.split(fields["key"], 1)[0]}
         return loss, (fields, {"traced": x})
 
-    options = {"has_state": True, "has_aux": True, "retries": 9, "always_replace": ("key",)}
+    options = {
+        "has_state": True,
+        "has_aux": True,
+        "retries": 9,
+        "always_replace": ("key",),
+    }
     step = jax.jit(jaxscale.flax.train_step(train_loss, **options), donate_argnums=0)
     state, key = with_fields(), jax.random.key(0)
     types = avals(state)
@@ -165,7 +186,9 @@ def by_hand(model, optimizer, x):
     """The step as users wrote it: everything but the noise is put back by hand."""
     old = nnx.to_pure_dict(nnx.state(model, (nnx.BatchStat, Counter)))
     opt_state, transform = optimizer.opt_state, nnx.value_and_grad
-    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state, transform=transform)(model, x)
+    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state, transform=transform)(
+        model, x
+    )
     optimizer.update(model, grads, value=loss)
     new = nnx.to_pure_dict(nnx.state(model, (nnx.BatchStat, Counter)))
     finite = jaxscale.metrics(optimizer)["step_applied"]
@@ -176,7 +199,9 @@ def by_hand(model, optimizer, x):
 JITS = {
     "eager": lambda step: step,
     "donated": lambda step: nnx.jit(step, donate_argnums=(0, 1)),
-    "inside": lambda step: nnx.jit(lambda model, optimizer, x: step(model, optimizer, x)),
+    "inside": lambda step: nnx.jit(
+        lambda model, optimizer, x: step(model, optimizer, x)
+    ),
 }
 
 
@@ -192,7 +217,11 @@ def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(way):
         assert_same = assert_close  # two programs may round differently
         step_by_hand = nnx.jit(by_hand)
     without_noise = nnx.Not(nnx.RngState)
-    for batch, is_bad in ((X * 0.5, False), (X.at[1, 2].set(jnp.nan), True), (X, False)):
+    for batch, is_bad in (
+        (X * 0.5, False),
+        (X.at[1, 2].set(jnp.nan), True),
+        (X, False),
+    ):
         before, _ = state_of(*ours, without_noise)
         loss = step(*ours, batch)
         expected_loss = step_by_hand(*hand, batch)
@@ -202,7 +231,11 @@ def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(way):
             after, _ = state_of(*ours, without_noise)
             assert_same_bits(after, before)
     model, optimizer = ours
-    assert (model.calls[...], model.dropout.rngs.count[...], optimizer.step[...]) == (2, 3, 3)
+    assert (model.calls[...], model.dropout.rngs.count[...], optimizer.step[...]) == (
+        2,
+        3,
+        3,
+    )
     assert model.w_again is model.w
 
 
@@ -219,7 +252,13 @@ def test_objects_among_the_arguments_are_kept_too():
     outputs = [step(*both, batch, metric, more=more) for batch in BATCHES]
     assert (metric.count[...], more["count"][...]) == (4, 4)
     assert jnp.isfinite(metric.total[...])
-    assert [bool(jnp.isfinite(loss)) for loss, _ in outputs] == [True, True, False, True, True]
+    assert [bool(jnp.isfinite(loss)) for loss, _ in outputs] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
     noises = {tuple(jax.random.key_data(aux["noise"]).tolist()) for _, aux in outputs}
     assert len(noises) == len(BATCHES)
     assert {aux["name"] for _, aux in outputs} == {"as it is"}
@@ -249,7 +288,9 @@ def test_other_optimizers_apply_every_step():
     both, (same, optimizer) = created(optax.sgd(0.1)), created(optax.sgd(0.1))
     step, batches = jaxscale.nnx.train_step(loss_fn), (X, X * 0.5, X * 2)
     # They are warned of once, unless one says that it is meant.
-    with pytest.warns(UserWarning, match="`nnx.train_step`: `tx` is a bare optimizer") as found:
+    with pytest.warns(
+        UserWarning, match="`nnx.train_step`: `tx` is a bare optimizer"
+    ) as found:
         losses = [step(*both, batch) for batch in batches]
     assert [each.filename for each in found] == [__file__]
     for batch, loss in zip(batches, losses, strict=True):
@@ -291,7 +332,9 @@ def test_only_what_the_optimizer_trains_is_differentiated(name, argnums):
     jaxscale.nnx.train_step(loss_fn, **ARGNUMS[argnums](wrt))(model, optimizer, X)
     assert_same_bits(nnx.state(model, frozen), frozen_before)
     pairs = zip(
-        jax.tree.leaves(trained_before), jax.tree.leaves(nnx.state(model, wrt)), strict=True
+        jax.tree.leaves(trained_before),
+        jax.tree.leaves(nnx.state(model, wrt)),
+        strict=True,
     )
     assert any(not np.array_equal(old, new) for old, new in pairs)
     assert jaxscale.metrics(optimizer)["total_notfinite"] == 0
@@ -327,10 +370,15 @@ def is_variable(node):
 
 def plain(tree):
     """The arrays that are in the variables of a tree."""
-    return jax.tree.map(lambda v: v[...] if is_variable(v) else v, tree, is_leaf=is_variable)
+    return jax.tree.map(
+        lambda v: v[...] if is_variable(v) else v, tree, is_leaf=is_variable
+    )
 
 
-OWN = POLICIES | {"tolerance": presets.fairseq(), "logmax": presets.openseq2seq_logmax()}
+OWN = POLICIES | {
+    "tolerance": presets.fairseq(),
+    "logmax": presets.openseq2seq_logmax(),
+}
 OWN |= dict.fromkeys(("window", "window of Optax"), POLICIES["dynamic"])
 INNER = {name: optax.sgd(0.1, momentum=0.5) for name in OWN}
 INNER["window of Optax"] = optax.MultiSteps(ADAM, 2)
@@ -400,29 +448,42 @@ OF_ONE_POLICY = {  # as there is only that rule, and as it is slow
 @cases("name", OWN, fast=["dynamic"])
 def test_every_function_takes_a_state_in_variables_as_one_without(name):
     model, optimizer = trained([jnp.inf] * 3, name)
-    state, whole, arrays = optimizer.opt_state, nnx.state(optimizer), plain(optimizer.opt_state)
+    state, whole, arrays = (
+        optimizer.opt_state,
+        nnx.state(optimizer),
+        plain(optimizer.opt_state),
+    )
     opaque = jax.tree.map(Opaque, arrays)
     split_off = nnx.to_pure_dict(whole), nnx.split((model, optimizer))[1]
     assert any(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable)))
-    for call, function in (CALLS | (OF_ONE_POLICY if name == "dynamic" else {})).items():
+    for call, function in (
+        CALLS | (OF_ONE_POLICY if name == "dynamic" else {})
+    ).items():
         expected = function(name, arrays)
         trees = [state] + [opaque] * (call in CALLS)
         for tree in trees + [optimizer, whole, *split_off] * (call in WHOLE):
             result = function(name, tree)
             assert_same_bits(result, expected)
-            assert not any(map(is_variable, jax.tree.leaves(result, is_leaf=is_variable))), call
+            assert not any(
+                map(is_variable, jax.tree.leaves(result, is_leaf=is_variable))
+            ), call
     # What is in it goes into an optimizer by `nnx.update`, as without a variable.
-    assert_same_bits(jaxscale.from_state_dict(opaque, jaxscale.to_state_dict(opaque)), arrays)
+    assert_same_bits(
+        jaxscale.from_state_dict(opaque, jaxscale.to_state_dict(opaque)), arrays
+    )
     # As one has them without an `nnx.Optimizer`: in parameters, gradients and moments alike.
     params = nnx.state(model, nnx.Param)
     grads, fresh = jax.tree.map(jnp.ones_like, params), TXS[name].init(params)
     updated = TXS[name].update(grads, fresh, params)
     assert jax.tree.structure(updated) == jax.tree.structure((params, fresh))
-    assert_same_bits(plain(updated), TXS[name].update(*map(plain, (grads, fresh, params))))
+    assert_same_bits(
+        plain(updated), TXS[name].update(*map(plain, (grads, fresh, params)))
+    )
     names = {key for key in jaxscale.metrics(state) if "leaves" in key}
     assert names == {"nonfinite_leaves/w", "nonfinite_leaves/bias"}
     saved = jaxscale.to_state_dict(whole)
-    assert saved["opt_state"].pop("total_steps") == 3  # as if saved before there was such a counter
+    # as if saved before there was such a counter
+    assert saved["opt_state"].pop("total_steps") == 3
     fresh = nnx.state(created(TXS[name])[1])
     back = jaxscale.from_state_dict(fresh, saved)
     assert jax.tree.structure(back) == jax.tree.structure(fresh)
@@ -440,11 +501,15 @@ def by_orbax(tree, path):
 
 WAYS = {
     "to_state_dict": lambda optimizer, _: jaxscale.to_state_dict(optimizer.opt_state),
-    "of arrays": lambda optimizer, _: jaxscale.to_state_dict(plain(optimizer.opt_state)),
+    "of arrays": lambda optimizer, _: jaxscale.to_state_dict(
+        plain(optimizer.opt_state)
+    ),
     "Flax": lambda optimizer, _: serialization.to_state_dict(optimizer.opt_state),
     "NNX": lambda optimizer, _: nnx.to_pure_dict(nnx.state(optimizer))["opt_state"],
     "orbax": lambda optimizer, path: by_orbax(optimizer.opt_state, path),
-    "orbax, of NNX": lambda optimizer, path: by_orbax(nnx.state(optimizer), path)["opt_state"],
+    "orbax, of NNX": lambda optimizer, path: by_orbax(nnx.state(optimizer), path)[
+        "opt_state"
+    ],
 }
 
 
@@ -482,8 +547,14 @@ def test_a_variable_may_hold_a_tree():
 # The optimizer's window, and the step of the `TrainState` after each of some micro-batches.
 COUNTED = {
     "none": (lambda tx: jaxscale.loss_scaled(tx), [1, 2, 2, 3, 4, 5]),
-    "ours": (lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx), 2), [0, 1, 1, 2, 2, 3]),
-    "Optax'": (lambda tx: jaxscale.loss_scaled(optax.MultiSteps(tx, 2)), [0, 1, 1, 1, 2, 2]),
+    "ours": (
+        lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx), 2),
+        [0, 1, 1, 2, 2, 3],
+    ),
+    "Optax'": (
+        lambda tx: jaxscale.loss_scaled(optax.MultiSteps(tx, 2)),
+        [0, 1, 1, 1, 2, 2],
+    ),
 }
 
 
@@ -494,11 +565,15 @@ def test_the_step_counts_steps_of_the_optimizer_with_any_window(window):
     state = jaxscale.flax.TrainState.create(
         apply_fn=None, params={"w": jnp.zeros(2)}, tx=wrap(optax.adam(0.1))
     )
-    update = jax.jit(lambda state, size: state.apply_gradients(grads={"w": jnp.full(2, size)}))
+    update = jax.jit(
+        lambda state, size: state.apply_gradients(grads={"w": jnp.full(2, size)})
+    )
     steps = []
     for size in (1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0):
         state = update(state, size)
         steps.append(int(state.step))
-        (count,) = [leaf for _, leaf in optax.tree.get_all_with_path(state.opt_state, "count")]
+        (count,) = [
+            leaf for _, leaf in optax.tree.get_all_with_path(state.opt_state, "count")
+        ]
         assert count == state.step
     assert steps == expected

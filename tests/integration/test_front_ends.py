@@ -29,14 +29,19 @@ TX = from_scale(TOO_HIGH)
 
 
 @cases("name", FRONT_ENDS, fast=["plain", "linen", "objects"])
-def test_it_trains_as_in_float32_whatever_the_scale_and_a_bad_batch_leaves_no_trace(name):
+def test_it_trains_as_in_float32_whatever_the_scale_and_a_bad_batch_leaves_no_trace(
+    name,
+):
     traces = []
 
     def counted(params, stats, x):
         traces.append(x)
         return loss_fn(params, stats, x)
 
-    run, full = FRONT_ENDS[name](TX, counted, jaxscale.autocast, retries=40), FRONT_ENDS[name](TX)
+    run, full = (
+        FRONT_ENDS[name](TX, counted, jaxscale.autocast, retries=40),
+        FRONT_ENDS[name](TX),
+    )
     losses = [run.step(BATCHES[0])]
     retries = run.metrics()["total_retries"]
     assert retries >= 10
@@ -59,17 +64,24 @@ def test_it_trains_as_in_float32_whatever_the_scale_and_a_bad_batch_leaves_no_tr
     # float16 has 11 bits, and four steps of Adam turn their differences into steps of 1e-2.
     np.testing.assert_allclose(losses, list(map(full.step, BATCHES)), rtol=0.01)
     # The float32 model needed no other scale: what overflowed is float16.
-    assert (run.metrics()["total_notfinite"], full.metrics()["total_notfinite"]) == (1, 0)
+    assert (run.metrics()["total_notfinite"], full.metrics()["total_notfinite"]) == (
+        1,
+        0,
+    )
 
 
-@cases("name, judged", product(FRONT_ENDS, [0, 1]), fast=[("objects", 0), ("objects", 1)])
+@cases(
+    "name, judged", product(FRONT_ENDS, [0, 1]), fast=[("objects", 0), ("objects", 1)]
+)
 def test_statistics_may_have_a_say(name, judged):
     """Their NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
 
     def loss(params, stats, x):
         value, _ = loss_fn(params, stats, jnp.nan_to_num(x))
         _, stats = loss_fn(params, stats, x)
-        return jnp.where(jaxscale.all_finite(stats) | (not judged), value, jnp.nan), stats
+        return jnp.where(
+            jaxscale.all_finite(stats) | (not judged), value, jnp.nan
+        ), stats
 
     run = FRONT_ENDS[name](TX, loss)
     run.step(BAD)

@@ -89,7 +89,11 @@ def words_of(node: ast.AST) -> Iterator[str]:
         word = getattr(node, field, None)
         if isinstance(word, str):
             yield from word.split(".")
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.isidentifier()
+    ):
         yield node.value  # such as the name of a primitive
 
 
@@ -97,7 +101,9 @@ class Code:
     """The names in programs, without comments and docstrings."""
 
     def __init__(self, files: list[pathlib.Path]):
-        self.words = {path.stem for path in files} | {path.parent.name for path in files}
+        self.words = {path.stem for path in files} | {
+            path.parent.name for path in files
+        }
         self.members = {}  # of each class, with those of the classes it comes from
         self.tests = set()
         for path in files:
@@ -124,7 +130,9 @@ class Code:
         return {first, *rest} <= self.words
 
 
-SOURCES = [path for folder in ("jaxscale", "tests") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    path for folder in ("jaxscale", "tests") for path in (ROOT / folder).rglob("*.py")
+]
 # This file has names that are not there.
 NO_SOURCES = {pathlib.Path(__file__), *OTHERS.rglob("*.py")}
 CODE = Code([path for path in SOURCES if path not in NO_SOURCES])
@@ -161,7 +169,13 @@ def test_tests_that_a_guide_names_are_there(name):
 def test_what_is_not_there_is_found():
     guide = ROOT / "jaxscale" / "_step" / "README.md"
     files = "`plan.py`, `gone.py`, `_trees/leaf.py --slow`, `_trees/gone.py` and tests/step/gone.py"
-    assert missing_files(files, guide) == ["_trees/gone.py", "gone.py", "tests/step/gone.py"]
-    assert missing_links("[a](plan.py) [b](gone.md) [c](https://jax.dev)", guide) == ["gone.md"]
+    assert missing_files(files, guide) == [
+        "_trees/gone.py",
+        "gone.py",
+        "tests/step/gone.py",
+    ]
+    assert missing_links("[a](plan.py) [b](gone.md) [c](https://jax.dev)", guide) == [
+        "gone.md"
+    ]
     names = "`apply_step`, `StepPlan.gone`, `StepPlan.differentiate`, `wholly_gone(x)`, `test_gone`"
     assert missing_names(names) == ["StepPlan.gone", "wholly_gone", "test_gone"]

@@ -117,7 +117,9 @@ def read(eqn):
 
 def is_called(eqn):
     called = read(eqn)
-    return names(called) == ["dot_general"] and len(called.jaxpr.invars) == len(eqn.invars)
+    return names(called) == ["dot_general"] and len(called.jaxpr.invars) == len(
+        eqn.invars
+    )
 
 
 def ends_in_product(eqn):
@@ -160,7 +162,10 @@ def is_pinned(eqn):
     jaxpr = jax.make_jaxpr(lambda constant, a, b: a + b)(X, X, X).jaxpr
     again = eqn.replace(params=_jax.with_rematted(eqn, jaxpr, [2]))
     part = eqn.replace(params=_jax.with_rematted(eqn, jaxpr))
-    return [options(e)["prevent_cse"] for e in (again, part)] == [(False, True, True), True]
+    return [options(e)["prevent_cse"] for e in (again, part)] == [
+        (False, True, True),
+        True,
+    ]
 
 
 def run_again(eqn):
@@ -183,23 +188,50 @@ SCOPED = jax.named_scope("inner")(lambda x: -x)
 PRODUCT = functools.partial(jnp.dot, b=W, precision=HIGHEST)
 # What holds programs, or another function of `x`, and what its first equation shows.
 ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} | {
-    "scan": ("scan", lambda e: (len(read(e)[0].jaxpr.outvars), *read(e)[1:]) == (3, 1, 2, 3, True)),
-    "while": ("while", lambda e: (names(read(e)[2]), *read(e)[1::2]) == (["dot_general"], 0, 1)),
+    "scan": (
+        "scan",
+        lambda e: (len(read(e)[0].jaxpr.outvars), *read(e)[1:]) == (3, 1, 2, 3, True),
+    ),
+    "while": (
+        "while",
+        lambda e: (names(read(e)[2]), *read(e)[1::2]) == (["dot_general"], 0, 1),
+    ),
     "cond": ("cond", lambda e: [*map(names, read(e))] == [[], ["dot_general"]]),
     "another scan": ("scan", run_again),
     "copies of equations": (jnp.sin, is_assembled),
     "order of branches": ("cond", lambda e: (swapped(e)[0] == X @ W).all()),
     "shard_map": ("shard_map", lambda e: "dot_general" in names(read(e).program)),
-    "map": ("shard_map", lambda e: read(e).map(lambda w, x: (x,))(W, X)[0].shape == X.shape),
+    "map": (
+        "shard_map",
+        lambda e: read(e).map(lambda w, x: (x,))(W, X)[0].shape == X.shape,
+    ),
     "division of a jit": ("jit", is_divided),
     "division of a remat": ("remat2", is_divided),
-    "placed inputs": (jax.jit(jnp.sin, in_shardings=DEVICE), lambda e: not _jax.is_divisible(e)),
-    "placed outputs": (jax.jit(jnp.sin, out_shardings=DEVICE), lambda e: not _jax.is_divisible(e)),
-    "cast": (lambda x: _jax.cast(x, "float16"), lambda e: e.params["new_dtype"] == np.float16),
-    "scopes": (SCOPED, lambda e: [*map(_jax.scope_names, (e, made_again(e)))] == [["inner"]] * 2),
+    "placed inputs": (
+        jax.jit(jnp.sin, in_shardings=DEVICE),
+        lambda e: not _jax.is_divisible(e),
+    ),
+    "placed outputs": (
+        jax.jit(jnp.sin, out_shardings=DEVICE),
+        lambda e: not _jax.is_divisible(e),
+    ),
+    "cast": (
+        lambda x: _jax.cast(x, "float16"),
+        lambda e: e.params["new_dtype"] == np.float16,
+    ),
+    "scopes": (
+        SCOPED,
+        lambda e: [*map(_jax.scope_names, (e, made_again(e)))] == [["inner"]] * 2,
+    ),
     "lines": (SCOPED, lambda e: __file__ in [file for file, *_ in _jax.frames(e)]),
-    "lines again": (SCOPED, lambda e: [*_jax.frames(made_again(e))] == [*_jax.frames(e)]),
-    "backward rule": ("custom_vjp_call", lambda e: _jax.backward_rule(e) == "own_backward"),
+    "lines again": (
+        SCOPED,
+        lambda e: [*_jax.frames(made_again(e))] == [*_jax.frames(e)],
+    ),
+    "backward rule": (
+        "custom_vjp_call",
+        lambda e: _jax.backward_rule(e) == "own_backward",
+    ),
     "no backward rule": ("jit", lambda e: _jax.backward_rule(e) is None),
     "ref": (lambda x: _jax.new_ref(x)[...], lambda e: _jax.is_ref(e.outvars[0])),
     "no ref": (jnp.sin, lambda e: not _jax.is_ref(e.outvars[0])),
@@ -218,14 +250,22 @@ OF_NEW = {}
 OF_BOTH = {name for name, (what, _) in ASSUMED.items() if what in OLD_AND_NEW}
 OF_BOTH |= {"name", "name of another type", "pinned inputs"}
 if HAS_NEW_FORM:
-    ASSUMED["pinned inputs"] = (jax.checkpoint(lambda x: x * 2.0, prevent_cse=(True,)), is_pinned)
+    ASSUMED["pinned inputs"] = (
+        jax.checkpoint(lambda x: x * 2.0, prevent_cse=(True,)),
+        is_pinned,
+    )
     OF_NEW = {
-        "expansion": (jnp.frexp.__wrapped__, lambda e: len(_jax.callee(e).out_avals) == 2),
+        "expansion": (
+            jnp.frexp.__wrapped__,
+            lambda e: len(_jax.callee(e).out_avals) == 2,
+        ),
         "a root": ("call_hi_primitive", lambda e: _jax.differentiated_by(e) == "jvp"),
         # Its program takes what its rules need, too.
         "call_hi_primitive": (
             "call_hi_primitive",
-            lambda e: len(_jax.callee(e).in_avals) == len(e.invars) and ends_in_product(e),
+            lambda e: (
+                len(_jax.callee(e).in_avals) == len(e.invars) and ends_in_product(e)
+            ),
         ),
     }
     ASSUMED |= OF_NEW
@@ -291,7 +331,9 @@ def test_axes_that_vary_are_known():
 
     def fun(x):
         alike = jnp.zeros(())
-        seen.extend(map(_jax.varying, map(jax.typeof, (x, alike, _jax.vary(alike, ("i",))))))
+        seen.extend(
+            map(_jax.varying, map(jax.typeof, (x, alike, _jax.vary(alike, ("i",)))))
+        )
         return x
 
     jax.jit(on_one_device(fun))(X)
@@ -300,7 +342,9 @@ def test_axes_that_vary_are_known():
 
 FORMS = {
     "renamed": lambda params: {f"new_{key}": value for key, value in params.items()},
-    "added": lambda params: params | {"second_jaxpr": jax.make_jaxpr(lambda x: x @ W)(X)},
+    "added": lambda params: (
+        params | {"second_jaxpr": jax.make_jaxpr(lambda x: x @ W)(X)}
+    ),
 }
 
 
@@ -325,9 +369,12 @@ def test_a_form_that_is_not_known_runs_as_it_is_written(name, form):
     (message,) = (str(warning.message) for warning in found)
     assert f"JAX {jax.__version__} gives it other parameters" in message
     assert _jax.TESTED in message
-    assert jaxscale.autocast(jaxscale.full_precision(fun))(X) == fun(X)  # without a warning
+    # without a warning
+    assert jaxscale.autocast(jaxscale.full_precision(fun))(X) == fun(X)
     # And the doctor's trace, of gradients that do not go through it.
-    report = diagnostics.trace(lambda w: w * jax.lax.stop_gradient(fun(X)), SCALING)(jnp.float32(2))
+    report = diagnostics.trace(lambda w: w * jax.lax.stop_gradient(fun(X)), SCALING)(
+        jnp.float32(2)
+    )
     assert report.loss == 2 * fun(X)
     assert report.not_entered == (name,)
     assert f"looked at as one: {name}" in str(report)

@@ -45,7 +45,9 @@ def started(number, *options, command=(EXAMPLE, "--local")):
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"}
     command = [sys.executable, *map(str, [*command, number, *options])]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **how) as launcher:
+    with subprocess.Popen(
+        command, env=environment, start_new_session=True, **how
+    ) as launcher:
         try:
             yield launcher
         finally:
@@ -77,7 +79,9 @@ def train(number, directory, *options):
     (agreed,) = {tuple(end) for _, *end in ends}
     # Each process compiles the step, and it does so once, restored or not. (The times tell two
     # compilations from one that is logged twice, as it is by JAX 0.6.)
-    times = re.findall(r"Finished XLA compilation of jit\(train_step\) in ([\d.]+) sec", output)
+    times = re.findall(
+        r"Finished XLA compilation of jit\(train_step\) in ([\d.]+) sec", output
+    )
     assert len(set(times)) == number
     return output, agreed
 
@@ -92,7 +96,9 @@ def restore(directory, step):
 
 
 @cases("name", HOSTS)
-def test_all_skip_the_nan_of_one_process_and_a_lost_one_costs_some_steps(name, tmp_path):
+def test_all_skip_the_nan_of_one_process_and_a_lost_one_costs_some_steps(
+    name, tmp_path
+):
     (number, victim), every, some = HOSTS[name], tmp_path / "every", tmp_path / "some"
     _, agreed = train(number, every, "--save-every", 1, "--nan", NAN_STEP, victim)
     params_before, state_before = example()["init"](jax.random.key(0))
@@ -106,7 +112,9 @@ def test_all_skip_the_nan_of_one_process_and_a_lost_one_costs_some_steps(name, t
             assert_same_bits(params, params_before)
             assert_same_bits(opt_state.inner_state, state_before.inner_state)
         assert opt_state.total_steps == step
-        assert opt_state.total_notfinite == opt_state.total_notfinite_loss == len(bad_loss)
+        assert (
+            opt_state.total_notfinite == opt_state.total_notfinite_loss == len(bad_loss)
+        )
         params_before, state_before = params, opt_state
     assert bad_loss == [NAN_STEP]
     retries, skipped, scale = map(int, agreed[:3])
@@ -118,20 +126,27 @@ def test_all_skip_the_nan_of_one_process_and_a_lost_one_costs_some_steps(name, t
     # Another process has the NaN than in this run, which must not matter.
     options = "--save-every", SAVE_EVERY, "--nan", NAN_STEP, (victim + 1) % number
     killed = "--kill", KILL_STEP, victim
-    code, output = run(number, "--steps", STEPS, "--checkpoints", some, *options, *killed)
+    code, output = run(
+        number, "--steps", STEPS, "--checkpoints", some, *options, *killed
+    )
     (codes,) = re.findall(r"Exit codes: \[(.*)\]", output)
     assert code == 1
     assert codes.split(", ")[victim] == str(-signal.SIGKILL)
     assert "digest of the state" not in output  # which says that a process has finished
     output, resumed = train(number, some, *options)
     # The last one may not have been complete when the process was lost.
-    assert int(re.search(r"from step (\d+)", output).group(1)) in (SAVE_EVERY, 2 * SAVE_EVERY)
+    assert int(re.search(r"from step (\d+)", output).group(1)) in (
+        SAVE_EVERY,
+        2 * SAVE_EVERY,
+    )
     assert resumed == agreed
 
 
 def test_processes_agree_by_themselves_on_the_scale_of_a_backward_pass():
     """Where only one of them overflows, too: otherwise it would wait for the others for ever."""
-    code, output = run(4, command=(EXAMPLE.parent.parent / "tests" / "support" / "hosts.py",))
+    code, output = run(
+        4, command=(EXAMPLE.parent.parent / "tests" / "support" / "hosts.py",)
+    )
     assert code == 0, output
     forms = re.findall(r"form (.+?) at (\S+?): error ([\d.]+), digest (\w{8})", output)
     agreed = {(form, scale): (error, digest) for form, scale, error, digest in forms}
@@ -141,13 +156,17 @@ def test_processes_agree_by_themselves_on_the_scale_of_a_backward_pass():
 
 def test_the_launcher_takes_its_processes_with_it():
     with started(2, "--steps", 20_000) as launcher:
-        assert "2 processes" in next(line for line in launcher.stdout if "from step" in line)
+        assert "2 processes" in next(
+            line for line in launcher.stdout if "from step" in line
+        )
         launcher.terminate()
         launcher.communicate(timeout=60)
         assert not kill_group(launcher)
 
 
 def test_where_there_is_no_cluster_it_says_what_to_do():
-    result = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True
+    )
     assert result.returncode == 2
     assert "--local 2" in result.stderr

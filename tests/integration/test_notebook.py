@@ -30,7 +30,9 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PATH = ROOT / "examples" / "gpu.ipynb"
 NOTEBOOK = json.loads(PATH.read_text())
 CODE = {
-    cell["id"]: "".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"
+    cell["id"]: "".join(cell["source"])
+    for cell in NOTEBOOK["cells"]
+    if cell["cell_type"] == "code"
 }
 METHODS = ["float32, plain Optax", "float32", "bfloat16", "float16"]
 PINNED = [f"{name}=={importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
@@ -73,8 +75,16 @@ def test_it_asks_for_figures_where_they_are_taken():
 
 
 NVIDIA = {  # what `nvidia-smi` prints and how it ends, and what the notebook reads
-    "two GPUs": ("Tesla T4, 15360 MiB\nTesla T4, 15360 MiB\n", 0, ["Tesla T4, 15360 MiB"] * 2),
-    "no driver": ("NVIDIA-SMI has failed because it could not talk to the driver.\n", 9, []),
+    "two GPUs": (
+        "Tesla T4, 15360 MiB\nTesla T4, 15360 MiB\n",
+        0,
+        ["Tesla T4, 15360 MiB"] * 2,
+    ),
+    "no driver": (
+        "NVIDIA-SMI has failed because it could not talk to the driver.\n",
+        9,
+        [],
+    ),
     "not there": (None, None, []),
 }
 
@@ -139,16 +149,24 @@ def test_nothing_is_installed_where_all_is_there(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_installed_is_an_error(tmp_path, monkeypatch):
-    with pytest.raises(ModuleNotFoundError, match=r"^JAX is not installed\. Install the one for"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^JAX is not installed\. Install the one for"
+    ):
         run_install_cell(monkeypatch, tmp_path, {})
-    with pytest.raises(RuntimeError, match=rf"from git\+{REPOSITORY}:\nno such address"):
+    with pytest.raises(
+        RuntimeError, match=rf"from git\+{REPOSITORY}:\nno such address"
+    ):
         run_install_cell(monkeypatch, tmp_path, {"jax": "a.py"}, returncode=1)
 
 
 PEAKS = {  # what the device says before and after a method, and what the table says
     "no count": (None, None, "not counted"),
     "another count": ({"num_allocs": 3}, {"num_allocs": 4}, "not counted"),
-    "it rose": ({"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 1_780_000_000}, "1.78 GB"),
+    "it rose": (
+        {"peak_bytes_in_use": 5},
+        {"peak_bytes_in_use": 1_780_000_000},
+        "1.78 GB",
+    ),
     "it stayed": (
         {"peak_bytes_in_use": 2_500_000},
         {"peak_bytes_in_use": 2_500_000},
@@ -162,7 +180,9 @@ def test_a_peak_that_did_not_rise_is_a_limit(name):
     before, after, expected = PEAKS[name]
     readings = iter((before, after))
     device = SimpleNamespace(memory_stats=lambda: next(readings))
-    names = define("train", device=device, NamedTuple=NamedTuple, Callable=Callable, Any=Any)
+    names = define(
+        "train", device=device, NamedTuple=NamedTuple, Callable=Callable, Any=Any
+    )
     read = names["read_peak_bytes"]
     assert names["describe_peak"](read(), read()) == expected
 
@@ -173,7 +193,9 @@ def printed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebook")
     program = folder / "gpu.py"
     program.write_text("\n\n".join(CODE.values()))
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+    }
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     options = {"env": environment, "cwd": folder, "capture_output": True, "text": True}
     result = subprocess.run([sys.executable, str(program)], **options)
@@ -183,7 +205,11 @@ def printed(tmp_path_factory):
 
 def read_table(printed):
     """Returns the columns of the table, and its rows by their first cell."""
-    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line[:1] == "|"]
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in printed.splitlines()
+        if line[:1] == "|"
+    ]
     columns, rule, *rows = lines
     assert set(rule) == {"---"}
     assert {len(row) for row in (rule, *rows)} == {len(columns)}
@@ -195,7 +221,9 @@ def test_it_runs_on_a_cpu_and_prints_its_table(printed):
     columns, rows = read_table(printed)
     assert columns[0] == f"cpu, JAX {jax.__version__}, jaxscale {jaxscale.__version__}"
     assert list(rows) == METHODS
-    assert printed.splitlines()[-1] == "This is a CPU: times and memory mean nothing here."
+    assert (
+        printed.splitlines()[-1] == "This is a CPU: times and memory mean nothing here."
+    )
     assert f"optax {optax.__version__}" in printed
     at_the_start = float(re.search(r"loss at the start: (\S+)", printed).group(1))
     plain = float(rows["float32, plain Optax"]["last loss"])
@@ -225,6 +253,11 @@ def test_a_nan_leaves_no_trace_but_in_plain_optax(printed):
     for name, row in rows.items():
         changed = int(row["changed by a NaN"].replace(",", ""))
         assert (changed > 0) == (name == "float32, plain Optax"), name
-        says = rf"{name}: loss of the bad batch nan, steps skipped: (\d)\n.* batch (\S+)\n"
+        says = (
+            rf"{name}: loss of the bad batch nan, steps skipped: (\d)\n.* batch (\S+)\n"
+        )
         skipped, next_loss = re.search(says, printed).groups()
-        assert (skipped, next_loss == "nan") == ("0" if changed else "1", changed > 0), name
+        assert (skipped, next_loss == "nan") == (
+            "0" if changed else "1",
+            changed > 0,
+        ), name

@@ -30,7 +30,14 @@ import jaxscale.__main__
 pytestmark = pytest.mark.standard_promotion  # as users have it
 
 # A module imports from its own row and from the rows above it in this list; never in a circle.
-ROWS = ["_jax", "_boundary _trees", "_autocast _state", "_gradients", "_policies", "_step"]
+ROWS = [
+    "_jax",
+    "_boundary _trees",
+    "_autocast _state",
+    "_gradients",
+    "_policies",
+    "_step",
+]
 ROWS += ["_progress", "diagnostics flax nnx presets", "_doctor"]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row.split()}
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -44,8 +51,14 @@ def public(module, prefix=""):
 
 
 PUBLIC = public(jaxscale) | {"nnx.train_step": jaxscale.nnx.train_step}
-PUBLIC |= {f"flax.{name}": getattr(jaxscale.flax, name) for name in jaxscale.flax.__all__}
-ALL = PUBLIC | public(jaxscale.presets, "presets.") | public(jaxscale.diagnostics, "diagnostics.")
+PUBLIC |= {
+    f"flax.{name}": getattr(jaxscale.flax, name) for name in jaxscale.flax.__all__
+}
+ALL = (
+    PUBLIC
+    | public(jaxscale.presets, "presets.")
+    | public(jaxscale.diagnostics, "diagnostics.")
+)
 METHODS = {
     f"{name}.{method}": function
     for name, cls in ALL.items()
@@ -63,16 +76,23 @@ def module_of(file):
 
 def imports(file):
     """The modules of the package that a file imports, and the packages of others."""
-    package, found = ".".join(["jaxscale", *file.parent.relative_to(PACKAGE).parts]), set()
+    package, found = (
+        ".".join(["jaxscale", *file.parent.relative_to(PACKAGE).parts]),
+        set(),
+    )
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            base = importlib.util.resolve_name(
+                "." * node.level + (node.module or ""), package
+            )
             for alias in node.names:
                 below = f"{base}.{alias.name}"
                 found.add(below if below.removeprefix("jaxscale.") in MODULES else base)
-    own = {name.removeprefix("jaxscale.") for name in found if name.startswith("jaxscale.")}
+    own = {
+        name.removeprefix("jaxscale.") for name in found if name.startswith("jaxscale.")
+    }
     others = {name.split(".")[0] for name in found} - {"jaxscale"}
     return own, others - sys.stdlib_module_names
 
@@ -82,7 +102,9 @@ IMPORTS = {module: imports(file) for module, file in MODULES.items()}
 
 
 def test_imports_run_one_way_and_nothing_else_is_imported():
-    graph = {module: own for module, (own, _) in IMPORTS.items() if module != "__init__"}
+    graph = {
+        module: own for module, (own, _) in IMPORTS.items() if module != "__init__"
+    }
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle
     assert not [
         f"{module} imports {other}"
@@ -91,7 +113,11 @@ def test_imports_run_one_way_and_nothing_else_is_imported():
         for other in own
         if ROW[other.split(".")[0]] > ROW[module.split(".")[0]]
     ]
-    extras = {"flax": {"flax"}, "nnx": {"flax"}, "diagnostics._pictures": {"matplotlib"}}
+    extras = {
+        "flax": {"flax"},
+        "nnx": {"flax"},
+        "diagnostics._pictures": {"matplotlib"},
+    }
     extras |= {"_doctor.page": {"jinja2"}}
     for module, (_, others) in IMPORTS.items():
         assert others <= {"jax", "numpy", "optax"} | extras.get(module, set()), module
@@ -118,9 +144,21 @@ def test_names_and_dependencies_are_those_of_the_contract():
     for name, fields in FIELDS.items():
         assert PUBLIC[name]._fields == tuple(fields.split())
     update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
-    assert list(update.parameters) == ["updates", "state", "params", "value", "extra_args"]
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {re.match(r"\w+", line).group() for line in declared} == {"jax", "jaxlib", "optax"}
+    assert list(update.parameters) == [
+        "updates",
+        "state",
+        "params",
+        "value",
+        "extra_args",
+    ]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
+    assert {re.match(r"\w+", line).group() for line in declared} == {
+        "jax",
+        "jaxlib",
+        "optax",
+    }
 
 
 def test_options_are_keyword_only():
@@ -134,7 +172,14 @@ def test_options_are_keyword_only():
         for parameter in inspect.signature(obj).parameters.values()
         if parameter.default is not parameter.empty
         and parameter.name
-        not in ("loss_scale", "scale", "dtype", "spikes", "nonfinite_leaves", "grad_norm")
+        not in (
+            "loss_scale",
+            "scale",
+            "dtype",
+            "spikes",
+            "nonfinite_leaves",
+            "grad_norm",
+        )
         and parameter.kind is not parameter.KEYWORD_ONLY
     ]
 
@@ -154,11 +199,22 @@ def test_pyright_finds_each_typo_of_a_users_program_and_nothing_else(tmp_path):
     config |= {"reportMissingTypeStubs": "none", "extraPaths": [str(ROOT)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
-    result = subprocess.run([*command, "-p", str(tmp_path)], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        sys.executable,
+        "--outputjson",
+    ]
+    result = subprocess.run(
+        [*command, "-p", str(tmp_path)], capture_output=True, text=True
+    )
     report = json.loads(result.stdout)
     assert report["summary"]["filesAnalyzed"] == 1
-    errors = {e["range"]["start"]["line"]: e["message"] for e in report["generalDiagnostics"]}
+    errors = {
+        e["range"]["start"]["line"]: e["message"] for e in report["generalDiagnostics"]
+    }
     marks = [re.search(r'# error: "(\w+)"', line) for line in program.splitlines()]
     expected = {i: mark.group(1) for i, mark in enumerate(marks) if mark}
     assert len(expected) == 8
@@ -178,7 +234,11 @@ DOCS = {
 # A name in backticks must resolve if it starts with a public class and a point, or with these.
 NAME = re.compile(r"(?<!`)`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`(?!`)", re.DOTALL)
 PACKAGES = ("equinox", "flax", "jax", "jaxscale", "json", "math", "matplotlib", "optax")
-CLASSES = {name.rpartition(".")[2]: value for name, value in ALL.items() if inspect.isclass(value)}
+CLASSES = {
+    name.rpartition(".")[2]: value
+    for name, value in ALL.items()
+    if inspect.isclass(value)
+}
 
 
 def resolves(name):
@@ -197,14 +257,18 @@ def test_help_starts_with_what_most_people_need():
     doc = inspect.getdoc(jaxscale)
     assert re.findall(r"^- `(\w+)\(", doc, flags=re.MULTILINE) == FIRST
     assert jaxscale.__all__[:4] == FIRST
-    assert not set(jaxscale.__all__) - set(re.findall(r"`(?:jaxscale\.)?(\w+)[`(.]", doc))
+    assert not set(jaxscale.__all__) - set(
+        re.findall(r"`(?:jaxscale\.)?(\w+)[`(.]", doc)
+    )
 
 
 def test_all_is_what_is_public():
     core = {name for name in PUBLIC if "." not in name}
     assert set(jaxscale.__all__) == core | {"diagnostics", "flax", "nnx", "presets"}
     assert dir(jaxscale) == sorted(jaxscale.__all__)
-    with pytest.raises(AttributeError, match=r"^module 'jaxscale' has no attribute 'nothing'$"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'jaxscale' has no attribute 'nothing'$"
+    ):
         _ = jaxscale.nothing
     for module in (jaxscale.diagnostics, jaxscale.presets):
         prefix = module.__name__.removeprefix("jaxscale.") + "."
@@ -215,7 +279,12 @@ def test_all_is_what_is_public():
 def test_names_in_docstrings_resolve():
     for name, doc in DOCS.items():
         assert not [each for each in NAME.findall(doc) if not resolves(each)], name
-    wrong = ("jaxscale.presets.pytorch", "LossScaledState.scale", "optax.apply_if", "jax.nunpy")
+    wrong = (
+        "jaxscale.presets.pytorch",
+        "LossScaledState.scale",
+        "optax.apply_if",
+        "jax.nunpy",
+    )
     assert not any(map(resolves, wrong))
 
 
@@ -257,7 +326,9 @@ assert "four functions" in pydoc.render_doc(jaxscale)
 
 
 @cases("name", PROGRAMS, fast=["lazy"])
-def test_modules_are_imported_when_used_and_without_flax_it_is_said_what_to_install(name):
+def test_modules_are_imported_when_used_and_without_flax_it_is_said_what_to_install(
+    name,
+):
     subprocess.run([sys.executable, "-c", PROGRAMS[name]], check=True)
 
 
@@ -269,7 +340,9 @@ def test_the_command_sets_the_flag_first(monkeypatch, flags):
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(sys, "argv", ["jaxscale", "doctor", "a:b"])
     main = "jaxscale._doctor.cli.main"
-    monkeypatch.setattr(main, lambda argv: seen.append((argv, os.environ["XLA_FLAGS"])) or 7)
+    monkeypatch.setattr(
+        main, lambda argv: seen.append((argv, os.environ["XLA_FLAGS"])) or 7
+    )
     assert pkgutil.resolve_name(scripts["jaxscale"])() == 7
     ((argv, flags_then),) = seen
     own = [] if "excess" in flags else ["--xla_allow_excess_precision=false"]
@@ -294,9 +367,19 @@ SITE = ROOT / ".github" / "site" / "pages"
 GUIDE = "\n".join([README, *(page.read_text() for page in sorted(SITE.rglob("*.md")))])
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
-DRAWN = {  # the examples that print a table and write a picture, and words of that table
+# the examples that print a table and write a picture, and words of that table
+DRAWN = {
     "quickstart": ["float32", "float16", "scaled", "skipped", "flushed"],
-    "rl": ["float32", "bfloat16", "float16", "KL", "reward", "skipped", "repeated", "lost"],
+    "rl": [
+        "float32",
+        "bfloat16",
+        "float16",
+        "KL",
+        "reward",
+        "skipped",
+        "repeated",
+        "lost",
+    ],
 }
 
 
@@ -338,9 +421,15 @@ def test_links_of_the_readme_lead_to_what_is_there():
 
 def test_readme_says_how_a_run_begun_with_plain_optax_goes_on():
     # As `test_a_run_goes_on_as_if_nothing_had_changed` does, with the same bits.
-    ((there, back),) = re.findall(r"`opt_state = (tx\.init\(params\).*?)`; back: `(.*?)`", README)
+    ((there, back),) = re.findall(
+        r"`opt_state = (tx\.init\(params\).*?)`; back: `(.*?)`", README
+    )
     params, bare = jnp.ones(3), optax.adam(0.1)
-    names = {"tx": jaxscale.loss_scaled(bare), "params": params, "old_state": bare.init(params)}
+    names = {
+        "tx": jaxscale.loss_scaled(bare),
+        "params": params,
+        "old_state": bare.init(params),
+    }
     names["opt_state"] = eval(there, names)
     assert names["opt_state"].inner_state is names["old_state"]
     assert eval(back, names) is names["old_state"]
@@ -357,18 +446,34 @@ def test_example_runs(name):
 @cases("name", DRAWN)
 def test_drawn_example_runs_end_to_end(name, tmp_path):
     # As a user runs it: it sets XLA flags of its own, before JAX is imported.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+    }
     picture = tmp_path / "picture.png"
-    command = [sys.executable, str(EXAMPLES[name]), "--steps", "3", "--picture", str(picture)]
+    command = [
+        sys.executable,
+        str(EXAMPLES[name]),
+        "--steps",
+        "3",
+        "--picture",
+        str(picture),
+    ]
     command += ["--seeds", "1"] if name == "rl" else []
-    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    options = {
+        "env": environment,
+        "cwd": tmp_path,
+        "capture_output": True,
+        "text": True,
+    }
     result = subprocess.run(command, **options)
     assert result.returncode == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not [word for word in DRAWN[name] if word not in result.stdout]
     if name == "rl":  # 8 times with rounding errors of random signs, 3 bits apart
         figures = json.loads(picture.with_suffix(".json").read_text())
-        (half,), (bfloat,) = (figures[f]["RMS of log(ratio)"] for f in ("float16", "bfloat16"))
+        (half,), (bfloat,) = (
+            figures[f]["RMS of log(ratio)"] for f in ("float16", "bfloat16")
+        )
         assert bfloat > 3 * half > 0
 
 

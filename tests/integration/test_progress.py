@@ -21,7 +21,9 @@ SGD = optax.sgd(0.1)
 TX = jaxscale.loss_scaled(optax.adam(0.1))
 ADAPTIVE = jaxscale.loss_scaled(SGD, "adaptive")
 FIXED = jaxscale.loss_scaled(SGD, 2.0**12)
-FLOORED = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(init_scale=2**12, min_scale=2**10))
+FLOORED = jaxscale.loss_scaled(
+    SGD, jaxscale.DynamicLossScale(init_scale=2**12, min_scale=2**10)
+)
 SLOW = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(backoff_factor=0.99))
 TOP = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(init_scale=2.0**24))
 
@@ -33,7 +35,9 @@ def one_step(tx, grads, state):
 
 def after(steps, grads=BAD, tx=TX):
     state = tx.init(jnp.zeros(3))
-    return functools.reduce(lambda state, _: one_step(tx, grads, state), range(steps), state)
+    return functools.reduce(
+        lambda state, _: one_step(tx, grads, state), range(steps), state
+    )
 
 
 def stuck(tree, match=None, **options):
@@ -60,7 +64,8 @@ def test_metrics_are_scalars_inside_jit_and_outside_and_of_a_loss_scale_alone():
 def test_check_is_silent_while_training_makes_progress_and_no_longer():
     jaxscale.check(after(5, jnp.ones(3)), max_consecutive=0)
     jaxscale.check({"opt": after(3)}, max_consecutive=3)
-    jaxscale.check(TX.update(jnp.ones(3), after(9))[1], max_consecutive=0)  # it has recovered
+    # it has recovered
+    jaxscale.check(TX.update(jnp.ones(3), after(9))[1], max_consecutive=0)
     # By default a scale may come down all the way.
     jaxscale.check(after(24, tx=TOP))
     stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
@@ -86,7 +91,9 @@ def trained(tx, name, batches, pass_value=True):
     @jax.jit
     def step(w, state, x):
         loss, grads = jaxscale.value_and_grad(LOSSES[name], state)(w, x)
-        return jaxscale.apply_gradients(tx, grads, state, w, value=loss if pass_value else None)
+        return jaxscale.apply_gradients(
+            tx, grads, state, w, value=loss if pass_value else None
+        )
 
     w, state = W, tx.init(W)
     for x in batches:
@@ -228,7 +235,9 @@ def idle(tx, scale=2.0**24, **counters):
     state = jax.device_get(after(1, jnp.ones(3), tx))
     scaling = state.scaling._replace(loss_scale=np.float32(scale))
     counters = {"total_steps": 10_000} | counters
-    return state._replace(scaling=scaling, **{k: np.int32(v) for k, v in counters.items()})
+    return state._replace(
+        scaling=scaling, **{k: np.int32(v) for k, v in counters.items()}
+    )
 
 
 def test_a_scale_that_only_ever_grew_is_warned_of_once():
@@ -244,9 +253,15 @@ def test_a_scale_that_only_ever_grew_is_warned_of_once():
         for state in (told, bad_loss, several, {"opt": told}):
             jaxscale.check(state)
     # By default Python shows one text of one line of a program once.
-    ((text, file, _),) = {(str(each.message), each.filename, each.lineno) for each in found}
+    ((text, file, _),) = {
+        (str(each.message), each.filename, each.lineno) for each in found
+    }
     assert (file, len(found)) == (__file__, 4)
-    for words in ("`jax.value_and_grad`", "train_step(loss_fn, tx)", "skip_nonfinite(tx)"):
+    for words in (
+        "`jax.value_and_grad`",
+        "train_step(loss_fn, tx)",
+        "skip_nonfinite(tx)",
+    ):
         assert words in text
 
 
@@ -282,7 +297,9 @@ def test_check_reads_a_train_state_and_states_that_hold_more_than_scalars():
 def test_the_advice_finds_where_an_overflow_is_born():
     def step(w):
         state = TX.init(w)
-        return TX.update(jaxscale.grad(lambda w: jnp.sum(jnp.sqrt(w)), state)(w), state, w)
+        return TX.update(
+            jaxscale.grad(lambda w: jnp.sum(jnp.sqrt(w)), state)(w), state, w
+        )
 
     with jax.debug_infs(True):  # inside `jit` the skip hides it
         jax.jit(step)(jnp.zeros(3))

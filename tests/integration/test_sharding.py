@@ -34,17 +34,26 @@ HOT_X = X.at[13].multiply(16.0)  # of one device alone
 def loss_fn(params, x):
     hidden = x.astype(jnp.float16) @ params["in"].astype(jnp.float16)
     hidden = jax.nn.relu(hidden + params["bias"].astype(jnp.float16))
-    return jnp.mean((hidden @ params["out"].astype(jnp.float16)).astype(jnp.float32) ** 2)
+    return jnp.mean(
+        (hidden @ params["out"].astype(jnp.float16)).astype(jnp.float32) ** 2
+    )
 
 
 def is_equal_on_all(tree):
     """Whether each array is the same on all devices."""
-    parts = [[x.data for x in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
-    return all(len(x) == 8 and len({np.asarray(one).tobytes() for one in x}) == 1 for x in parts)
+    parts = [
+        [x.data for x in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)
+    ]
+    return all(
+        len(x) == 8 and len({np.asarray(one).tobytes() for one in x}) == 1
+        for x in parts
+    )
 
 
 def over_devices(fun, in_specs, out_specs, **check):
-    return jax.jit(jax.shard_map(fun, mesh=LINE, in_specs=in_specs, out_specs=out_specs, **check))
+    return jax.jit(
+        jax.shard_map(fun, mesh=LINE, in_specs=in_specs, out_specs=out_specs, **check)
+    )
 
 
 named = functools.partial(jaxscale.loss_scaled, axis_name="data")
@@ -52,7 +61,9 @@ AGREEING = {
     "clipped": named(optax.adam(0.1), max_norm=1.0),
     "tracked": named(optax.adam(0.1), track_leaves=True),
     "window": jaxscale.multi_steps(named(optax.sgd(0.1)), 2, drop="window"),
-    "named inside": jaxscale.loss_scaled(jaxscale.skip_nonfinite(optax.sgd(1.0), axis_name="data")),
+    "named inside": jaxscale.loss_scaled(
+        jaxscale.skip_nonfinite(optax.sgd(1.0), axis_name="data")
+    ),
     "named outside": named(jaxscale.multi_steps(optax.sgd(1.0), 1)),
 }
 
@@ -70,7 +81,8 @@ def test_shard_map_over_sharded_parameters_agrees(name, check, fused):
     run = over_devices(one_device, (*specs, SHARDED), specs, check_vma=check)
     good = {"a": params["a"].at[4:6].set([3, 4]), "b": params["b"] * 0}
     params, state = run(params, state, good)
-    if name == "clipped":  # the largest norm of all devices, each of which has two of `a`
+    # the largest norm of all devices, each of which has two of `a`
+    if name == "clipped":
         assert is_equal_on_all(state.grad_norm)
         assert state.grad_norm == 5.0
     # An overflow on device 2, and another on device 5.
@@ -89,7 +101,9 @@ LAYOUTS = {
     "tensor parallel": (P(), P(None, BOTH), P(BOTH), P(BOTH)),
     "sharded twice": (P("data"), P("data", "model"), P("model"), P("model", "data")),
 }
-TX = jaxscale.loss_scaled(optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=2.0**8))
+TX = jaxscale.loss_scaled(
+    optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=2.0**8)
+)
 PLACES = {"in": (3, 17), "bias": (9,), "out": (31, 5)}
 
 
@@ -99,10 +113,14 @@ def pushed_step(params, state, x, push):
 
 
 def placed(tree, specs):
-    return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(GRID, spec), specs))
+    return jax.device_put(
+        tree, jax.tree.map(lambda spec: NamedSharding(GRID, spec), specs)
+    )
 
 
-@cases("layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")])
+@cases(
+    "layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")]
+)
 def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, leaf):
     batch, *specs = LAYOUTS[layout]
     specs = dict(zip(PARAMS, specs, strict=True))
@@ -115,7 +133,9 @@ def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, le
     compiled = jax.jit(lambda *args: pushed_step(*args), donate_argnums=(0, 1))
 
     def stepped(params, state, x, push):
-        new_params, new_state = compiled(*jax.tree.map(jnp.copy, (params, state)), x, push)
+        new_params, new_state = compiled(
+            *jax.tree.map(jnp.copy, (params, state)), x, push
+        )
         assert is_equal_on_all(new_state._replace(inner_state=None))
         for name, value in new_params.items():
             assert value.sharding.is_equivalent_to(shardings[name], value.ndim)
@@ -123,7 +143,8 @@ def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, le
 
     expected, expected_state = jax.jit(pushed_step)(PARAMS, TX.init(PARAMS), X, zeros)
     params, state = stepped(params, state, x, push)
-    for name, value in params.items():  # to rounding: sums over devices have another order
+    # to rounding: sums over devices have another order
+    for name, value in params.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
     assert_same_bits(*jax.device_get((state.scaling, expected_state.scaling)))
     assert state.step_applied
@@ -163,7 +184,9 @@ def by_jit(train_step, kind=AxisType.Auto):
 
 
 def by_pmap(train_step):
-    mapped = jax.pmap(train_step, "data", devices=list(DEVICES), in_axes=(None, None, 0))
+    mapped = jax.pmap(
+        train_step, "data", devices=list(DEVICES), in_axes=(None, None, 0)
+    )
 
     def run(params, state, x):
         outputs = mapped(params, state, x.reshape(8, 2, 16))
@@ -173,13 +196,21 @@ def by_pmap(train_step):
     return run
 
 
-by_shard_map = functools.partial(over_devices, in_specs=(P(), P(), SHARDED), out_specs=P())
+by_shard_map = functools.partial(
+    over_devices, in_specs=(P(), P(), SHARDED), out_specs=P()
+)
 unchecked = functools.partial(by_shard_map, check_vma=False)
 # An output whose type names its sharding.
-WITH_OUTPUT = {"loss_fn": lambda params, x: (loss_fn(params, x), x * 2), "has_aux": True}
+WITH_OUTPUT = {
+    "loss_fn": lambda params, x: (loss_fn(params, x), x * 2),
+    "has_aux": True,
+}
 # How gradients are averaged, with the axis that the optimizer knows. A hook brings its own, and
 # hides what one of the devices got.
-BY_TRANSFORM, HIDDEN = {"transform": averaged}, functools.partial(jax.tree.map, jnp.nan_to_num)
+BY_TRANSFORM, HIDDEN = (
+    {"transform": averaged},
+    functools.partial(jax.tree.map, jnp.nan_to_num),
+)
 BY_HOOK = {"on_grads": lambda grads: jax.lax.pmean(HIDDEN(grads), "data")}
 WAYS = {
     "jit": (by_jit, WITH_OUTPUT, None),
@@ -190,7 +221,11 @@ WAYS = {
     "shard_map, unchecked, hook": (unchecked, BY_HOOK, None),
     "pmap, hook": (by_pmap, BY_HOOK, None),
     "pmap, found": (by_pmap, BY_TRANSFORM, None),
-    "explicit mesh": (functools.partial(by_jit, kind=AxisType.Explicit), WITH_OUTPUT, None),
+    "explicit mesh": (
+        functools.partial(by_jit, kind=AxisType.Explicit),
+        WITH_OUTPUT,
+        None,
+    ),
 }
 
 
@@ -227,13 +262,21 @@ def test_devices_that_might_part_are_told_to_pass_the_axis():
     """Those whose parameters differ, or whose losses do; with it a bad loss counts once."""
     train_step = jaxscale.train_step(loss_fn, hot(), retries=3)
     specs = {"in_specs": (SHARDED, P(), SHARDED), "out_specs": SHARDED}
-    own = over_devices(lambda b, *args: train_step(PARAMS | {"bias": b}, *args)[2][None], **specs)
-    with pytest.raises(ValueError, match=r"train_step\(retries=3\).*'data' may.*axis_name='data'"):
+    own = over_devices(
+        lambda b, *args: train_step(PARAMS | {"bias": b}, *args)[2][None], **specs
+    )
+    with pytest.raises(
+        ValueError, match=r"train_step\(retries=3\).*'data' may.*axis_name='data'"
+    ):
         own(jnp.ones(8 * 32), hot().init(PARAMS), X)
 
     def judged(axis_name):
-        update = functools.partial(hot(axis_name=axis_name).update, PARAMS, params=PARAMS)
-        run = over_devices(lambda s, loss: update(s, value=loss[0])[1], (P(), SHARDED), P())
+        update = functools.partial(
+            hot(axis_name=axis_name).update, PARAMS, params=PARAMS
+        )
+        run = over_devices(
+            lambda s, loss: update(s, value=loss[0])[1], (P(), SHARDED), P()
+        )
         return run(hot().init(PARAMS), jnp.ones(8).at[3].set(jnp.inf))
 
     with pytest.raises(ValueError, match=r"pass `axis_name='data'`"):
@@ -280,8 +323,12 @@ def test_the_verdict_costs_one_all_reduce(policy, whole):
         # Sums travel together, where XLA joins what is alike; maxima by themselves.
         most = 1 if policy == "adaptive" else 0 if combines() else len(LEAVES)
     else:
-        before = all_reduces(functools.partial(step, bare), LEAVES, bare.init(LEAVES), LEAVES)
-        found = all_reduces(functools.partial(step, tx), LEAVES, tx.init(LEAVES), LEAVES)
+        before = all_reduces(
+            functools.partial(step, bare), LEAVES, bare.init(LEAVES), LEAVES
+        )
+        found = all_reduces(
+            functools.partial(step, tx), LEAVES, tx.init(LEAVES), LEAVES
+        )
         assert before == []
         # XLA for GPUs and TPUs makes the flags one before, and older versions for CPUs join
         # nothing at all, be it sums of gradients or flags.
@@ -293,10 +340,14 @@ def test_the_verdict_costs_one_all_reduce(policy, whole):
 
 @cases("policy, tracked", itertools.product(["dynamic", "adaptive"], [False, True]))
 def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
-    tx = jaxscale.loss_scaled(optax.identity(), policy, axis_name=BOTH, track_leaves=tracked)
+    tx = jaxscale.loss_scaled(
+        optax.identity(), policy, axis_name=BOTH, track_leaves=tracked
+    )
     args = LEAVES, tx.init(LEAVES), LEAVES, jnp.array(1.0)
     specs = laid_out(args)
-    run = functools.partial(jax.shard_map, mesh=GRID, in_specs=specs, out_specs=specs[:2])
+    run = functools.partial(
+        jax.shard_map, mesh=GRID, in_specs=specs, out_specs=specs[:2]
+    )
     reduced = all_reduces(run(lambda *args: step(tx, *args[:3], value=args[3])), *args)
     # The gradients', or those of each leaf, and the loss's; of the largest gradient, its bits.
     assert reduced == [1]
@@ -304,7 +355,10 @@ def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
 
 # Meshes as `jax.make_mesh` makes them since JAX 0.9: their axes are Explicit, and the sharding of
 # an array is part of its type.
-WEIGHTS = {"in": jnp.linspace(-1, 1, 512).reshape(16, 32), "out": jnp.ones((32, 16)) / 32.0}
+WEIGHTS = {
+    "in": jnp.linspace(-1, 1, 512).reshape(16, 32),
+    "out": jnp.ones((32, 16)) / 32.0,
+}
 REPLICATED = {"in": P(), "out": P()}
 TENSOR_PARALLEL = {"in": P(None, "model"), "out": P("model", None)}
 
@@ -359,28 +413,45 @@ def in_shard_map(w, x):
     def each(w, x):
         return jax.lax.pmean(mlp(w, x), "data")
 
-    return jax.shard_map(each, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})(w, x)
+    return jax.shard_map(
+        each, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )(w, x)
 
 
 def remat_in_shard_map(w, x):
     def each(w, x):
         return jax.lax.pmean(jax.checkpoint(mlp)(w, x), "data")
 
-    return jax.shard_map(each, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})(w, x)
+    return jax.shard_map(
+        each, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )(w, x)
 
 
-EXPLICIT = {fun.__name__: (fun, REPLICATED) for fun in (mlp, scan_of_remat, likelihood, looked_up)}
-EXPLICIT |= {fun.__name__: (fun, REPLICATED) for fun in (ruled, in_shard_map, remat_in_shard_map)}
-EXPLICIT |= {fun.__name__: (fun, TENSOR_PARALLEL) for fun in (tensor_parallel, resharded)}
+EXPLICIT = {
+    fun.__name__: (fun, REPLICATED)
+    for fun in (mlp, scan_of_remat, likelihood, looked_up)
+}
+EXPLICIT |= {
+    fun.__name__: (fun, REPLICATED) for fun in (ruled, in_shard_map, remat_in_shard_map)
+}
+EXPLICIT |= {
+    fun.__name__: (fun, TENSOR_PARALLEL) for fun in (tensor_parallel, resharded)
+}
 WRAPPERS = {
     "autocast": jaxscale.autocast,
     "scale_backward": jaxscale.scale_backward,
-    "scale_backward of autocast": lambda fun: jaxscale.scale_backward(jaxscale.autocast(fun)),
-    "autocast of scale_backward": lambda fun: jaxscale.autocast(jaxscale.scale_backward(fun)),
+    "scale_backward of autocast": lambda fun: jaxscale.scale_backward(
+        jaxscale.autocast(fun)
+    ),
+    "autocast of scale_backward": lambda fun: jaxscale.autocast(
+        jaxscale.scale_backward(fun)
+    ),
 }
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="axes are not Explicit by default")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="axes are not Explicit by default"
+)
 @cases(
     "name, way",
     itertools.product(EXPLICIT, WRAPPERS),
@@ -395,12 +466,17 @@ def test_meshes_with_explicit_axes(name, way):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     assert mesh.axis_types == (AxisType.Explicit,) * 2
     with jax.set_mesh(mesh):
-        w = {key: jax.device_put(x, NamedSharding(mesh, specs[key])) for key, x in WEIGHTS.items()}
+        w = {
+            key: jax.device_put(x, NamedSharding(mesh, specs[key]))
+            for key, x in WEIGHTS.items()
+        }
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
         expected = jax.jit(jax.value_and_grad(fun))(w, x)
         actual = jax.jit(jax.value_and_grad(WRAPPERS[way](fun)))(w, x)
         tx = jaxscale.loss_scaled(optax.adam(1e-3))
-        after, _, loss = jax.jit(jaxscale.train_step(WRAPPERS[way](fun), tx))(w, tx.init(w), x)
+        after, _, loss = jax.jit(jaxscale.train_step(WRAPPERS[way](fun), tx))(
+            w, tx.init(w), x
+        )
     assert float(loss) == float(actual[0])
     pairs = [*zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)]
     for a, b in pairs:

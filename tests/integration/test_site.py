@@ -72,9 +72,21 @@ def test_the_loop_of_the_page_makes_a_step():
 
 WRONG_BLOCKS = {
     "error": ("```python\n1 / 0\n```\n", ZeroDivisionError, "division by zero"),
-    "syntax": ("```python\nx =\n```\n", SyntaxError, r"invalid syntax \(page, line 2\)"),
-    "output": ("```python\nprint(1)\n```\n\n```text\n2\n```\n", ValueError, r"printed\n1\n.*\n2\n"),
-    "second": ("```python\nx = 1\n```\n\n```python\nx / 0\n```\n", ZeroDivisionError, "by zero"),
+    "syntax": (
+        "```python\nx =\n```\n",
+        SyntaxError,
+        r"invalid syntax \(page, line 2\)",
+    ),
+    "output": (
+        "```python\nprint(1)\n```\n\n```text\n2\n```\n",
+        ValueError,
+        r"printed\n1\n.*\n2\n",
+    ),
+    "second": (
+        "```python\nx = 1\n```\n\n```python\nx / 0\n```\n",
+        ZeroDivisionError,
+        "by zero",
+    ),
 }
 
 
@@ -87,7 +99,12 @@ def test_a_wrong_block_is_an_error(name):
 
 def test_blocks_go_on_from_each_other_and_text_is_output_only_right_after_a_block():
     page = "```text\nno output\n```\n```python\nx = 1\n```\nwords\n```python\nprint(x)\n```\n"
-    assert HOOKS.run_blocks(page + "```text\n1\n```\nwords\n```text\n2\n```\n", "page")["x"] == 1
+    assert (
+        HOOKS.run_blocks(page + "```text\n1\n```\nwords\n```text\n2\n```\n", "page")[
+            "x"
+        ]
+        == 1
+    )
 
 
 def test_each_block_is_one_that_runs():
@@ -109,15 +126,29 @@ def test_a_power_is_not_bold():
 def has_own_docstring(cls, method):
     """Whether a class writes this method itself, with what it does."""
     function = inspect.unwrap(getattr(cls, method))
-    is_written_here = getattr(function, "__qualname__", "") == f"{cls.__name__}.{method}"
-    return is_written_here and function.__module__.startswith("jaxscale") and function.__doc__
+    is_written_here = (
+        getattr(function, "__qualname__", "") == f"{cls.__name__}.{method}"
+    )
+    return (
+        is_written_here
+        and function.__module__.startswith("jaxscale")
+        and function.__doc__
+    )
 
 
 def public_names():
     """Yields all public names, and the methods that have a docstring of their own."""
-    names = {"jaxscale": set(jaxscale.__all__) - {"diagnostics", "flax", "nnx", "presets"}}
-    names |= {"jaxscale.diagnostics": jaxscale.diagnostics.__all__, "jaxscale.nnx": ["train_step"]}
-    names |= {"jaxscale.flax": jaxscale.flax.__all__, "jaxscale.presets": jaxscale.presets.__all__}
+    names = {
+        "jaxscale": set(jaxscale.__all__) - {"diagnostics", "flax", "nnx", "presets"}
+    }
+    names |= {
+        "jaxscale.diagnostics": jaxscale.diagnostics.__all__,
+        "jaxscale.nnx": ["train_step"],
+    }
+    names |= {
+        "jaxscale.flax": jaxscale.flax.__all__,
+        "jaxscale.presets": jaxscale.presets.__all__,
+    }
     for module, within in names.items():
         for name in within:
             yield f"{module}.{name}"
@@ -144,16 +175,24 @@ def built(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_site_has_all_pages_and_the_reference_all_names(built):
-    pages = {str(page.relative_to(built).with_suffix("")) for page in built.rglob("*.html")}
+    pages = {
+        str(page.relative_to(built).with_suffix("")) for page in built.rglob("*.html")
+    }
     assert pages - {"404"} == set(PAGES)
     anchors = set()
     for page in (built / "reference").glob("*.html"):
         anchors |= set(re.findall(r'<h\d id="(jaxscale[\w.]+)"', page.read_text()))
     assert not PUBLIC - anchors
     # Backticks in a docstring lead on to other names.
-    assert 'href="core.html#jaxscale.loss_scaled"' in (built / "reference/flax.html").read_text()
+    assert (
+        'href="core.html#jaxscale.loss_scaled"'
+        in (built / "reference/flax.html").read_text()
+    )
     # An example is a program, not a quotation.
-    assert "&gt;&gt;&gt; import jaxscale" not in (built / "reference/core.html").read_text()
+    assert (
+        "&gt;&gt;&gt; import jaxscale"
+        not in (built / "reference/core.html").read_text()
+    )
 
 
 WRONG_PAGE = """# Wrong
@@ -181,8 +220,18 @@ def test_a_build_fails_on_whatever_is_broken(tmp_path):
     result = subprocess.run([sys.executable, "-c", program], **OPTIONS)
     assert result.returncode != 0
     said = result.stdout + result.stderr
-    expected = ["nothing.md", "#nothing", "nothing.png", "no jaxscale.nothing", "missing.md"]
-    expected += ["no examples/nothing.py", "'jaxscale.nothing_at_all'", "ZeroDivisionError"]
+    expected = [
+        "nothing.md",
+        "#nothing",
+        "nothing.png",
+        "no jaxscale.nothing",
+        "missing.md",
+    ]
+    expected += [
+        "no examples/nothing.py",
+        "'jaxscale.nothing_at_all'",
+        "ZeroDivisionError",
+    ]
     assert not [words for words in expected if words not in said]
 
 
@@ -241,7 +290,9 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def do_GET(self):
         path = pathlib.Path(self.translate_path(self.path))
         if path.suffix == ".html" and path.is_file():
-            page = path.read_text().replace("</body>", f"<script>{LOOK}</script></body>")
+            page = path.read_text().replace(
+                "</body>", f"<script>{LOOK}</script></body>"
+            )
             self.answer(page.encode(), "text/html; charset=utf-8")
         else:
             super().do_GET()
@@ -278,7 +329,9 @@ def browser(address, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="there is no Chromium to open pages in")
+@pytest.mark.skipif(
+    not shutil.which("chromium"), reason="there is no Chromium to open pages in"
+)
 def test_a_browser_finds_all_that_pages_refer_to(built, tmp_path):
     paths = [str(page.relative_to(built)) for page in built.rglob("*.html")]
     addresses = [f"/{path}" for path in paths] + ["/index.html?find=skip_nonfinite"]
@@ -303,7 +356,9 @@ def test_a_browser_finds_all_that_pages_refer_to(built, tmp_path):
         for address in reports[-1]["found"]
     ]
 
-    links = {link for report in reports for link in report["links"] if link.startswith(root)}
+    links = {
+        link for report in reports for link in report["links"] if link.startswith(root)
+    }
     assert len(links) > len(paths)
     assert not [link for link in links if not is_there(built, link.removeprefix(root))]
 

@@ -23,9 +23,14 @@ CLIPPED_BARE = programs.BARE + programs.CLIPPED
 CLIPPED_STEP = programs.TRAIN_STEP + programs.CLIPPED
 
 
-def test_what_cannot_be_compiled_for_is_a_sentence_with_the_command_that_helps(monkeypatch):
+def test_what_cannot_be_compiled_for_is_a_sentence_with_the_command_that_helps(
+    monkeypatch,
+):
     monkeypatch.setattr(targets, "_is_installed", lambda module: False)
-    for kind, package in {"H100": '"jax-cuda12-plugin[with-cuda]"', "TPU v5e": "libtpu"}.items():
+    for kind, package in {
+        "H100": '"jax-cuda12-plugin[with-cuda]"',
+        "TPU v5e": "libtpu",
+    }.items():
         sentence = re.escape(f"no compiler for {kind} is here: pip install {package}")
         with pytest.raises(targets.CannotCompile, match=f"^{sentence}$"):
             targets.devices(kind, "1")
@@ -35,17 +40,25 @@ def test_what_cannot_be_compiled_for_is_a_sentence_with_the_command_that_helps(m
 
     monkeypatch.setattr(targets, "_is_installed", lambda module: True)
     monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
-    sentence = r"no devices v9:2x2 \(tpu has no v9:2x2\); .*: pip install --upgrade libtpu$"
+    sentence = (
+        r"no devices v9:2x2 \(tpu has no v9:2x2\); .*: pip install --upgrade libtpu$"
+    )
     with pytest.raises(targets.CannotCompile, match=sentence):
         targets.devices("TPU v9", "2x2")
 
 
 def run(command, search=()):
     """What Python prints, given a command."""
-    path = os.pathsep.join([*search, str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [*search, str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")]
+    )
     environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=1500
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -78,19 +91,39 @@ def test_rows_without_a_compiler_do_not_stop_the_others(tmp_path):
 def figures(tmp_path_factory):
     """The figures of each method by layout and width, for the TPU v5e."""
     folder = tmp_path_factory.mktemp("compiler")
-    requirements = {each.split(";")[0].strip() for each in importlib.metadata.requires("jax")}
+    requirements = {
+        each.split(";")[0].strip() for each in importlib.metadata.requires("jax")
+    }
     (wanted,) = (each for each in requirements if each.startswith("libtpu"))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+    ]
     installed = subprocess.run([*pip, wanted], capture_output=True, text=True)
     if installed.returncode:
-        pytest.fail(f"pip cannot install {wanted}, the TPU's compiler: {installed.stderr[-500:]}")
+        pytest.fail(
+            f"pip cannot install {wanted}, the TPU's compiler: {installed.stderr[-500:]}"
+        )
     path = folder / "programs.json"
     options = ["--targets", "TPU v5e", "--dtypes", "float32", f"--json={path}"]
     options += ["--layouts", "one device", "FSDP", "FSDP and tensor parallel"]
-    options += ["--only", programs.BARE, CLIPPED_BARE, programs.TRAIN_STEP, CLIPPED_STEP]
+    options += [
+        "--only",
+        programs.BARE,
+        CLIPPED_BARE,
+        programs.TRAIN_STEP,
+        CLIPPED_STEP,
+    ]
     run([str(SCRIPT), *options], search=[str(folder)])
     rows = json.loads(path.read_text())["rows"]
-    shutil.rmtree(folder)  # half a gigabyte, of which pytest would keep that of three runs
+    # half a gigabyte, of which pytest would keep that of three runs
+    shutil.rmtree(folder)
     return {(row["devices"], row["width"]): row["methods"] for row in rows}
 
 
@@ -106,7 +139,11 @@ def test_on_a_tpu_nothing_waits_for_the_host_is_wide_or_compiles_twice(figures):
     for place, reports in figures.items():
         for name, report in reports.items():
             assert "error" not in report, (place, name, report)
-            assert (report["host"], report["64-bit"], report["stable"]) == (0, 0, True), name
+            assert (report["host"], report["64-bit"], report["stable"]) == (
+                0,
+                0,
+                True,
+            ), name
 
 
 @pytest.mark.slow
@@ -132,7 +169,9 @@ def test_on_a_tpu_a_step_exchanges_a_few_numbers_more_and_no_more_when_clipped(f
 @pytest.mark.slow
 def test_on_a_tpu_a_step_moves_the_bytes_of_optax_with_clipping(figures):
     for place, reports in figures.items():
-        moved = {name: report["bytes_per_parameter"] for name, report in reports.items()}
+        moved = {
+            name: report["bytes_per_parameter"] for name, report in reports.items()
+        }
         # Optax alone updates each parameter as its gradient leaves the matrix product, which no
         # one can who must see all gradients first: they are written and read, 8 bytes at most.
         assert max(moved.values()) <= moved[programs.BARE] + 8.1, place

@@ -13,7 +13,11 @@ from tables import assert_close, cases, run
 import jaxscale
 
 PARAMS = {"w": jnp.array([1.0, -2.0])}
-GRADS = [{"w": jnp.array([0.5, 0.25])}, {"w": jnp.array([jnp.nan, 1.0])}, {"w": jnp.ones(2)}]
+GRADS = [
+    {"w": jnp.array([0.5, 0.25])},
+    {"w": jnp.array([jnp.nan, 1.0])},
+    {"w": jnp.ones(2)},
+]
 LOSSES = [1.0, 2.0, 0.5]
 INJECTED = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.9)
 
@@ -53,7 +57,9 @@ WAYS = {
 }
 
 
-@cases("way", WAYS, fast=["loss= and others (MaxText, levanter)", "nnx.Optimizer (Tunix)"])
+@cases(
+    "way", WAYS, fast=["loss= and others (MaxText, levanter)", "nnx.Optimizer (Tunix)"]
+)
 def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
     tx = jaxscale.skip_nonfinite(INJECTED, spikes=jaxscale.SpikeRule())
     if WAYS[way] is None:
@@ -86,7 +92,11 @@ def test_hyperparameters_are_written_through_the_wrapper():
         updates, state = jax.jit(tx.update)(GRADS[2], state, PARAMS)
         np.testing.assert_array_equal(updates["w"], [-0.25, -0.25])
         assert state.hyperparams["learning_rate"] == 0.25
-    assert not hasattr(jaxscale.skip_nonfinite(optax.sgd(0.5)).init(PARAMS), "hyperparams")
+    assert not hasattr(
+        jaxscale.skip_nonfinite(optax.sgd(0.5)).init(PARAMS), "hyperparams"
+    )
     both = optax.chain(INJECTED, INJECTED)
-    with pytest.raises(AttributeError, match=r"exactly one `optax.inject_hyperparams`.* got 2"):
+    with pytest.raises(
+        AttributeError, match=r"exactly one `optax.inject_hyperparams`.* got 2"
+    ):
         _ = jaxscale.skip_nonfinite(both).init(PARAMS).hyperparams

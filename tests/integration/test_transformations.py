@@ -36,7 +36,9 @@ def scanned(train_step):
 
 
 # Of a population, by steps and members: what each member's gradients are multiplied by.
-POPULATION = jnp.stack([FACTORS, jnp.ones(8), jnp.full(8, NAN), jnp.ones(8).at[6].set(INF)], axis=1)
+POPULATION = jnp.stack(
+    [FACTORS, jnp.ones(8), jnp.full(8, NAN), jnp.ones(8).at[6].set(INF)], axis=1
+)
 
 
 @cases("order", ["vmap in scan", "scan in vmap"], fast=["vmap in scan"])
@@ -44,7 +46,9 @@ def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
     train_step = trainer(EXACT_TX, exact_loss, fused=order == "vmap in scan")
     steps, members = POPULATION.shape
     batches = small_integers(steps, members, 3), POPULATION
-    start = jax.tree.map(lambda p: p + jnp.arange(members).reshape(-1, *[1] * p.ndim), EXACT)
+    start = jax.tree.map(
+        lambda p: p + jnp.arange(members).reshape(-1, *[1] * p.ndim), EXACT
+    )
     carry = start, jax.vmap(EXACT_TX.init)(start)
     inside = jax.vmap(scanned(train_step), in_axes=(0, 1))
     run = scanned(jax.vmap(train_step)) if order == "vmap in scan" else inside
@@ -111,20 +115,27 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     # LogMax takes logarithms, which may come out differently in another program.
     assert_close(carry[1].scaling, expected[1].scaling)
     assert_same_bits(carry[0], expected[0])
-    assert_same_bits(carry[1]._replace(scaling=None), expected[1]._replace(scaling=None))
+    assert_same_bits(
+        carry[1]._replace(scaling=None), expected[1]._replace(scaling=None)
+    )
 
 
 @cases(
     "policy, jit, way",
     [(policy, False, "loop") for policy in ALL_POLICIES]
-    + [("dynamic", False, "scan"), ("dynamic", True, "scan"), ("dynamic", True, "vmap")],
+    + [
+        ("dynamic", False, "scan"),
+        ("dynamic", True, "scan"),
+        ("dynamic", True, "vmap"),
+    ],
     fast=[("dynamic", True, "scan"), ("logmax", False, "loop")],
 )
 def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam
     # or inf - inf, must not see them; bare optax does.
     tx = jaxscale.loss_scaled(optax.adam(0.1), ALL_POLICIES[policy])
-    x = 1 + jnp.abs(small_integers(2, 3))  # no 0, as 0 * inf would be a NaN of the model
+    # no 0, as 0 * inf would be a NaN of the model
+    x = 1 + jnp.abs(small_integers(2, 3))
     batches = x, jnp.array([INF, 1])
     run = ways_to_train(tx, exact_loss)[way]
     run = jax.jit(run) if jit else run
@@ -139,7 +150,9 @@ def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
 
 def test_where_nans_are_errors_one_in_a_compiled_step_that_is_skipped_is_none():
     tx = jaxscale.skip_nonfinite(optax.adam(0.1))
-    train_step = jax.jit(lambda carry, x: trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0])))
+    train_step = jax.jit(
+        lambda carry, x: trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0]))
+    )
     with jax.debug_nans(True):
         params, state = train_step((MLP, tx.init(MLP)), jnp.zeros((5, 3)))
     assert_same_bits(params, MLP)
@@ -177,7 +190,10 @@ def step(d, tx, jit=lambda fun: fun):
     def after(params):
         return cubic(train_step((params, tx.init(params)), batch)[0], batch)
 
-    batch, train_step = jnp.array([2.0, -1.0, 1.0]), jit(trainer(tx, cubic, jit is jax.jit, d))
+    batch, train_step = (
+        jnp.array([2.0, -1.0, 1.0]),
+        jit(trainer(tx, cubic, jit is jax.jit, d)),
+    )
     return jax.grad(after)(EXACT), jax.jvp(after, (EXACT,), (EXACT,))
 
 
@@ -194,18 +210,24 @@ def more(differentiated):
 
 DIFFERENTIATED = {
     "remat": remat,
-    "remat of products": lambda *args: remat(*args, jax.checkpoint_policies.dots_saveable),
+    "remat of products": lambda *args: remat(
+        *args, jax.checkpoint_policies.dots_saveable
+    ),
     "gradient penalty": gradient_penalty,
     "step": step,
     "compiled step": lambda *args: step(*args, jax.jit),
     "jvp": more(lambda fun: jax.jvp(fun, (W,), (jnp.array([1.0, 2.0]),))),
     "jacrev": more(lambda fun: jax.jacrev(fun)(W)),
     "hessian": more(lambda fun: jax.hessian(fun)(W)),
-    "vmapped jvp": more(lambda fun: jax.vmap(lambda t: jax.jvp(fun, (W,), (t,)))(jnp.eye(2))),
+    "vmapped jvp": more(
+        lambda fun: jax.vmap(lambda t: jax.jvp(fun, (W,), (t,)))(jnp.eye(2))
+    ),
 }
 
 
-@cases("name", DIFFERENTIATED, fast=["remat", "gradient penalty", "compiled step", "jvp"])
+@cases(
+    "name", DIFFERENTIATED, fast=["remat", "gradient penalty", "compiled step", "jvp"]
+)
 def test_value_and_grad_is_that_of_jax(name):
     def bare(fun, state=None, **kwargs):
         return jax.value_and_grad(fun, **kwargs)

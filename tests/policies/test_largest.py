@@ -49,13 +49,21 @@ def test_it_is_the_largest_absolute_value(dtype):
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
-        pytest.param({"w": np.array([3 - 4j, 1 + 1j], np.complex64)}, 4, id="imaginary part"),
-        pytest.param({"w": np.array([-6 + 1j], np.complex64), "b": np.float16(5)}, 6, id="sign"),
+        pytest.param(
+            {"w": np.array([3 - 4j, 1 + 1j], np.complex64)}, 4, id="imaginary part"
+        ),
+        pytest.param(
+            {"w": np.array([-6 + 1j], np.complex64), "b": np.float16(5)}, 6, id="sign"
+        ),
         # Of Flax' statistics of FP8, say.
         pytest.param(
-            {"w": -np.ones(2), "_overwrite_with_gradient": np.full(2, 9.0)}, 1, id="overwrite"
+            {"w": -np.ones(2), "_overwrite_with_gradient": np.full(2, 9.0)},
+            1,
+            id="overwrite",
         ),
-        pytest.param({"n": np.arange(9), "none": None, "text": "no"}, None, id="no gradient"),
+        pytest.param(
+            {"n": np.arange(9), "none": None, "text": "no"}, None, id="no gradient"
+        ),
         pytest.param({}, None, id="an empty tree"),
         pytest.param(None, None, id="nothing"),
     ],
@@ -88,7 +96,11 @@ def test_what_overflows_only_as_it_is_unscaled_is_not_finite():
 # It is also the verdict. `tests/gradients/test_verdict.py` has all places and dtypes.
 
 
-@cases("dtype", ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn"], fast=["float64"])
+@cases(
+    "dtype",
+    ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn"],
+    fast=["float64"],
+)
 def test_of_numbers_that_are_not_finite_it_says_the_worst(dtype):
     compiled = jax.jit(find_largest)
     with x64():
@@ -224,7 +236,9 @@ def test_update_gives_a_policy_the_largest_gradient_if_it_needs_it(cls, expected
     ("cls", "expected"), [(Recording, "None"), (NeedingRecording, "float32[]")]
 )
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_step_gives_a_policy_the_largest_gradient_if_it_needs_it(cls, expected, retries):
+def test_a_step_gives_a_policy_the_largest_gradient_if_it_needs_it(
+    cls, expected, retries
+):
     sizes = []
     tx = jaxscale.loss_scaled(optax.sgd(0.0), cls(sizes))
     step = make_whole_step(tx, retries=retries)
@@ -247,7 +261,9 @@ def test_of_all_devices_it_is_the_largest(axis):
         return next_state.scaling
 
     if axis:
-        find_scaling = jax.shard_map(find_scaling, mesh=mesh, in_specs=P("data"), out_specs=P())
+        find_scaling = jax.shard_map(
+            find_scaling, mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
     run = jax.jit(find_scaling, in_shardings=NamedSharding(mesh, P("data")))
     assert run(grads).peak == 0
     with_nan = grads["w"].at[6].set(jnp.nan)

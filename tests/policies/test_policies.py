@@ -49,7 +49,9 @@ def follow(policy, start, steps):
 
 
 def replaced(state, **fields):
-    return state._replace(**{name: jnp.float32(value) for name, value in fields.items()})
+    return state._replace(
+        **{name: jnp.float32(value) for name, value in fields.items()}
+    )
 
 
 # The rules that probe.
@@ -89,7 +91,9 @@ def dynamic_policies(draw):
     st.tuples(powers(-30, 40), st.integers(0, 9), st.integers(0, 9)) | st.none(),
     st.lists(st.sampled_from([BAD, NO_GRADIENTS]), min_size=24, max_size=24),
 )
-def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(policy, start, steps):
+def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(
+    policy, start, steps
+):
     growth_delay = getattr(policy, "growth_delay", 0)
     first = (policy.init_scale, -growth_delay, policy.hysteresis)
     assert tuple(leaf.item() for leaf in policy.init()) == first
@@ -100,8 +104,12 @@ def test_moves_at_the_bounds_are_those_of_the_reference():
     numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
     policies = [jaxscale.DynamicLossScale(**numbers)]
     for clip, clamp in itertools.product([True, False], ["never", "moves", "steps"]):
-        policies.append(presets.PresetLossScale(**numbers, clip_growth=clip, clamp=clamp))
-    for policy, scale, step in itertools.product(policies, [1.0, 8.0, 64.0], [1.0, BAD]):
+        policies.append(
+            presets.PresetLossScale(**numbers, clip_growth=clip, clamp=clamp)
+        )
+    for policy, scale, step in itertools.product(
+        policies, [1.0, 8.0, 64.0], [1.0, BAD]
+    ):
         follow(policy, (scale, 0, 1), [step])
 
 
@@ -109,7 +117,11 @@ def test_moves_at_the_bounds_are_those_of_the_reference():
 def test_no_scale_is_zero_inf_or_nan(step):
     bounds = {"min_scale": 2.0**-126, "max_scale": float(jnp.finfo(jnp.float32).max)}
     policy = jaxscale.DynamicLossScale(
-        init_scale=1.0, growth_interval=1, growth_factor=2.0**50, backoff_factor=2.0**-50, **bounds
+        init_scale=1.0,
+        growth_interval=1,
+        growth_factor=2.0**50,
+        backoff_factor=2.0**-50,
+        **bounds,
     )
     last = scanned(policy, policy.init(), np.full(300, step, np.float32)).loss_scale[-1]
     assert last == bounds["min_scale" if step == BAD else "max_scale"]
@@ -121,7 +133,9 @@ def test_an_unusable_restored_scale_heals():
         state = replaced(policy.init(), loss_scale=scale)
         after_finite = policy.adjust(state, True)
         after_overflow = policy.adjust(state, False)
-        assert after_finite.loss_scale == policy.init_scale * policy.growth_factor, scale
+        assert after_finite.loss_scale == policy.init_scale * policy.growth_factor, (
+            scale
+        )
         assert after_overflow.loss_scale == policy.init_scale / 2, scale
 
 
@@ -145,7 +159,9 @@ def test_a_tracker_restored_beyond_the_interval_grows_at_once():
 
 @st.composite
 def adaptive_policies(draw):
-    min_level, level, max_level = sorted(draw(st.integers(-14 * 4, 63)) / 4 for _ in range(3))
+    min_level, level, max_level = sorted(
+        draw(st.integers(-14 * 4, 63)) / 4 for _ in range(3)
+    )
     min_scale, init_scale, max_scale = sorted(draw(powers(-20, 60)) for _ in range(3))
     counts = st.integers(1, 9) | st.integers(1, 2**31 - 1)
     return jaxscale.AdaptiveLossScale(
@@ -199,7 +215,9 @@ UNITS = st.integers(-128 * 2**16, 128 * 2**16) | st.just(-256 * 2**16)
 @hypothesis.example(8, 0, 0, 2**23, 2**31 - 5, 2**31 - 5, 0, [1.0] * LENGTH)
 @hypothesis.example(8, 0, 2**23, 0, ADAPTIVE.period * 3 // 8, None, 0, [BAD] * LENGTH)
 @hypothesis.example(4, 0, 2**23, 2**19, 9, 1, 0, [8.0] * LENGTH)
-@hypothesis.example(4, 0, 2**23, 2**19, 10**6, ADAPTIVE.period * 3 // 4, 0, [1.0] * LENGTH)
+@hypothesis.example(
+    4, 0, 2**23, 2**19, 10**6, ADAPTIVE.period * 3 // 4, 0, [1.0] * LENGTH
+)
 def test_the_adaptive_rule_follows_the_reference_from_any_state(
     exponent, peak, level, crest, finite_steps, held_steps, overflows, sizes
 ):
@@ -263,19 +281,42 @@ def test_a_restored_scale_moves_from_the_power_of_two_below():
 Rule, Spikes = jaxscale.AdaptiveLossScale, jaxscale.SpikeRule
 REJECTED = {
     "level too high": (Rule, {"level": 16}, r"\(level=.*below 16, got 16.*pass 13\.0"),
-    "levels": (Rule, {"level": 8, "min_level": 9}, r".*min_level <= level <= max_level, got 9"),
-    "scales": (Rule, {"min_scale": 2, "max_scale": 1}, r".*<= max_scale, got 2\.0, 256\.0 and 1"),
-    "no power": (Rule, {"init_scale": 1000}, r"\(init_scale=.*power of two.*1000.*2\.0\*\*9"),
-    **{name: (Rule, {name: -20}, rf"\({name}=.*got -20") for name in ADAPTIVE.get_config()},
+    "levels": (
+        Rule,
+        {"level": 8, "min_level": 9},
+        r".*min_level <= level <= max_level, got 9",
+    ),
+    "scales": (
+        Rule,
+        {"min_scale": 2, "max_scale": 1},
+        r".*<= max_scale, got 2\.0, 256\.0 and 1",
+    ),
+    "no power": (
+        Rule,
+        {"init_scale": 1000},
+        r"\(init_scale=.*power of two.*1000.*2\.0\*\*9",
+    ),
+    **{
+        name: (Rule, {name: -20}, rf"\({name}=.*got -20")
+        for name in ADAPTIVE.get_config()
+    },
     "window": (Spikes, {"window": 1}, r"\(.*window=.*at least 2, got 1"),
-    "a part of a window": (Spikes, {"window": 12.5}, r"\(.*window=.*integer.*got 12\.5"),
+    "a part of a window": (
+        Spikes,
+        {"window": 12.5},
+        r"\(.*window=.*integer.*got 12\.5",
+    ),
     "sigmas 0": (Spikes, {"sigmas": 0}, r"\(.*sigmas=.*above 0.*got 0\..*pass 6\.0"),
     "sigmas NaN": (Spikes, {"sigmas": math.nan}, r"\(.*sigmas=.*got nan"),
     "sigmas inf": (Spikes, {"sigmas": math.inf}, r"\(.*sigmas=.*at most 1e6, got inf"),
     "sigmas bool": (Spikes, {"sigmas": True}, r"\(.*sigmas=.*got True"),
     "sigmas text": (Spikes, {"sigmas": "6"}, r"\(.*sigmas=.*got '6'"),
     "history": (Spikes, {"min_history": 1}, r"\(.*min_history=.*at least 2, got 1"),
-    "a long history": (Spikes, {"window": 8, "min_history": 9}, r"\(.*at most window=8, got 9"),
+    "a long history": (
+        Spikes,
+        {"window": 8, "min_history": 9},
+        r"\(.*at most window=8, got 9",
+    ),
 }
 
 
@@ -365,7 +406,9 @@ def test_no_gradients_are_finite():
 def test_every_kind_of_scalar_bool_is_taken():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     for verdict in (True, np.bool_(True), np.array(True)):
-        assert policy.adjust(policy.init(), verdict).loss_scale == 2.0**16, type(verdict)
+        assert policy.adjust(policy.init(), verdict).loss_scale == 2.0**16, type(
+            verdict
+        )
 
 
 def test_policies_are_plain_values():
@@ -391,7 +434,9 @@ def test_numbers_of_numpy_become_those_of_python():
     for policy in (dynamic, adaptive, presets.PresetLossScale(**numbers)):
         types = {type(value) for value in policy.get_config().values()}
         assert types <= {float, int, bool, str}, policy
-    assert dynamic == jaxscale.DynamicLossScale(init_scale=8, min_scale=4, growth_interval=3)
+    assert dynamic == jaxscale.DynamicLossScale(
+        init_scale=8, min_scale=4, growth_interval=3
+    )
 
 
 def test_as_loss_scale():

@@ -39,17 +39,28 @@ def test_a_fifth_of_pytorchs_skips_at_a_scale_as_high():
 def test_with_retries_no_step_is_lost_and_few_are_repeated():
     ours, theirs = totals(ADAPTIVE, retries=8), totals(TORCH, retries=1)
     assert (ours["skips"], theirs["skips"], theirs["extra"]) == (0, 0, 38)
-    assert ours["extra"] <= sum(len(trace.ceiling) for trace in RECORDED.values()) / 10_000
+    assert (
+        ours["extra"] <= sum(len(trace.ceiling) for trace in RECORDED.values()) / 10_000
+    )
 
 
 def test_it_finds_its_level_within_a_few_dozen_steps_and_without_a_skip():
     for name, replay in simulator.replay(ADAPTIVE, RECORDED).items():
         assert not replay.skipped[:100].any(), name
-        assert np.log2(replay.scale[30]) >= np.median(RECORDED[name].ceiling[:60]) - 4, name
+        assert (
+            np.log2(replay.scale[30]) >= np.median(RECORDED[name].ceiling[:60]) - 4
+        ), name
 
 
 # The usual largest gradient, that of rare batches, and their share.
-SIZES = [(1e-8, 1.0), (1e-6, 1.0), (1e-4, 1.0), (1e-8, 1e-2), (1e-6, 1e-2), (1e-10, 30.0)]
+SIZES = [
+    (1e-8, 1.0),
+    (1e-6, 1.0),
+    (1e-4, 1.0),
+    (1e-8, 1e-2),
+    (1e-6, 1e-2),
+    (1e-10, 30.0),
+]
 SHARES = [0.001, 0.003, 0.01, 0.03]
 # A handful of bursts is over before they are learned. So are twenty batches in 20,000 steps if each
 # is of another size: up to nine of eighteen were lost.
@@ -73,7 +84,10 @@ def test_rare_large_batches_are_learned_and_not_lost(way, seed):
         assert once[run].skipped[is_large].sum() <= max(is_large.sum() / 4, 6), run
         assert once[run].skipped.sum() <= 25, run
         # The scale makes room for them, and not much more.
-        room = np.median(trace.ceiling[is_large]) - np.log2(once[run].scale[10_000:]).mean()
+        room = (
+            np.median(trace.ceiling[is_large])
+            - np.log2(once[run].scale[10_000:]).mean()
+        )
         assert room <= 7, run
         assert not again[run].skipped.any(), run
         assert again[run].extra.sum() <= 25, run
@@ -101,7 +115,9 @@ def batches():
     first, step = rng.integers(0, WORDS, (2, STEPS, BATCH, 1))
     words = (first + step % 5 * np.arange(LENGTH + 1)) % WORDS
     noise = rng.integers(0, WORDS, words.shape)
-    return jnp.asarray(np.where(rng.random(words.shape) < 0.05, noise, words).astype(np.int32))
+    return jnp.asarray(
+        np.where(rng.random(words.shape) < 0.05, noise, words).astype(np.int32)
+    )
 
 
 class Trained(NamedTuple):

@@ -64,7 +64,9 @@ class Promised:
         """Whether each step is skipped."""
         if finite is None:
             finite = np.isfinite(losses) & np.isfinite(norms)
-        return [self.step(*values) for values in zip(losses, norms, finite, strict=True)]
+        return [
+            self.step(*values) for values in zip(losses, norms, finite, strict=True)
+        ]
 
     def step(self, loss, norm, is_finite):
         if not is_finite or norm == 0:
@@ -164,7 +166,9 @@ class PromisedLevel:
 
 TESTS = pathlib.Path(__file__).parent.parent
 RECORDED = TESTS / "benchmarks" / "results" / "spikes-cpu.json"
-with gzip.open(TESTS / "presets" / "traces" / "olmo_skip_step_optimizer.json.gz") as file:
+with gzip.open(
+    TESTS / "presets" / "traces" / "olmo_skip_step_optimizer.json.gz"
+) as file:
     OLMO = json.load(file)
 # Losses and norms, made up and recorded, that OLMo-core's own optimizers were run on.
 STREAMS = {
@@ -214,7 +218,10 @@ def after(rule, losses, judge=judge_one):
 
 def assert_windows_are(state, reference, rtol):
     """The newest entries of both windows are those of the reference."""
-    for field, expected in (("losses", reference.losses), ("grad_norms", reference.norms)):
+    for field, expected in (
+        ("losses", reference.losses),
+        ("grad_norms", reference.norms),
+    ):
         window = np.asarray(getattr(state, field))
         newest = window[len(window) - len(expected) :]
         np.testing.assert_allclose(newest, expected, rtol=rtol, err_msg=field)
@@ -229,13 +236,19 @@ def assert_looks_are(states, looks):
         with np.errstate(over="ignore"):  # a deviation beyond float32 is inf
             expected_thresholds = np.float32([look.threshold for look in of_values])
             expected_deviations = np.float32([look.deviation for look in of_values])
-        np.testing.assert_allclose(thresholds, expected_thresholds, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            thresholds, expected_thresholds, rtol=1e-4, err_msg=name
+        )
         np.testing.assert_allclose(
             deviations, expected_deviations, rtol=1e-3, atol=0.1, err_msg=name
         )
 
 
-@cases("name", STREAMS, fast=["spikes", "1e30", "not finite", "up", "negative", "zeros", "huge"])
+@cases(
+    "name",
+    STREAMS,
+    fast=["spikes", "1e30", "not finite", "up", "negative", "zeros", "huge"],
+)
 @cases("options", OPTIONS, fast=["default"])
 def test_it_decides_as_promised(name, options):
     reference = Promised(**OPTIONS[options])
@@ -278,13 +291,18 @@ def draw_steps(rows, seed, length=200):
     kinds += ["usual"] * length  # of one length: compiled once
     noise = np.random.default_rng(seed).normal(size=(length, 2))
     usual = np.float32(np.exp(0.1 * noise))
-    steps = [STEP_KINDS[kind](*pair) for kind, pair in zip(kinds[:length], usual, strict=True)]
+    steps = [
+        STEP_KINDS[kind](*pair)
+        for kind, pair in zip(kinds[:length], usual, strict=True)
+    ]
     losses, norms, finite = zip(*steps, strict=True)
     return Steps(np.float32(losses), np.float32(norms), np.array(finite))
 
 
 @given(
-    rows=st.lists(st.tuples(st.sampled_from(list(STEP_KINDS)), st.integers(1, 15)), max_size=25),
+    rows=st.lists(
+        st.tuples(st.sampled_from(list(STEP_KINDS)), st.integers(1, 15)), max_size=25
+    ),
     seed=st.integers(0, 99),
     options=st.sampled_from(list(OPTIONS)),
 )
@@ -294,7 +312,8 @@ def test_any_row_of_steps_is_judged_as_promised(rows, seed, options):
     expected = reference.find_spikes(
         np.float64(steps.losses), np.float64(steps.norms), steps.finite
     )
-    assume(min(reference.margins, default=1) > 1e-3)  # no decision may hang on a rounding
+    # no decision may hang on a rounding
+    assume(min(reference.margins, default=1) > 1e-3)
     is_spike, states = judge_all(SpikeRule(**OPTIONS[options]), *steps)
     last = take_last(states)
     assert is_spike.tolist() == expected
@@ -312,7 +331,8 @@ LEVEL_STEPS = 4000
 
 @given(
     rows=st.lists(
-        st.tuples(st.sampled_from([0, 1, 2, 5, -3, math.nan]), st.integers(1, 900)), max_size=8
+        st.tuples(st.sampled_from([0, 1, 2, 5, -3, math.nan]), st.integers(1, 900)),
+        max_size=8,
     ),
     noise=st.sampled_from([0, 1, 8]),
     seed=st.integers(0, 99),
@@ -374,7 +394,9 @@ LEVELS = {(100, 6), (1000, 7), (1e5, 8), (1e30, 13)}
 
 
 @cases(("deviations", "skips"), LEVELS, fast=[(100, 6)])
-def test_a_new_level_is_accepted_after_as_many_steps_as_the_docstring_says(deviations, skips):
+def test_a_new_level_is_accepted_after_as_many_steps_as_the_docstring_says(
+    deviations, skips
+):
     numbers = []
     for seed in range(5):
         losses = 1 + 0.01 * np.random.default_rng(seed).standard_normal(STEPS)
@@ -416,7 +438,13 @@ def test_the_unit_does_not_matter():
     rule = SpikeRule()
     losses, norms = STREAMS["spikes"]
     is_spike, states = judge_all(rule, losses, norms)
-    of_losses = ("losses", "loss_threshold", "recent_losses", "past_levels", "level_threshold")
+    of_losses = (
+        "losses",
+        "loss_threshold",
+        "recent_losses",
+        "past_levels",
+        "level_threshold",
+    )
     for exponent in (-100, -30, 60, 120):
         unit = np.float32(2.0**exponent)
         is_spike_scaled, scaled = judge_all(rule, losses * unit, norms)
@@ -502,13 +530,20 @@ def test_a_single_spike_hides_no_other(at, most):
 
 
 JUMPS = {
-    **{f"1 +- 0.1 x {size:g}": {"size": size} for size in (2, 10, 1e6, 1e20, 1e30, 1e38)},
+    **{
+        f"1 +- 0.1 x {size:g}": {"size": size}
+        for size in (2, 10, 1e6, 1e20, 1e30, 1e38)
+    },
     **{f"early, x {size:g}": {"size": size, "at": 66} for size in (10, 1e38)},
-    **{f"constant, x {size:g}": {"size": size, "noise": 0, "runs": 1} for size in (2, 10, 1e38)},
+    **{
+        f"constant, x {size:g}": {"size": size, "noise": 0, "runs": 1}
+        for size in (2, 10, 1e38)
+    },
     "from 1e-30 to 1e38": {"size": 1e68, "start": 1e-30, "noise": 0, "runs": 1},
 }
 ACCEPTED = {"1 +- 0.1 x 10": 7, "1 +- 0.1 x 1e+06": 9, "1 +- 0.1 x 1e+30": 14}
-ACCEPTED["from 1e-30 to 1e38"] = 13  # by spikes that enter as they are, from the tenth on
+# by spikes that enter as they are, from the tenth on
+ACCEPTED["from 1e-30 to 1e38"] = 13
 
 
 @cases("name", JUMPS, fast=["1 +- 0.1 x 1e+30", "from 1e-30 to 1e38"])
@@ -615,7 +650,9 @@ def raised_population():
     steps = np.arange(4000)
     losses = np.where(steps < 1000, 1.0, 3.0) + 0.1 * steps % 0.3
     finite = steps % 7 > 0  # a bad step says nothing of the loss, and counts
-    _, states = judge_all(SpikeRule(window=2), np.float32(losses), np.ones(4000), finite)
+    _, states = judge_all(
+        SpikeRule(window=2), np.float32(losses), np.ones(4000), finite
+    )
     tx = jaxscale.skip_nonfinite(optax.sgd(0.1), spikes=SpikeRule(window=2))
     total_steps = jnp.arange(1, 4001, dtype=jnp.int32)
     return tx.init(jnp.zeros(1))._replace(total_steps=total_steps, spikes=states)
@@ -682,7 +719,13 @@ def test_to_olmo_a_norm_of_0_is_a_norm():
     assert state.norm_count == 1
 
 
-OF_LOSSES = ["losses", "loss_count", "loss_threshold", "loss_deviation", "level_threshold"]
+OF_LOSSES = [
+    "losses",
+    "loss_count",
+    "loss_threshold",
+    "loss_deviation",
+    "level_threshold",
+]
 OF_LOSSES += ["recent_losses", "past_levels", "level_steps", "past_count"]
 
 
@@ -708,7 +751,9 @@ def test_spikes_are_counted_in_all_and_in_a_row():
 def test_a_step_that_is_not_finite_leaves_no_trace():
     rule = SpikeRule(window=4)
     state = after(rule, [1.0, 1.1, 9.0, 99.0])
-    is_spike, next_state = judge_one(rule, state, jnp.float32(99), jnp.float32(1), False)
+    is_spike, next_state = judge_one(
+        rule, state, jnp.float32(99), jnp.float32(1), False
+    )
     assert not is_spike
     assert_same_bits(next_state, state)
 
@@ -743,7 +788,9 @@ VALUES = jnp.stack([STREAMS[name][0][62:74] for name in ("spikes", "steady")])
 
 def assert_close(actual, expected):
     """Equal to rounding: the order of a sum is the compiler's."""
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), actual, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4), actual, expected
+    )
 
 
 def test_a_population_is_judged_under_vmap():
@@ -818,7 +865,9 @@ def repeat(tree):
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), tree)
 
 
-OLDER = "losses grad_norms loss_count norm_count total_spikes spike_count loss_threshold"
+OLDER = (
+    "losses grad_norms loss_count norm_count total_spikes spike_count loss_threshold"
+)
 OLDER = f"{OLDER} norm_threshold loss_deviation norm_deviation".split()
 
 

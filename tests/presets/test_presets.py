@@ -25,7 +25,11 @@ REQUIRED = {
     "jmp": {"loss_scale": 2.0**15},
     "mpx": {"loss_scaling": 2.0**15, "min_loss_scaling": 1.0},
     "mindspore": {"scale_value": 2.0**10, "scale_factor": 2, "scale_window": 50},
-    "mindspore_cell": {"loss_scale_value": 2.0**12, "scale_factor": 2, "scale_window": 1000},
+    "mindspore_cell": {
+        "loss_scale_value": 2.0**12,
+        "scale_factor": 2,
+        "scale_window": 1000,
+    },
     "mindformers": {"loss_scale_value": 2.0**12, "scale_factor": 2, "scale_window": 20},
 }
 FIELDS = "init_scale growth_factor backoff_factor growth_interval hysteresis min_scale max_scale"
@@ -66,15 +70,26 @@ def make(name, **arguments):
 
 
 def test_the_presets_are_these():
-    functions = {name for name, value in vars(presets).items() if inspect.isfunction(value)}
-    saved = {"from_torch", "to_torch", "from_tensorflow", "from_keras", "from_flax", "from_jmp"}
+    functions = {
+        name for name, value in vars(presets).items() if inspect.isfunction(value)
+    }
+    saved = {
+        "from_torch",
+        "to_torch",
+        "from_tensorflow",
+        "from_keras",
+        "from_flax",
+        "from_jmp",
+    }
     assert functions == {*DEFAULTS, *saved}
 
 
 def test_tests_that_the_docstring_names_are_there():
     named = set(re.findall(r"test_\w+", presets.__doc__))
     files = pathlib.Path(__file__).parent.parent.rglob("test_*.py")
-    defined = set(re.findall(r"(?<=def )test_\w+", "".join(file.read_text() for file in files)))
+    defined = set(
+        re.findall(r"(?<=def )test_\w+", "".join(file.read_text() for file in files))
+    )
     assert named
     assert named <= defined
 
@@ -96,8 +111,16 @@ def test_the_rule_of_olmo_has_its_defaults():
 NOT_NAMED = {
     "apex": ["scale_factor"],
     "chainer": ["scale"],
-    "fairseq": ["init_scale", "scale_window", "tolerance", "threshold", "min_loss_scale"],
-    "openseq2seq_logmax": list(inspect.signature(presets.openseq2seq_logmax).parameters),
+    "fairseq": [
+        "init_scale",
+        "scale_window",
+        "tolerance",
+        "threshold",
+        "min_loss_scale",
+    ],
+    "openseq2seq_logmax": list(
+        inspect.signature(presets.openseq2seq_logmax).parameters
+    ),
 }
 
 
@@ -106,7 +129,9 @@ def test_names_in_errors_are_those_of_the_library(name):
     parameters = inspect.signature(getattr(presets, name)).parameters.values()
     arguments = {each.name for each in parameters if not isinstance(each.default, bool)}
     for argument in arguments - set(NOT_NAMED.get(name, ())):
-        with pytest.raises(ValueError, match=rf"^`presets\.{name}\({argument}=.* got -1"):
+        with pytest.raises(
+            ValueError, match=rf"^`presets\.{name}\({argument}=.* got -1"
+        ):
             make(name, **{argument: -1})
 
 
@@ -115,22 +140,36 @@ def test_there_are_scalers_that_do_not_move():
     none = jaxscale.NoOpLossScale()
     assert presets.torch(enabled=False) == presets.paddle(enable=False) == none
     assert presets.paddle(init_loss_scaling=8, use_dynamic_loss_scaling=False) == fixed
-    assert presets.tf_keras(dynamic=False, initial_scale=8) == presets.chainer(scale=8) == fixed
+    assert (
+        presets.tf_keras(dynamic=False, initial_scale=8)
+        == presets.chainer(scale=8)
+        == fixed
+    )
 
 
 # What a library saved.
 
-TORCH = {"scale": 4096.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 50}
+TORCH = {
+    "scale": 4096.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 50,
+}
 TORCH |= {"_growth_tracker": 7}
 NUMBERS = {"initial_scale": 16.0, "dynamic_growth_steps": 5}
 TENSORFLOW = {"initial_loss_scale": 4.0, "increment_period": 3, "multiplier": 4.0}
-OLD = {"optimizer": {}, "loss_scale": {"class_name": "DynamicLossScale", "config": TENSORFLOW}}
+OLD = {
+    "optimizer": {},
+    "loss_scale": {"class_name": "DynamicLossScale", "config": TENSORFLOW},
+}
 FIXED = {"dynamic": False, "initial_scale": 8.0, "dynamic_growth_steps": None}
 
 
 def test_a_torch_state_dict_round_trips():
     policy, state = presets.from_torch(json.loads(json.dumps(TORCH)))
-    assert policy == presets.torch(init_scale=4096, backoff_factor=0.25, growth_interval=50)
+    assert policy == presets.torch(
+        init_scale=4096, backoff_factor=0.25, growth_interval=50
+    )
     assert list(presets.to_torch(policy, state).items()) == list(TORCH.items())
 
 
@@ -155,7 +194,11 @@ TF_KERAS = {"dynamic": True} | NUMBERS
 # How each is read, what was saved, and the policy.
 SAVED = {
     "a disabled torch": (presets.from_torch, {}, jaxscale.NoOpLossScale()),
-    "tensorflow": (presets.from_tensorflow, TENSORFLOW, presets.tensorflow(**TENSORFLOW)),
+    "tensorflow": (
+        presets.from_tensorflow,
+        TENSORFLOW,
+        presets.tensorflow(**TENSORFLOW),
+    ),
     "tensorflow, fixed": (
         presets.from_tensorflow,
         {"loss_scale_value": 8.0},
@@ -192,9 +235,13 @@ def test_a_live_flax_scaler_is_read():
 @pytest.mark.standard_promotion
 def test_a_live_jmp_scaler_is_read():
     jmp = pytest.importorskip("jmp")
-    live = jmp.DynamicLossScale(jnp.float16(64), period=3, factor=4, min_loss_scale=jnp.float16(2))
+    live = jmp.DynamicLossScale(
+        jnp.float16(64), period=3, factor=4, min_loss_scale=jnp.float16(2)
+    )
     policy, state = presets.from_jmp(live.adjust(jnp.array(True)))
-    assert policy == presets.jmp(jnp.float16(64), period=3, factor=4, min_loss_scale=2.0)
+    assert policy == presets.jmp(
+        jnp.float16(64), period=3, factor=4, min_loss_scale=2.0
+    )
     assert policy.max_scale == 65504
     assert (state.loss_scale, state.growth_tracker) == (64, 1)
     fixed, _ = presets.from_jmp(jmp.StaticLossScale(jnp.float32(8)))
@@ -218,15 +265,21 @@ def write_traced():
 
 MINDFORMERS = REQUIRED["mindformers"]
 REJECTED = {
-    "no dynamic": Bad(presets.tf_keras, {"dynamic": False}, "dynamic=False.*initial_scale"),
+    "no dynamic": Bad(
+        presets.tf_keras, {"dynamic": False}, "dynamic=False.*initial_scale"
+    ),
     "a step of 0": Bad(
         presets.torch, {"growth_interval": 0}, r"torch\(growth_interval.*least 1, got 0"
     ),
     "fairseq threshold": Bad(
         presets.fairseq, {"threshold": np.inf}, r"fairseq\(threshold=.*finite"
     ),
-    "fairseq tolerance": Bad(presets.fairseq, {"tolerance": 2}, r"tolerance.*2\.0.*never"),
-    "logmax beta": Bad(presets.openseq2seq_logmax, {"beta1": 1}, r"beta1.*1\.0.*learn nothing"),
+    "fairseq tolerance": Bad(
+        presets.fairseq, {"tolerance": 2}, r"tolerance.*2\.0.*never"
+    ),
+    "logmax beta": Bad(
+        presets.openseq2seq_logmax, {"beta1": 1}, r"beta1.*1\.0.*learn nothing"
+    ),
     "logmax bounds": Bad(
         presets.openseq2seq_logmax, {"scale_min": 2.0**25}, "min_scale <= max_scale"
     ),
@@ -235,24 +288,46 @@ REJECTED = {
         MINDFORMERS | {"max_scale_window": 20},
         "min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell",
     ),
-    "window of 0": Bad(presets.WindowLossScale, {"windows": (0,)}, "windows=.*least 1, got 0"),
-    "no window": Bad(presets.WindowLossScale, {"start": 8}, "start=.*has 8, got 8.*Pass 0"),
+    "window of 0": Bad(
+        presets.WindowLossScale, {"windows": (0,)}, "windows=.*least 1, got 0"
+    ),
+    "no window": Bad(
+        presets.WindowLossScale, {"start": 8}, "start=.*has 8, got 8.*Pass 0"
+    ),
     "window before the first": Bad(
         presets.WindowLossScale, {"start": -1}, "start=.*least 0, got -1"
     ),
-    "no cooldown": Bad(presets.GradualLossScale, {"cooldown": -1}, "cooldown=.*least 0, got -1"),
-    "gradual search": Bad(presets.GradualLossScale, {"search_factor": 1}, "search_factor.*above 1"),
-    "bounds": Bad(presets.openseq2seq_backoff, {"scale_min": 2.0**25}, "min_scale <= init_scale"),
-    "no clamp": Bad(presets.PresetLossScale, {"clamp": "always"}, "clamp.*'moves'.*'always'"),
-    "no bool": Bad(presets.PresetLossScale, {"clip_growth": 1}, "clip_growth.*True.*got 1"),
-    "no delay": Bad(presets.PresetLossScale, {"growth_delay": -1}, "growth_delay.*least 0.*-1"),
-    "torch keys": Bad(presets.from_torch, {"state_dict": {"scale": 1.0}}, "_growth_tracker"),
-    "torch scale 0": Bad(presets.from_torch, {"state_dict": TORCH | {"scale": 0.0}}, "init_scale"),
+    "no cooldown": Bad(
+        presets.GradualLossScale, {"cooldown": -1}, "cooldown=.*least 0, got -1"
+    ),
+    "gradual search": Bad(
+        presets.GradualLossScale, {"search_factor": 1}, "search_factor.*above 1"
+    ),
+    "bounds": Bad(
+        presets.openseq2seq_backoff, {"scale_min": 2.0**25}, "min_scale <= init_scale"
+    ),
+    "no clamp": Bad(
+        presets.PresetLossScale, {"clamp": "always"}, "clamp.*'moves'.*'always'"
+    ),
+    "no bool": Bad(
+        presets.PresetLossScale, {"clip_growth": 1}, "clip_growth.*True.*got 1"
+    ),
+    "no delay": Bad(
+        presets.PresetLossScale, {"growth_delay": -1}, "growth_delay.*least 0.*-1"
+    ),
+    "torch keys": Bad(
+        presets.from_torch, {"state_dict": {"scale": 1.0}}, "_growth_tracker"
+    ),
+    "torch scale 0": Bad(
+        presets.from_torch, {"state_dict": TORCH | {"scale": 0.0}}, "init_scale"
+    ),
     "torch hysteresis": Bad(
         presets.to_torch, {"policy": presets.megatron(), "state": None}, "hysteresis=2"
     ),
     "torch delay": Bad(
-        presets.to_torch, {"policy": presets.deepspeed(), "state": None}, "growth_delay=1"
+        presets.to_torch,
+        {"policy": presets.deepspeed(), "state": None},
+        "growth_delay=1",
     ),
     "torch logmax": Bad(
         presets.to_torch,
@@ -261,8 +336,12 @@ REJECTED = {
         TypeError,
     ),
     "torch traced": Bad(write_traced, {}, "inside `jit`", TypeError),
-    "tensorflow keys": Bad(presets.from_tensorflow, {"config": {"period": 3}}, "period"),
-    "keras keys": Bad(presets.from_keras, {"config": {"dynamic": True}}, "initial_scale"),
+    "tensorflow keys": Bad(
+        presets.from_tensorflow, {"config": {"period": 3}}, "period"
+    ),
+    "keras keys": Bad(
+        presets.from_keras, {"config": {"dynamic": True}}, "initial_scale"
+    ),
     "no flax": Bad(
         presets.from_flax,
         {"dynamic_scale": types.SimpleNamespace()},
@@ -291,7 +370,8 @@ def test_logmax_keeps_its_state_through_zeros(learned):
     state = LOGMAX.init()
     if learned:
         state = LOGMAX.adjust(state, True, 0.5)
-    assert_same_bits(LOGMAX.adjust(state, True, 0.0), state)  # of which there is no logarithm
+    # of which there is no logarithm
+    assert_same_bits(LOGMAX.adjust(state, True, 0.0), state)
     assert_same_bits(LOGMAX.adjust(state, True), state)
 
 

@@ -136,7 +136,10 @@ SYSTEMS = {
     "jaxamp_dynamic_scaler": (presets.jaxamp, same_counters("count")),
     "jmp_dynamic_loss_scale": (presets.jmp, same_counters("counter")),
     "keras3_loss_scale_optimizer_jax": (presets.keras, same_counters("step_counter")),
-    "keras3_loss_scale_optimizer_tensorflow": (presets.keras, same_counters("step_counter")),
+    "keras3_loss_scale_optimizer_tensorflow": (
+        presets.keras,
+        same_counters("step_counter"),
+    ),
     "megatron_dynamic_grad_scaler": (presets.megatron, TRACKERS),
     "mindformers_adaptive_loss_scale": (presets.mindformers, expect_mindformers),
     "mindspore_dynamic_loss_scale_manager": (presets.mindspore_manager, OF_ITERATIONS),
@@ -153,10 +156,19 @@ SYSTEMS = {
         presets.tensorflow_contrib,
         counts_used("good_steps", "bad_steps"),
     ),
-    "tf_compat_v1_dynamic_loss_scale": (presets.tensorflow, same_counters("num_good_steps")),
-    "tf_keras_loss_scale_optimizer": (presets.tf_keras, same_counters("dynamic_counter")),
+    "tf_compat_v1_dynamic_loss_scale": (
+        presets.tensorflow,
+        same_counters("num_good_steps"),
+    ),
+    "tf_keras_loss_scale_optimizer": (
+        presets.tf_keras,
+        same_counters("dynamic_counter"),
+    ),
     "torch_grad_scaler": (presets.torch, same_counters("growth_tracker")),
-    "torch_grad_scaler_two_optimizers": (presets.torch, same_counters("growth_tracker")),
+    "torch_grad_scaler_two_optimizers": (
+        presets.torch,
+        same_counters("growth_tracker"),
+    ),
 }
 # A fixed scale skips nothing by itself, as in TensorFlow; these skip, as `loss_scaled` does.
 FIXED_BUT_SKIPPING = {"tf1_contrib_exponential_update", "jmp_dynamic_loss_scale"}
@@ -197,7 +209,9 @@ def start_policy(system, config):
             arguments[renamed.get(name, name)] = value
     if "scale_dtype" in config:
         scale_name = renamed["init"]
-        arguments[scale_name] = np.asarray(arguments[scale_name], config["scale_dtype"])[()]
+        arguments[scale_name] = np.asarray(
+            arguments[scale_name], config["scale_dtype"]
+        )[()]
     if system.startswith("jmp") and config["mode"] == "jit":
         # Under `jit` jmp loses its minimum, and 1 takes its place.
         arguments["min_loss_scale"] = 1.0
@@ -265,7 +279,9 @@ def replay(runs):
         for row, member in enumerate(members):
             steps = len(runs[member.index].grads)
             rows = functools.partial(take_row, row=row, length=steps + 1)
-            replays[member.index] = Replay(jax.tree.map(rows, states), applied[row, :steps])
+            replays[member.index] = Replay(
+                jax.tree.map(rows, states), applied[row, :steps]
+            )
     return replays
 
 
@@ -307,7 +323,11 @@ def replay_system(system):
     return list(zip(runs, replay(runs), strict=True))
 
 
-FAST = ["deepspeed_dynamic_loss_scaler", "mpx_dynamic_loss_scaling", "torch_grad_scaler"]
+FAST = [
+    "deepspeed_dynamic_loss_scaler",
+    "mpx_dynamic_loss_scaling",
+    "torch_grad_scaler",
+]
 systems = cases("system", SYSTEMS, fast=FAST)
 
 
@@ -372,11 +392,15 @@ def test_logmax_follows_openseq2seq_up_to_its_defects():
         steps = len(run.grads)
         scale = np.array(run.case["scale"][: steps + 1])
         np.testing.assert_allclose(states.loss_scale, scale, rtol=0.02, err_msg=where)
-        assert applied.tolist() == [bool(each) for each in run.case["applied"][:steps]], where
+        assert applied.tolist() == [
+            bool(each) for each in run.case["applied"][:steps]
+        ], where
         for name in states._fields[1:]:
             recorded = np.array(run.case["counters"][name][: steps + 1])
             values = getattr(states, name)
-            np.testing.assert_allclose(values, recorded, rtol=1e-4, atol=1e-5, err_msg=where)
+            np.testing.assert_allclose(
+                values, recorded, rtol=1e-4, atol=1e-5, err_msg=where
+            )
 
 
 def scan_optimizer(tx, grads):

@@ -9,8 +9,23 @@ import jax.numpy as jnp
 from corpus import Program, apply_dense, dense, integers, normal, program, weight
 
 # Between two layers, as any activation.
-ACTIVATIONS = ("relu", "relu6", "sigmoid", "softplus", "sparse_plus", "sparse_sigmoid", "soft_sign")
-ACTIVATIONS += ("silu", "log_sigmoid", "leaky_relu", "hard_sigmoid", "hard_silu", "hard_tanh")
+ACTIVATIONS = (
+    "relu",
+    "relu6",
+    "sigmoid",
+    "softplus",
+    "sparse_plus",
+    "sparse_sigmoid",
+    "soft_sign",
+)
+ACTIVATIONS += (
+    "silu",
+    "log_sigmoid",
+    "leaky_relu",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_tanh",
+)
 ACTIVATIONS += ("elu", "celu", "selu", "gelu", "squareplus", "mish", "tanh")
 ACTIVATIONS += ("softmax", "log_softmax", "standardize")
 
@@ -29,7 +44,11 @@ def network_with(activation: Callable[[Any], Any], width: int = 24) -> Program:
     """Returns a network of three biased layers with an activation that may change the width."""
     x = normal(8, 10, seed=4)
     after = jax.eval_shape(activation, jnp.zeros((8, width))).shape[-1]
-    params = [dense(10, width, seed=1), dense(after, width, seed=2), dense(after, 3, seed=3)]
+    params = [
+        dense(10, width, seed=1),
+        dense(after, width, seed=2),
+        dense(after, 3, seed=3),
+    ]
 
     def loss(params, batch):
         x, wanted = batch
@@ -106,7 +125,11 @@ def project(params: Any, x: Any) -> tuple[Any, Any, Any]:
 @program("jax")
 def dot_product_attention():
     """Queries of four heads share the keys of two, with a bias and lengths of their own."""
-    params = {"q": dense(8, 32, seed=1), "k": weight(8, 16, seed=2), "v": dense(8, 16, seed=3)}
+    params = {
+        "q": dense(8, 32, seed=1),
+        "k": weight(8, 16, seed=2),
+        "v": dense(8, 16, seed=3),
+    }
     params["bias"] = normal(1, 4, 6, 6, seed=4)
 
     def loss(params, batch):
@@ -124,7 +147,11 @@ def dot_product_attention():
 @program("jax")
 def attention_with_large_logits():
     """Logits above what float16 holds, which attention asks for in float32 itself."""
-    params = {"q": dense(8, 16, seed=1), "k": weight(8, 16, seed=2), "v": dense(8, 16, seed=3)}
+    params = {
+        "q": dense(8, 16, seed=1),
+        "k": weight(8, 16, seed=2),
+        "v": dense(8, 16, seed=3),
+    }
 
     def loss(params, batch):
         x, wanted = batch

@@ -12,10 +12,31 @@ import numpy as np
 
 HALF = ("float16", "bfloat16")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-ADDITIONS = ("add", "add_any", "sub", "reduce_sum", "cumsum", "scatter-add", "scatter-sub", "psum")
-ADDITIONS += ("reduce_window_sum", "select_and_scatter_add", "psum_invariant", "add_jaxvals")
+ADDITIONS = (
+    "add",
+    "add_any",
+    "sub",
+    "reduce_sum",
+    "cumsum",
+    "scatter-add",
+    "scatter-sub",
+    "psum",
+)
+ADDITIONS += (
+    "reduce_window_sum",
+    "select_and_scatter_add",
+    "psum_invariant",
+    "add_jaxvals",
+)
 # They move numbers, round them, or turn their signs. What they return is from where they have it.
-MOVES = ("convert_element_type", "reshape", "transpose", "broadcast_in_dim", "slice", "squeeze")
+MOVES = (
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "slice",
+    "squeeze",
+)
 MOVES += (
     "dynamic_slice",
     "dynamic_update_slice",
@@ -25,7 +46,15 @@ MOVES += (
     "gather",
     "select_n",
 )
-MOVES += ("copy", "copy_p", "scatter", "optimization_barrier", "neg", "name", "expand_dims")
+MOVES += (
+    "copy",
+    "copy_p",
+    "scatter",
+    "optimization_barrier",
+    "neg",
+    "name",
+    "expand_dims",
+)
 MOVES += (
     "split",
     "sharding_constraint",
@@ -34,7 +63,15 @@ MOVES += (
     "stop_gradient",
     "pbroadcast",
 )
-MOVES += ("device_put", "all_gather", "all_to_all", "ppermute", "copy_to_host", "tile", "unstack")
+MOVES += (
+    "device_put",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "copy_to_host",
+    "tile",
+    "unstack",
+)
 
 # Where a value comes from: it is 0, another number of the program's text, or comes from a product
 # or from elsewhere. What is joined of several is from the last of these.
@@ -78,7 +115,9 @@ def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int
         return inputs
     is_half = [_is_half(atom) for atom in eqn.outvars]
     # Indices and masks say nothing of where numbers come from.
-    floating = [o for o, atom in zip(inputs, eqn.invars, strict=True) if _is_floating(atom)]
+    floating = [
+        o for o, atom in zip(inputs, eqn.invars, strict=True) if _is_floating(atom)
+    ]
     joined = max(floating, default=ZERO)
     if name in ADDITIONS and any(is_half):
         is_with_zero = len(floating) == 2 and ZERO in floating and "scatter" not in name
@@ -108,7 +147,8 @@ def _origins_of_call(
     fitting = [p for p in programs if len(p.invars) == len(inputs)]
     if len(fitting) == 1 and len(fitting[0].outvars) == len(eqn.outvars):
         return _walk(fitting[0], inputs, found)
-    for program in programs:  # of a form that is not known here: as if everything came from afar
+    # of a form that is not known here: as if everything came from afar
+    for program in programs:
         _walk(program, [OTHER] * len(program.invars), found)
     return [OTHER] * len(eqn.outvars)
 
@@ -120,7 +160,9 @@ def _walk_loop(
     given = list(inputs)
     while True:
         outputs = _walk(body, given, {})
-        after = [max(pair) for pair in zip(given[consts:], outputs[:carries], strict=False)]
+        after = [
+            max(pair) for pair in zip(given[consts:], outputs[:carries], strict=False)
+        ]
         if after == given[consts : consts + carries]:
             return _walk(body, given, found)
         given[consts : consts + carries] = after
@@ -154,7 +196,11 @@ def _describe(eqn: Any, inputs: list[int]) -> str:
     words = ("0", "a number", "a product", "elsewhere")
     summands = ", ".join(words[origin] for origin in inputs)
     user = [
-        f for f in getattr(eqn.source_info.traceback, "frames", ()) if "/programs/" in f.file_name
+        f
+        for f in getattr(eqn.source_info.traceback, "frames", ())
+        if "/programs/" in f.file_name
     ]
-    place = f"{user[0].file_name.rsplit('/', 1)[-1]}:{user[0].line_num}" if user else "?"
+    place = (
+        f"{user[0].file_name.rsplit('/', 1)[-1]}:{user[0].line_num}" if user else "?"
+    )
     return f"{eqn.primitive.name} {eqn.outvars[0].aval.str_short()} at {place}: from {summands}"

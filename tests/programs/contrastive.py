@@ -31,7 +31,9 @@ def clip_by_diagonal():
         logits = jnp.exp(params["temperature"]) * images @ texts.T
         by_row = jax.nn.logsumexp(logits, axis=1) - jnp.diag(logits)
         by_column = jax.nn.logsumexp(logits, axis=0) - jnp.diag(logits)
-        return jnp.mean(by_row + by_column) / 2, {"right": accuracy(logits, jnp.arange(8))}
+        return jnp.mean(by_row + by_column) / 2, {
+            "right": accuracy(logits, jnp.arange(8))
+        }
 
     return Program(loss, params, (images, texts))
 
@@ -83,7 +85,9 @@ def siglip():
     batch = normal(8, 12, seed=1), normal(8, 12, seed=2)
 
     def loss(model, batch):
-        one, other = (jax.vmap(tower)(x) for tower, x in zip(model["towers"], batch, strict=True))
+        one, other = (
+            jax.vmap(tower)(x) for tower, x in zip(model["towers"], batch, strict=True)
+        )
         logits = jnp.exp(model["scale"]) * one @ other.T + model["bias"]
         signs = 2 * jnp.eye(8) - 1
         return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)), {}
@@ -132,7 +136,9 @@ def byol():
 
     def loss(params, target, batch):
         one, other = batch
-        found = unit(predict.apply(params["predictor"], encode.apply(params["encoder"], one)))
+        found = unit(
+            predict.apply(params["predictor"], encode.apply(params["encoder"], one))
+        )
         wanted = jax.lax.stop_gradient(unit(encode.apply(target, other)))
         value = jnp.mean(2 - 2 * jnp.sum(found * wanted, axis=-1))
         new = optax.incremental_update(params["encoder"], target, 0.01)
@@ -156,7 +162,9 @@ def triplets():
 
     def loss(model, batch):
         anchors, positives, negatives = map(model, batch)
-        losses = optax.losses.triplet_margin_loss(anchors, positives, negatives, margin=1.0)
+        losses = optax.losses.triplet_margin_loss(
+            anchors, positives, negatives, margin=1.0
+        )
         return losses.mean(), {"active": jnp.sum(losses > 0)}
 
     batch = tuple(normal(8, 12, seed=seed) for seed in range(3))

@@ -45,7 +45,8 @@ class Program(NamedTuple):
     batch: Any
     state: Any = None
     scale: float = 2.0**10  # what the loss is scaled by, where that is fixed
-    integrates: bool = False  # whether its loops are steps of an ODE: not for `half_carries`
+    # whether its loops are steps of an ODE: not for `half_carries`
+    integrates: bool = False
 
 
 class Row(NamedTuple):
@@ -106,7 +107,9 @@ def apply_dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return x @ layer["w"] + layer["b"]
 
 
-def confident_head(features: jax.Array, labels: jax.Array, classes: int, margin: float) -> Any:
+def confident_head(
+    features: jax.Array, labels: jax.Array, classes: int, margin: float
+) -> Any:
     """Returns the matrix of a last layer that is sure of its labels, as a trained one is.
 
     The logit of the label is above the others by `margin`, more for some and less for others, if

@@ -53,7 +53,9 @@ def with_loss_scale(case: Case) -> Callable[[Any, Any], Made]:
     return make
 
 
-def _differentiated(case: Case, wrap: Callable[[Any], Any]) -> Callable[[Any, Any], Made]:
+def _differentiated(
+    case: Case, wrap: Callable[[Any], Any]
+) -> Callable[[Any, Any], Made]:
     def make(params: Any, batch: Any) -> Made:
         transform = case.transform
         fun = wrap(case.written)
@@ -100,7 +102,9 @@ def _keeping_gradients() -> optax.GradientTransformation:
 def _kept(opt_state: Any) -> list[Any]:
     (trace,) = (
         each
-        for each in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, optax.TraceState))
+        for each in jax.tree.leaves(
+            opt_state, is_leaf=lambda x: isinstance(x, optax.TraceState)
+        )
         if isinstance(each, optax.TraceState)
     )
     return jax.tree.leaves(trace.trace)
@@ -123,7 +127,10 @@ def _trained(case: Case) -> Callable[[Any, Any], Made]:
         is_equinox = case.framework == "equinox"
         step = jaxscale.train_step(jaxscale.autocast(loss), tx, **options)
         new, opt_state, state, (value, _) = step(
-            case.build(params) if is_equinox else params, tx.init(params), case.state, batch
+            case.build(params) if is_equinox else params,
+            tx.init(params),
+            case.state,
+            batch,
         )
         same = jax.tree.structure(state) == jax.tree.structure(case.state)
         checks = {
@@ -192,7 +199,9 @@ def _by_linen(case: Case) -> Callable[[Any, Any], Made]:
         fields = {"params": {"model": params}, "extra": case.state}
         state = _State.create(apply_fn=None, tx=tx, **fields)
         state, (value, _) = step(state, batch)
-        return Made(value, _kept(state.opt_state), {"the step was made": state.step == 1})
+        return Made(
+            value, _kept(state.opt_state), {"the step was made": state.step == 1}
+        )
 
     return make
 
@@ -212,7 +221,9 @@ def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
     def loss_of_leaves(model: Any, batch: Any) -> Any:
         params, state = (
             treedef.unflatten([leaf[...] for leaf in leaves])
-            for treedef, leaves in zip(treedefs, (model.leaves, model.state), strict=True)
+            for treedef, leaves in zip(
+                treedefs, (model.leaves, model.state), strict=True
+            )
         )
         value, (state, aux) = case.loss(params, state, batch_treedef.unflatten(batch))
         for variable, leaf in zip(model.state, jax.tree.leaves(state), strict=True):
@@ -230,7 +241,11 @@ def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         step = jaxscale.nnx.train_step(jaxscale.autocast(loss), has_aux=True)
         value, _ = step(model, optimizer, batch)
-        return Made(value, _kept_by_nnx(optimizer), {"the step was made": _has_stepped(optimizer)})
+        return Made(
+            value,
+            _kept_by_nnx(optimizer),
+            {"the step was made": _has_stepped(optimizer)},
+        )
 
     return make
 

@@ -28,10 +28,14 @@ def vae():
 
     def loss(params, batch):
         images, key = batch
-        mean, log_std, logits = model.apply(params, images, jax.random.normal(key, (8, 4)))
+        mean, log_std, logits = model.apply(
+            params, images, jax.random.normal(key, (8, 4))
+        )
         likelihood = optax.sigmoid_binary_cross_entropy(logits, images).sum((1, 2))
         divergence = -log_std - 0.5 * (1 - jnp.exp(2 * log_std) - mean**2)
-        return jnp.mean(likelihood + divergence.sum(-1)), {"divergence": divergence.mean()}
+        return jnp.mean(likelihood + divergence.sum(-1)), {
+            "divergence": divergence.mean()
+        }
 
     return Program(loss, params, (images, jax.random.key(3)))
 
@@ -65,7 +69,11 @@ def diffusion():
         found = model(noisy, times.astype(jnp.float32))
         return jnp.mean(jnp.square(found - noise)), {}
 
-    batch = normal(4, 6, 6, 2, seed=1), integers(20, 4, seed=2), normal(4, 6, 6, 2, seed=3)
+    batch = (
+        normal(4, 6, 6, 2, seed=1),
+        integers(20, 4, seed=2),
+        normal(4, 6, 6, 2, seed=3),
+    )
     return Program(loss, Denoiser(nnx.Rngs(0)), batch)
 
 
@@ -124,7 +132,9 @@ def flow_matching():
         return jnp.mean((velocity(params, x, t) - (data - noise)) ** 2), {}
 
     return Program(
-        loss, params, (normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16)
+        loss,
+        params,
+        (normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16),
     )
 
 
@@ -132,7 +142,10 @@ def flow_matching():
 def affine_coupling_flow():
     """RealNVP: two coupling layers with their log determinants, the likelihood of a normal."""
     params = [
-        {"hidden": dense(4, 24, seed=i), "out": {"w": weight(24, 8, seed=i + 9), "b": jnp.zeros(8)}}
+        {
+            "hidden": dense(4, 24, seed=i),
+            "out": {"w": weight(24, 8, seed=i + 9), "b": jnp.zeros(8)},
+        }
         for i in range(2)
     ]
 
@@ -175,7 +188,9 @@ def adversarial_networks():
         fake = generator.apply(params["generator"], noise)
         frozen = jax.lax.stop_gradient(params["discriminator"])
         fooled = jax.nn.softplus(-discriminator.apply(frozen, fake)).mean()
-        on_fake = discriminator.apply(params["discriminator"], jax.lax.stop_gradient(fake))
+        on_fake = discriminator.apply(
+            params["discriminator"], jax.lax.stop_gradient(fake)
+        )
         on_real = discriminator.apply(params["discriminator"], real)
         seen = jax.nn.softplus(on_fake).mean() + jax.nn.softplus(-on_real).mean()
         return fooled + seen, {"right": jnp.mean(on_real > 0)}
@@ -198,9 +213,13 @@ def wasserstein_with_gradient_penalty():
         real, fake, mix = batch
         score = jax.vmap(critic, in_axes=(None, 0))
         between = mix[:, None] * real + (1 - mix[:, None]) * fake
-        slopes = jax.vmap(jax.grad(critic, argnums=1), in_axes=(None, 0))(params, between)
+        slopes = jax.vmap(jax.grad(critic, argnums=1), in_axes=(None, 0))(
+            params, between
+        )
         penalty = jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
-        return score(params, fake).mean() - score(params, real).mean() + 10 * penalty, {}
+        return score(params, fake).mean() - score(
+            params, real
+        ).mean() + 10 * penalty, {}
 
     batch = normal(8, 6, seed=4), normal(8, 6, seed=5), jnp.linspace(0, 1, 8)
     return Program(loss, params, batch, scale=2.0**8)
@@ -244,7 +263,9 @@ def masked_autoregression():
     """MADE over pixels of 4 values, with masked matrices; its author prints what goes on."""
     degrees = jnp.arange(24) % 5 + 1
     inner = (degrees[None, :] >= jnp.arange(1, 7)[:, None]).astype(jnp.float32)
-    outer = (jnp.repeat(jnp.arange(1, 7), 4)[None, :] > degrees[:, None]).astype(jnp.float32)
+    outer = (jnp.repeat(jnp.arange(1, 7), 4)[None, :] > degrees[:, None]).astype(
+        jnp.float32
+    )
     params = {"hidden": dense(6, 24, seed=1), "out": dense(24, 24, seed=2)}
     pixels = integers(4, 16, 6, seed=3)
 
@@ -253,7 +274,8 @@ def masked_autoregression():
         hidden = params["hidden"]
         x = jax.nn.relu(x @ (hidden["w"] * inner) + hidden["b"])
         watch(x)
-        jax.debug.callback(lambda x: None, x.astype(jnp.float16))  # to a log, which is short
+        # to a log, which is short
+        jax.debug.callback(lambda x: None, x.astype(jnp.float16))
         logits = x @ (params["out"]["w"] * outer)
         jax.debug.print("the first logits: {}", logits[0, 0])
         logits = logits + params["out"]["b"]

@@ -36,7 +36,9 @@ def cross_entropy(logits, labels):
 def graph_convolution():
     """GraphSAGE: a node beside the mean of its neighbours, a biased head and integer labels."""
     x, (senders, receivers) = random_graph(1)
-    adjacency = jnp.eye(NODES).at[senders, receivers].set(1.0).at[receivers, senders].set(1.0)
+    adjacency = (
+        jnp.eye(NODES).at[senders, receivers].set(1.0).at[receivers, senders].set(1.0)
+    )
     adjacency = adjacency / adjacency.sum(1, keepdims=True)
     labels = integers(4, NODES, seed=2)
     params = {"first": dense(16, 32, seed=3), "head": dense(32, 4, seed=4)}
@@ -45,7 +47,9 @@ def graph_convolution():
         both = jnp.concatenate([x, adjacency @ x], axis=-1)
         return jax.nn.relu(apply_dense(params["first"], both))
 
-    params["head"]["w"] = confident_head(features(params, x, adjacency), labels, 4, margin=8.0)
+    params["head"]["w"] = confident_head(
+        features(params, x, adjacency), labels, 4, margin=8.0
+    )
 
     def loss(params, batch):
         x, adjacency, labels = batch
@@ -62,7 +66,9 @@ def message_passing():
     def network(x, senders, receivers):
         x = hk.Linear(16)(x)
         for _ in range(2):
-            messages = hk.nets.MLP([16, 16])(jnp.concatenate([x[senders], x[receivers]], -1))
+            messages = hk.nets.MLP([16, 16])(
+                jnp.concatenate([x[senders], x[receivers]], -1)
+            )
             received = jax.ops.segment_sum(messages, receivers, num_segments=NODES)
             x = hk.LayerNorm(-1, True, True)(x + hk.Linear(16)(received))
         return hk.Linear(1)(x.mean(0))[0]
@@ -154,7 +160,11 @@ def molecule_with_forces():
             self.out = eqx.nn.MLP(8, "scalar", 16, 1, jax.nn.softplus, key=keys[2])
 
         def __call__(self, positions, kinds):
-            apart = positions[:, None] - positions[None] + 10 * jnp.eye(len(kinds))[..., None]
+            apart = (
+                positions[:, None]
+                - positions[None]
+                + 10 * jnp.eye(len(kinds))[..., None]
+            )
             distances = jnp.sqrt(jnp.sum(apart**2, axis=-1))
             basis = jnp.exp(-((distances[..., None] - jnp.linspace(0.5, 4.0, 8)) ** 2))
             filters = jax.vmap(jax.vmap(self.filters))(basis)
@@ -184,9 +194,16 @@ def molecule_with_forces():
 @program("jax")
 def link_prediction():
     """Node2vec: embeddings of nodes by integers, negatives, and dots of many vectors."""
-    params = {"in": normal(20, 16, seed=1, size=0.5), "out": normal(20, 16, seed=2, size=0.5)}
+    params = {
+        "in": normal(20, 16, seed=1, size=0.5),
+        "out": normal(20, 16, seed=2, size=0.5),
+    }
     params["mix"] = weight(16, 16, seed=3)
-    batch = integers(20, 12, seed=4), integers(20, 12, seed=5), integers(20, 12, 4, seed=6)
+    batch = (
+        integers(20, 12, seed=4),
+        integers(20, 12, seed=5),
+        integers(20, 12, 4, seed=6),
+    )
 
     def loss(params, batch):
         centers, contexts, negatives = batch

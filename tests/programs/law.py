@@ -45,7 +45,8 @@ class Verdict(NamedTuple):
     """What is wrong with an entry's gradients of a program, in words, and how far it went."""
 
     wrong: list[str]
-    ratio: float = 0.0  # the largest error beside that of the reference, or beside `ROUNDING`
+    # the largest error beside that of the reference, or beside `ROUNDING`
+    ratio: float = 0.0
 
 
 class Trial:
@@ -68,7 +69,9 @@ class Trial:
             stacked = [file[f"{row.name} exact {i}"] for i in range(count)]
             kind = ENTRIES[entry]
             reference = file[f"{row.name} reference"].tolist()
-        trial._exact = [Made(None, [leaf[draw] for leaf in stacked], {}) for draw in range(DRAWS)]
+        trial._exact = [
+            Made(None, [leaf[draw] for leaf in stacked], {}) for draw in range(DRAWS)
+        ]
         trial._reference[kind.dtype, kind.half_carries] = reference
         return trial
 
@@ -76,7 +79,10 @@ class Trial:
         """Returns what `recorded` reads."""
         kind = ENTRIES[entry]
         leaves = zip(*(made.grads for made in self.exact()), strict=True)
-        found = {f"{self.row.name} exact {i}": np.stack(each) for i, each in enumerate(leaves)}
+        found = {
+            f"{self.row.name} exact {i}": np.stack(each)
+            for i, each in enumerate(leaves)
+        }
         reference = self.reference_errors(kind.dtype, kind.half_carries)
         return found | {f"{self.row.name} reference": np.array(reference)}
 
@@ -102,12 +108,21 @@ class Trial:
             if entry.half_carries:  # which is right of programs without a loop
                 warnings.filterwarnings("ignore", ".*carries nothing in half precision")
             made, program = run(entry.make(self.case), self.case)
-        wrong = [f"not so: {text}" for text, is_so in made[0].checks.items() if not np.all(is_so)]
+        wrong = [
+            f"not so: {text}"
+            for text, is_so in made[0].checks.items()
+            if not np.all(is_so)
+        ]
         if not np.all(np.isfinite([each.loss for each in made])):
             wrong.append("the loss is not finite")
-        if entry.half_carries and self.case.integrates:  # which its documentation advises against
-            finite = all(np.all(np.isfinite(leaf)) for each in made for leaf in each.grads)
-            return Verdict(wrong if finite else [*wrong, "gradients that are not finite"])
+        # which its documentation advises against
+        if entry.half_carries and self.case.integrates:
+            finite = all(
+                np.all(np.isfinite(leaf)) for each in made for leaf in each.grads
+            )
+            return Verdict(
+                wrong if finite else [*wrong, "gradients that are not finite"]
+            )
         found = errors(made, self.exact())
         reference = self.reference_errors(entry.dtype, entry.half_carries)
         verdict = _compare(leaf_names(self.case), found, reference)
@@ -134,7 +149,9 @@ def run(fun: Any, case: Case) -> tuple[list[Made], Any]:
 def _move(leaves: Sequence[Any], draw: int) -> list[Any]:
     """Returns the parameters, and for another number than 0 some that are close to them."""
     rng = np.random.default_rng(draw)
-    factors = [1 + APART * rng.standard_normal(leaf.shape) * (draw > 0) for leaf in leaves]
+    factors = [
+        1 + APART * rng.standard_normal(leaf.shape) * (draw > 0) for leaf in leaves
+    ]
     pairs = zip(leaves, factors, strict=True)
     return [leaf * jnp.asarray(factor, leaf.dtype) for leaf, factor in pairs]
 
@@ -155,7 +172,9 @@ def errors(found: Sequence[Made], exact: Sequence[Made]) -> list[float]:
             for a, b in zip(one.grads, other.grads, strict=True)
         ]
         pairs = zip(differences, norms, strict=True)
-        squares.append([square / max(norm, least) if square else 0.0 for square, norm in pairs])
+        squares.append(
+            [square / max(norm, least) if square else 0.0 for square, norm in pairs]
+        )
     return [float(root) for root in np.sqrt(np.mean(squares, axis=0))]
 
 
@@ -163,7 +182,9 @@ def _square(array: Any) -> float:
     return float(np.sum(np.abs(np.asarray(array)).astype(np.float64) ** 2))
 
 
-def _compare(names: Sequence[str], found: Sequence[float], reference: Sequence[float]) -> Verdict:
+def _compare(
+    names: Sequence[str], found: Sequence[float], reference: Sequence[float]
+) -> Verdict:
     wrong, ratio = [], 0.0
     if not np.all(np.isfinite(reference)):
         raise ValueError("the reference overflows: give the program a lower scale")
@@ -171,7 +192,9 @@ def _compare(names: Sequence[str], found: Sequence[float], reference: Sequence[f
         bound = max(FACTOR * beside, ROUNDING)
         ratio = max(ratio, FACTOR * error / bound if np.isfinite(error) else np.inf)
         if not error <= bound:  # also where it is NaN
-            wrong.append(f"{name}: error {error:.2g}, that of the reference is {beside:.2g}")
+            wrong.append(
+                f"{name}: error {error:.2g}, that of the reference is {beside:.2g}"
+            )
     return Verdict(wrong, ratio)
 
 
@@ -179,7 +202,9 @@ def _ask_doctor(row: corpus.Row) -> Verdict:
     """Returns what the command says of a program in float16, if it finds anything."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = command(["doctor", "--quick", "--autocast", "float16", target_of(row.name)])
+        status = command(
+            ["doctor", "--quick", "--autocast", "float16", target_of(row.name)]
+        )
     if status == 0:
         return Verdict([])
     lines = [line for line in said.getvalue().splitlines() if line.strip()]

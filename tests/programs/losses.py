@@ -27,7 +27,9 @@ LEFT_OUT = {
 }
 
 
-def behind_layers(loss_of: Callable[[Any, Any], Any], targets: Any, outputs: int) -> Program:
+def behind_layers(
+    loss_of: Callable[[Any, Any], Any], targets: Any, outputs: int
+) -> Program:
     """Returns a program with a loss of the outputs of two layers, and of targets."""
     params = {"hidden": dense(8, 24, seed=1), "head": dense(24, outputs, seed=2)}
 
@@ -39,7 +41,9 @@ def behind_layers(loss_of: Callable[[Any, Any], Any], targets: Any, outputs: int
     return Program(loss, params, (normal(ROWS, 8, seed=3), targets))
 
 
-def confident(loss_of: Callable[[Any, Any], Any], margin: float, is_one_hot: bool) -> Program:
+def confident(
+    loss_of: Callable[[Any, Any], Any], margin: float, is_one_hot: bool
+) -> Program:
     """Returns a classifier that is sure of its labels."""
     params = {"hidden": dense(8, 24, seed=1), "head": dense(24, 6, seed=2)}
     x, labels = normal(ROWS, 8, seed=3), integers(6, ROWS, seed=4)
@@ -106,7 +110,9 @@ def cosine_distance():
 
 @program("jax")
 def softmax_cross_entropy_with_integer_labels():
-    return confident(losses.softmax_cross_entropy_with_integer_labels, 10.0, is_one_hot=False)
+    return confident(
+        losses.softmax_cross_entropy_with_integer_labels, 10.0, is_one_hot=False
+    )
 
 
 @program("jax")
@@ -139,7 +145,9 @@ def multiclass_hinge_loss():
 
 @program("jax")
 def multiclass_perceptron_loss():
-    return behind_layers(losses.multiclass_perceptron_loss, integers(5, ROWS, seed=8), 5)
+    return behind_layers(
+        losses.multiclass_perceptron_loss, integers(5, ROWS, seed=8), 5
+    )
 
 
 @program("jax")
@@ -195,7 +203,9 @@ def kl_divergence():
 @program("jax")
 def kl_divergence_with_log_targets():
     def loss(logits, targets):
-        return losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), jnp.log(targets))
+        return losses.kl_divergence_with_log_targets(
+            jax.nn.log_softmax(logits), jnp.log(targets)
+        )
 
     return behind_layers(loss, shares(5), 5)
 

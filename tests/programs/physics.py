@@ -143,7 +143,9 @@ def fixed_point(f, params, x):
         return new, f(params, x, new), i + 1
 
     start = jnp.zeros_like(x)
-    _, found, _ = jax.lax.while_loop(keep_going, step, (start + 1, f(params, x, start), 0))
+    _, found, _ = jax.lax.while_loop(
+        keep_going, step, (start + 1, f(params, x, start), 0)
+    )
     return found
 
 
@@ -155,7 +157,9 @@ def _fixed_point_forward(f, params, x):
 def _fixed_point_backward(f, residuals, cotangent):
     params, x, found = residuals
     _, by_state = jax.vjp(lambda z: f(params, x, z), found)
-    solved = jax.lax.fori_loop(0, 12, lambda _, u: cotangent + by_state(u)[0], cotangent)
+    solved = jax.lax.fori_loop(
+        0, 12, lambda _, u: cotangent + by_state(u)[0], cotangent
+    )
     _, by_inputs = jax.vjp(lambda params, x: f(params, x, found), params, x)
     return by_inputs(solved)
 
@@ -166,7 +170,9 @@ fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
 @program("jax")
 def deep_equilibrium():
     """A layer that is its own fixed point, by a while loop with a custom derivative."""
-    params = {"inside": {"w": 0.3 * weight(12, 12, seed=1), "b": normal(12, seed=2, size=0.1)}}
+    params = {
+        "inside": {"w": 0.3 * weight(12, 12, seed=1), "b": normal(12, seed=2, size=0.1)}
+    }
     params["out"] = dense(12, 2, seed=3)
 
     def layer(params, x, z):
@@ -195,7 +201,12 @@ def ridge_regression_inside():
         head = jnp.linalg.solve(gram, f.T @ y)
         return jnp.mean((features(params, new_x) @ head - new_y) ** 2), {}
 
-    batch = normal(24, 6, seed=2), normal(24, 2, seed=3), normal(8, 6, seed=4), normal(8, 2, seed=5)
+    batch = (
+        normal(24, 6, seed=2),
+        normal(24, 2, seed=3),
+        normal(8, 6, seed=4),
+        normal(8, 2, seed=5),
+    )
     return Program(loss, params, batch)
 
 
@@ -212,7 +223,9 @@ def neural_operator():
             real = self.param("real", nn.initializers.normal(0.2), shape)
             imaginary = self.param("imaginary", nn.initializers.normal(0.2), shape)
             spectrum = jnp.fft.rfft(x, axis=1)[:, : self.modes]
-            mixed = jnp.einsum("bki,kio->bko", spectrum, jax.lax.complex(real, imaginary))
+            mixed = jnp.einsum(
+                "bki,kio->bko", spectrum, jax.lax.complex(real, imaginary)
+            )
             smooth = jnp.fft.irfft(mixed, n=x.shape[1], axis=1)
             return nn.gelu(smooth + nn.Dense(x.shape[-1])(x))
 
@@ -269,7 +282,9 @@ class Kernel:
 @program("jax")
 def gaussian_process():
     """The marginal likelihood of a Gaussian process; parameters, data and outputs are classes."""
-    params = Kernel(weight(3, 6, seed=1), normal(6, seed=2), jnp.array(0.5), jnp.array(-1.0))
+    params = Kernel(
+        weight(3, 6, seed=1), normal(6, seed=2), jnp.array(0.5), jnp.array(-1.0)
+    )
 
     def loss(params, data):
         factor = jax.scipy.linalg.cho_factor(params(data.x), lower=True)

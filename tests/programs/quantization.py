@@ -43,7 +43,9 @@ def quantization_aware():
     batch = normal(16, 12, seed=3), integers(5, 16, seed=4)
 
     def fake(x, axis):
-        scale = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True)) / 127
+        scale = (
+            jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True)) / 127
+        )
         return rounded(x / scale) * scale
 
     def layer(layer, x):
@@ -98,7 +100,9 @@ def binary_network():
         value, aux = cross_entropy(logits, labels)
         return value, (new["batch_stats"], aux)
 
-    return Program(loss, variables["params"], (x, labels), state=variables["batch_stats"])
+    return Program(
+        loss, variables["params"], (x, labels), state=variables["batch_stats"]
+    )
 
 
 @program("jax")
@@ -131,7 +135,10 @@ def integer_weights_with_adapter():
     x, labels = normal(12, 16, seed=4), integers(6, 12, seed=5)
 
     def features(params, x, base):
-        y = x @ (base.astype(jnp.float32) * scales) + 2.0 * (x @ params["down"]) @ params["up"]
+        y = (
+            x @ (base.astype(jnp.float32) * scales)
+            + 2.0 * (x @ params["down"]) @ params["up"]
+        )
         return x + jax.nn.silu(y)
 
     head = confident_head(features(params, x, base), labels, 6, margin=10.0)
@@ -196,7 +203,9 @@ def adapter_on_frozen_attention():
     attention = eqx.nn.MultiheadAttention(2, 16, key=keys[0])
     adapted = tuple(
         Adapter(each, key)
-        for each, key in zip((attention.query_proj, attention.value_proj), keys[1:3], strict=True)
+        for each, key in zip(
+            (attention.query_proj, attention.value_proj), keys[1:3], strict=True
+        )
     )
     attention = eqx.tree_at(lambda a: (a.query_proj, a.value_proj), attention, adapted)
     model = Network(attention, eqx.nn.Linear(16, 4, key=keys[3]))
@@ -213,7 +222,9 @@ def prefix_tuning():
     """Only a prefix of keys and values is trained, of a frozen attention layer of Haiku."""
 
     def network(x, prefix):
-        memory = jnp.concatenate([jnp.broadcast_to(prefix, (len(x), *prefix.shape)), x], axis=1)
+        memory = jnp.concatenate(
+            [jnp.broadcast_to(prefix, (len(x), *prefix.shape)), x], axis=1
+        )
         y = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0))(
             x, memory, memory
         )

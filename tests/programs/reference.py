@@ -20,7 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-PRODUCTS = ("dot_general_p", "conv_general_dilated_p", "ragged_dot_general_p", "ragged_dot_p")
+PRODUCTS = (
+    "dot_general_p",
+    "conv_general_dilated_p",
+    "ragged_dot_general_p",
+    "ragged_dot_p",
+)
 
 # Algorithms of JAX that hold products which nobody asked for by name.
 ALGORITHMS = (
@@ -43,9 +48,12 @@ def half_products(dtype: Any, half_carries: bool = False) -> Iterator[None]:
 
     With `half_carries`, what a `scan` carries from product to product is rounded with every turn.
     """
-    found = [getattr(primitives, name) for name in PRODUCTS if hasattr(primitives, name)]
+    found = [
+        getattr(primitives, name) for name in PRODUCTS if hasattr(primitives, name)
+    ]
     scan = jax.lax.scan
-    jax.clear_caches()  # of functions of JAX that were traced before, such as `jnp.matmul`
+    # of functions of JAX that were traced before, such as `jnp.matmul`
+    jax.clear_caches()
     for primitive in found:
         primitive.bind = _half_bind(primitive, primitive.bind, jnp.dtype(dtype))
     if half_carries:
@@ -61,15 +69,21 @@ def half_products(dtype: Any, half_carries: bool = False) -> Iterator[None]:
 
 def _half_bind(primitive: Any, bind: Any, dtype: Any) -> Any:
     def bind_in_half(*operands: Any, **params: Any) -> Any:
-        floats = [x for x in operands if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+        floats = [
+            x for x in operands if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        ]
         is_float32 = all(jnp.result_type(x) == jnp.float32 for x in floats)
-        if not (is_float32 and _is_of_matrices(operands, params) and not _is_of_library()):
+        if not (
+            is_float32 and _is_of_matrices(operands, params) and not _is_of_library()
+        ):
             return bind(*operands, **params)
         halves = [
             jax.lax.convert_element_type(x, dtype) if any(x is y for y in floats) else x
             for x in operands
         ]
-        params["preferred_element_type"] = jnp.float32 if _is_logit_of_attention() else dtype
+        params["preferred_element_type"] = (
+            jnp.float32 if _is_logit_of_attention() else dtype
+        )
         return jax.lax.convert_element_type(bind(*halves, **params), jnp.float32)
 
     return bind_in_half
@@ -80,7 +94,9 @@ def _is_of_matrices(operands: Any, params: Any) -> bool:
 
     What is no more than a dot of vectors, or of many pairs of vectors, PyTorch too has as sums.
     """
-    if "dimension_numbers" not in params or not isinstance(params["dimension_numbers"], tuple):
+    if "dimension_numbers" not in params or not isinstance(
+        params["dimension_numbers"], tuple
+    ):
         return True
     if hasattr(params["dimension_numbers"], "lhs_spec"):  # a convolution
         return True
@@ -88,7 +104,9 @@ def _is_of_matrices(operands: Any, params: Any) -> bool:
     summed = math.prod(operands[0].shape[i] for i in contracted[0])
     free = 1
     for operand, one, other in zip(operands, contracted, batched, strict=True):
-        free *= math.prod(n for i, n in enumerate(operand.shape) if i not in (*one, *other))
+        free *= math.prod(
+            n for i, n in enumerate(operand.shape) if i not in (*one, *other)
+        )
     return summed > 1 and free > 1
 
 
@@ -106,7 +124,9 @@ def _is_of_library() -> bool:
 def _is_logit_of_attention() -> bool:
     """Returns whether this is the product that attention asks for in float32 itself."""
     return any(
-        "attention" in function and "logits" not in names and file.endswith("nn/functions.py")
+        "attention" in function
+        and "logits" not in names
+        and file.endswith("nn/functions.py")
         for file, function, names in _frames()
     )
 
@@ -118,27 +138,36 @@ def _frames() -> Iterator[tuple[str, str, Any]]:
         file = frame.f_code.co_filename.replace("\\", "/")
         if file != __file__:
             yield file, frame.f_code.co_name, frame.f_locals
-            if "/jax/" not in file and "contextlib" not in file and "functools" not in file:
+            if (
+                "/jax/" not in file
+                and "contextlib" not in file
+                and "functools" not in file
+            ):
                 return
         frame = frame.f_back
 
 
 def _rounding_scan(scan: Any, dtype: Any) -> Any:
-    def scan_and_round(f: Any, init: Any, xs: Any = None, *args: Any, **options: Any) -> Any:
+    def scan_and_round(
+        f: Any, init: Any, xs: Any = None, *args: Any, **options: Any
+    ) -> Any:
         is_rounded = _leads_to_itself(f, init, xs)
 
         def rounded(carry: Any) -> Any:
             leaves, treedef = jax.tree.flatten(carry)
             pairs = zip(leaves, is_rounded, strict=True)
             return treedef.unflatten(
-                leaf.astype(dtype).astype(leaf.dtype) if is_in else leaf for leaf, is_in in pairs
+                leaf.astype(dtype).astype(leaf.dtype) if is_in else leaf
+                for leaf, is_in in pairs
             )
 
         def body(carry: Any, x: Any) -> Any:
             carry, y = f(carry, x)
             return rounded(carry), y
 
-        return scan(body, rounded(jax.tree.map(jnp.asarray, init)), xs, *args, **options)
+        return scan(
+            body, rounded(jax.tree.map(jnp.asarray, init)), xs, *args, **options
+        )
 
     return scan_and_round
 
@@ -148,7 +177,9 @@ def _leads_to_itself(f: Any, init: Any, xs: Any) -> list[bool]:
     x = jax.tree.map(lambda leaf: leaf[0], xs)
     program = jax.make_jaxpr(f)(init, x).jaxpr
     carries = jax.tree.leaves(init)
-    given = [{(i, False)} if i < len(carries) else set() for i in range(len(program.invars))]
+    given = [
+        {(i, False)} if i < len(carries) else set() for i in range(len(program.invars))
+    ]
     reached = _reached(program, given)
     return [
         jnp.result_type(leaf) == jnp.float32 and (i, True) in reached[i]
@@ -166,7 +197,9 @@ def _reached(program: Any, given: Any) -> list[Any]:
     for eqn in program.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
-        inner = [p for p in inner if hasattr(p, "eqns") and len(p.invars) == len(inputs)]
+        inner = [
+            p for p in inner if hasattr(p, "eqns") and len(p.invars) == len(inputs)
+        ]
         if len(inner) == 1 and eqn.primitive.name not in ("scan", "while"):
             outputs = _reached(inner[0], inputs)
         else:

@@ -73,7 +73,9 @@ def deep_q_learning():
     target = Values(dense(6, 32, seed=3), dense(32, 4, seed=4))
 
     def loss(params, target, batch):
-        taken = jnp.take_along_axis(params(batch.observations), batch.actions[:, None], axis=-1)
+        taken = jnp.take_along_axis(
+            params(batch.observations), batch.actions[:, None], axis=-1
+        )
         after = jnp.max(target(batch.next_observations), axis=-1)
         wanted = batch.rewards + 0.99 * after * (1.0 - batch.done)
         error = optax.huber_loss(taken[:, 0], jax.lax.stop_gradient(wanted))
@@ -94,7 +96,10 @@ def categorical_q_learning():
         return jnp.tanh(apply_dense(params["hidden"], x))
 
     chosen = confident_head(
-        hidden(params, batch.observations), bins + atoms * batch.actions, 2 * atoms, margin=9.0
+        hidden(params, batch.observations),
+        bins + atoms * batch.actions,
+        2 * atoms,
+        margin=9.0,
     )
     params["head"]["w"] = chosen
 
@@ -158,7 +163,9 @@ def advantage_actor_critic():
     def network(observations, done):
         core = hk.ResetCore(hk.LSTM(16))
         inputs = jax.nn.relu(hk.Linear(16)(observations)), done
-        hs, _ = hk.dynamic_unroll(core, inputs, core.initial_state(observations.shape[1]))
+        hs, _ = hk.dynamic_unroll(
+            core, inputs, core.initial_state(observations.shape[1])
+        )
         return hk.Linear(3)(hs), hk.Linear(1)(hs)[..., 0]
 
     model = hk.without_apply_rng(hk.transform(network))
@@ -235,16 +242,24 @@ def decision_transformer():
 
         def __init__(self, key):
             keys = jax.random.split(key, 5)
-            self.embed = [eqx.nn.Linear(1, 16, key=keys[0]), eqx.nn.Linear(6, 16, key=keys[1])]
+            self.embed = [
+                eqx.nn.Linear(1, 16, key=keys[0]),
+                eqx.nn.Linear(6, 16, key=keys[1]),
+            ]
             self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[2])
             self.norm = eqx.nn.LayerNorm(16)
             self.head = eqx.nn.Linear(16, 4, key=keys[3])
 
         def __call__(self, returns, observations):
-            pairs = jax.vmap(self.embed[0])(returns[:, None]), jax.vmap(self.embed[1])(observations)
+            pairs = (
+                jax.vmap(self.embed[0])(returns[:, None]),
+                jax.vmap(self.embed[1])(observations),
+            )
             x = jnp.stack(pairs, axis=1).reshape(-1, 16)
             y = jax.vmap(self.norm)(x)
-            x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+            x = x + self.attention(
+                y, y, y, mask=jnp.tril(jnp.ones((len(x), len(x)), bool))
+            )
             return jax.vmap(self.head)(x[1::2])
 
     def loss(model, batch):
@@ -259,8 +274,13 @@ def decision_transformer():
 
 def sequence_log_probs(params, tokens):
     """The log-probability of the sequence that follows each token, by indexing."""
-    x = jnp.cumsum(params["embedding"][tokens[:, :-1]], axis=1) / jnp.arange(1, 6)[:, None]
-    log_probs = jax.nn.log_softmax(apply_dense(params["head"], jnp.tanh(x @ params["mix"])))
+    x = (
+        jnp.cumsum(params["embedding"][tokens[:, :-1]], axis=1)
+        / jnp.arange(1, 6)[:, None]
+    )
+    log_probs = jax.nn.log_softmax(
+        apply_dense(params["head"], jnp.tanh(x @ params["mix"]))
+    )
     rows, columns = jnp.arange(4)[:, None], jnp.arange(5)[None]
     return log_probs[rows, columns, tokens[:, 1:]].sum(-1)
 

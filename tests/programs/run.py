@@ -45,7 +45,9 @@ def try_out(trial: Trial, entry: str) -> Verdict:
         ours = [frame for frame in frames if "jaxscale" in frame.filename] or frames
         place = f"{'/'.join(ours[-1].filename.split('/')[-2:])}:{ours[-1].lineno}"
         first_line = (str(error).splitlines() or [""])[0][:200]
-        return Verdict([f"{type(error).__name__}: {first_line} ({place})"], float("inf"))
+        return Verdict(
+            [f"{type(error).__name__}: {first_line} ({place})"], float("inf")
+        )
 
 
 def table(results: dict[tuple[str, str], Verdict]) -> str:
@@ -70,14 +72,28 @@ def table(results: dict[tuple[str, str], Verdict]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--all", action="store_true", help="every entry, instead of two")
+    parser.add_argument(
+        "--all", action="store_true", help="every entry, instead of two"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="programs or families")
-    parser.add_argument("--entries", nargs="+", choices=ALL_ENTRIES, help="these entries")
-    parser.add_argument("--part", default="1/1", help="the i-th of n parts: every n-th program")
-    parser.add_argument("--json", help="a file for the results, which others may be added to")
-    parser.add_argument("--table", nargs="+", help="print the table of such files, and run nothing")
-    parser.add_argument("--record", action="store_true", help="write the file of the fast tests")
-    parser.add_argument("--again", nargs="+", help="what is wrong in such files, and no more")
+    parser.add_argument(
+        "--entries", nargs="+", choices=ALL_ENTRIES, help="these entries"
+    )
+    parser.add_argument(
+        "--part", default="1/1", help="the i-th of n parts: every n-th program"
+    )
+    parser.add_argument(
+        "--json", help="a file for the results, which others may be added to"
+    )
+    parser.add_argument(
+        "--table", nargs="+", help="print the table of such files, and run nothing"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the file of the fast tests"
+    )
+    parser.add_argument(
+        "--again", nargs="+", help="what is wrong in such files, and no more"
+    )
     options = parser.parse_args()
     if options.record:
         return record()
@@ -116,7 +132,9 @@ def choose(
             chosen[name] = options.entries or list(ALL_ENTRIES)
         if options.again:
             chosen[name] = [
-                e for e in ALL_ENTRIES if (name, e) in results and results[name, e].wrong
+                e
+                for e in ALL_ENTRIES
+                if (name, e) in results and results[name, e].wrong
             ]
     return {name: given for name, given in chosen.items() if given}
 
@@ -131,7 +149,9 @@ def record() -> int:
     return 0
 
 
-def run_program(row: corpus.Row, given: list[str], results: dict[tuple[str, str], Verdict]) -> None:
+def run_program(
+    row: corpus.Row, given: list[str], results: dict[tuple[str, str], Verdict]
+) -> None:
     start = time.perf_counter(), time.process_time()
     trial = Trial(row)
     for entry in given:

@@ -10,7 +10,9 @@ import jax.scipy.spatial.transform  # which `jax.scipy` does not import by itsel
 from corpus import Program, apply_dense, dense, normal, program, weight
 
 
-def behind_layers(loss_of: Callable[[Any], Any], outputs: int = 8, rows: int = 8) -> Program:
+def behind_layers(
+    loss_of: Callable[[Any], Any], outputs: int = 8, rows: int = 8
+) -> Program:
     """Returns a program with a loss of the outputs of two layers."""
     params = {"hidden": dense(6, 24, seed=1), "head": dense(24, outputs, seed=2)}
 
@@ -34,7 +36,11 @@ def definite(x: jax.Array) -> jax.Array:
 def special_of_gamma():
     def loss(x):
         x, y = positive(x), positive(-x)
-        sums = jsp.special.gammaln(x) + jsp.special.digamma(y) + jsp.special.polygamma(1, x)
+        sums = (
+            jsp.special.gammaln(x)
+            + jsp.special.digamma(y)
+            + jsp.special.polygamma(1, x)
+        )
         sums += jsp.special.betaln(x, y) + jsp.special.gammainc(x, 1.5)
         return sums + jsp.special.multigammaln(x + 2.0, 2)
 
@@ -55,7 +61,9 @@ def special_of_entropies():
     def loss(x):
         p, q = jsp.special.expit(x), jsp.special.softmax(x, axis=-1)
         sums = jsp.special.entr(p) + jsp.special.xlogy(p, q) + jsp.special.xlog1py(p, q)
-        sums += jsp.special.rel_entr(p, q) + jsp.special.kl_div(p, q) + jsp.special.logit(p)
+        sums += (
+            jsp.special.rel_entr(p, q) + jsp.special.kl_div(p, q) + jsp.special.logit(p)
+        )
         return sums.sum(-1) + jsp.special.logsumexp(x, axis=-1)
 
     return behind_layers(loss)
@@ -64,7 +72,12 @@ def special_of_entropies():
 @program("jax")
 def special_of_bessel():
     def loss(x):
-        sums = jsp.special.i0(x) + jsp.special.i0e(x) + jsp.special.i1(x) + jsp.special.i1e(x)
+        sums = (
+            jsp.special.i0(x)
+            + jsp.special.i0e(x)
+            + jsp.special.i1(x)
+            + jsp.special.i1e(x)
+        )
         sums += jsp.special.betainc(1.5, 2.5, jax.nn.sigmoid(x))
         return sums + jsp.special.spence(0.3 + 0.5 * jax.nn.sigmoid(x))
 
@@ -94,8 +107,12 @@ def stats_of_positives_and_counts():
         b = positive(x[:, 4:])
         y = jnp.linspace(0.2, 0.8, 4)
         counts = jnp.arange(4)
-        densities = jsp.stats.gamma.logpdf(y, a, scale=b) + jsp.stats.beta.logpdf(y, a, b)
-        densities += jsp.stats.expon.logpdf(y, scale=a) + jsp.stats.pareto.logpdf(y + 4.0, b)
+        densities = jsp.stats.gamma.logpdf(y, a, scale=b) + jsp.stats.beta.logpdf(
+            y, a, b
+        )
+        densities += jsp.stats.expon.logpdf(y, scale=a) + jsp.stats.pareto.logpdf(
+            y + 4.0, b
+        )
         densities += jsp.stats.chi2.logpdf(y, a) + jsp.stats.vonmises.logpdf(y, a)
         densities += jsp.stats.poisson.logpmf(counts, a)
         return -densities - jsp.stats.nbinom.logpmf(counts, b, 0.5)
@@ -135,7 +152,11 @@ def linalg_of_solutions():
         solved += jsp.linalg.cho_solve((lower, True), right)
         solved += jsp.linalg.lu_solve(jsp.linalg.lu_factor(matrix), right)
         solved += jsp.linalg.solve_triangular(lower, right, lower=True)
-        return jnp.sum(solved**2) + jnp.log(jsp.linalg.det(matrix)) + jsp.linalg.inv(matrix).sum()
+        return (
+            jnp.sum(solved**2)
+            + jnp.log(jsp.linalg.det(matrix))
+            + jsp.linalg.inv(matrix).sum()
+        )
 
     return behind_layers(loss, outputs=6)
 
@@ -146,7 +167,12 @@ def linalg_of_factors():
         values, _ = jsp.linalg.eigh(definite(x) + jnp.diag(jnp.arange(5.0)))
         q, r = jsp.linalg.qr(x, mode="economic")
         singular = jsp.linalg.svd(x, compute_uv=False)
-        return jnp.sum(jnp.log(values)) + jnp.sum(r**2) + jnp.sum(singular) + jnp.sum(q[0] ** 2)
+        return (
+            jnp.sum(jnp.log(values))
+            + jnp.sum(r**2)
+            + jnp.sum(singular)
+            + jnp.sum(q[0] ** 2)
+        )
 
     return behind_layers(loss, outputs=5)
 
@@ -179,7 +205,9 @@ def signal_of_filters():
 
     def loss(x):
         filters, noise = x[:3, :5], normal(3, 20, seed=9)
-        filtered = jax.vmap(lambda a, b: jsp.signal.convolve(a, b, mode="same"))(noise, filters)
+        filtered = jax.vmap(lambda a, b: jsp.signal.convolve(a, b, mode="same"))(
+            noise, filters
+        )
         image = jsp.signal.convolve2d(normal(6, 6, seed=10), x[3:6, :3], mode="valid")
         lags = jsp.signal.correlate(filtered[0], x[6], mode="valid")
         return jnp.mean(filtered**2) + jnp.mean(jnp.abs(image)) + jnp.mean(lags**2)
@@ -263,7 +291,11 @@ def rotations():
 @program("jax")
 def vector_quantization():
     """The nearest of some codes by `cluster.vq`: integers, and distances with a derivative."""
-    params = {"in": dense(6, 4, seed=1), "codes": normal(5, 4, seed=2), "out": weight(4, 6, seed=3)}
+    params = {
+        "in": dense(6, 4, seed=1),
+        "codes": normal(5, 4, seed=2),
+        "out": weight(4, 6, seed=3),
+    }
 
     def loss(params, x):
         z = apply_dense(params["in"], x)

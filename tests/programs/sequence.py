@@ -69,7 +69,9 @@ def gpt2():
     tokens = integers(vocabulary, 2, 9)
 
     def block(layer, x):
-        q, k, v = jnp.split(apply_dense(layer["qkv"], layer_norm(x, **layer["norm1"])), 3, axis=-1)
+        q, k, v = jnp.split(
+            apply_dense(layer["qkv"], layer_norm(x, **layer["norm1"])), 3, axis=-1
+        )
         q, k, v = (each.reshape(-1, heads, width // heads) for each in (q, k, v))
         x = x + apply_dense(layer["out"], causal_attention(q, k, v).reshape(-1, width))
         y = jax.nn.gelu(apply_dense(layer["up"], layer_norm(x, **layer["norm2"])))
@@ -117,10 +119,17 @@ def llama():
     @jax.checkpoint
     def block(x, layer):
         y = rms_norm(x, layer["norm1"])
-        q, k, v = ((y @ layer[name]).reshape(-1, heads, width // heads) for name in "qkv")
-        x = x + causal_attention(rotate(q), rotate(k), v).reshape(-1, width) @ layer["o"]
+        q, k, v = (
+            (y @ layer[name]).reshape(-1, heads, width // heads) for name in "qkv"
+        )
+        x = (
+            x
+            + causal_attention(rotate(q), rotate(k), v).reshape(-1, width) @ layer["o"]
+        )
         y = rms_norm(x, layer["norm2"])
-        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"], None
+        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer[
+            "down"
+        ], None
 
     def features(params, tokens):
         x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
@@ -167,7 +176,10 @@ def scanned_transformer():
     tokens = integers(16, 2, 9, seed=2)
     params = model.init(jax.random.key(0), tokens[:, :-1])
     final = model.apply(params, tokens[:, :-1])
-    head = {"w": confident_head(final, tokens[:, 1:], 16, margin=8.0), "b": normal(16, size=0.1)}
+    head = {
+        "w": confident_head(final, tokens[:, 1:], 16, margin=8.0),
+        "b": normal(16, size=0.1),
+    }
 
     def loss(params, tokens):
         final = model.apply(params["model"], tokens[:, :-1])
@@ -433,7 +445,9 @@ def conditional_random_field():
         return path - jax.nn.logsumexp(alpha)
 
     def loss(params, batch):
-        each = jax.vmap(log_likelihood, in_axes=(None, 0, 0))(params, batch.inputs, batch.labels)
+        each = jax.vmap(log_likelihood, in_axes=(None, 0, 0))(
+            params, batch.inputs, batch.labels
+        )
         return -jnp.mean(each), {}
 
     return Program(loss, params, batch)
@@ -461,6 +475,8 @@ def fused_attention():
     params["head"] = confident_head(final, tokens[:, 1:], 16, margin=13.0)
 
     def loss(params, tokens):
-        return cross_entropy(features(params, tokens[:, :-1]) @ params["head"], tokens[:, 1:])
+        return cross_entropy(
+            features(params, tokens[:, :-1]) @ params["head"], tokens[:, 1:]
+        )
 
     return Program(loss, params, tokens)

@@ -55,7 +55,9 @@ def masked_ctc():
 
     def loss(params, batch):
         frames, labels = batch
-        logits = apply_dense(params["head"], jnp.tanh(apply_dense(params["hidden"], frames)))
+        logits = apply_dense(
+            params["head"], jnp.tanh(apply_dense(params["hidden"], frames))
+        )
         logits = jnp.where(allowed, logits, -1e9)
         nothing = jnp.zeros(logits.shape[:2])
         losses = optax.ctc_loss(logits, nothing, labels, jnp.zeros(labels.shape))
@@ -78,7 +80,9 @@ def transducer():
         x = (frames @ params["frames"])[:, None] + params["labels"][before][None]
         log_probs = jax.nn.log_softmax(apply_dense(params["head"], jnp.tanh(x)))
         blank = log_probs[:, :, 0]
-        emitted = jnp.take_along_axis(log_probs[:, :-1], labels[None, :, None], axis=-1)[..., 0]
+        emitted = jnp.take_along_axis(
+            log_probs[:, :-1], labels[None, :, None], axis=-1
+        )[..., 0]
 
         def along_labels(start, emission):
             def turn(left, step):
@@ -103,7 +107,9 @@ def transducer():
         each = jax.vmap(log_likelihood, in_axes=(None, 0, 0))(params, frames, labels)
         return -each.mean(), {}
 
-    return Program(loss, params, (normal(3, 6, 8, seed=4), integers(5, 3, 3, seed=5) + 1))
+    return Program(
+        loss, params, (normal(3, 6, 8, seed=4), integers(5, 3, 3, seed=5) + 1)
+    )
 
 
 @program("haiku")
@@ -125,10 +131,15 @@ def wavenet():
     classes = integers(8, 2, 13, seed=1)
     body = model.init(jax.random.key(0), classes[:, :-1])
     final = model.apply(body, classes[:, :-1])
-    head = {"w": confident_head(final, classes[:, 1:], 8, margin=7.5), "b": jnp.zeros(8)}
+    head = {
+        "w": confident_head(final, classes[:, 1:], 8, margin=7.5),
+        "b": jnp.zeros(8),
+    }
 
     def loss(params, classes):
-        logits = apply_dense(params["head"], model.apply(params["body"], classes[:, :-1]))
+        logits = apply_dense(
+            params["head"], model.apply(params["body"], classes[:, :-1])
+        )
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, classes[:, 1:])
         return losses.mean(), {"accuracy": accuracy(logits, classes[:, 1:])}
 
@@ -246,7 +257,9 @@ def separation():
     }
 
     def ratio(found, wanted):
-        scale = jnp.sum(found * wanted, -1, keepdims=True) / jnp.sum(wanted**2, -1, keepdims=True)
+        scale = jnp.sum(found * wanted, -1, keepdims=True) / jnp.sum(
+            wanted**2, -1, keepdims=True
+        )
         target = scale * wanted
         noise = jnp.sum((found - target) ** 2, axis=-1) + 1e-4
         return 10 * jnp.log10(jnp.sum(target**2, axis=-1) / noise + 1e-4)
@@ -260,6 +273,8 @@ def separation():
         found = found.transpose(0, 2, 1, 3).reshape(voices.shape)
         straight = ratio(found, voices).mean(-1)
         crossed = ratio(found, voices[:, ::-1]).mean(-1)
-        return -jnp.maximum(straight, crossed).mean(), {"swapped": jnp.mean(crossed > straight)}
+        return -jnp.maximum(straight, crossed).mean(), {
+            "swapped": jnp.mean(crossed > straight)
+        }
 
     return Program(loss, params, normal(4, 2, 32, seed=4))

@@ -47,7 +47,9 @@ def test_what_is_recorded_is_what_is_found(name, entry):
     for draw, made in enumerate(recorded.exact()):
         for i, leaf in enumerate(made.grads):
             now = found[f"{name} exact {i}"][draw]
-            np.testing.assert_allclose(leaf, now, rtol=1e-2, atol=1e-3 * np.abs(now).max())
+            np.testing.assert_allclose(
+                leaf, now, rtol=1e-2, atol=1e-3 * np.abs(now).max()
+            )
     kind = plan.ENTRIES[entry]
     errors = recorded.reference_errors(kind.dtype, kind.half_carries)
     np.testing.assert_allclose(errors, found[f"{name} reference"], rtol=0.1, atol=2e-5)
@@ -59,17 +61,25 @@ def test_what_is_recorded_is_what_is_found(name, entry):
 def test_there_are_enough_programs_and_every_family_meets_every_entry():
     assert len(ROWS) >= 100
     assert {row.framework for row in ROWS.values()} == set(corpus.FRAMEWORKS)
-    met = {(ROWS[name].family, entry) for name, both in SELECTED.items() for entry in both}
-    assert met == {(family, entry) for family in corpus.FAMILIES for entry in plan.ALL_ENTRIES}
+    met = {
+        (ROWS[name].family, entry) for name, both in SELECTED.items() for entry in both
+    }
+    assert met == {
+        (family, entry) for family in corpus.FAMILIES for entry in plan.ALL_ENTRIES
+    }
     assert {ROWS[name].family for name in plan.FAST} >= {*corpus.FAMILIES} - {"vision"}
 
 
 @pytest.mark.parametrize(
-    ("library", "family"), [(optax.losses, losses), (jax.nn, activations)], ids=["optax", "jax"]
+    ("library", "family"),
+    [(optax.losses, losses), (jax.nn, activations)],
+    ids=["optax", "jax"],
 )
 def test_all_functions_of_a_library_are_there_or_left_out_for_a_reason(library, family):
     public = {name for name in dir(library) if not name.startswith("_")}
-    there = {name.split(".")[1] for name in ROWS if name.startswith(f"{family.__name__}.")}
+    there = {
+        name.split(".")[1] for name in ROWS if name.startswith(f"{family.__name__}.")
+    }
     assert public - there - {*family.LEFT_OUT} == set()
     assert there & {*family.LEFT_OUT} == set()
 
@@ -99,7 +109,9 @@ def thrice(x, w):
     return x @ w
 
 
-thrice.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, 3 * kept[0].T @ g))
+thrice.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, 3 * kept[0].T @ g)
+)
 
 
 def in_scan(x, w):
@@ -114,8 +126,12 @@ def in_everything(product):
             "jit": jax.jit(product),
             "remat": jax.checkpoint(product),
             "vmap": jax.vmap(product, in_axes=(0, None)),
-            "cond": lambda x, w: jax.lax.cond(x[0, 0] < 9, product, lambda x, w: x, x, w),
-            "while": lambda x, w: jax.lax.fori_loop(0, jnp.int32(2), lambda i, x: product(x, w), x),
+            "cond": lambda x, w: jax.lax.cond(
+                x[0, 0] < 9, product, lambda x, w: x, x, w
+            ),
+            "while": lambda x, w: jax.lax.fori_loop(
+                0, jnp.int32(2), lambda i, x: product(x, w), x
+            ),
         }
         return {name: form(x, w) + 2.0**-12 for name, form in forms.items()}
 
@@ -163,7 +179,9 @@ def exponential(x, w):
 @pytest.mark.slow
 def test_the_reference_leaves_dots_of_vectors_and_products_of_libraries():
     for fun in (dot_of_vectors, ode, ctc, exponential):
-        assert np.array_equal(traced_by_reference(fun, X, W), jax.jit(fun)(X, W)), fun.__name__
+        assert np.array_equal(traced_by_reference(fun, X, W), jax.jit(fun)(X, W)), (
+            fun.__name__
+        )
 
 
 def test_the_reference_rounds_the_carries_of_layers_if_asked():
@@ -196,12 +214,16 @@ def of_products(x, w):
 def over_turns(x, w):
     """What is carried starts as 0, and products are added to it."""
     start = jnp.zeros((4, 8), jnp.float16)
-    return jax.lax.scan(lambda sum, _: (sum + half(x) @ half(w), None), start, None, length=3)[0]
+    return jax.lax.scan(
+        lambda sum, _: (sum + half(x) @ half(w), None), start, None, length=3
+    )[0]
 
 
 def over_turns_from_afar(x, w):
     start = half(x)
-    return jax.lax.scan(lambda sum, _: (sum + half(x) @ half(w), None), start, None, length=3)[0]
+    return jax.lax.scan(
+        lambda sum, _: (sum + half(x) @ half(w), None), start, None, length=3
+    )[0]
 
 
 def with_zeros(x, w):
@@ -233,4 +255,6 @@ def test_additions_of_anything_but_products_are_found(fun, count):
     found = find_foreign_additions(jax.make_jaxpr(fun)(X, W))
     assert len(found) == count, found
     if fun is foreign:  # and nothing is said of an addition in float32
-        assert find_foreign_additions(jax.make_jaxpr(lambda x, w: x @ w + x)(X, W)) == []
+        assert (
+            find_foreign_additions(jax.make_jaxpr(lambda x, w: x @ w + x)(X, W)) == []
+        )

@@ -211,7 +211,9 @@ def unet():
         return y + layer["b"]
 
     def layer(size, inputs, outputs, seed):
-        w = normal(size, size, inputs, outputs, seed=seed, size=(size * size * inputs) ** -0.5)
+        w = normal(
+            size, size, inputs, outputs, seed=seed, size=(size * size * inputs) ** -0.5
+        )
         return {"w": w, "b": normal(outputs, seed=seed + 1, size=0.1)}
 
     params = {

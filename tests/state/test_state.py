@@ -27,7 +27,9 @@ STATE = jaxscale.FixedLossScale(2.0**10).init()
 # what a loop carries for its log, and states of policies of one's own, of which one is marked.
 
 Model = collections.namedtuple("Model", "loss_scale")
-Carry = collections.namedtuple("Carry", "opt_state loss_scale growth_tracker hysteresis_tracker")
+Carry = collections.namedtuple(
+    "Carry", "opt_state loss_scale growth_tracker hysteresis_tracker"
+)
 UnmarkedState = collections.namedtuple("UnmarkedState", "loss_scale")
 
 
@@ -88,7 +90,9 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
             if call == "metrics":
                 assert function(tree)["loss_scale"] == 4
             else:
-                assert_same_bits(function(tree), function(STATE._replace(loss_scale=FOUR)))
+                assert_same_bits(
+                    function(tree), function(STATE._replace(loss_scale=FOUR))
+                )
     for tree in trees:
         jaxscale.check(tree)
 
@@ -98,9 +102,15 @@ NOT_FOUND = [
     (NAMED, "none in"),
     (optax.adam(0.1).init(NAMED), "none in"),
     (Carry(NAMED, FOUR, FOUR, FOUR), "none in"),
-    (UnmarkedState(FOUR), r"none in .*`class UnmarkedState`, write `is_loss_scale_state = True`"),
+    (
+        UnmarkedState(FOUR),
+        r"none in .*`class UnmarkedState`, write `is_loss_scale_state = True`",
+    ),
     ([OPT_STATE, {"d": OPT_STATE}], r"2, at \[0\], \[1\]\['d'\]\. Pass"),
-    (Carry((OPT_STATE, STATE), STATE, FOUR, FOUR), r"3, at .*\[0\], .*\[1\], \.loss_scale\. Pass"),
+    (
+        Carry((OPT_STATE, STATE), STATE, FOUR, FOUR),
+        r"3, at .*\[0\], .*\[1\], \.loss_scale\. Pass",
+    ),
     ({"a": SCALINGS["marked"].init(), "b": STATE}, r"2, at \['a'\], \['b'\]\. Pass"),
 ]
 
@@ -108,14 +118,18 @@ NOT_FOUND = [
 @cases("call", CALLS)
 def test_a_name_is_not_a_state_and_one_of_several_is_not_chosen(call):
     for tree, found in NOT_FOUND:
-        with pytest.raises(ValueError, match=rf"`{call}` needs .* exactly one .*, got {found}"):
+        with pytest.raises(
+            ValueError, match=rf"`{call}` needs .* exactly one .*, got {found}"
+        ):
             CALLS[call](tree)
 
 
 @cases("call", list(CALLS)[:4], fast=["grad"])
 def test_a_population_is_scaled_under_vmap_alone(call):
     members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), OPT_STATE)
-    with pytest.raises(ValueError, match=rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"):
+    with pytest.raises(
+        ValueError, match=rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"
+    ):
         CALLS[call](members)
     alone = CALLS[call](OPT_STATE)
     expected = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), alone)
@@ -134,9 +148,20 @@ f32, i32 = np.float32, np.int32
 # no number is that of `FRESH`. A later version reads it as it stands here.
 VERSION_1 = {
     "version": 1,
-    "scaling": {"loss_scale": f32(16384), "growth_tracker": i32(1), "hysteresis_tracker": i32(0)},
-    "inner_state": {"0": {"trace": {"b": f32(-1.5), "w": np.array([2, 3], f32)}}, "1": {}},
-    **{"step_applied": np.bool_(False), "notfinite_count": i32(1), "total_notfinite": i32(2)},
+    "scaling": {
+        "loss_scale": f32(16384),
+        "growth_tracker": i32(1),
+        "hysteresis_tracker": i32(0),
+    },
+    "inner_state": {
+        "0": {"trace": {"b": f32(-1.5), "w": np.array([2, 3], f32)}},
+        "1": {},
+    },
+    **{
+        "step_applied": np.bool_(False),
+        "notfinite_count": i32(1),
+        "total_notfinite": i32(2),
+    },
     **{"total_notfinite_loss": i32(1), "total_steps": i32(4), "nonfinite_leaves": None},
 }
 # Fields that came later.
@@ -154,7 +179,12 @@ def saved(**changes):
 @functools.cache
 def trained():
     state = FRESH
-    steps = [(1, [2.0, 4], 1), (1, [np.inf, 0], 1), (1, [1.0, 1], -2), (np.inf, [1.0, 1], 1)]
+    steps = [
+        (1, [2.0, 4], 1),
+        (1, [np.inf, 0], 1),
+        (1, [1.0, 1], -2),
+        (np.inf, [1.0, 1], 1),
+    ]
     for value, w, b in steps:
         grads = {"w": jnp.array(w), "b": jnp.array(b, jnp.bfloat16)}
         _, state = TX.update(grads, state, PARAMS, value=jnp.float32(value))
@@ -177,7 +207,9 @@ def rename_as_in_version_0_1():
 
 
 @pytest.mark.parametrize(
-    "state_dict", [VERSION_1, rename_as_in_version_0_1()], ids=["version 1", "jaxscale 0.1"]
+    "state_dict",
+    [VERSION_1, rename_as_in_version_0_1()],
+    ids=["version 1", "jaxscale 0.1"],
 )
 def test_earlier_versions_are_read(state_dict):
     restored = jaxscale.from_state_dict(FRESH, state_dict)
@@ -327,12 +359,20 @@ def test_no_scale_is_restored_where_none_was_saved(name, to):
     if scale is None:
         scale = fresh.scaling.loss_scale
     by_jaxscale = jaxscale.to_state_dict(state)
-    without_version = {key: value for key, value in by_jaxscale.items() if key != "version"}
-    for state_dict in (by_jaxscale, serialization.to_state_dict(state), without_version):
+    without_version = {
+        key: value for key, value in by_jaxscale.items() if key != "version"
+    }
+    for state_dict in (
+        by_jaxscale,
+        serialization.to_state_dict(state),
+        without_version,
+    ):
         restored = jaxscale.from_state_dict(fresh, state_dict)
         assert restored.scaling.loss_scale == scale
         assert restored.total_steps == len(grads)
-    nested = jaxscale.from_state_dict({"opt": fresh}, jaxscale.to_state_dict({"opt": state}))
+    nested = jaxscale.from_state_dict(
+        {"opt": fresh}, jaxscale.to_state_dict({"opt": state})
+    )
     assert nested["opt"].scaling.loss_scale == scale
 
 
@@ -349,7 +389,9 @@ def test_a_bad_loss_is_no_overflow_that_a_scale_came_down_by():
 def test_no_scale_is_restored_of_a_policy_alone_that_scaled_nothing(to):
     state = jaxscale.NoOpLossScale().init()
     fresh = TO[to].init()
-    assert_same_bits(jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state)), fresh)
+    assert_same_bits(
+        jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state)), fresh
+    )
 
 
 # The restored scale, whether the step is good, and the scale after it.
@@ -369,7 +411,9 @@ def with_scale(state, scale):
 @cases("name", HIGH)
 def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it(name):
     scale, is_good, expected = HIGH[name]
-    tx = jaxscale.loss_scaled(optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1))
+    tx = jaxscale.loss_scaled(
+        optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
+    )
     state = with_scale(tx.init(PARAMS), scale)
     grads = PARAMS
     if not is_good:
@@ -383,7 +427,9 @@ def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
     def loss_fn(params):
         return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 1e-4)
 
-    tx = jaxscale.loss_scaled(optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1))
+    tx = jaxscale.loss_scaled(
+        optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
+    )
     step = jax.jit(jaxscale.train_step(loss_fn, tx))
     params = {"w": jnp.ones(2)}
     _, state, _ = step(params, with_scale(tx.init(params), 2.0**40))
@@ -391,7 +437,9 @@ def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
 
 
 def test_a_policy_that_may_start_above_its_largest_scale_is_left_there():
-    above = presets.PresetLossScale(init_scale=2.0**30, max_scale=2.0**20, clamp="moves")
+    above = presets.PresetLossScale(
+        init_scale=2.0**30, max_scale=2.0**20, clamp="moves"
+    )
     tx = jaxscale.loss_scaled(optax.sgd(0.5), above)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     assert state.scaling.loss_scale == 2.0**30
@@ -416,7 +464,10 @@ TREES = [
 
 # Each field that holds the state of another optimizer has a row above.
 OF_OTHERS = {
-    n for cls in vars(jaxscale).values() for n in getattr(cls, "_fields", ()) if "_state" in n
+    n
+    for cls in vars(jaxscale).values()
+    for n in getattr(cls, "_fields", ())
+    if "_state" in n
 }
 
 
@@ -437,22 +488,72 @@ def test_elsewhere_missing_and_unknown_keys_are_named(tree, where):
 
 
 ERRORS = [
-    (FRESH, saved(version=2), ValueError, "from 1 to 1, got 2. If a later .* upgrade jaxscale"),
+    (
+        FRESH,
+        saved(version=2),
+        ValueError,
+        "from 1 to 1, got 2. If a later .* upgrade jaxscale",
+    ),
     (FRESH, saved(version=0), ValueError, "from 1 to 1, got 0"),
     (FRESH, {"opt_state": {"w": np.ones(2)}}, ValueError, "dictionary: /opt_state"),
-    (FRESH.scaling, VERSION_1, ValueError, "target: /loss_scale, /growth_tracker, .* /inner_state"),
-    (TX.init({}), VERSION_1, ValueError, "target: none; only in the dictionary: /inner_state"),
-    (FRESH, saved(total_steps=i32([4, 4])), ValueError, r"/total_steps must be .* \(\), got \(2,"),
-    (FRESH, saved(total_steps=f32(4)), TypeError, "/total_steps must be int32, got float32: .4"),
-    (FRESH, saved(total_steps=2**40), ValueError, "int32, got int64: 1099511627776 would become 0"),
-    (FRESH, saved(total_steps={"a": 4}), TypeError, "at /total_steps must have .* Array.*got dict"),
-    (FRESH, saved(scaling=f32(4)), TypeError, "at /scaling must have .*LossScaleState, got float"),
+    (
+        FRESH.scaling,
+        VERSION_1,
+        ValueError,
+        "target: /loss_scale, /growth_tracker, .* /inner_state",
+    ),
+    (
+        TX.init({}),
+        VERSION_1,
+        ValueError,
+        "target: none; only in the dictionary: /inner_state",
+    ),
+    (
+        FRESH,
+        saved(total_steps=i32([4, 4])),
+        ValueError,
+        r"/total_steps must be .* \(\), got \(2,",
+    ),
+    (
+        FRESH,
+        saved(total_steps=f32(4)),
+        TypeError,
+        "/total_steps must be int32, got float32: .4",
+    ),
+    (
+        FRESH,
+        saved(total_steps=2**40),
+        ValueError,
+        "int32, got int64: 1099511627776 would become 0",
+    ),
+    (
+        FRESH,
+        saved(total_steps={"a": 4}),
+        TypeError,
+        "at /total_steps must have .* Array.*got dict",
+    ),
+    (
+        FRESH,
+        saved(scaling=f32(4)),
+        TypeError,
+        "at /scaling must have .*LossScaleState, got float",
+    ),
     (FRESH, 4, TypeError, "must be a dict, got int"),
     (VERSION_1, FRESH, TypeError, "got what was saved as `target`: pass it second"),
-    ({"f": jnp.sin}, {"f": 1}, TypeError, r"\(target\)` at /f must be an array.*pass only its ar"),
+    (
+        {"f": jnp.sin},
+        {"f": 1},
+        TypeError,
+        r"\(target\)` at /f must be an array.*pass only its ar",
+    ),
     ({"version": 1}, {"version": 1}, ValueError, r"\(target\)` must be .*, got dict"),
     (jnp.ones(2), {}, ValueError, r"\(target\)` must be a container.*, got ArrayImpl"),
-    ({"w": f32(1)}, {"w": 0.1}, ValueError, "float32, got float64: 0.1 would become 0.1000"),
+    (
+        {"w": f32(1)},
+        {"w": 0.1},
+        ValueError,
+        "float32, got float64: 0.1 would become 0.1000",
+    ),
 ]
 
 
@@ -482,9 +583,32 @@ def test_what_is_wrong_is_named():
 
 # Numbers: as the target has them, and exactly so.
 
-DTYPES = ["bool", "int8", "uint8", "int32", "uint32", "float16", "bfloat16", "float32", "complex64"]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "float16",
+    "bfloat16",
+    "float32",
+    "complex64",
+]
 WIDE = [*DTYPES, "int64", "uint64", "float64", "complex128"]
-NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 200.0, 2.0**24 + 1, 2.0**31, 2.0**63, 1e-8, 7e4]
+NUMBERS = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    0.1,
+    200.0,
+    2.0**24 + 1,
+    2.0**31,
+    2.0**63,
+    1e-8,
+    7e4,
+]
 NUMBERS += [3e38, 1e300, np.inf, -np.inf, np.nan]
 # The type of Python that holds each number of a dtype; NumPy calls bfloat16 void.
 KINDS = {"b": bool, "i": int, "u": int, "f": float, "V": float, "c": complex}
@@ -505,20 +629,28 @@ def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
         elif kind(cast[()]) == kind(value[()]) or np.isnan(value):
             assert_same_bits(jaxscale.from_state_dict(target, {"x": value})["x"], cast)
         else:
-            with pytest.raises(ValueError, match=f"at /x must be {dtype}, got {origin}.*would"):
+            with pytest.raises(
+                ValueError, match=f"at /x must be {dtype}, got {origin}.*would"
+            ):
                 jaxscale.from_state_dict(target, {"x": value})
 
 
-SPLIT = NamedSharding(Mesh(np.array(jax.devices("cpu")), ("data",)), PartitionSpec("data"))
+SPLIT = NamedSharding(
+    Mesh(np.array(jax.devices("cpu")), ("data",)), PartitionSpec("data")
+)
 LEAVES = {  # each of a number
     "uncommitted": lambda n: jnp.full(3, n, jnp.float32),
     "on a device": lambda n: jax.device_put(jnp.full(3, n), jax.devices("cpu")[5]),
     "sharded": lambda n: jax.device_put(jnp.full(16, n, jnp.float32), SPLIT),
     "weak scalar": lambda n: jnp.asarray(float(n)),
-    "weak and sharded": lambda n: jax.device_put(jnp.broadcast_to(jnp.asarray(n), (8,)), SPLIT),
+    "weak and sharded": lambda n: jax.device_put(
+        jnp.broadcast_to(jnp.asarray(n), (8,)), SPLIT
+    ),
     "key": lambda n: jax.random.key(n),
     "another key": lambda n: jax.random.key(n, impl="rbg"),
-    "sharded keys": lambda n: jax.device_put(jax.random.split(jax.random.key(n), 8), SPLIT),
+    "sharded keys": lambda n: jax.device_put(
+        jax.random.split(jax.random.key(n), 8), SPLIT
+    ),
     "NumPy": lambda n: np.full(3, n, np.float64),
     "NumPy scalar": lambda n: np.float32(n),
     "int": lambda n: n,
@@ -536,7 +668,10 @@ def test_a_leaf_comes_back_as_the_targets(name):
     assert_same_bits(restored, leaf)
     if isinstance(leaf, jax.Array):
         assert avals(restored) == avals(leaf)
-        assert (restored.committed, restored.sharding) == (leaf.committed, leaf.sharding)
+        assert (restored.committed, restored.sharding) == (
+            leaf.committed,
+            leaf.sharding,
+        )
 
 
 def test_a_dictionary_is_a_copy():

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.standard_promotion
 GOOD = tables.gradients(2, 8)
 DROPS = ["micro_batch", "window"]
 UNITS = ["optimizer_step", "micro_batch"]
-POLICY = jaxscale.DynamicLossScale(growth_interval=2, init_scale=2.0**10, max_scale=2.0**13)
+POLICY = jaxscale.DynamicLossScale(
+    growth_interval=2, init_scale=2.0**10, max_scale=2.0**13
+)
 
 
 def windowed(inner, length, policy=POLICY, **options):
@@ -91,7 +93,11 @@ def scanned(length, drop, unit):
     product([1, 2, 3, 4], DROPS, UNITS),
     fast=[(3, "micro_batch", "optimizer_step"), (2, "window", "micro_batch")],
 )
-@given(kinds=st.lists(st.sampled_from(["good", "good", "grads", "loss"]), min_size=24, max_size=24))
+@given(
+    kinds=st.lists(
+        st.sampled_from(["good", "good", "grads", "loss"]), min_size=24, max_size=24
+    )
+)
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     batches = {"grad": [], "loss": []}
     for i, kind in enumerate(kinds):
@@ -100,7 +106,8 @@ def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     batches = {name: jnp.array(column) for name, column in batches.items()}
     param, state = scanned(length, drop, unit)(batches)
     expected = reference(kinds, length, drop, unit)
-    np.testing.assert_allclose(param, expected.param, rtol=1e-5)  # means of 3 are rounded
+    # means of 3 are rounded
+    np.testing.assert_allclose(param, expected.param, rtol=1e-5)
     metrics = jaxscale.metrics(state)
     for name in Expected._fields[1:]:
         assert metrics[name] == getattr(expected, name), name
@@ -109,18 +116,33 @@ def test_it_does_what_the_rule_says(length, drop, unit, kinds):
 
 
 VALUES = [jnp.nan, jnp.inf, -jnp.inf, jnp.nan]
-LOST = [tables.spoiled(*grads_and_bad) for grads_and_bad in zip(GOOD[4:], VALUES, strict=True)]
+LOST = [
+    tables.spoiled(*grads_and_bad)
+    for grads_and_bad in zip(GOOD[4:], VALUES, strict=True)
+]
 # By what is dropped: how long a window is, and micro-batches that leave four of `GOOD`, in twos.
 MIXED = {
-    "window": (2, [LOST[0], GOOD[7], *GOOD[:2], GOOD[7], LOST[1], *LOST[2:], *GOOD[2:4]]),
+    "window": (
+        2,
+        [LOST[0], GOOD[7], *GOOD[:2], GOOD[7], LOST[1], *LOST[2:], *GOOD[2:4]],
+    ),
     # Two of four are bad: then the mean is exactly that of a window of the other two.
     "micro_batch": (4, [LOST[0], *GOOD[:2], *LOST[1:3], *GOOD[2:4], LOST[3]]),
 }
 
 
-SAFE, SCALED = jaxscale.skip_nonfinite, functools.partial(jaxscale.loss_scaled, loss_scale=POLICY)
+SAFE, SCALED = (
+    jaxscale.skip_nonfinite,
+    functools.partial(jaxscale.loss_scaled, loss_scale=POLICY),
+)
 WINDOW = jaxscale.multi_steps
-NESTINGS = [(SCALED, WINDOW), (WINDOW, SCALED), (WINDOW,), (SAFE, WINDOW), (WINDOW, SAFE)]
+NESTINGS = [
+    (SCALED, WINDOW),
+    (WINDOW, SCALED),
+    (WINDOW,),
+    (SAFE, WINDOW),
+    (WINDOW, SAFE),
+]
 
 
 def nest(inner, wraps, length, drop):
@@ -158,7 +180,10 @@ def test_bad_micro_batches_leave_no_trace_in_any_nesting(inner, drop):
         for window_length, sequence, num_bad in ((length, mixed, 4), (2, GOOD[:4], 0)):
             tx = nest(INNERS[inner], wraps, window_length, drop)
             params, state = train_and_check(tx, sequence, window_length, compiled)
-            assert (state.total_notfinite, state.total_steps) == (num_bad, len(sequence))
+            assert (state.total_notfinite, state.total_steps) == (
+                num_bad,
+                len(sequence),
+            )
             end = params, state.inner_state
             if expected is None:
                 expected = end
@@ -170,9 +195,13 @@ def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwr
     kinds |= {name: name for name in ("float64", "complex64")}
     owg = "_overwrite_with_gradient"
     with x64():
-        params = {kind: jnp.ones(2, kind) for kind in kinds} | {owg: jnp.ones(2, jnp.float32)}
+        params = {kind: jnp.ones(2, kind) for kind in kinds} | {
+            owg: jnp.ones(2, jnp.float32)
+        }
         params |= {"key": jax.random.key(0), "none": None}
-        tx = windowed(optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, s)), 2)
+        tx = windowed(
+            optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, s)), 2
+        )
         state, update = tx.init(params), jax.jit(tx.update)
         held = jax.tree.map(lambda leaf: leaf.dtype.name, state.inner_state.acc_grads)
         assert held == kinds | {owg: "float32", "key": None, "none": None}
@@ -199,11 +228,17 @@ class Run(NamedTuple):
 ONE_BAD = [1.0, jnp.inf, *[1.0] * 8]
 BY_TWO = [0, 0, -1, -1, -2, -2, -3, -3, -4, -4]  # the nine good ones make four windows
 BY_FOUR = [0, 0, 0, -1, -1, -1, -1, -2, -2, -2]
-INF_AT_ONE = optax.stateless(lambda updates, _: jax.tree.map(lambda u: 1 / (u - 1), updates))
+INF_AT_ONE = optax.stateless(
+    lambda updates, _: jax.tree.map(lambda u: 1 / (u - 1), updates)
+)
 OF_OPTAX = optax.MultiSteps(optax.sgd(1.0), 2)
-SKIPS_TOO = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
+SKIPS_TOO = optax.MultiSteps(
+    optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite
+)
 SCHEDULED = windowed(optax.sgd(1.0), lambda step: jnp.where(step < 2, 1, 3))
-CHECKED = jaxscale.multi_steps(jaxscale.loss_scaled(INF_AT_ONE, 8, check_updates=True), 2)
+CHECKED = jaxscale.multi_steps(
+    jaxscale.loss_scaled(INF_AT_ONE, 8, check_updates=True), 2
+)
 RUNS = {
     "no share underflows": Run(
         tx=windowed(optax.sgd(1.0), 4),
@@ -220,11 +255,19 @@ RUNS = {
         num_steps=4,
     ),
     "checked updates cost a window its step and no more": Run(
-        tx=CHECKED, grads=[1.0, 1.0, 3.0, 3.0], expected=[0, 0, 0, 0.5], bad=[1], num_steps=1
+        tx=CHECKED,
+        grads=[1.0, 1.0, 3.0, 3.0],
+        expected=[0, 0, 0, 0.5],
+        bad=[1],
+        num_steps=1,
     ),
     # What happens in the nestings that optax's own accumulator allows.
-    "inside": Run(jaxscale.loss_scaled(OF_OPTAX), ONE_BAD, BY_TWO, bad=[1], num_steps=4),
-    "skips": Run(jaxscale.loss_scaled(SKIPS_TOO), ONE_BAD, BY_TWO, bad=[1], num_steps=4),
+    "inside": Run(
+        jaxscale.loss_scaled(OF_OPTAX), ONE_BAD, BY_TWO, bad=[1], num_steps=4
+    ),
+    "skips": Run(
+        jaxscale.loss_scaled(SKIPS_TOO), ONE_BAD, BY_TWO, bad=[1], num_steps=4
+    ),
     "windows": Run(windowed(OF_OPTAX, 2), ONE_BAD, BY_FOUR, bad=[1], num_steps=5),
 }
 
@@ -255,7 +298,9 @@ def test_inner_is_given_the_mean_loss_of_what_counted():
     tx = windowed(optax.GradientTransformationExtraArgs(lambda _: (), update), 4)
     state = tx.init(jnp.zeros(()))
     for value in [1.0, jnp.nan, 5.0, jnp.inf]:
-        _, state = tx.update(jnp.ones(()), state, value=jnp.float16(value), other="text")
+        _, state = tx.update(
+            jnp.ones(()), state, value=jnp.float16(value), other="text"
+        )
     assert seen[-1] == (3.0, "text")
     assert state.total_notfinite_loss == 2
     assert state.inner_state.acc_value == 0
@@ -266,14 +311,18 @@ def test_a_schedule_below_1_acts_as_1_and_drops_no_gradient(length):
     tx = jaxscale.multi_steps(optax.sgd(1.0), lambda step: length)
     params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
     for _ in range(3):
-        params, state = jaxscale.apply_gradients(tx, jnp.array([1.0, -2.0]), state, params)
+        params, state = jaxscale.apply_gradients(
+            tx, jnp.array([1.0, -2.0]), state, params
+        )
     assert params.tolist() == [-3, 6]
     assert state.inner_state.gradient_step == 3
 
 
 def test_a_schedule_is_rounded_down_and_may_go_through_0():
     lengths = jnp.array([2.9, 0.0, 3.0])
-    tx = jaxscale.multi_steps(optax.sgd(1.0), lambda step: lengths[jnp.minimum(step, 2)])
+    tx = jaxscale.multi_steps(
+        optax.sgd(1.0), lambda step: lengths[jnp.minimum(step, 2)]
+    )
     params = jnp.zeros(())
     state = tx.init(params)
     history = []

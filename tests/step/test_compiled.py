@@ -29,7 +29,9 @@ def loss_fn(params, x):
 
 def by_hand(params, opt_state, x):
     loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
-    params, opt_state = jaxscale.apply_gradients(TX, grads, opt_state, params, value=loss)
+    params, opt_state = jaxscale.apply_gradients(
+        TX, grads, opt_state, params, value=loss
+    )
     return params, opt_state, loss
 
 
@@ -41,7 +43,9 @@ def test_nothing_is_transferred_and_donated_parameters_are_updated_in_place(name
     opt_state = TX.init(PARAMS)
     step = jax.jit(STEPS[name], donate_argnums=(0, 1))
     compiled = step.lower(PARAMS, opt_state, jnp.ones((8, 64), jnp.float16)).compile()
-    assert not re.search(r"custom-call.*callback|infeed|outfeed|\bsend\b", compiled.as_text())
+    assert not re.search(
+        r"custom-call.*callback|infeed|outfeed|\bsend\b", compiled.as_text()
+    )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((PARAMS, opt_state.inner_state)))
     assert compiled.memory_analysis().alias_size_in_bytes >= size
 
@@ -50,9 +54,16 @@ def test_nothing_is_transferred_and_donated_parameters_are_updated_in_place(name
 def count():
     """What the benchmarks' steps hold, compiled for one device, of one layer and of three."""
     script = pathlib.Path(__file__).parent.parent / "support" / "counts.py"
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
@@ -131,9 +142,14 @@ def test_norm_and_verdict_are_one_pass(count):
     norm = count("bytes_per_parameter", "norm", "float32")
     for layers in (1, 3):
         bare = count("bytes_per_parameter", BARE, layers, "float32", False)
-        assert count("bytes_per_parameter", WHOLE, layers, "float32", True) <= bare + norm + 0.1
+        assert (
+            count("bytes_per_parameter", WHOLE, layers, "float32", True)
+            <= bare + norm + 0.1
+        )
     # Optax's norm has a kernel for each leaf.
-    assert count("kernels", WHOLE, 3, "float32", True) < count("kernels", BARE, 3, "float32", True)
+    assert count("kernels", WHOLE, 3, "float32", True) < count(
+        "kernels", BARE, 3, "float32", True
+    )
 
 
 # XLA on a CPU stores integers where the verdict has bools: a quarter or half of a byte, in all. The
@@ -141,13 +157,20 @@ def test_norm_and_verdict_are_one_pass(count):
 # which XLA on a CPU takes in a pass of its own.
 LARGEST = {
     (layers, dtype, False): (0.6, 15)
-    for layers, dtype in ((1, "float32"), (3, "float32"), (1, "float16"), (1, "bfloat16"))
+    for layers, dtype in (
+        (1, "float32"),
+        (3, "float32"),
+        (1, "float16"),
+        (1, "bfloat16"),
+    )
 }
 LARGEST[1, "float32", True] = 4.6, 40
 
 
 @pytest.mark.parametrize("row", LARGEST)
-def test_the_largest_gradient_costs_neither_a_pass_nor_a_kernel_for_each_leaf(count, row):
+def test_the_largest_gradient_costs_neither_a_pass_nor_a_kernel_for_each_leaf(
+    count, row
+):
     moved, kernels = (
         count(what, counted.ADAPTIVE, *row) - count(what, WHOLE, *row)
         for what in ("bytes_per_parameter", "kernels")

@@ -22,7 +22,9 @@ from jaxscale import presets
 pytestmark = pytest.mark.standard_promotion
 
 DECAYS = r"`check`: the loss scale fell again and again .*`jaxscale doctor` names"
-DECAYS_OR_EXHAUSTS = r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"
+DECAYS_OR_EXHAUSTS = (
+    r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"
+)
 FREE = 25  # steps whose falls do not count
 
 
@@ -38,7 +40,9 @@ def _backward(saved, cotangent):
     return jnp.where(cotangent > highest, jnp.inf, cotangent * size), None, None
 
 
-probe.defvjp(lambda w, highest, size: (probe(w, highest, size), (highest, size)), _backward)
+probe.defvjp(
+    lambda w, highest, size: (probe(w, highest, size), (highest, size)), _backward
+)
 W = jnp.zeros(())
 
 
@@ -61,7 +65,10 @@ def histories(policy, traces, retries=0):
     largest = np.exp2(np.float64(np.stack(sizes)))
     run = runner(policy, retries)
     states = jax.device_get(run(np.float32(highest), np.float32(largest)))
-    return {name: jax.tree.map(operator.itemgetter(i), states) for i, name in enumerate(traces)}
+    return {
+        name: jax.tree.map(operator.itemgetter(i), states)
+        for i, name in enumerate(traces)
+    }
 
 
 def warned(states):
@@ -129,7 +136,9 @@ DECAYING = {
     **{f"{rate:.1%} of batches bad": at_any_scale(rate) for rate in (0.005, 0.02)},
 }
 STARTS = {
-    f"from 2**{start}": jaxscale.DynamicLossScale(init_scale=2.0**start, max_scale=2.0**40)
+    f"from 2**{start}": jaxscale.DynamicLossScale(
+        init_scale=2.0**start, max_scale=2.0**40
+    )
     for start in (24, 40)
 }
 POLICIES = replay_tables.POLICIES | STARTS
@@ -149,7 +158,11 @@ def test_a_healthy_run_is_never_warned_of(name, retries, binades):
         assert states.backoff_count.max() <= 3, run
 
 
-@cases("name", replay_tables.POLICIES, fast=["`DynamicLossScale()`", "**`AdaptiveLossScale()`**"])
+@cases(
+    "name",
+    replay_tables.POLICIES,
+    fast=["`DynamicLossScale()`", "**`AdaptiveLossScale()`**"],
+)
 def test_a_run_that_moves_once_and_stays_is_never_warned_of(name):
     for run, states in histories(POLICIES[name], MADE_UP).items():
         assert not warned(states), run
@@ -162,7 +175,9 @@ GROWING = ["`presets.chainer()`", "`presets.openseq2seq_logmax(scale_max=2**24)`
 TOO_SLOW = re.compile(
     r"fairseq\(tolerance=0.05|mindformers\(2\*\*16, 2, 20|torch\(growth_interval=200\)"
 )
-DECAYED = [name for name in POLICIES if name not in GROWING and not TOO_SLOW.search(name)]
+DECAYED = [
+    name for name in POLICIES if name not in GROWING and not TOO_SLOW.search(name)
+]
 
 
 @cases("name, retries", product(DECAYED, [0, 8]), fast=[(name, 0) for name in NAMES])
@@ -190,7 +205,8 @@ def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
     paths = (simulator.FOLDER / "decays").glob("vit*.npz")
     runs = {path.stem: np.load(path) for path in paths}
     traces = {
-        name: (run["ceiling"].astype(np.int32), run["largest"] / 256) for name, run in runs.items()
+        name: (run["ceiling"].astype(np.int32), run["largest"] / 256)
+        for name, run in runs.items()
     }
     states = histories(jaxscale.DynamicLossScale(), traces, retries)
     assert warned(states["vit_wrong_labels"])
@@ -200,7 +216,9 @@ def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
 COUNTED = {
     "fixed": jaxscale.FixedLossScale(2.0**8),
     "dynamic": jaxscale.DynamicLossScale(growth_interval=40, max_scale=2.0**17),
-    "hysteresis": jaxscale.DynamicLossScale(growth_interval=30, hysteresis=2, init_scale=2.0**24),
+    "hysteresis": jaxscale.DynamicLossScale(
+        growth_interval=30, hysteresis=2, init_scale=2.0**24
+    ),
     "tolerance": presets.fairseq(tolerance=0.01),
     "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**20, memory=4, period=64),
     "gradual": presets.chainer(),
@@ -230,7 +248,8 @@ def test_falls_are_counted(name, retries):
     }
     for run, states in histories(COUNTED[name], traces, retries).items():
         assert states.backoff_count.tolist() == count_falls(COUNTED[name], states), run
-        assert (states.notfinite_count[-1] == 600) == (run == "all"), run  # it never gives up
+        # it never gives up
+        assert (states.notfinite_count[-1] == 600) == (run == "all"), run
 
 
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
@@ -250,7 +269,9 @@ def decayed(tx=TX, falls=6):
 @functools.cache
 def decayed_from(exponent):
     """The state after six falls from a scale."""
-    return decayed(jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**exponent)))
+    return decayed(
+        jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**exponent))
+    )
 
 
 def population(fine, bad):

@@ -33,7 +33,9 @@ def norm_of(tree):
 def gradients(seed, norm):
     """Gradients of a norm, with the shapes of PARAMS, in float32."""
     rng = np.random.default_rng(seed)
-    grads = jax.tree.map(lambda p: np.asarray(rng.standard_normal(p.shape), np.float32), PARAMS)
+    grads = jax.tree.map(
+        lambda p: np.asarray(rng.standard_normal(p.shape), np.float32), PARAMS
+    )
     grads["phase"] = grads["phase"] * np.complex64(1 + 0.5j)
     factor = np.float32(norm / norm_of(grads))
     return jax.tree.map(lambda leaf: jnp.asarray(leaf * factor), grads)
@@ -44,7 +46,8 @@ assert_near = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=3e-
 skip_inside = jaxscale.skip_nonfinite(SGD, max_norm=7.0)
 CLIPPED = {
     "dynamic": jaxscale.loss_scaled(SGD, max_norm=MAX_NORM),
-    "adaptive": jaxscale.loss_scaled(SGD, "adaptive", max_norm=MAX_NORM),  # needs the largest, too
+    # needs the largest, too
+    "adaptive": jaxscale.loss_scaled(SGD, "adaptive", max_norm=MAX_NORM),
     "safe": jaxscale.skip_nonfinite(SGD, max_norm=MAX_NORM),
     "over": jaxscale.loss_scaled(skip_inside, max_norm=MAX_NORM),
     "off": jaxscale.loss_scaled(SGD, None, max_norm=MAX_NORM, skip_nonfinite=False),
@@ -55,7 +58,9 @@ WAYS = ["eager", "jit", "accelerator"]
 def clip(grads, debug_nans, way, name, monkeypatch):
     """The updates and the state after one step of an optimizer of `CLIPPED`."""
     if way == "accelerator":
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda *, cpu, default: default()
+        )
     if name == "adaptive":  # on one device nothing is squared that was not asked for
         monkeypatch.setattr(jax, "device_count", lambda: 1)
     tx = CLIPPED[name]
@@ -69,7 +74,10 @@ def clip(grads, debug_nans, way, name, monkeypatch):
 @cases(
     "norm, debug_nans, way, name",
     product([0.0, 0.1, 3.0, 1e10], [False, True], WAYS, CLIPPED),
-    fast=[(3.0, False, "jit" if name != "dynamic" else "accelerator", name) for name in CLIPPED],
+    fast=[
+        (3.0, False, "jit" if name != "dynamic" else "accelerator", name)
+        for name in CLIPPED
+    ],
 )
 def test_it_is_what_optax_does(norm, debug_nans, way, name, monkeypatch):
     grads = gradients(0, norm)

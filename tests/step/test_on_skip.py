@@ -34,7 +34,9 @@ class Host:
     def skips(self):
         """The step and the member of each call, in their order, as calls may come in any."""
         jax.effects_barrier()
-        return sorted((numbers["total_steps"], numbers.get("member")) for numbers in self.calls)
+        return sorted(
+            (numbers["total_steps"], numbers.get("member")) for numbers in self.calls
+        )
 
 
 def one_step(host, **options):
@@ -57,7 +59,9 @@ def train(host, wrap=jaxscale.loss_scaled, passes_loss=False, **options):
         loss = None
         if passes_loss:
             loss = grad
-        carry = jaxscale.apply_gradients(tx, jnp.full(2, grad), opt_state, params, value=loss)
+        carry = jaxscale.apply_gradients(
+            tx, jnp.full(2, grad), opt_state, params, value=loss
+        )
         return carry, None
 
     def trainer(grads):
@@ -99,7 +103,9 @@ def derivative(host):
 INF = jnp.inf
 BATCHES = np.array([1.0, INF, 1.0, 1.0, INF, INF, 1.0], np.float32)
 MEMBERS = np.array([[1.0, INF, 1, 1], [1.0, 1, 1, 1], [INF, INF, 1, 1]], np.float32)
-GRID = np.array([[[1.0, INF], [1, 1]], [[INF, 1], [1, 1]], [[1, 1], [1, INF]]], np.float32)
+GRID = np.array(
+    [[[1.0, INF], [1, 1]], [[INF, 1], [1, 1]], [[1, 1], [1, INF]]], np.float32
+)
 
 
 class Run(NamedTuple):
@@ -179,7 +185,9 @@ def test_members_that_are_not_compiled_call_it():
 
 def test_the_numbers_are_those_of_metrics():
     host = Host()
-    tx = jaxscale.loss_scaled(SGD, on_skip=host, track_leaves=True, spikes=jaxscale.SpikeRule())
+    tx = jaxscale.loss_scaled(
+        SGD, on_skip=host, track_leaves=True, spikes=jaxscale.SpikeRule()
+    )
     params = {"w": W}
     grads = {"w": W * INF}
     _, state = jax.jit(tx.update)(grads, tx.init(params), value=jnp.float32(2))
@@ -203,7 +211,9 @@ def shard(function, out_specs, **options):
     if shard_map is None:
         from jax.experimental.shard_map import shard_map
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
-    return jax.jit(shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=out_specs, **options))
+    return jax.jit(
+        shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=out_specs, **options)
+    )
 
 
 @cases("checked", [True, False], fast=[True])
@@ -243,7 +253,9 @@ def test_it_is_called_once_by_all_devices_of_pmap_without_a_name():
     assert host.skips() == [(1, None)]
 
 
-@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="types do not say what varies")
+@pytest.mark.skipif(
+    not hasattr(jax, "shard_map"), reason="types do not say what varies"
+)
 def test_devices_that_skip_by_themselves_are_several_runs():
     host = Host()
     run = shard(lambda grads: one_step(host)(grads[0])[None], out_specs=P("d"))
@@ -286,7 +298,8 @@ def test_it_changes_nothing_else_in_any_order_of_wrappers():
         jaxscale.loss_scaled(jaxscale.skip_nonfinite(micro_batches, on_skip=host)),
     ):
         assert_same_bits(state_after_batches(tx), plain)
-        assert host.skips() == expected_skips(BATCHES)  # each micro-batch that was skipped
+        # each micro-batch that was skipped
+        assert host.skips() == expected_skips(BATCHES)
         host.calls.clear()
 
 

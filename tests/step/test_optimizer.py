@@ -15,7 +15,16 @@ import optax
 import pytest
 import tables
 from references import trajectory
-from tables import INNERS, PARAMS, assert_same_bits, avals, cases, fused_step, step, wide
+from tables import (
+    INNERS,
+    PARAMS,
+    assert_same_bits,
+    avals,
+    cases,
+    fused_step,
+    step,
+    wide,
+)
 from training import amplified, x64
 
 import jaxscale
@@ -43,7 +52,8 @@ OTHERS = {  # with more arguments, or other types
     "lbfgs": optax.lbfgs(),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "reduce_on_plateau": optax.chain(
-        optax.adam(1e-2), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1)
+        optax.adam(1e-2),
+        optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=1),
     ),
 }
 WAYS = ["update", "apply", "eager", "accelerator"]
@@ -60,7 +70,10 @@ IN_OTHER_DTYPES = [
     *(("dynamic", inner, "update", "float16") for inner in list(OTHERS)[1:4]),
     # On accelerators both sides of the selection are computed: a line search runs on a bad step.
     *(("dynamic", inner, "accelerator", "float32") for inner in list(OTHERS)[2:]),
-    *(("dynamic", "adamw", *row) for row in product(WAYS[:2], ("complex64", "float64"))),
+    *(
+        ("dynamic", "adamw", *row)
+        for row in product(WAYS[:2], ("complex64", "float64"))
+    ),
     ("dynamic", "lbfgs", "update", "float64"),
 ]
 FAST_IN_FLOAT32 = [
@@ -70,7 +83,9 @@ FAST_IN_FLOAT32 = [
 ]
 FAST_IN_OTHER_DTYPES = [("dynamic", "adamw", "update", "complex64")]
 ROW = "wrapper, inner, way, dtype"
-every_row = cases(ROW, IN_FLOAT32 + IN_OTHER_DTYPES, fast=FAST_IN_FLOAT32 + FAST_IN_OTHER_DTYPES)
+every_row = cases(
+    ROW, IN_FLOAT32 + IN_OTHER_DTYPES, fast=FAST_IN_FLOAT32 + FAST_IN_OTHER_DTYPES
+)
 
 
 class Trained(NamedTuple):
@@ -84,7 +99,9 @@ class Trained(NamedTuple):
 
 def value_fn(params):
     squares = (jnp.sum(jnp.abs(leaf) ** 2) for leaf in jax.tree.leaves(params))
-    return sum(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in squares)
+    return sum(
+        leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in squares
+    )
 
 
 def in_dtype(tree, dtype):
@@ -135,7 +152,8 @@ def train(wrapper, inner, way, dtype):
         return history
 
     with pytest.MonkeyPatch.context() as patch, precision_of(dtype):
-        if way == "accelerator":  # compiled here for the CPU, which otherwise takes the other form
+        # compiled here for the CPU, which otherwise takes the other form
+        if way == "accelerator":
             patch.setattr(jax.lax, "platform_dependent", select)
         mixed, good = run(MIXED), run(GOOD)
     return Trained(mixed, good, num_traces=len(traces), num_selections=len(selections))
@@ -145,7 +163,10 @@ def train(wrapper, inner, way, dtype):
 def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype):
     """A run ends with the bits of one on its good steps, but for the scale and the counters."""
     trained = train(wrapper, inner, way, dtype)
-    (params, state), (expected_params, expected_state) = trained.mixed[-1], trained.good[-1]
+    (params, state), (expected_params, expected_state) = (
+        trained.mixed[-1],
+        trained.good[-1],
+    )
     end = params, state.inner_state
     assert_same_bits(end, (expected_params, expected_state.inner_state))
     with precision_of(dtype):
@@ -153,14 +174,18 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype):
 
 
 @every_row
-def test_a_bad_step_changes_the_scale_and_the_counters_alone(wrapper, inner, way, dtype):
+def test_a_bad_step_changes_the_scale_and_the_counters_alone(
+    wrapper, inner, way, dtype
+):
     policy, options = WRAPPERS[wrapper]
     adjust = jax.jit(policy.adjust)
     mixed = train(wrapper, inner, way, dtype).mixed
     for before, after in itertools.compress(itertools.pairwise(mixed), IS_BAD):
         params, state = before
         new_params, new_state = after
-        assert_same_bits((new_params, new_state.inner_state), (params, state.inner_state))
+        assert_same_bits(
+            (new_params, new_state.inner_state), (params, state.inner_state)
+        )
         assert_same_bits(new_state.scaling, adjust(state.scaling, jnp.array(False)))
         counted, new_counted = tables.counters(state), tables.counters(new_state)
         assert not new_counted["step_applied"]
@@ -172,10 +197,17 @@ def test_a_bad_step_changes_the_scale_and_the_counters_alone(wrapper, inner, way
 @every_row
 def test_steps_are_counted(wrapper, inner, way, dtype):
     trained = train(wrapper, inner, way, dtype)
-    for history, is_bad in ((trained.mixed, IS_BAD), (trained.good, [False] * len(GOOD))):
+    for history, is_bad in (
+        (trained.mixed, IS_BAD),
+        (trained.good, [False] * len(GOOD)),
+    ):
         states = [state for _, state in history[1:]]
-        assert [state.total_steps for state in states] == list(range(1, len(states) + 1))
-        assert [state.total_notfinite for state in states] == list(itertools.accumulate(is_bad))
+        assert [state.total_steps for state in states] == list(
+            range(1, len(states) + 1)
+        )
+        assert [state.total_notfinite for state in states] == list(
+            itertools.accumulate(is_bad)
+        )
         assert [state.total_notfinite_loss for state in states] == [0] * len(states)
 
 
@@ -191,7 +223,9 @@ def test_types_stay_and_a_compiled_step_is_traced_once(wrapper, inner, way, dtyp
 
 
 @cases(ROW, IN_FLOAT32, fast=FAST_IN_FLOAT32)
-def test_a_good_step_is_that_of_the_inner_optimizer_in_float32(wrapper, inner, way, dtype):
+def test_a_good_step_is_that_of_the_inner_optimizer_in_float32(
+    wrapper, inner, way, dtype
+):
     tx = INNERS[inner]
     updates, inner_state = tx.update(wide(GOOD[0]), tx.init(wide(PARAMS)), wide(PARAMS))
     expected = optax.apply_updates(PARAMS, updates), inner_state
@@ -238,7 +272,9 @@ class Recorder:
 
 def around(update):
     """A wrapped optimizer without a state, given its update."""
-    return jaxscale.loss_scaled(optax.GradientTransformationExtraArgs(lambda _: (), update))
+    return jaxscale.loss_scaled(
+        optax.GradientTransformationExtraArgs(lambda _: (), update)
+    )
 
 
 def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
@@ -301,7 +337,9 @@ def test_the_optimizer_is_an_ordinary_value():
     # A GradientTransformation is a NamedTuple, so a tree: Flax NNX takes it apart, too.
     tx = jaxscale.loss_scaled(optax.sgd(0.5))
     for same in (jax.tree.map(lambda leaf: leaf, tx), copy.deepcopy(tx), tx._replace()):
-        params, _ = jaxscale.apply_gradients(same, jnp.ones(2), same.init(jnp.ones(2)), jnp.ones(2))
+        params, _ = jaxscale.apply_gradients(
+            same, jnp.ones(2), same.init(jnp.ones(2)), jnp.ones(2)
+        )
         assert params.tolist() == [0.5, 0.5]
         assert type(same) is optax.GradientTransformationExtraArgs
 
@@ -309,13 +347,17 @@ def test_the_optimizer_is_an_ordinary_value():
 HALVES = ["bfloat16", "float16"]
 
 
-@cases("dtype, way", product(HALVES, [step, fused_step]), fast=[("float16", fused_step)])
+@cases(
+    "dtype, way", product(HALVES, [step, fused_step]), fast=[("float16", fused_step)]
+)
 def test_the_sum_of_parameter_and_update_is_rounded_once(dtype, way):
     rng = np.random.default_rng(0)
     params = rng.standard_normal(4096).astype(dtype)
     grads = np.float32(rng.standard_normal(4096) * 2.0**-9)
     tx = jaxscale.loss_scaled(optax.scale(-1.0))
-    moved, _ = way(tx, jnp.asarray(params), tx.init(jnp.asarray(params)), jnp.asarray(grads))
+    moved, _ = way(
+        tx, jnp.asarray(params), tx.init(jnp.asarray(params)), jnp.asarray(grads)
+    )
     # NumPy's sums, in float32, of which no product is taken.
     wide_params = params.astype(np.float32)
     once = (wide_params - grads).astype(dtype)
@@ -340,10 +382,14 @@ def nan_uphill(params, _):
 def sam_step(mode, monkeypatch, grads, **options):
     """One step of an optimizer that takes a gradient itself."""
     if mode == "accelerator":
-        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+        monkeypatch.setattr(
+            jax.lax, "platform_dependent", lambda *, cpu, default: default()
+        )
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
     tx = jaxscale.loss_scaled(sam, **options)
-    one_step = functools.partial(fused_step, tx, value=jnp.float32(1), grad_fn=nan_uphill)
+    one_step = functools.partial(
+        fused_step, tx, value=jnp.float32(1), grad_fn=nan_uphill
+    )
     if mode != "eager":
         one_step = jax.jit(one_step)
     return one_step(TWO, tx.init(TWO), grads)
@@ -353,19 +399,28 @@ every_mode = cases("mode", ["eager", "jit", "accelerator"], fast=["jit"])
 
 
 @every_mode
-def test_the_verdict_does_not_see_a_gradient_that_the_inner_takes_itself(mode, monkeypatch):
+def test_the_verdict_does_not_see_a_gradient_that_the_inner_takes_itself(
+    mode, monkeypatch
+):
     params, state = sam_step(mode, monkeypatch, GRADS)
     assert state.step_applied
     assert jnp.isnan(params["b"])
 
 
 @every_mode
-def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(mode, monkeypatch):
+def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(
+    mode, monkeypatch
+):
     params, state = sam_step(mode, monkeypatch, GRADS, check_updates=True)
     assert_same_bits(params, TWO)
     assert jaxscale.all_finite(state.inner_state)
-    assert (state.step_applied, state.total_notfinite, state.total_notfinite_loss) == (False, 1, 0)
-    assert state.scaling.loss_scale == 2.0**14  # as by any overflow that the loss is not part of
+    assert (state.step_applied, state.total_notfinite, state.total_notfinite_loss) == (
+        False,
+        1,
+        0,
+    )
+    # as by any overflow that the loss is not part of
+    assert state.scaling.loss_scale == 2.0**14
 
 
 @every_mode
@@ -382,7 +437,9 @@ def test_the_state_is_kept_where_updates_are_not_finite(wrap):
     inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
     tx = wrap(inner, check_updates=True)
     before = tx.init(TWO)
-    params, after = jax.jit(functools.partial(jaxscale.apply_gradients, tx))(GRADS, before, TWO)
+    params, after = jax.jit(functools.partial(jaxscale.apply_gradients, tx))(
+        GRADS, before, TWO
+    )
     assert not after.step_applied
     assert_same_bits(params, TWO)
     assert_same_bits(after.inner_state, before.inner_state)
@@ -455,7 +512,9 @@ def test_what_fills_its_state_later_is_told_where_to_go():
         return updates, updates
 
     tx = jaxscale.loss_scaled(optax.GradientTransformation(lambda _: None, update))
-    with pytest.raises(ValueError, match=r"optax.chain\(loss_scaled\(...\), optax.monitor"):
+    with pytest.raises(
+        ValueError, match=r"optax.chain\(loss_scaled\(...\), optax.monitor"
+    ):
         tx.update(GRADS, tx.init(TWO), TWO)
 
 
@@ -477,14 +536,22 @@ VALUES = np.float32([np.inf, -np.inf, np.nan])
 # Policies with bounds within which float32 gradients neither overflow nor underflow.
 APEX = presets.apex(scale_window=50, min_loss_scale=2.0**-10)
 COLOSSAL = presets.colossalai(growth_interval=20, min_scale=1.0, max_scale=2.0**20)
-TOLERANT = presets.ToleranceLossScale(growth_interval=5, tolerance=0.25, max_scale=2.0**20)
+TOLERANT = presets.ToleranceLossScale(
+    growth_interval=5, tolerance=0.25, max_scale=2.0**20
+)
 RUNS = {
     "no scale, masked": (tables.POLICIES["noop"], INNERS["masked"]),
     "fixed, momentum": (tables.POLICIES["fixed"], INNERS["momentum"]),
     "dynamic, clipped adamw": (tables.POLICIES["dynamic"], INNERS["adamw_clipped"]),
     "dynamic, MultiSteps": (tables.POLICIES["dynamic"], INNERS["multi_steps"]),
-    "hysteresis, inject_hyperparams": (tables.POLICIES["hysteresis"], INNERS["inject_hyperparams"]),
-    "apex, adam with a schedule": (APEX, optax.adam(optax.cosine_decay_schedule(0.1, 10**6))),
+    "hysteresis, inject_hyperparams": (
+        tables.POLICIES["hysteresis"],
+        INNERS["inject_hyperparams"],
+    ),
+    "apex, adam with a schedule": (
+        APEX,
+        optax.adam(optax.cosine_decay_schedule(0.1, 10**6)),
+    ),
     "colossalai, noise": (COLOSSAL, INNERS["noisy"]),
     "tolerance, clipped lion": (TOLERANT, INNERS["lion_clipped"]),
 }
@@ -493,7 +560,10 @@ RUNS = {
 def drawn(rng, rate):
     """The place of each step's fault, "" for none; by place, what is added to each leaf there."""
     added = {
-        place: {name: np.zeros((STEPS, *leaf.shape), np.float32) for name, leaf in PARAMS.items()}
+        place: {
+            name: np.zeros((STEPS, *leaf.shape), np.float32)
+            for name, leaf in PARAMS.items()
+        }
         for place in PLACES
     }
     places = np.where(rng.random(STEPS) < rate, rng.choice(PLACES, STEPS), "")
@@ -518,7 +588,9 @@ def run(name):
     tx = jaxscale.loss_scaled(inner, policy)
 
     def distance(params, target, factor):
-        squares = jax.tree.map(lambda p, t: jnp.mean((jnp.float32(p) - t) ** 2), params, target)
+        squares = jax.tree.map(
+            lambda p, t: jnp.mean((jnp.float32(p) - t) ** 2), params, target
+        )
         return amplified(total(squares), factor)
 
     def advance(carry, batch):
@@ -526,7 +598,9 @@ def run(name):
         target, added = batch
         target = spoiled(target, added["input"])
         factor = 1 + total(added["cotangent"])
-        loss, grads = jaxscale.value_and_grad(distance, opt_state)(params, target, factor)
+        loss, grads = jaxscale.value_and_grad(distance, opt_state)(
+            params, target, factor
+        )
         grads = spoiled(grads, added["gradient"])
         loss = loss + total(added["loss"])
         new_params, new_opt_state = step(tx, params, opt_state, grads, value=loss)
@@ -550,7 +624,8 @@ def test_faults_leave_no_trace(name, rate):
     bad = places != ""
     bad_loss = np.isin(places, PLACES[:2])
     targets = {
-        key: np.float32(rng.normal(size=bad.shape + param.shape)) for key, param in PARAMS.items()
+        key: np.float32(rng.normal(size=bad.shape + param.shape))
+        for key, param in PARAMS.items()
     }
     batches = targets, added
     # The good batches, then some of them again: as many steps, so one program for both.
@@ -560,7 +635,9 @@ def test_faults_leave_no_trace(name, rate):
     alone, _ = run(name)(good_batches)
     # So many good steps came before each but the first.
     number = np.cumsum(~bad)[:-1]
-    assert_same_bits(jax.tree.map(lambda x: x[1:], kept), jax.tree.map(lambda x: x[number], alone))
+    assert_same_bits(
+        jax.tree.map(lambda x: x[1:], kept), jax.tree.map(lambda x: x[number], alone)
+    )
     assert jaxscale.all_finite(alone)
 
     steps = np.arange(1, STEPS + 1)

@@ -34,7 +34,9 @@ class Option(NamedTuple):
 
 OPTIONS = {
     "max_norm": Option({"max_norm": 1.0}, "grad_norm", "grad_norm"),
-    "track_leaves": Option({"track_leaves": True}, "nonfinite_leaves", "nonfinite_leaves/phase"),
+    "track_leaves": Option(
+        {"track_leaves": True}, "nonfinite_leaves", "nonfinite_leaves/phase"
+    ),
     "spikes": Option({"spikes": RULE}, "spikes", "total_spikes"),
 }
 
@@ -115,7 +117,9 @@ def test_gradients_are_read_no_more_often():
             expected = GRADIENTS
             if "spikes" in names:
                 expected += numbers_reduced(judge)
-            assert numbers_read(jaxscale.loss_scaled(INNER, **arguments)) == expected, names
+            assert numbers_read(jaxscale.loss_scaled(INNER, **arguments)) == expected, (
+                names
+            )
 
 
 def test_another_reading_of_the_gradients_would_be_counted():
@@ -147,8 +151,12 @@ WITHOUT_A_VERDICT = {  # by what the error says
     "a DynamicLossScale": lambda: loss_scaled_off(INNER),
     "track_leaves=True": lambda: loss_scaled_off(INNER, 8, track_leaves=True),
     "with a `SpikeRule`": lambda: loss_scaled_off(INNER, None, spikes=RULE),
-    "a window of `multi_steps`": lambda: loss_scaled_off(jaxscale.multi_steps(INNER, 2), None),
-    "`multi_steps.*=False": lambda: jaxscale.multi_steps(loss_scaled_off(INNER, None), 2),
+    "a window of `multi_steps`": lambda: loss_scaled_off(
+        jaxscale.multi_steps(INNER, 2), None
+    ),
+    "`multi_steps.*=False": lambda: jaxscale.multi_steps(
+        loss_scaled_off(INNER, None), 2
+    ),
 }
 
 
@@ -223,7 +231,9 @@ def test_off_is_off():
     before = OFF.init(NET)
     updates, after = OFF.update(bad, before, NET, value=jnp.float32(jnp.inf))
     assert jnp.isnan(updates["w"]).all()
-    assert_same_bits(after._replace(inner_state=None), before._replace(inner_state=None))
+    assert_same_bits(
+        after._replace(inner_state=None), before._replace(inner_state=None)
+    )
     jaxscale.check(after)
 
 

@@ -99,7 +99,9 @@ def test_sums_are_right_to_the_rounding_of_the_larger_value_and_never_0():
 
 def test_a_difference_needs_the_parameters():
     tx = jaxscale.loss_scaled(optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"update\(params=\.\.\.\).*_overwrite_with_gradient"):
+    with pytest.raises(
+        ValueError, match=r"update\(params=\.\.\.\).*_overwrite_with_gradient"
+    ):
         tx.update(PARAMS, tx.init(PARAMS))
 
 
@@ -152,8 +154,12 @@ class Product(nnx.Module):
 def test_flaxs_fp8_statistics_in_nnx():
     """The optimizer trains `nnx.Param` alone, and the statistics are replaced all the same."""
     model = Product()
-    optimizer = nnx.Optimizer(model, jaxscale.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param)
-    train_step = nnx.jit(jaxscale.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2)))
+    optimizer = nnx.Optimizer(
+        model, jaxscale.loss_scaled(optax.sgd(0.1)), wrt=nnx.Param
+    )
+    train_step = nnx.jit(
+        jaxscale.nnx.train_step(lambda model, x: jnp.mean(model(x) ** 2))
+    )
     for size in (1.0, 3.0, jnp.inf, 2.0):
         train_step(model, optimizer, X * size)
     history = np.asarray(model.product.input_amax_history[...])

@@ -30,7 +30,9 @@ def poisoned(params, x):
 @jax.jit
 def largest_and_loss(scaling, x):
     grads = jax.tree.leaves(jaxscale.grad(poisoned, scaling)(PARAMS, x))
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(g.astype(jnp.float32))) for g in grads]))
+    largest = jnp.max(
+        jnp.stack([jnp.max(jnp.abs(g.astype(jnp.float32))) for g in grads])
+    )
     return largest, poisoned(PARAMS, x)
 
 
@@ -73,9 +75,22 @@ def by_the_book(policy, retries, batches):
         yield scaling, jnp.int32(passes), jnp.int32(exhausted)
 
 
-MIXED = [OVERFLOW, POISON, GOOD, POISON, POISON, BAD_LOSS, OVERFLOW, GOOD, GOOD * 2, POISON]
+MIXED = [
+    OVERFLOW,
+    POISON,
+    GOOD,
+    POISON,
+    POISON,
+    BAD_LOSS,
+    OVERFLOW,
+    GOOD,
+    GOOD * 2,
+    POISON,
+]
 MOVING = [name for name in POLICIES if name not in ("noop", "fixed")]
-RULES = {name: dataclasses.replace(POLICIES[name], init_scale=2.0**16) for name in MOVING} | {
+RULES = {
+    name: dataclasses.replace(POLICIES[name], init_scale=2.0**16) for name in MOVING
+} | {
     "low": jaxscale.DynamicLossScale(init_scale=4.0),
     "at its floor": jaxscale.DynamicLossScale(init_scale=1.0),
     # Hysteresis that is left does not spare the scale: the same scale would overflow again.
@@ -134,7 +149,9 @@ def test_it_counts_the_passes_compiles_the_model_once_and_loses_no_batch(window)
     traces, passes = [], []
     tx = hot()
     if window is not None:
-        tx = WINDOWS[window](INNERS["adam"], jaxscale.DynamicLossScale(init_scale=2.0**24))
+        tx = WINDOWS[window](
+            INNERS["adam"], jaxscale.DynamicLossScale(init_scale=2.0**24)
+        )
 
     def counted(params, x):
         traces.append(None)
@@ -153,7 +170,9 @@ def test_it_counts_the_passes_compiles_the_model_once_and_loses_no_batch(window)
 
 def test_the_model_is_in_the_program_once():
     def program(**retries):
-        step = jaxscale.train_step(lambda w, x: jnp.sum(jnp.tanh(w @ x) ** 2), hot(), **retries)
+        step = jaxscale.train_step(
+            lambda w, x: jnp.sum(jnp.tanh(w @ x) ** 2), hot(), **retries
+        )
         w = jnp.ones((4, 3))
         return jax.jit(step).lower(w, hot().init(w), jnp.ones((3, 2))).as_text()
 
@@ -162,10 +181,17 @@ def test_the_model_is_in_the_program_once():
     assert "stablehlo.while" not in without
     assert "stablehlo.while" in with_them
     for operation in ("dot_general", "tanh"):
-        assert with_them.count(f"stablehlo.{operation}") == without.count(f"stablehlo.{operation}")
+        assert with_them.count(f"stablehlo.{operation}") == without.count(
+            f"stablehlo.{operation}"
+        )
 
 
-REST = {"n": jnp.arange(3), "flag": jnp.array(True), "key": jax.random.key(7), "none": None}
+REST = {
+    "n": jnp.arange(3),
+    "flag": jnp.array(True),
+    "key": jax.random.key(7),
+    "none": None,
+}
 OF_ANY_TYPE = PARAMS | REST
 
 
@@ -191,7 +217,9 @@ def step_of_any_type(mode, scale, retries, batch=GOOD):
     is_trained = {name: name in PARAMS for name in OF_ANY_TYPE}
     inner = optax.masked(optax.sgd(0.1), is_trained)
     tx = jaxscale.loss_scaled(inner, jaxscale.DynamicLossScale(init_scale=scale))
-    step = jaxscale.train_step(loss_of_any_type, tx, has_aux=True, retries=retries, allow_int=True)
+    step = jaxscale.train_step(
+        loss_of_any_type, tx, has_aux=True, retries=retries, allow_int=True
+    )
     if mode == "jit":
         step = eqx.filter_jit(step)
     return step(OF_ANY_TYPE, tx.init(OF_ANY_TYPE), batch)
@@ -229,7 +257,9 @@ def test_outputs_of_any_type_go_round(mode):
 def test_counters_stay_at_their_largest_value():
     most = jnp.array(np.iinfo(np.int32).max)
     state = hot().init(PARAMS)
-    names = {name: most for name, leaf in state._asdict().items() if avals(leaf) == "int32[]"}
+    names = {
+        name: most for name, leaf in state._asdict().items() if avals(leaf) == "int32[]"
+    }
     state = state._replace(**names | {"total_retries": most - 1})
     step = jax.jit(jaxscale.train_step(poisoned, hot(), retries=3))
     for batch in (POISON, BAD_LOSS):

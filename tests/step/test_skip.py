@@ -26,7 +26,9 @@ GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
 
 def take_form_for_accelerators(monkeypatch):
     """Compiles what other machines get for the CPU, which otherwise takes the other form."""
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *, cpu, default: default())
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *, cpu, default: default()
+    )
 
 
 # Both forms in one program.
@@ -61,7 +63,9 @@ def test_one_program_that_is_traced_once_serves_all_platforms():
     )
     assert len(traces) == 1
     for other in (cuda, tpu):
-        differing = [pair for pair in zip(cpu, other, strict=True) if pair[0] != pair[1]]
+        differing = [
+            pair for pair in zip(cpu, other, strict=True) if pair[0] != pair[1]
+        ]
         # Whether it is a branch or a selection is a constant when it is lowered.
         assert 0 < len(differing) <= 2
         for line, other_line in differing:
@@ -177,7 +181,9 @@ def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monke
     bad = grads | {"w": grads["w"] * jnp.nan}
     no_updates, state_after = update(bad, state, params)
     minus_zeros = jax.tree.map(lambda u: jnp.full_like(u, -0.0), expected)
-    assert_same_bits((no_updates, state_after.inner_state), (minus_zeros, state.inner_state))
+    assert_same_bits(
+        (no_updates, state_after.inner_state), (minus_zeros, state.inner_state)
+    )
     assert not state_after.step_applied
 
 
@@ -195,7 +201,9 @@ def test_a_leaf_without_an_update_stays(mode, monkeypatch):
 @pytest.mark.slow
 def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
     tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True, max_norm=1.0)
-    params, grads = (jax.tree.map(lambda x: jnp.stack([x] * 3), tree) for tree in (TWO, GRADS))
+    params, grads = (
+        jax.tree.map(lambda x: jnp.stack([x] * 3), tree) for tree in (TWO, GRADS)
+    )
     grads["w"] = grads["w"].at[1, 1].set(jnp.inf)
     inputs = params, jax.vmap(tx.init)(params), grads
 
@@ -218,7 +226,9 @@ def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
 
 def barriers(program):
     """How many optimization barriers a traced program has."""
-    return sum(eqn.primitive.name == "optimization_barrier" for eqn in equations(program))
+    return sum(
+        eqn.primitive.name == "optimization_barrier" for eqn in equations(program)
+    )
 
 
 def test_gradients_share_one_barrier():

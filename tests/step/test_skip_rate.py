@@ -86,7 +86,9 @@ def overflowing(bad, at=FINE):
 
 
 def noisy(binades, seed=0):
-    return 2.0 ** np.floor(18 + binades * np.random.default_rng(seed).standard_normal(STEPS))
+    return 2.0 ** np.floor(
+        18 + binades * np.random.default_rng(seed).standard_normal(STEPS)
+    )
 
 
 def rows(length, at, steps=STEPS):
@@ -111,7 +113,9 @@ FIXED = jaxscale.loss_scaled(SGD, 2.0**10)
 HIGH = dynamic(init_scale=2.0**40, max_scale=2.0**40)
 HASTY = dynamic(growth_interval=3, max_scale=2.0**40)
 PATIENT = dynamic(growth_interval=3, max_scale=2.0**40, hysteresis=2)
-WIDE = dynamic(growth_interval=3, max_scale=2.0**40, growth_factor=4.0, backoff_factor=0.25)
+WIDE = dynamic(
+    growth_interval=3, max_scale=2.0**40, growth_factor=4.0, backoff_factor=0.25
+)
 WINDOW = jaxscale.multi_steps(TX, 4)
 STRICT = jaxscale.multi_steps(TX, 32, drop="window")
 HASTY_WINDOW = jaxscale.multi_steps(HASTY, 2)
@@ -127,7 +131,9 @@ HEALTHY = {
     "grows every 3 steps, noise": Run(HASTY, noisy(1.5)),
     "grows every 3 steps, and falls in two": Run(PATIENT, noisy(0.5)),
     "grows by 4": Run(WIDE, noisy(1.0)),
-    "grows every 3 steps, and 2 % of losses": Run(HASTY, noisy(0.3), nan_where(some(0.02))),
+    "grows every 3 steps, and 2 % of losses": Run(
+        HASTY, noisy(0.3), nan_where(some(0.02))
+    ),
     "adaptive, heavy tails": Run(ADAPTIVE, noisy(1.5) / 4, size=noisy(1.5) / 2.0**22),
     "3 % of micro-batches": Run(WINDOW, FINE, nan_where(some(0.03))),
     "micro-batches, grows every 3 steps": Run(HASTY_WINDOW, noisy(0.3)),
@@ -137,7 +143,11 @@ HEALTHY = {
 CLOSE = {"50 in a row", "down from 2**40"}
 
 
-@cases("name", HEALTHY, fast=["3 % of gradients", "grows every 3 steps, noise", "50 in a row"])
+@cases(
+    "name",
+    HEALTHY,
+    fast=["3 % of gradients", "grows every 3 steps, noise", "50 in a row"],
+)
 def test_a_healthy_run_hears_nothing_however_often_it_asks(name):
     states = states_of(HEALTHY[name])
     assert told(states) == []
@@ -172,11 +182,18 @@ BROKEN = {
         Run(TX, overflowing(every(0.06))), 2500, [GRADS, SCALED], [LOSS, UNSCALED]
     ),
     "6 % of losses": Broken(
-        Run(TX, FINE, nan_where(every(0.06))), 2500, [LOSS, "no loss scale can help"], [GRADS]
+        Run(TX, FINE, nan_where(every(0.06))),
+        2500,
+        [LOSS, "no loss scale can help"],
+        [GRADS],
     ),
-    "10 % of gradients, drawn": Broken(Run(TX, overflowing(some(0.1, 1))), 1000, [GRADS], [LOSS]),
+    "10 % of gradients, drawn": Broken(
+        Run(TX, overflowing(some(0.1, 1))), 1000, [GRADS], [LOSS]
+    ),
     "10 % of losses": Broken(Run(TX, FINE, NAN), 1000, [LOSS], [GRADS]),
-    "10 %, adaptive": Broken(Run(ADAPTIVE, overflowing(every(0.1))), 1000, [GRADS], [LOSS]),
+    "10 %, adaptive": Broken(
+        Run(ADAPTIVE, overflowing(every(0.1))), 1000, [GRADS], [LOSS]
+    ),
     "10 %, fixed": Broken(
         Run(FIXED, overflowing(every(0.1))), 1000, [GRADS, "floor or fixed"], [LOSS]
     ),
@@ -192,13 +209,21 @@ BROKEN = {
     "50 % of gradients": Broken(Run(TX, overflowing(every(0.5))), 150, [GRADS], [LOSS]),
     "50 % of losses": Broken(Run(TX, FINE, INF), 150, [LOSS], [GRADS]),
     "98 %": Broken(Run(SAFE, overflowing(every(0.98))), 150, [GRADS, UNSCALED], [LOSS]),
-    "10 % of losses, grows every 3 steps": Broken(Run(HASTY, FINE, NAN), 1000, [LOSS], [GRADS]),
-    "10 % of micro-batches": Broken(Run(WINDOW, overflowing(every(0.1))), 4000, [GRADS], [LOSS]),
-    "most windows lost": Broken(Run(STRICT, overflowing(every(0.02))), 150 * 32, [GRADS], [LOSS]),
+    "10 % of losses, grows every 3 steps": Broken(
+        Run(HASTY, FINE, NAN), 1000, [LOSS], [GRADS]
+    ),
+    "10 % of micro-batches": Broken(
+        Run(WINDOW, overflowing(every(0.1))), 4000, [GRADS], [LOSS]
+    ),
+    "most windows lost": Broken(
+        Run(STRICT, overflowing(every(0.02))), 150 * 32, [GRADS], [LOSS]
+    ),
 }
 
 
-@cases("name", BROKEN, fast=["6 % of gradients", "10 % in bfloat16", "most windows lost"])
+@cases(
+    "name", BROKEN, fast=["6 % of gradients", "10 % in bfloat16", "most windows lost"]
+)
 def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
     run, within, says, says_not = BROKEN[name]
     states = states_of(run)
@@ -217,7 +242,10 @@ def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
 
 
 # A run that was healthy before and one that was not, in which the present row is another.
-LOSS_ROW, GRADS_ROW = "The loss itself is not finite", "it is finite, and the backward pass"
+LOSS_ROW, GRADS_ROW = (
+    "The loss itself is not finite",
+    "it is finite, and the backward pass",
+)
 MIXED = {
     "bad losses long ago, overflows now": (True, GRADS_ROW, LOSS_ROW),
     "overflows long ago, bad losses now": (False, LOSS_ROW, GRADS_ROW),
@@ -295,14 +323,20 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     lossy = states_of(Run(ADAPTIVE, overflowing(every(0.6, 100))))
 
     def population(*members):
-        grid = jax.tree.map(lambda *leaves: np.stack(leaves), *(after(m, 100) for m in members))
+        grid = jax.tree.map(
+            lambda *leaves: np.stack(leaves), *(after(m, 100) for m in members)
+        )
         return jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), grid)
 
     assert told(population(fine, fine, skipping, fine)) == []
     (text,) = told(population(fine, skipping, blind, fine))
-    assert text.startswith("Of a population of shape (2, 2), the member at [1, 0]: All gradients")
+    assert text.startswith(
+        "Of a population of shape (2, 2), the member at [1, 0]: All gradients"
+    )
     (text,) = told(population(fine, skipping, blind, fine), max_consecutive=29)
-    assert text.startswith("Of a population of shape (2, 2), the member at [0, 1]: 30 steps in a")
+    assert text.startswith(
+        "Of a population of shape (2, 2), the member at [0, 1]: 30 steps in a"
+    )
     (text,) = told(population(fine, skipping, lossy, fine))
     assert "skipped lately" in text
 
@@ -346,7 +380,9 @@ def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
     bad = rows(60, [1100], 2000)
     speaking = states_of(Run(tx, overflowing(bad), rises))
     (text,) = told(after(speaking, 1160))
-    assert re.search(r"60 steps in a row.*above that of its past\. Most often .* new mix of", text)
+    assert re.search(
+        r"60 steps in a row.*above that of its past\. Most often .* new mix of", text
+    )
     (good,) = map(int, re.findall(r"a checkpoint from step (\d+) or before", text))
     assert 900 <= good <= 1000
     # It stays the same text as steps pass, so that Python shows it once.
@@ -358,7 +394,9 @@ def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
 
 def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
     tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
-    states = states_of(Run(tx, np.full(100, np.inf), 0.0, np.where(np.arange(100) < 40, 1.0, 1e25)))
+    states = states_of(
+        Run(tx, np.full(100, np.inf), 0.0, np.where(np.arange(100) < 40, 1.0, 1e25))
+    )
     assert told(after(states, 59)) == []
     (text,) = told(after(states, 60))
     assert "again and again" in text

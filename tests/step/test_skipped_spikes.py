@@ -155,9 +155,13 @@ def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
     params, opt_state = PARAMS, tx.init(PARAMS)
     for factor, offset in HEALTHY:
         value = jnp.float32(offset)
-        params, opt_state = compiled_step(params, opt_state, params_times(factor), value=value)
+        params, opt_state = compiled_step(
+            params, opt_state, params_times(factor), value=value
+        )
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    params_after, after = compiled_step(params, opt_state, zeros, value=jnp.float32(1e6))
+    params_after, after = compiled_step(
+        params, opt_state, zeros, value=jnp.float32(1e6)
+    )
     assert after.step_applied
     assert after.total_steps == opt_state.total_steps + 1
     assert_same_bits(after.spikes, opt_state.spikes)
@@ -182,7 +186,9 @@ def test_a_loss_is_judged_by_the_largest_of_all_devices():
         """Six steps, in the last of which the second device has another loss than -1."""
         state = tx.init(PARAMS)
         for size in (1.0, 1.1, 0.9, 1.0, 1.1):
-            _, state = tx.update(params_times(size), state, PARAMS, value=jnp.float32(-1))
+            _, state = tx.update(
+                params_times(size), state, PARAMS, value=jnp.float32(-1)
+            )
         loss = jnp.where(jax.lax.axis_index("d") == 1, last_loss, -1.0)
         _, state = tx.update(params_times(1.0), state, PARAMS, value=loss)
         return state.step_applied, state.spikes.loss_threshold
@@ -224,7 +230,9 @@ def test_check_warns_of_spikes_without_end(counter, value):
         (40, 40, "gradients were not finite"),
     ],
 )
-def test_check_warns_of_what_most_of_the_skipped_steps_were(total_spikes, total_notfinite, warning):
+def test_check_warns_of_what_most_of_the_skipped_steps_were(
+    total_spikes, total_notfinite, warning
+):
     state = OPTIMIZERS["safe"].init(PARAMS)
     spikes = state.spikes._replace(total_spikes=jnp.array(total_spikes))
     state = state._replace(

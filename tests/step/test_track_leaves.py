@@ -55,7 +55,8 @@ STEPS = [
     ({}, 1.0, ["dense/kernel"]),
     ({"bias": -jnp.inf, "phase": complex(0, jnp.inf)}, 1.0, ["dense/bias", "phase"]),
     ({}, jnp.nan, ["dense/bias", "phase"]),  # a bad loss is no overflow
-    ({"kernel": 3e38, "bias": -3e38}, 1.0, ["dense/bias", "phase"]),  # large, and finite
+    # large, and finite
+    ({"kernel": 3e38, "bias": -3e38}, 1.0, ["dense/bias", "phase"]),
     ({"kernel": jnp.inf, "bias": jnp.nan, "phase": jnp.nan}, 1.0, ALL_LEAVES),
 ]
 WINDOW = partial(jaxscale.multi_steps, every_k_schedule=2)
@@ -79,7 +80,9 @@ def test_the_last_overflow_is_kept_and_nothing_else_is_different(way):
         grads = gradients(**elements)
         value = jnp.float32(loss)
         params, state = one_step(tracking, params, state, grads, value=value)
-        plain_params, plain_state = one_step(plain, plain_params, plain_state, grads, value=value)
+        plain_params, plain_state = one_step(
+            plain, plain_params, plain_state, grads, value=value
+        )
         assert flagged(state) == names, i
         assert_same_bits(params, plain_params)
         assert_same_bits(state._replace(nonfinite_leaves=None), plain_state)

@@ -42,20 +42,25 @@ OPTIMIZERS = {
     f"{policy}, {inner}": jaxscale.loss_scaled(INNERS[inner], POLICIES[policy])
     for policy, inner in product(POLICIES, INNERS)
 } | overflowing.OPTIMIZERS
-OPTIMIZERS["largest"] = jaxscale.loss_scaled(INNERS["adam"], POLICIES["adaptive"], max_norm=1.0)
+OPTIMIZERS["largest"] = jaxscale.loss_scaled(
+    INNERS["adam"], POLICIES["adaptive"], max_norm=1.0
+)
 OPTIMIZERS["inside of another"] = optax.named_chain(
     ("scaled", jaxscale.loss_scaled(INNERS["adam"]))
 )
 
 
-BARE = r"`train_step`: `tx` is a bare optimizer.*loss_scaled\(tx\).*skip_nonfinite=False"
+BARE = (
+    r"`train_step`: `tx` is a bare optimizer.*loss_scaled\(tx\).*skip_nonfinite=False"
+)
 INSIDE = r"`train_step`.*inside of another.*outermost"
 
 
 def train(name, step):
     """Parameters, optimizer state and losses after the batches, and the warnings on the way."""
     tx = OPTIMIZERS[name]
-    batches = BATCHES[:2] if name == "switched off" else BATCHES  # it would apply the bad ones
+    # it would apply the bad ones
+    batches = BATCHES[:2] if name == "switched off" else BATCHES
     if name == "axis":
         pairs = [jnp.stack([batch, GOOD]) for batch in batches]
         mapped = jax.vmap(step, (None, None, 0), axis_name="devices", axis_size=2)
@@ -66,7 +71,9 @@ def train(name, step):
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        return run(step, tx.init(PARAMS), batches), [str(each.message) for each in found]
+        return run(step, tx.init(PARAMS), batches), [
+            str(each.message) for each in found
+        ]
 
 
 @functools.cache
@@ -168,7 +175,13 @@ def test_a_step_asks_init_only_for_parameters_of_other_types():
 
 
 KEYS = jax.random.split(jax.random.key(0))
-STATE = {"key": KEYS[0], "n": jnp.array(0), "bad": jnp.zeros(()), "none": None, "text": "as it is"}
+STATE = {
+    "key": KEYS[0],
+    "n": jnp.array(0),
+    "bad": jnp.zeros(()),
+    "none": None,
+    "text": "as it is",
+}
 
 
 def counting(params, state, x):
@@ -187,7 +200,11 @@ def counting_with_aux(params, state, x):
 
 
 # (has_state, has_aux): a loss function
-OUTPUTS = {(False, True): with_aux, (True, False): counting, (True, True): counting_with_aux}
+OUTPUTS = {
+    (False, True): with_aux,
+    (True, False): counting,
+    (True, True): counting_with_aux,
+}
 
 
 @cases(
@@ -200,7 +217,11 @@ def test_state_is_kept_and_outputs_are_returned(has_state, has_aux, retries):
     without = jaxscale.train_step(loss_fn, tx, retries=retries)
     expected_params, expected_opt_state, losses = run(without, tx.init(PARAMS))
     step = jaxscale.train_step(
-        OUTPUTS[has_state, has_aux], tx, has_state=has_state, has_aux=has_aux, retries=retries
+        OUTPUTS[has_state, has_aux],
+        tx,
+        has_state=has_state,
+        has_aux=has_aux,
+        retries=retries,
     )
     params, opt_state = PARAMS, tx.init(PARAMS)
     carried = [STATE] if has_state else []
@@ -216,7 +237,9 @@ def test_state_is_kept_and_outputs_are_returned(has_state, has_aux, retries):
         n = opt_state.total_steps - opt_state.total_notfinite
         expected = STATE | {"key": KEYS[1], "n": n}
         (state,) = carried
-        assert_same_bits(eqx.filter(state, eqx.is_array), eqx.filter(expected, eqx.is_array))
+        assert_same_bits(
+            eqx.filter(state, eqx.is_array), eqx.filter(expected, eqx.is_array)
+        )
 
 
 # Hooks
@@ -245,7 +268,8 @@ def test_a_hook_hides_nothing(name, retries):
     )
     for batch in (GOOD, OVERFLOW, BAD_LOSS):
         metrics, expected = (
-            jaxscale.metrics(run(step, tx.init(PARAMS), [batch])[1]) | {"grad_norm": None}
+            jaxscale.metrics(run(step, tx.init(PARAMS), [batch])[1])
+            | {"grad_norm": None}
             for step in (hiding, plain)
         )
         assert_same_bits(metrics, expected)
@@ -271,7 +295,9 @@ def test_a_hook_costs_one_more_look_at_what_it_changed(name):
         step = jaxscale.train_step(
             lambda *_: jnp.float32(0), tx, on_grads=UNCHANGING[hook], transform=given
         )
-        return numbers_reduced(jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), wide(PARAMS)))
+        return numbers_reduced(
+            jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), wide(PARAMS))
+        )
 
     numbers = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
     looks = 2 if name == "largest" else 1
@@ -282,7 +308,9 @@ def test_a_hook_costs_one_more_look_at_what_it_changed(name):
 
 def averages(params, state):
     """A moving average of the parameters, and a count, both exact."""
-    mean = jax.tree.map(lambda m, p: m / 2 + p.astype(m.dtype) / 2, state["mean"], params)
+    mean = jax.tree.map(
+        lambda m, p: m / 2 + p.astype(m.dtype) / 2, state["mean"], params
+    )
     return state | {"mean": mean, "count": state["count"] + 1}
 
 
@@ -299,7 +327,9 @@ AVERAGED = {
 NEVER_SKIPS = {"bare", "bare window", "switched off"}
 
 
-@pytest.mark.filterwarnings("ignore:.train_step.*(inside of another|is a bare optimizer)")
+@pytest.mark.filterwarnings(
+    "ignore:.train_step.*(inside of another|is a bare optimizer)"
+)
 @cases("name", AVERAGED, fast=["scaled", "bare window", "chained"])
 def test_after_counts_where_the_optimizer_made_a_step(name):
     tx = AVERAGED[name]
@@ -313,11 +343,15 @@ def test_after_counts_where_the_optimizer_made_a_step(name):
         # Adam moves the parameters in every step that it makes.
         if not np.array_equal(params["w"], before["w"]):
             expected = averages(params, expected)
-        assert_same_bits((state["mean"], state["count"]), (expected["mean"], expected["count"]))
+        assert_same_bits(
+            (state["mean"], state["count"]), (expected["mean"], expected["count"])
+        )
     makes_each_step = name in ("bare", "switched off")
     assert (expected["count"] == len(batches)) == makes_each_step
     # What the loss function makes of the state goes by the micro-batch.
-    skipped = 0 if name in NEVER_SKIPS else jaxscale.metrics(opt_state)["total_notfinite"]
+    skipped = (
+        0 if name in NEVER_SKIPS else jaxscale.metrics(opt_state)["total_notfinite"]
+    )
     assert state["n"] == len(batches) - skipped
 
 
@@ -369,7 +403,9 @@ def advance_state(params, state):
 
 @cases("name, after", product(WEAK, [None, advance_state]))
 def test_a_weakly_typed_state_compiles_once(name, after):
-    strong = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), WEAK[name])
+    strong = jax.tree.map(
+        lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), WEAK[name]
+    )
 
     def loss_fn(w, state, x):
         new = jax.tree.map(
@@ -394,7 +430,9 @@ def test_a_weakly_typed_state_compiles_once(name, after):
 WRAPPERS = {"scaled": jaxscale.loss_scaled, "skip": jaxscale.skip_nonfinite}
 STATEFUL = {
     "adam": optax.adam(1e-3),
-    "momentum": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+    "momentum": optax.chain(
+        optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)
+    ),
 }
 
 
@@ -422,5 +460,7 @@ def test_a_module_with_numbers_among_its_leaves_trains(wrapper, inner):
     )
     assert all(jax.tree.leaves(moved))
     of_others = tx.init(eqx.filter(model.query_proj, eqx.is_inexact_array))
-    with pytest.raises(ValueError, match="the state of another optimizer or of other parameters"):
+    with pytest.raises(
+        ValueError, match="the state of another optimizer or of other parameters"
+    ):
         step(model, of_others, x)

@@ -13,7 +13,9 @@ FORMS = {"old": False, "new": True} if HAS_NEW_FORM else {"old": False}
 @contextlib.contextmanager
 def form(is_new):
     """Inside of this context JAX makes the new form, or the old one, whatever the environment."""
-    before = {flag: getattr(jax.config, flag) for flag in FLAGS if hasattr(jax.config, flag)}
+    before = {
+        flag: getattr(jax.config, flag) for flag in FLAGS if hasattr(jax.config, flag)
+    }
     try:
         for flag in before if HAS_NEW_FORM else ():
             jax.config.update(flag, is_new)

@@ -80,4 +80,6 @@ class OwnTrainState(jaxscale.flax.TrainState):
 
 def flax_state(tx: optax.GradientTransformation = TX) -> OwnTrainState:
     stats = {"mean": W, "count": jnp.array(3)}
-    return OwnTrainState.create(apply_fn=None, params={"w": W}, tx=tx, stats=stats, ema=W)
+    return OwnTrainState.create(
+        apply_fn=None, params={"w": W}, tx=tx, stats=stats, ema=W
+    )

@@ -4,5 +4,7 @@ import jax
 
 COMPILED = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, duration, **_: COMPILED.append(event) if "backend_compile" in event else None
+    lambda event, duration, **_: (
+        COMPILED.append(event) if "backend_compile" in event else None
+    )
 )

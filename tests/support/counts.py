@@ -15,7 +15,12 @@ import trees
 
 import jaxscale
 
-NAMES = (methods.BARE, "jaxscale.train_step", "jaxscale.apply_gradients", "jaxscale optax wrapper")
+NAMES = (
+    methods.BARE,
+    "jaxscale.train_step",
+    "jaxscale.apply_gradients",
+    "jaxscale optax wrapper",
+)
 ADAPTIVE = "jaxscale.train_step, adaptive"
 
 
@@ -26,7 +31,9 @@ def shapes(layers):
 def count(name, layers, dtype, clip):
     tree, method = shapes(layers), methods.make(name, clip)
     carry = jax.eval_shape(method.init, trees.avals(tree, "float32"))
-    traced = jax.jit(method.step, donate_argnums=0).trace(carry, trees.avals(tree, dtype))
+    traced = jax.jit(method.step, donate_argnums=0).trace(
+        carry, trees.avals(tree, dtype)
+    )
     compiled = traced.lower().compile()
     found = {"conditionals": compiled.as_text().count(" conditional(")}
     found["equations"] = len(list(jaxprs.equations(traced.jaxpr)))
@@ -44,7 +51,9 @@ def main():
     counted = {", ".join(map(str, row)): count(*row) for row in rows}
     for dtype in trees.DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
-    counted["norm, float32"] = count_alone(lambda x: jnp.sqrt(jnp.sum(x * x)), "float32")
+    counted["norm, float32"] = count_alone(
+        lambda x: jnp.sqrt(jnp.sum(x * x)), "float32"
+    )
     print(json.dumps(counted))
 
 

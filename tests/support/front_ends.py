@@ -19,12 +19,19 @@ PARAMS = {
     "first": jnp.asarray(RNG.standard_normal((8, 16)) / 3, jnp.float32),
     "last": jnp.asarray(RNG.standard_normal((16, 4)) / 4, jnp.float32),
 }
-STATS = {"mean": jnp.zeros(8), "count": jnp.zeros((), jnp.int32), "average": jnp.zeros((16, 4))}
+STATS = {
+    "mean": jnp.zeros(8),
+    "count": jnp.zeros((), jnp.int32),
+    "average": jnp.zeros((16, 4)),
+}
 
 
 def loss_fn(params, stats, x):
     outputs = jax.nn.gelu(x @ params["first"]) @ params["last"]
-    stats = stats | {"mean": stats["mean"] / 2 + jnp.mean(x, 0) / 2, "count": stats["count"] + 1}
+    stats = stats | {
+        "mean": stats["mean"] / 2 + jnp.mean(x, 0) / 2,
+        "count": stats["count"] + 1,
+    }
     return jnp.mean((outputs - TARGETS) ** 2), stats
 
 
@@ -42,7 +49,12 @@ class Run:
     """A run: `step` takes a batch and returns the loss, `now` parameters and statistics."""
 
     def __init__(self, step, carry, now, optimizer=None):
-        self._step, self._carry, self._now, self._optimizer = step, carry, now, optimizer
+        self._step, self._carry, self._now, self._optimizer = (
+            step,
+            carry,
+            now,
+            optimizer,
+        )
 
     def step(self, x):
         *self._carry, loss = self._step(*self._carry, x)
@@ -60,7 +72,9 @@ def plain(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
     if hooks:
         options |= {"after": averaged, "on_grads": frozen}
     step = jax.jit(jaxscale.train_step(cast(loss_fn), tx, has_state=True, **options))
-    return Run(step, (PARAMS, tx.init(PARAMS), STATS), lambda params, _, stats: (params, stats))
+    return Run(
+        step, (PARAMS, tx.init(PARAMS), STATS), lambda params, _, stats: (params, stats)
+    )
 
 
 class Module(eqx.Module):
@@ -76,7 +90,9 @@ def equinox(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
     """A module that is differentiated by a transformation of its library."""
     if hooks:
         options |= {"after": lambda model, stats: averaged(model.as_dict(), stats)}
-        options |= {"on_grads": lambda g: eqx.tree_at(lambda m: m.first, g, jnp.zeros((8, 16)))}
+        options |= {
+            "on_grads": lambda g: eqx.tree_at(lambda m: m.first, g, jnp.zeros((8, 16)))
+        }
     options |= {"transform": eqx.filter_value_and_grad, "has_state": True}
     loss = cast(lambda model, stats, x: loss_fn(model.as_dict(), stats, x))
     model = Module(**PARAMS)
@@ -98,7 +114,9 @@ def linen(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
 
     if hooks:
         options |= {"on_grads": frozen}
-        options |= {"after": lambda s: s.replace(batch_stats=averaged(s.params, s.batch_stats))}
+        options |= {
+            "after": lambda s: s.replace(batch_stats=averaged(s.params, s.batch_stats))
+        }
     step = jax.jit(jaxscale.flax.train_step(cast(loss), has_state=True, **options))
     state = State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=STATS)
     return Run(step, (state,), lambda state: (state.params, state.batch_stats))
@@ -111,7 +129,10 @@ class Network(nnx.Module):
                 setattr(self, name, kind(leaf))
 
     def as_dicts(self):
-        return [{name: getattr(self, name)[...] for name in names} for names in (PARAMS, STATS)]
+        return [
+            {name: getattr(self, name)[...] for name in names}
+            for names in (PARAMS, STATS)
+        ]
 
     def write(self, stats):
         for name, value in stats.items():

@@ -41,7 +41,9 @@ def mlp(p, x):
 
 def activations(p, x):
     outs = {}
-    for i, name in enumerate(("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")):
+    for i, name in enumerate(
+        ("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")
+    ):
         activate = getattr(jax.nn, name)
         outs[name] = activate(biased(x, p["w"][i % 5], p["b"]))
     return sum(jnp.mean(out) for out in outs.values()), outs
@@ -137,7 +139,8 @@ def custom_jvp(p, x):
 def custom_vjp(p, x):
     def backward(residuals, g):
         x, w, _ = residuals
-        return g @ w.T, 2 * (x.T @ g), None  # not the derivative, to see that it is this
+        # not the derivative, to see that it is this
+        return g @ w.T, 2 * (x.T @ g), None
 
     f = jax.custom_vjp(lambda x, w, n: x @ w)
     f.defvjp(lambda x, w, n: (x @ w, (x, w, n)), backward)
@@ -237,17 +240,42 @@ def over_devices(p, x):
 
 
 def numbers_and_text(p, x):
-    return jnp.mean(x @ p["w"][0]), [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
+    return jnp.mean(x @ p["w"][0]), [
+        3,
+        "text",
+        None,
+        np.ones(2),
+        jnp.arange(3),
+        jnp.tanh,
+    ]
 
 
-def own_precision(p, x):  # parts that are written in half precision by hand, and stay as they are
+# parts that are written in half precision by hand, and stay as they are
+def own_precision(p, x):
     product = x.astype(jnp.bfloat16) @ p["w"][0].astype(jnp.bfloat16)
     rounded = product.astype(jnp.float32)
     return jnp.mean(rounded @ p["w"][1]), rounded.astype(jnp.float16)
 
 
-OF_X = [mlp, activations, attention, remat_in_scan, loops, branches, custom_jvp, custom_vjp]
-OF_X += [second_derivatives, moves, broadcasts, orders, linear_algebra, effects, over_devices]
+OF_X = [
+    mlp,
+    activations,
+    attention,
+    remat_in_scan,
+    loops,
+    branches,
+    custom_jvp,
+    custom_vjp,
+]
+OF_X += [
+    second_derivatives,
+    moves,
+    broadcasts,
+    orders,
+    linear_algebra,
+    effects,
+    over_devices,
+]
 OF_X += [numbers_and_text, own_precision]
 PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
     "convolutions": (convolutions, (PARAMS, jnp.ones((2, 8, 8, 3)))),

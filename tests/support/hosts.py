@@ -31,7 +31,11 @@ def under(mesh, fun):
     """A function that is called where a mesh is in use."""
 
     def call(*args):
-        with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+        with (
+            jax.set_mesh(mesh)
+            if hasattr(jax, "set_mesh")
+            else jax.sharding.use_mesh(mesh)
+        ):
             return fun(*args)
 
     return call
@@ -49,7 +53,9 @@ def called_in_calls(dtype, w, *args):
     return jax.jit(lambda args, w: inner(w, *args))(args, w)
 
 
-total, mean = (functools.partial(of, axis_name="d") for of in (jax.lax.psum, jax.lax.pmean))
+total, mean = (
+    functools.partial(of, axis_name="d") for of in (jax.lax.psum, jax.lax.pmean)
+)
 gathered = functools.partial(jax.lax.all_gather, axis_name="d", axis=1, tiled=True)
 LOSSES = {
     "local": local,
@@ -59,7 +65,9 @@ LOSSES = {
     "normalized": lambda *args: local(*args, mean),
     "averaged": lambda *args: mean(local(*args, mean)),
     # Each device has parameters, and so a scale, of its own.
-    "own": lambda dtype, w, *args: local(dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args),
+    "own": lambda dtype, w, *args: local(
+        dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args
+    ),
     "called_in_calls": called_in_calls,
 }
 
@@ -74,7 +82,11 @@ def inside(loss, mesh, wrap, dtype, **options):
 
 def around(loss, mesh, wrap, dtype, **options):
     """The loss of all devices; another axis of the mesh may be XLA's."""
-    options |= {"in_specs": (P(), P("d"), P("d")), "out_specs": P(), "axis_names": {"d"}}
+    options |= {
+        "in_specs": (P(), P("d"), P("d")),
+        "out_specs": P(),
+        "axis_names": {"d"},
+    }
     mapped = jax.shard_map(functools.partial(LOSSES[loss], dtype), mesh=mesh, **options)
     return jax.jit(jax.grad(wrap(mapped)))
 
@@ -86,7 +98,9 @@ def by_jit(mesh, wrap, dtype):
 def by_pmap(loss, mesh, wrap, dtype):
     grad = jax.grad(wrap(functools.partial(LOSSES[loss], dtype)))
     mapped = jax.pmap(grad, "d", in_axes=(None, 0, 0), devices=list(mesh.devices.flat))
-    return lambda w, *args: mapped(w, *(x.reshape(mesh.size, -1, *x.shape[1:]) for x in args))
+    return lambda w, *args: mapped(
+        w, *(x.reshape(mesh.size, -1, *x.shape[1:]) for x in args)
+    )
 
 
 FORMS = {"by_jit": by_jit, "by_jit, explicit": by_jit}
@@ -118,7 +132,9 @@ def compared(form, mesh, scale, **options):
     w = (rng.standard_normal((8, 8)) * 0.3).astype(np.float32)
     factors = np.where(np.arange(rows) < ROWS, LARGE, SMALL).astype(np.float32)
     args = [
-        jax.make_array_from_callback(each.shape, NamedSharding(mesh, spec), each.__getitem__)
+        jax.make_array_from_callback(
+            each.shape, NamedSharding(mesh, spec), each.__getitem__
+        )
         for each, spec in ((w, P()), (x, P("d")), (factors, P("d")))
     ]
     wrap = functools.partial(jaxscale.scale_backward, scale=scale, **options)
@@ -126,10 +142,12 @@ def compared(form, mesh, scale, **options):
         process_allgather(FORMS[form](mesh, *how)(*args), tiled=True)
         for how in ((wrap, jnp.float16), (lambda fun: fun, jnp.float32))
     )
-    if form == "inside averaged":  # a row for each device, which all processes have gathered
+    # a row for each device, which all processes have gathered
+    if form == "inside averaged":
         assert (found == found[:1]).all()
     norm = functools.partial(np.linalg.norm, axis=(-2, -1))
-    error = np.max(norm(found - exact) / norm(exact))  # by device, as one has much larger ones
+    # by device, as one has much larger ones
+    error = np.max(norm(found - exact) / norm(exact))
     return error, hashlib.sha256(found.tobytes()).hexdigest()[:8]
 
 

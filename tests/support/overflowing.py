@@ -21,9 +21,15 @@ BATCHES = [GOOD, GOOD * 2, OVERFLOW, GOOD, BAD_LOSS, GOOD, GOOD * 3]
 FINITE = [GOOD, OVERFLOW, GOOD * 2, GOOD, GOOD, GOOD, GOOD * 3, GOOD]
 
 WINDOWS = {
-    "inside": lambda tx, policy: jaxscale.loss_scaled(jaxscale.multi_steps(tx, 2), policy),
-    "outside": lambda tx, policy: jaxscale.multi_steps(jaxscale.loss_scaled(tx, policy), 2),
-    "of optax": lambda tx, policy: jaxscale.loss_scaled(optax.MultiSteps(tx, 2), policy),
+    "inside": lambda tx, policy: jaxscale.loss_scaled(
+        jaxscale.multi_steps(tx, 2), policy
+    ),
+    "outside": lambda tx, policy: jaxscale.multi_steps(
+        jaxscale.loss_scaled(tx, policy), 2
+    ),
+    "of optax": lambda tx, policy: jaxscale.loss_scaled(
+        optax.MultiSteps(tx, 2), policy
+    ),
 }
 OPTIONS = {
     "axis": {"axis_name": "devices"},
@@ -33,9 +39,13 @@ OPTIONS = {
     "switched off": {"skip_nonfinite": False, "loss_scale": None},
 }
 # Each with one thing that is not the default.
-OPTIMIZERS = {name: wrap(INNERS["adam"], POLICIES["dynamic"]) for name, wrap in WINDOWS.items()}
+OPTIMIZERS = {
+    name: wrap(INNERS["adam"], POLICIES["dynamic"]) for name, wrap in WINDOWS.items()
+}
 OPTIMIZERS |= {
-    name: jaxscale.loss_scaled(INNERS["adam"], **{"loss_scale": POLICIES["dynamic"]} | options)
+    name: jaxscale.loss_scaled(
+        INNERS["adam"], **{"loss_scale": POLICIES["dynamic"]} | options
+    )
     for name, options in OPTIONS.items()
 }
 

@@ -56,10 +56,16 @@ def rnn(params, xs, plant=None):
             h = h / at(t, 1, 60000)  # plant: rnn, underflow
         return h, h
 
-    _, hs = jax.lax.scan(cell, jnp.zeros((2, 4), HALF), (jnp.arange(len(xs)), xs.astype(HALF)))
+    _, hs = jax.lax.scan(
+        cell, jnp.zeros((2, 4), HALF), (jnp.arange(len(xs)), xs.astype(HALF))
+    )
     return jnp.mean(jnp.square((hs @ params["out"]).astype(jnp.float32) - 1))
 
 
 def rnn_case(plant=None):
-    params = {"in": normal(5, 3, 4), "recurrent": normal(6, 4, 4) / 2, "out": normal(7, 4, 2)}
+    params = {
+        "in": normal(5, 3, 4),
+        "recurrent": normal(6, 4, 4) / 2,
+        "out": normal(7, 4, 2),
+    }
     return params, normal(8, 5, 2, 3)

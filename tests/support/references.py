@@ -62,7 +62,9 @@ def adaptive(policy, state, finite, largest=None):
     scale, peak, level, crest, finite_steps, held_steps, overflows = state
     exponent = math.frexp(scale)[1] - 1
     peak, level, crest = int(peak * 2**16), int(level * 2**20), int(crest * 2**16)
-    lowest, highest = (math.frexp(s)[1] - 1 for s in (policy.min_scale, policy.max_scale))
+    lowest, highest = (
+        math.frexp(s)[1] - 1 for s in (policy.min_scale, policy.max_scale)
+    )
     exponent = min(exponent, highest)
     if not finite:
         fall = (1, 8, 16)[min(overflows, 2)]
@@ -78,7 +80,10 @@ def adaptive(policy, state, finite, largest=None):
                 finite_steps = 0
             level -= 2**20
             missing = max(int(policy.min_level * 2**20) - level, 0)
-            level, peak = level + missing, min(peak + math.ceil(missing / 16), 128 * 2**16)
+            level, peak = (
+                level + missing,
+                min(peak + math.ceil(missing / 16), 128 * 2**16),
+            )
             if is_repeated:
                 crest = min(higher, max(level // 16 - lowest * 2**16, top), 128 * 2**16)
                 fall = max(fall, exponent - (level // 16 - crest) // 2**16)
@@ -86,10 +91,14 @@ def adaptive(policy, state, finite, largest=None):
         exponent = min(exponent, max(exponent - fall, lowest))
         overflows += 1
     elif largest is None or largest > 0:
-        period = policy.search_period if finite_steps >= policy.period else policy.period
+        period = (
+            policy.search_period if finite_steps >= policy.period else policy.period
+        )
         raised = level + max(1, round(2**20 / period))
         reached = min(raised, int(policy.max_level * 2**20))
-        finite_steps, held_steps = (min(n + 1, 2**31 - 1) for n in (finite_steps, held_steps))
+        finite_steps, held_steps = (
+            min(n + 1, 2**31 - 1) for n in (finite_steps, held_steps)
+        )
         overflows = 0
         if largest is None:
             if level // 16 - peak >= (exponent + 1) * 2**16:
@@ -106,7 +115,9 @@ def adaptive(policy, state, finite, largest=None):
             if crest < faded:
                 crest = -256 * 2**16
             elif x - faded >= (crest - faded) / 4:
-                if held_steps == finite_steps and reached < int((policy.level - 2) * 2**20):
+                if held_steps == finite_steps and reached < int(
+                    (policy.level - 2) * 2**20
+                ):
                     finite_steps = policy.period
                 crest, held_steps = max(x, (crest + x) // 2), 0
             elif held_steps >= policy.period // 2:
@@ -132,7 +143,8 @@ def trajectory(policy, state, steps):
 
     A step that is `None` does not count.
     """
-    if type(policy) is jaxscale.DynamicLossScale:  # whose rule that of the presets is by default
+    # whose rule that of the presets is by default
+    if type(policy) is jaxscale.DynamicLossScale:
         policy = presets.PresetLossScale(**policy.get_config())
     states = []
     for step in steps:

@@ -25,7 +25,9 @@ POLICIES = {
         loss_scale_value=2.0**16, scale_factor=2, scale_window=20
     ),
     "`presets.mpx(2**15, 1)`": presets.mpx(2.0**15, 1.0),
-    "`presets.openseq2seq_logmax(scale_max=2**24)`": presets.openseq2seq_logmax(scale_max=2.0**24),
+    "`presets.openseq2seq_logmax(scale_max=2**24)`": presets.openseq2seq_logmax(
+        scale_max=2.0**24
+    ),
 }
 
 
@@ -46,17 +48,26 @@ def recorded_row(name, traces):
 def made_up_rows():
     """The second table: this rule and PyTorch's, without and with retries."""
     traces = simulator.made_up()
-    once, again = ([summaries(p, traces, n) for p in (ADAPTIVE, TORCH)] for n in (0, 20))
+    once, again = (
+        [summaries(p, traces, n) for p in (ADAPTIVE, TORCH)] for n in (0, 20)
+    )
     for name in traces:
         cells = [row[name][key] for key in ("skips", "mean", "low") for row in once]
         cells += [row[name]["extra"] for row in again]
-        cells = [f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells]
+        cells = [
+            f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells
+        ]
         yield f"| {name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
     recorded = simulator.recorded()
-    print(*(recorded_row(name, recorded) for name in POLICIES), *made_up_rows(), sep="\n")
+    print(
+        *(recorded_row(name, recorded) for name in POLICIES), *made_up_rows(), sep="\n"
+    )
     for policy in (ADAPTIVE, TORCH):
         rows = summaries(policy, recorded, 20).values()
-        print("With retries:", *(sum(row[key] for row in rows) for key in ("skips", "extra")))
+        print(
+            "With retries:",
+            *(sum(row[key] for row in rows) for key in ("skips", "extra")),
+        )

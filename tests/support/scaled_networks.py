@@ -76,7 +76,9 @@ def error(got, expected, factor=1.0):
 
 
 def _flatten(grads):
-    return np.concatenate([np.ravel(np.complex128(leaf)) for leaf in jax.tree.leaves(grads)])
+    return np.concatenate(
+        [np.ravel(np.complex128(leaf)) for leaf in jax.tree.leaves(grads)]
+    )
 
 
 def member(tree, i):
@@ -87,7 +89,9 @@ def member(tree, i):
 def equations_named(name, fun, *args):
     """The equations of a name in a function."""
     program = jax.make_jaxpr(fun)(*args)
-    return [eqn for eqn in half_programs.equations(program) if eqn.primitive.name == name]
+    return [
+        eqn for eqn in half_programs.equations(program) if eqn.primitive.name == name
+    ]
 
 
 def cast_and_back(x):

@@ -26,8 +26,10 @@ class Trace(NamedTuple):
     """What a run allowed, step by step."""
 
     ceiling: np.ndarray  # i[n], the highest exponent that does not overflow, or `BAD`
-    largest: np.ndarray  # f[n], log2 of the largest unscaled gradient; -inf if all are zero
-    told: np.ndarray | None = None  # bool[n], whether the loss itself was bad, and was passed
+    # f[n], log2 of the largest unscaled gradient; -inf if all are zero
+    largest: np.ndarray
+    # bool[n], whether the loss itself was bad, and was passed
+    told: np.ndarray | None = None
 
 
 class Replay(NamedTuple):
@@ -54,7 +56,9 @@ class Replay(NamedTuple):
 def recorded():
     """The five runs that were recorded, by name."""
     files = ((path.stem, np.load(path)) for path in sorted(FOLDER.glob("*.npz")))
-    return {n: Trace(f["ceiling"].astype(np.int32), f["largest"] / 256) for n, f in files}
+    return {
+        n: Trace(f["ceiling"].astype(np.int32), f["largest"] / 256) for n, f in files
+    }
 
 
 def made_up(steps=20_000):
@@ -82,16 +86,22 @@ def made_up(steps=20_000):
         "drift up by 2**20": trace(-14 + noise() + 20 * step / steps),
         "drift down by 2**20": trace(-4 + noise() - 20 * step / steps),
         **{f"gradients x 2**{by} for a while": run for by, run in moved.items()},
-        "x 2**8 in every other 2,000 steps": trace(-8 + noise() + 8 * (step // 2000 % 2)),
+        "x 2**8 in every other 2,000 steps": trace(
+            -8 + noise() + 8 * (step // 2000 % 2)
+        ),
         "heavy tails (t, 3 degrees)": trace(-4 + 0.5 * rng.standard_t(3, steps)),
-        "spikes of 2**6 in 0.2 %": trace(-4 + noise() + 6 * (rng.random(steps) < 0.002)),
+        "spikes of 2**6 in 0.2 %": trace(
+            -4 + noise() + 6 * (rng.random(steps) < 0.002)
+        ),
         "activations x 2**5 for a while": trace(-4 + noise(), 14 - 5 * middle),
         "activations x 2**9 for a while": trace(-4 + noise(), 14 - 9 * middle),
         "activations 2**14 above": trace(-4 + noise(), 2.0),
         "tiny at first": trace(-4 + noise() - 12 * np.exp(-step / 200)),
         "1 % bad, told": trace(-4 + noise(), bad=some, told=True),
         "1 % bad, untold": trace(-4 + noise(), bad=some),
-        "spikes of 2**20 in 1 %": trace(-22 + noise() + 20 * (rng.random(steps) < 0.01)),
+        "spikes of 2**20 in 1 %": trace(
+            -22 + noise() + 20 * (rng.random(steps) < 0.01)
+        ),
     }
 
 
@@ -104,7 +114,9 @@ def rare(usual, large, share, steps=20_000, seed=0, noise=0.0, burst=1):
     rng = np.random.default_rng(seed)
     starts = rng.random(steps) < share / burst
     is_large = np.convolve(starts, np.ones(burst))[:steps] > 0
-    largest = np.log2(np.where(is_large, large, usual)) + noise * rng.standard_normal(steps)
+    largest = np.log2(np.where(is_large, large, usual)) + noise * rng.standard_normal(
+        steps
+    )
     return Trace(np.floor(15.999 - largest).astype(np.int32), largest), is_large
 
 
@@ -147,7 +159,9 @@ def _run(policy, retries, steps):
 
         def back_off(carry):
             state, extra = carry
-            return policy.adjust(state, jnp.array(False), jnp.float32(jnp.inf)), extra + 1
+            return policy.adjust(
+                state, jnp.array(False), jnp.float32(jnp.inf)
+            ), extra + 1
 
         tried, extra = jax.lax.while_loop(again, back_off, (state, jnp.int32(0)))
         bad = tried.loss_scale > highest

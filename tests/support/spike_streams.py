@@ -44,13 +44,17 @@ def rare_gradients(share, otherwise=0.0, runs=8, steps=STEPS):
 def rare_kind(share, size, noise=0.1, runs=8, steps=STEPS):
     """A kind of batch whose norm stands out, drawn for a share of the steps."""
     is_rare = np.random.default_rng(4).random((runs, steps)) < share
-    return Stream(np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 5)), is_rare)
+    return Stream(
+        np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 5)), is_rare
+    )
 
 
 def every_50th(size=10.0, noise=0.01, runs=1, steps=STEPS):
     """The same, in every 50th step."""
     is_rare = np.broadcast_to(np.arange(steps) % 50 == 0, (runs, steps))
-    return Stream(np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 6)), is_rare)
+    return Stream(
+        np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 6)), is_rare
+    )
 
 
 def single(at, later=30, runs=8, steps=1000):
@@ -95,15 +99,23 @@ HEALTHY = {
     "correlated, 0.9": lambda runs: _around_one(_correlated(0.9, runs)),
     "correlated, 0.98": lambda runs: _around_one(_correlated(0.98, runs)),
     "cycles of 200": lambda runs: _around_one(_normal(runs, 6000)) + 0.5 * _cycle(200),
-    "cycles of 1000": lambda runs: _around_one(_normal(runs, 6000)) + 0.5 * _cycle(1000),
+    "cycles of 1000": lambda runs: (
+        _around_one(_normal(runs, 6000)) + 0.5 * _cycle(1000)
+    ),
     "warm restarts": lambda runs: _around_one(_normal(runs, 6000)) + 0.3 * _restarts(),
     "Student, 3 degrees": lambda runs: _around_one(
         np.random.default_rng(9).standard_t(3, (runs, 6000))
     ),
     "heavy tails": lambda runs: np.exp(_correlated(0.9, runs)),
-    "three values": lambda runs: np.random.default_rng(9).choice([-1.0, 0.0, 1.0], (runs, 6000)),
-    "three values, sticky": lambda runs: np.sign(np.round(0.7 * _correlated(0.9, runs))),
-    "two values": lambda runs: 1.0 * (np.random.default_rng(9).random((runs, 6000)) < 0.3),
+    "three values": lambda runs: np.random.default_rng(9).choice(
+        [-1.0, 0.0, 1.0], (runs, 6000)
+    ),
+    "three values, sticky": lambda runs: np.sign(
+        np.round(0.7 * _correlated(0.9, runs))
+    ),
+    "two values": lambda runs: (
+        1.0 * (np.random.default_rng(9).random((runs, 6000)) < 0.3)
+    ),
 }
 
 

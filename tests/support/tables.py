@@ -15,7 +15,9 @@ POLICIES = {
     "noop": jaxscale.NoOpLossScale(),
     "fixed": jaxscale.FixedLossScale(8),
     "dynamic": jaxscale.DynamicLossScale(growth_interval=2, max_scale=2.0**17),
-    "hysteresis": jaxscale.DynamicLossScale(growth_interval=3, hysteresis=2, min_scale=2.0**14),
+    "hysteresis": jaxscale.DynamicLossScale(
+        growth_interval=3, hysteresis=2, min_scale=2.0**14
+    ),
     "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**15, memory=4, period=8),
 }
 
@@ -46,8 +48,17 @@ PARAMS = {
     "b": jnp.array(0.5, jnp.float32),
 }
 # Leaves that are no gradients.
-PASSIVE = {"int": jnp.arange(3), "bool": jnp.array([True, False]), "key": jax.random.key(0)}
-PASSIVE |= {"none": None, "masked": optax.MaskedNode(), "text": "no array", "python_int": 3}
+PASSIVE = {
+    "int": jnp.arange(3),
+    "bool": jnp.array([True, False]),
+    "key": jax.random.key(0),
+}
+PASSIVE |= {
+    "none": None,
+    "masked": optax.MaskedNode(),
+    "text": "no array",
+    "python_int": 3,
+}
 PASSIVE |= {"float0": np.zeros((2,), jax.dtypes.float0)}
 
 
@@ -70,7 +81,8 @@ def cases(names, table, fast=()):
 
 def gradients(seed, number):
     """Gradients of ordinary size, a bfloat16 leaf among them."""
-    rng = np.random.default_rng(seed)  # NumPy's: with JAX's, whoever imports this would compile
+    # NumPy's: with JAX's, whoever imports this would compile
+    rng = np.random.default_rng(seed)
 
     def like(leaf):
         return jnp.asarray(rng.standard_normal(leaf.shape).astype(leaf.dtype))
@@ -114,7 +126,9 @@ def assert_same_bits(actual, expected):
     """Two trees have one structure, and their leaves the same dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     leaves = jax.tree_util.tree_leaves_with_path(actual)
-    for (path, a), b in zip(leaves, map(_numbers, jax.tree.leaves(expected)), strict=True):
+    for (path, a), b in zip(
+        leaves, map(_numbers, jax.tree.leaves(expected)), strict=True
+    ):
         a, where = _numbers(a), jax.tree_util.keystr(path)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), where
         assert a.tobytes() == b.tobytes(), f"{where}: {a} != {b}"
@@ -122,13 +136,17 @@ def assert_same_bits(actual, expected):
 
 def assert_close(actual, expected):
     """Equal to rounding: two compiled programs may contract products and sums differently."""
-    actual, expected = jax.tree.map(lambda x: _numbers(x).astype("float64"), (actual, expected))
+    actual, expected = jax.tree.map(
+        lambda x: _numbers(x).astype("float64"), (actual, expected)
+    )
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7)
     jax.tree.map(close, actual, expected)
 
 
 def avals(tree):
-    return jax.tree.map(lambda x: str(jax.typeof(x)) + "weak" * jax.typeof(x).weak_type, tree)
+    return jax.tree.map(
+        lambda x: str(jax.typeof(x)) + "weak" * jax.typeof(x).weak_type, tree
+    )
 
 
 def counters(state):
@@ -137,4 +155,6 @@ def counters(state):
 
 def warned(match, is_due):
     """Returns a context in which there must be a warning, if it is due, and otherwise none."""
-    return pytest.warns(UserWarning, match=match) if is_due else contextlib.nullcontext()
+    return (
+        pytest.warns(UserWarning, match=match) if is_due else contextlib.nullcontext()
+    )

@@ -20,7 +20,9 @@ new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
 def marked(name, file):
     """The number of the line that ends in `# plant: <name>`."""
     lines = pathlib.Path(file).read_text().splitlines()
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# plant: {name}")]
+    (number,) = [
+        i for i, line in enumerate(lines, 1) if line.endswith(f"# plant: {name}")
+    ]
     return number
 
 
@@ -33,7 +35,8 @@ def trace(fun, *args, loss_scale=2.0**15, **kwargs):
 
 
 def normal(seed, *shape):
-    rng = np.random.default_rng(seed)  # NumPy's: JAX would compile a program for each shape
+    # NumPy's: JAX would compile a program for each shape
+    rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
@@ -65,7 +68,9 @@ def mean_square(x):
 def with_backward(fun, rule, forward=None):
     """A function with a rule of its own for its cotangent, and maybe one for its forward pass."""
     ruled = jax.custom_vjp(fun)
-    ruled.defvjp(lambda x: ((forward or fun)(x), None), lambda _, cotangent: (rule(cotangent),))
+    ruled.defvjp(
+        lambda x: ((forward or fun)(x), None), lambda _, cotangent: (rule(cotangent),)
+    )
     return ruled
 
 
@@ -84,5 +89,7 @@ def assert_computed_eagerly(fun, *args):
     with jax.disable_jit():
         expected = jaxscale.value_and_grad(fun, scaling(8))(*args)
     run = TracedBackward(fun, args, {}).run(8.0)
-    assert_same_bits([run.values["loss"].array, *run.grads.values()], jax.tree.leaves(expected))
+    assert_same_bits(
+        [run.values["loss"].array, *run.grads.values()], jax.tree.leaves(expected)
+    )
     assert run.report().loss == float(expected[0])

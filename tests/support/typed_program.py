@@ -29,7 +29,9 @@ others = [
     jaxscale.loss_scaled(optax.sgd(0.1), 128),
     jaxscale.loss_scaled(optax.sgd(0.1), "adaptive"),
     jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False),
-    jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=500)),
+    jaxscale.loss_scaled(
+        optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=500)
+    ),
     jaxscale.multi_steps(optax.sgd(0.1), 4, drop="window", growth_unit="micro_batch"),
     jaxscale.skip_nonfinite(optax.sgd(0.1), track_leaves=True),
 ]
@@ -39,26 +41,34 @@ def loss_with_state(params: Params, count: int, x: jax.Array) -> tuple[jax.Array
     return loss_fn(params, x), count + 1
 
 
-def step(params: Params, state: jaxscale.LossScaledState, x: jax.Array) -> tuple[jax.Array, int]:
+def step(
+    params: Params, state: jaxscale.LossScaledState, x: jax.Array
+) -> tuple[jax.Array, int]:
     old = params
     first: jax.Array
     first, grads = jaxscale.value_and_grad(loss_fn, state)(params, x, noise=0.5)
     params, state = jaxscale.apply_gradients(tx, grads, state, params, value=first)
     kept = jaxscale.tree_where(jaxscale.metrics(state)["step_applied"], params, old)
-    (loss, output), _ = jaxscale.value_and_grad(loss_with_output, state, has_aux=True)(params, x)
+    (loss, output), _ = jaxscale.value_and_grad(loss_with_output, state, has_aux=True)(
+        params, x
+    )
     _, again = jaxscale.grad(loss_with_output, state, has_aux=True)(params, x)
     return first + loss + kept.w.sum(), output["size"] + again["size"]
 
 
 def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:
     opt_state = tx.init(params)
-    params, opt_state, loss = jaxscale.train_step(loss_fn, tx, retries=2)(params, opt_state, x)
+    params, opt_state, loss = jaxscale.train_step(loss_fn, tx, retries=2)(
+        params, opt_state, x
+    )
     with_output = jaxscale.train_step(loss_with_output, tx, has_aux=True)
     params, opt_state, (loss, output) = with_output(params, opt_state, x)
     with_state = jaxscale.train_step(loss_with_state, tx, has_state=True)
     params, opt_state, count, loss = with_state(params, opt_state, 3, x)
     grads, keep = jaxscale.grad(loss_fn, opt_state)(params, x), (count, 2)
-    params, opt_state, count = jaxscale.apply_gradients(tx, grads, opt_state, params, keep=keep)
+    params, opt_state, count = jaxscale.apply_gradients(
+        tx, grads, opt_state, params, keep=keep
+    )
     return loss + params.w.sum(), output["size"], count
 
 
@@ -68,7 +78,8 @@ def typos(params: Params, opt_state: jaxscale.LossScaledState, x: jax.Array) -> 
     jaxscale.multi_steps(tx, 2, growth_unit="step")  # error: "step"
     jaxscale.value_and_grad(loss_fn, opt_state)(params)  # error: "x"
     jaxscale.grad(loss_fn, opt_state)(params, x, y=x)  # error: "y"
-    params, opt_state = jaxscale.apply_gradients(tx, params, x, params)  # error: "LossScaledState"
+    # error: "LossScaledState"
+    params, opt_state = jaxscale.apply_gradients(tx, params, x, params)
     kept: int = jaxscale.tree_where(True, x, x)  # error: "Array"
     jaxscale.train_step(loss_fn, tx)(params, opt_state)  # error: "x"
     print(params, opt_state, kept)

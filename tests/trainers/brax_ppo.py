@@ -20,7 +20,8 @@ from watch import Journal, in_precision, small
 
 STEPS, UPDATES, ENVS, UNROLL = 40, 2, 32, 16
 BAD_STEPS = UPDATES
-FACTOR = 2.0**-26  # the gradients of 512 examples are large enough for that of the others
+# the gradients of 512 examples are large enough for that of the others
+FACTOR = 2.0**-26
 
 
 class Point(envs.Env):
@@ -53,10 +54,13 @@ def make_networks(*args, dtype, scaled, **kwargs):
 
     def replace(network):
         apply = in_precision(network.apply, dtype, scaled)
-        return dataclasses.replace(network, apply=lambda *args: small(apply(*args), FACTOR))
+        return dataclasses.replace(
+            network, apply=lambda *args: small(apply(*args), FACTOR)
+        )
 
     return made.replace(
-        policy_network=replace(made.policy_network), value_network=replace(made.value_network)
+        policy_network=replace(made.policy_network),
+        value_network=replace(made.value_network),
     )
 
 
@@ -68,7 +72,9 @@ def device_put_replicated(tree, devices):
 def train(dtype, scaled, skips, batch):
     """Minus the reward of the last evaluation, and how many updates were skipped."""
     bad_time = BAD_STEP * UNROLL if batch == "bad" else -1
-    left_out = range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES) if batch is None else ()
+    left_out = (
+        range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES) if batch is None else ()
+    )
     journal, rewards = Journal(), []
 
     def adam(learning_rate):
@@ -76,8 +82,12 @@ def train(dtype, scaled, skips, batch):
 
     try:
         with (
-            mock.patch.object(ppo, "optax", types.SimpleNamespace(**vars(optax) | {"adam": adam})),
-            mock.patch.object(jax, "device_put_replicated", device_put_replicated, create=True),
+            mock.patch.object(
+                ppo, "optax", types.SimpleNamespace(**vars(optax) | {"adam": adam})
+            ),
+            mock.patch.object(
+                jax, "device_put_replicated", device_put_replicated, create=True
+            ),
         ):
             ppo.train(
                 Point(bad_time),
@@ -94,9 +104,14 @@ def train(dtype, scaled, skips, batch):
                 normalize_observations=True,
                 num_evals=2,
                 deterministic_eval=True,
-                network_factory=functools.partial(make_networks, dtype=dtype, scaled=scaled),
-                progress_fn=lambda _, metrics: rewards.append(metrics["eval/episode_reward"]),
+                network_factory=functools.partial(
+                    make_networks, dtype=dtype, scaled=scaled
+                ),
+                progress_fn=lambda _, metrics: rewards.append(
+                    metrics["eval/episode_reward"]
+                ),
             )
-    except AssertionError:  # parameters that are NaN differ from themselves, as it finds at the end
+    # parameters that are NaN differ from themselves, as it finds at the end
+    except AssertionError:
         return float("nan"), journal.skipped
     return -float(rewards[-1]), journal.skipped

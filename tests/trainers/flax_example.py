@@ -23,7 +23,9 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
         x = nn.Dense(WIDTH, dtype=self.dtype)(x)
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(
+            x
+        )
         x = nn.Dense(1, dtype=self.dtype)(nn.tanh(x))
         return x.astype(jnp.float32)
 

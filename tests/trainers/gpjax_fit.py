@@ -63,9 +63,9 @@ def fit(dtype, scaled, skips, batch, left_out=()):
         key=jax.random.key(0),
         verbose=False,
     )
-    return float(negative_likelihood(model, gpx.Dataset(jnp.array(x), jnp.array(y)))) / len(
-        x
-    ), journal
+    return float(
+        negative_likelihood(model, gpx.Dataset(jnp.array(x), jnp.array(y)))
+    ) / len(x), journal
 
 
 def train(dtype, scaled, skips, batch):

@@ -26,7 +26,9 @@ def images(split, batch_size, seed, bad_step=None):
     far = np.hypot(*np.mgrid[-1 : 1 : SIDE * 1j, -1 : 1 : SIDE * 1j])
     while True:
         radius = rng.choice([0.4, 0.9], (batch_size, 1, 1))
-        image = (np.abs(far - radius) < 0.2) ^ (rng.random((batch_size, SIDE, SIDE)) < 0.05)
+        image = (np.abs(far - radius) < 0.2) ^ (
+            rng.random((batch_size, SIDE, SIDE)) < 0.05
+        )
         image = image[..., None].astype("float32")
         # The program takes the first batch for the shapes alone.
         if step == bad_step and split == "train":

@@ -10,7 +10,9 @@ STEPS = 160
 
 def train(dtype, scaled, skips, batch):
     loss = in_precision(small_loss, dtype, scaled)
-    solver = jaxopt.OptaxSolver(lambda params, data: loss(params, *data), optimizer(skips))
+    solver = jaxopt.OptaxSolver(
+        lambda params, data: loss(params, *data), optimizer(skips)
+    )
     # The solver takes the first batch for the shapes of its state alone.
     given = [examples(), *batches(STEPS, batch)]
     params, state = solver.run_iterator(init(), iter(given))

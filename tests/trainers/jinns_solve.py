@@ -36,7 +36,8 @@ class SmallLoss(jinns.loss.LossODE):
 
         def replace(term):
             return in_precision(
-                lambda params: jax.tree.map(lambda x: FACTOR * x, term(params)), *self.precision
+                lambda params: jax.tree.map(lambda x: FACTOR * x, term(params)),
+                *self.precision,
             )
 
         return jax.tree.map(replace, terms)
@@ -46,13 +47,21 @@ def fit(dtype, scaled, skips, batch, left_out=()):
     """How far the network is from the solution, and what the optimizer met."""
     network = ((eqx.nn.Linear, 1, WIDTH), (jnp.tanh,), (eqx.nn.Linear, WIDTH, WIDTH))
     network += ((jnp.tanh,), (eqx.nn.Linear, WIDTH, 1))
-    u, params = jinns.nn.PINN_MLP.create(key=jax.random.key(0), eqx_list=network, eq_type="ODE")
+    u, params = jinns.nn.PINN_MLP.create(
+        key=jax.random.key(0), eqx_list=network, eq_type="ODE"
+    )
     params = jinns.parameters.Params(nn_params=params, eq_params={})
     times = jinns.data.DataGeneratorODE(
-        key=jax.random.key(1), nt=STEPS * BATCH, tmin=0.0, tmax=3.0, temporal_batch_size=BATCH
+        key=jax.random.key(1),
+        nt=STEPS * BATCH,
+        tmin=0.0,
+        tmax=3.0,
+        temporal_batch_size=BATCH,
     )
     if batch == "bad":
-        times = eqx.tree_at(lambda data: data.times, times, times.times.at[0].set(jnp.nan))
+        times = eqx.tree_at(
+            lambda data: data.times, times, times.times.at[0].set(jnp.nan)
+        )
     loss = SmallLoss(
         (dtype, scaled),
         u=u,
@@ -73,7 +82,9 @@ def fit(dtype, scaled, skips, batch, left_out=()):
     if journal.steps < STEPS:  # it stops at parameters that are NaN
         return float("nan"), journal
     t = jnp.linspace(0.0, 3.0, 100)
-    solution = (jnp.sin(3 * t) - 3 * jnp.cos(3 * t) + (3 + 10 * FIRST) * jnp.exp(-t)) / 10
+    solution = (
+        jnp.sin(3 * t) - 3 * jnp.cos(3 * t) + (3 + 10 * FIRST) * jnp.exp(-t)
+    ) / 10
     found = jax.vmap(lambda t: u(t[None], trained)[0])(t)
     return float(jnp.mean((found - solution) ** 2)), journal
 

@@ -24,8 +24,12 @@ class Optax(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        leaves, self._structure = jax.tree.flatten(self.tx.init([v.value for v in variables]))
-        self._leaves = [keras.Variable(x, dtype=x.dtype.name, trainable=False) for x in leaves]
+        leaves, self._structure = jax.tree.flatten(
+            self.tx.init([v.value for v in variables])
+        )
+        self._leaves = [
+            keras.Variable(x, dtype=x.dtype.name, trainable=False) for x in leaves
+        ]
         for variable in self._leaves:
             self._track_variable(variable)
 
@@ -34,7 +38,9 @@ class Optax(keras.optimizers.Optimizer):
         return jax.tree.unflatten(self._structure, [v.value for v in self._leaves])
 
     def _backend_update_step(self, grads, variables, learning_rate):
-        updates, state = self.tx.update(list(grads), self.state, [v.value for v in variables])
+        updates, state = self.tx.update(
+            list(grads), self.state, [v.value for v in variables]
+        )
         for variable, update in zip(variables, updates, strict=True):
             variable.assign_add(update)
         for variable, leaf in zip(self._leaves, jax.tree.leaves(state), strict=True):
@@ -52,7 +58,9 @@ def train(dtype, scaled, skips, batch):
     last = keras.layers.Dense(1, dtype=policy)
     model = keras.Sequential([keras.layers.Input((FEATURES,)), first, last])
     if scaled:
-        model.compute_loss_and_updates = jaxscale.scale_backward(model.compute_loss_and_updates)
+        model.compute_loss_and_updates = jaxscale.scale_backward(
+            model.compute_loss_and_updates
+        )
     # Without the last argument Keras wraps the optimizer by its own LossScaleOptimizer.
     model.compile(Optax(optimizer(skips)), loss=small_loss, auto_scale_loss=False)
     steps = STEPS - (batch is None)

@@ -12,7 +12,10 @@ def init():
             "w": jax.random.normal(first, (FEATURES, WIDTH)) / FEATURES**0.5,
             "b": jnp.zeros(WIDTH),
         },
-        "last": {"w": jax.random.normal(last, (WIDTH, 1)) / WIDTH**0.5, "b": jnp.zeros(1)},
+        "last": {
+            "w": jax.random.normal(last, (WIDTH, 1)) / WIDTH**0.5,
+            "b": jnp.zeros(1),
+        },
     }
 
 

@@ -38,11 +38,15 @@ def train(dtype, scaled, skips, batch):
         sampler_seed=1,
     )
     left_out = [BAD_STEP] if batch is None else []
-    driver = nk.driver.VMC(SMALL, journal.optimizer(skips, left_out), variational_state=state)
+    driver = nk.driver.VMC(
+        SMALL, journal.optimizer(skips, left_out), variational_state=state
+    )
     for step in range(STEPS):
         driver._ham = BAD if step == BAD_STEP and batch == "bad" else SMALL
         driver.run(1, show_progress=False)
     log_psi = model.apply(state.variables, SPINS.all_states())
     psi = np.exp(np.asarray(log_psi, "float64") - float(jnp.max(log_psi)))
     matrix = ENERGY.to_dense().real
-    return psi @ matrix @ psi / (psi @ psi) - np.linalg.eigvalsh(matrix)[0], journal.skipped
+    return psi @ matrix @ psi / (psi @ psi) - np.linalg.eigvalsh(matrix)[
+        0
+    ], journal.skipped

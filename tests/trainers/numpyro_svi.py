@@ -17,7 +17,9 @@ STEPS, HIDDEN, FACTOR = 320, 16, 2.0**-32
 
 def network(dtype):
     def model(x, y):
-        w = numpyro.sample("w", dist.Normal(jnp.zeros((x.shape[1], HIDDEN)), 1.0).to_event(2))
+        w = numpyro.sample(
+            "w", dist.Normal(jnp.zeros((x.shape[1], HIDDEN)), 1.0).to_event(2)
+        )
         v = numpyro.sample("v", dist.Normal(jnp.zeros((HIDDEN, 1)), 1.0).to_event(2))
         hidden = jnp.tanh(x.astype(dtype) @ w.astype(dtype))
         mean = (hidden @ v.astype(dtype)).astype(jnp.float32)
@@ -32,7 +34,9 @@ def train(dtype, scaled, skips, batch):
     guide = AutoNormal(model, init_scale=0.05)
     elbo = Trace_ELBO()
     if scaled:
-        elbo.loss_with_mutable_state = jaxscale.scale_backward(elbo.loss_with_mutable_state)
+        elbo.loss_with_mutable_state = jaxscale.scale_backward(
+            elbo.loss_with_mutable_state
+        )
     svi = SVI(
         numpyro.handlers.scale(model, scale=FACTOR),
         numpyro.handlers.scale(guide, scale=FACTOR),
@@ -43,12 +47,14 @@ def train(dtype, scaled, skips, batch):
     state = svi.init(jax.random.key(0), x, y)
     update = jax.jit(svi.update)
     for step, pair in enumerate(batches(STEPS, batch)):
-        if step == BAD_STEP and batch is None:  # the random numbers after it stay the same
+        # the random numbers after it stay the same
+        if step == BAD_STEP and batch is None:
             state = state._replace(rng_key=jax.random.split(state.rng_key)[0])
         state, _ = update(state, *pair)
     params = svi.get_params(state)
     if not all(bool(jnp.isfinite(p).all()) for p in params.values()):
-        return float("nan"), skipped(state)  # NumPyro would refuse to build its distributions
+        # NumPyro would refuse to build its distributions
+        return float("nan"), skipped(state)
     key, full = jax.random.key(1), network("float32")
     loss = Trace_ELBO(num_particles=16).loss(key, params, full, guide, x, y)
     return float(loss), skipped(state)

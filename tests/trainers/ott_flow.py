@@ -47,7 +47,9 @@ def train(dtype, scaled, skips, batch):
     model = Velocity(dtype, scaled)
     held = nnx.Optimizer(model, optimizer(skips), wrt=nnx.Param)
     step = nnx.jit(
-        lambda model, held, batch: flow_matching_step(model, held, batch, loss_fn=small_error)
+        lambda model, held, batch: flow_matching_step(
+            model, held, batch, loss_fn=small_error
+        )
     )
     for given in batches(batch):
         step(model, held, given)

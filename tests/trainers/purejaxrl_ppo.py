@@ -49,7 +49,9 @@ class BadReward(purerl.GymnaxWrapper):
 
     def step(self, key, state, action, params=None):
         time, state = state
-        observation, state, reward, done, info = self._env.step(key, state, action, params)
+        observation, state, reward, done, info = self._env.step(
+            key, state, action, params
+        )
         reward = jnp.where(time == self.bad_time, jnp.nan, reward)
         return observation, (time + 1, state), reward, done, info
 
@@ -72,7 +74,9 @@ Plain = ppo.ActorCritic
 def train(dtype, scaled, skips, batch):
     """Minus the mean length of the last episodes, and how many updates a seed skipped."""
     bad_time = BAD_STEP * CONFIG["NUM_STEPS"] + 5 if batch == "bad" else -1
-    left_out = range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES) if batch is None else ()
+    left_out = (
+        range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES) if batch is None else ()
+    )
     journal = Journal()
 
     class Network(Plain):
@@ -87,7 +91,10 @@ def train(dtype, scaled, skips, batch):
         "optax": types.SimpleNamespace(**vars(optax) | {"adam": adam}),
     }
     seeds = jax.random.split(jax.random.key(0), SEEDS)
-    with mock.patch.multiple(ppo, **replaced), mock.patch.object(BadReward, "bad_time", bad_time):
+    with (
+        mock.patch.multiple(ppo, **replaced),
+        mock.patch.object(BadReward, "bad_time", bad_time),
+    ):
         trained = jax.jit(jax.vmap(ppo.make_train(dict(CONFIG))))(seeds)
     lengths = trained["metrics"]["returned_episode_lengths"][:, -LAST:]
     return -float(lengths.mean()), journal.skipped

@@ -54,9 +54,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     # Tunix's GRPO takes statistics of an inf reward.
-    pytest.mark.filterwarnings("ignore:(Mean of empty slice|invalid value):RuntimeWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:(Mean of empty slice|invalid value):RuntimeWarning"
+    ),
     # diffrax checks its solution in one, which has no products.
-    pytest.mark.filterwarnings("ignore:.*inside of the JAX primitive `pure_callback`:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*inside of the JAX primitive `pure_callback`:UserWarning"
+    ),
     # gpjax prefers float64.
     pytest.mark.filterwarnings("ignore:[Xy] is not of type float64:UserWarning"),
 ]
@@ -91,9 +95,13 @@ def test_a_bad_batch_ends_the_run_unless_skipped_and_then_is_as_if_left_out(name
     without, _ = train(*RUNS["bad batch"])
     loss, skipped = train(*RUNS["bad batch, skipped"])
     # Episodes of a policy that is NaN still have a length.
-    assert not math.isfinite(without) or (name == "purejaxrl_ppo" and without > 0.5 * loss)
+    assert not math.isfinite(without) or (
+        name == "purejaxrl_ppo" and without > 0.5 * loss
+    )
     assert skipped == getattr(program(name), "BAD_STEPS", 1)
-    assert loss == train(*RUNS["batch left out"])[0], "the same programs ran on the same batches"
+    assert loss == train(*RUNS["batch left out"])[0], (
+        "the same programs ran on the same batches"
+    )
 
 
 def test_accumulate_in_the_optimizer_not_by_tunix():
@@ -128,7 +136,9 @@ def test_optimistix_takes_a_skipped_step_for_convergence_unless_its_tolerances_a
 
     def solve(loss, tx, start):
         solver = optx.OptaxMinimiser(tx, rtol=tolerance, atol=tolerance)
-        return optx.minimise(lambda x, _: loss(x), solver, start, max_steps=300, throw=False)
+        return optx.minimise(
+            lambda x, _: loss(x), solver, start, max_steps=300, throw=False
+        )
 
     solution = descend(solve)
     assert solution.value < 0.8, "it cannot get through"
@@ -140,7 +150,9 @@ def test_optimistix_takes_a_skipped_step_for_convergence_unless_its_tolerances_a
 def test_the_run_of_jaxopt_stops_at_the_first_gradient_that_is_nan(tolerance):
     jaxopt = pytest.importorskip("jaxopt")
     params, state = descend(
-        lambda loss, tx, start: jaxopt.OptaxSolver(loss, tx, maxiter=300, tol=tolerance).run(start)
+        lambda loss, tx, start: jaxopt.OptaxSolver(
+            loss, tx, maxiter=300, tol=tolerance
+        ).run(start)
     )
     assert params < 0.8
     assert state.iter_num < 300

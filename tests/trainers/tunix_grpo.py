@@ -45,13 +45,18 @@ class Rollout(Ids, base_rollout.BaseRollout):
         self._model, self._tokenizer = rollout_actor, tokenizer
 
     def generate(self, prompts, rollout_config, **_):
-        rngs = [np.random.default_rng([i, *prompt.encode()]) for i, prompt in enumerate(prompts)]
+        rngs = [
+            np.random.default_rng([i, *prompt.encode()])
+            for i, prompt in enumerate(prompts)
+        ]
         drawn = [rng.integers(2, WORDS, LENGTH).astype(np.int32) for rng in rngs]
         return base_rollout.RolloutOutput(
             text=list(map(self._tokenizer.decode, drawn)),
             logits=[],
             tokens=drawn,
-            left_padded_prompt_tokens=np.array([[int(p.split()[1])] for p in prompts], np.int32),
+            left_padded_prompt_tokens=np.array(
+                [[int(p.split()[1])] for p in prompts], np.int32
+            ),
             logprobs=None,
         )
 
@@ -82,7 +87,9 @@ class Policy(nnx.Module):
 
 def reward(prompts, completions, **_):
     """The share of words that are the wanted one, times what the prompt says."""
-    pairs = [(p.split(), text.split()) for p, text in zip(prompts, completions, strict=True)]
+    pairs = [
+        (p.split(), text.split()) for p, text in zip(prompts, completions, strict=True)
+    ]
     return [float(p[2]) * words.count(p[1]) / LENGTH for p, words in pairs]
 
 
@@ -92,7 +99,9 @@ def small_loss(*args, **kwargs):
 
 
 function_registry.register_policy_loss_fn("small")(small_loss)
-function_registry.register_policy_loss_fn("small, scaled")(jaxscale.scale_backward(small_loss))
+function_registry.register_policy_loss_fn("small, scaled")(
+    jaxscale.scale_backward(small_loss)
+)
 
 
 def batches(batch):
@@ -100,7 +109,11 @@ def batches(batch):
         is_bad = step == BAD_STEP and batch != "good"
         if not (is_bad and batch is None):
             times = ["inf" if is_bad else "1"] + ["1"] * (PROMPTS - 1)
-            yield {"prompts": np.array([f"{step} {2 + i} {n}" for i, n in enumerate(times)])}
+            yield {
+                "prompts": np.array(
+                    [f"{step} {2 + i} {n}" for i, n in enumerate(times)]
+                )
+            }
 
 
 def train(dtype, scaled, skips, batch):
@@ -117,9 +130,13 @@ def train(dtype, scaled, skips, batch):
             max_tokens_to_generate=LENGTH, max_prompt_length=1, temperature=1.0
         ),
     )
-    cluster = rl_cluster.RLCluster(actor=model, tokenizer=Tokenizer(), cluster_config=config)
+    cluster = rl_cluster.RLCluster(
+        actor=model, tokenizer=Tokenizer(), cluster_config=config
+    )
     algorithm = grpo_learner.GRPOConfig(
-        num_generations=GENERATIONS, beta=0.0, policy_loss_fn="small, scaled" if scaled else "small"
+        num_generations=GENERATIONS,
+        beta=0.0,
+        policy_loss_fn="small, scaled" if scaled else "small",
     )
     learner = grpo_learner.GRPOLearner(cluster, algorithm, reward)
     learner.train(batches(batch))

@@ -9,7 +9,8 @@ import jaxscale
 
 STEPS, WINDOW = 160, 4
 MORE_RUNS = {
-    f"{by} accumulates": (*RUNS["bad batch, skipped"], by) for by in ("trainer", "optimizer")
+    f"{by} accumulates": (*RUNS["bad batch, skipped"], by)
+    for by in ("trainer", "optimizer")
 }
 
 

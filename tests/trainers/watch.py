@@ -62,10 +62,16 @@ class Journal:
 
         def update(grads, state, params=None, **extra):
             updates, inner = tx.update(grads, state.inner, params, **extra)
-            is_finite = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+            is_finite = jnp.array(
+                [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
+            ).all()
             is_out = (left_out == state.step).any()
-            updates = jax.tree.map(lambda u: jnp.where(is_out, jnp.zeros_like(u), u), updates)
-            inner = jax.tree.map(lambda new, old: jnp.where(is_out, old, new), inner, state.inner)
+            updates = jax.tree.map(
+                lambda u: jnp.where(is_out, jnp.zeros_like(u), u), updates
+            )
+            inner = jax.tree.map(
+                lambda new, old: jnp.where(is_out, old, new), inner, state.inner
+            )
             jax.debug.callback(self._write, state.step, is_finite)
             return updates, WatchedState(state.step + 1, inner)
 

@@ -34,12 +34,17 @@ class Checked:
 
 
 def flatten_with_keys(node):
-    return tuple((jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in "wb"), None
+    return tuple(
+        (jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in "wb"
+    ), None
 
 
 def register(cls, with_keys=flatten_with_keys):
     jax.tree_util.register_pytree_with_keys(
-        cls, with_keys, lambda _, children: cls(*children), lambda node: ((node.w, node.b), None)
+        cls,
+        with_keys,
+        lambda _, children: cls(*children),
+        lambda node: ((node.w, node.b), None),
     )
     return cls
 
@@ -96,7 +101,9 @@ def trained(tx, compiled=True, fun=loss, state=(), **options):
     assert not any(map(jnp.array_equal, *map(jax.tree.leaves, (params, PARAMS))))
     jaxscale.check((params, opt_state))
     jaxscale.metrics(opt_state)
-    restored = jaxscale.from_state_dict(tx.init(PARAMS), jaxscale.to_state_dict(opt_state))
+    restored = jaxscale.from_state_dict(
+        tx.init(PARAMS), jaxscale.to_state_dict(opt_state)
+    )
     assert_same_bits(*map(jax.tree.leaves, (restored, opt_state)))
 
 
@@ -106,7 +113,9 @@ def updated(tx, compiled):
     def run(opt_state):
         updates, opt_state = tx.update(grads, opt_state, PARAMS)
         params = optax.apply_updates(PARAMS, updates)
-        return jaxscale.apply_gradients(tx, grads, opt_state, params, keep=(BATCH, BATCH))
+        return jaxscale.apply_gradients(
+            tx, grads, opt_state, params, keep=(BATCH, BATCH)
+        )
 
     params, _, kept = (jax.jit(run) if compiled else run)(tx.init(PARAMS))
     assert isinstance(params, Checked)
@@ -136,7 +145,11 @@ def checked():
 
 
 def counting():
-    return lambda p, x: loss(Checked(p.w, x.b), x), Counting(PARAMS.w, jnp.int32(3)), BATCH
+    return (
+        lambda p, x: loss(Checked(p.w, x.b), x),
+        Counting(PARAMS.w, jnp.int32(3)),
+        BATCH,
+    )
 
 
 def examined(name):
@@ -175,33 +188,58 @@ ENTRIES = {
     "doctor": lambda: examined("checked"),
     "doctor, a counter beside": lambda: examined("counting"),
     "scale_backward": lambda: jax.grad(scale_backward(loss))(PARAMS, BATCH),
-    "scale_backward, output": lambda: jax.grad(loss_of_output(scale_backward))(PARAMS, BATCH),
+    "scale_backward, output": lambda: jax.grad(loss_of_output(scale_backward))(
+        PARAMS, BATCH
+    ),
     "both orders": in_both_orders,
-    "autocast, output": lambda: jax.grad(loss_of_output(jaxscale.autocast))(PARAMS, BATCH),
+    "autocast, output": lambda: jax.grad(loss_of_output(jaxscale.autocast))(
+        PARAMS, BATCH
+    ),
     "value_and_grad": lambda: jaxscale.value_and_grad(loss, SCALING)(PARAMS, BATCH),
     "selection": selected,
     "step": lambda: trained(scaled()),
     "step, eager": lambda: trained(scaled(), compiled=False),
     "step, state and aux": lambda: trained(scaled(), **STATE),
     "step, retries": lambda: trained(scaled(), retries=1, **STATE),
-    "step, retries, eager": lambda: trained(scaled(), compiled=False, retries=1, **STATE),
-    "step, on_grads": lambda: trained(scaled(), on_grads=lambda g: Checked(2 * g.w, g.b)),
-    "step, after": lambda: trained(scaled(), after=lambda p, s: Checked(s.w, p.b), **STATE),
-    "step, all options": lambda: trained(scaled(spikes=jaxscale.SpikeRule(), **ALL_OPTIONS)),
-    "step, adaptive": lambda: trained(jaxscale.loss_scaled(optax.adam(0.1), "adaptive")),
+    "step, retries, eager": lambda: trained(
+        scaled(), compiled=False, retries=1, **STATE
+    ),
+    "step, on_grads": lambda: trained(
+        scaled(), on_grads=lambda g: Checked(2 * g.w, g.b)
+    ),
+    "step, after": lambda: trained(
+        scaled(), after=lambda p, s: Checked(s.w, p.b), **STATE
+    ),
+    "step, all options": lambda: trained(
+        scaled(spikes=jaxscale.SpikeRule(), **ALL_OPTIONS)
+    ),
+    "step, adaptive": lambda: trained(
+        jaxscale.loss_scaled(optax.adam(0.1), "adaptive")
+    ),
     "step, multi_steps": lambda: trained(jaxscale.multi_steps(optax.adam(0.1), 2)),
     "step, skip_nonfinite": lambda: trained(jaxscale.skip_nonfinite(optax.adam(0.1))),
     "update": lambda: updated(scaled(track_leaves=True), True),
     "update, eager": lambda: updated(scaled(), False),
-    "update, multi_steps": lambda: updated(jaxscale.multi_steps(optax.adam(0.1), 1), True),
+    "update, multi_steps": lambda: updated(
+        jaxscale.multi_steps(optax.adam(0.1), 1), True
+    ),
     "trace": lambda: diagnostics.trace(loss, SCALING)(PARAMS, BATCH),
     "counts": lambda: counted(jax.grad(loss)(PARAMS, BATCH)),
 }
-FAST = ["both orders", "scale_backward, output", "step, all options", "step, retries, eager"]
+FAST = [
+    "both orders",
+    "scale_backward, output",
+    "step, all options",
+    "step, retries, eager",
+]
 
 
 @pytest.mark.standard_promotion  # of Optax's Adam
-@cases("name", ENTRIES, fast=[*FAST, "step, state and aux", "update", "counts", "selection"])
+@cases(
+    "name",
+    ENTRIES,
+    fast=[*FAST, "step, state and aux", "update", "counts", "selection"],
+)
 def test_a_class_that_looks_at_its_children_works(name):
     ENTRIES[name]()
 

@@ -53,12 +53,18 @@ Choice = enum.IntEnum("Choice", "FIRST SECOND")
 # Leaves that are not arrays, in twos: whatever they have by the name of a dtype.
 NOT_ARRAYS = {
     "scalar type": (jnp.float16, jnp.bfloat16),
-    "aval": (jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)),
+    "aval": (
+        jax.ShapeDtypeStruct((2,), jnp.float32),
+        jax.ShapeDtypeStruct((), jnp.float32),
+    ),
     "Linen module": (nn.Dense(2, dtype=jnp.float16), nn.Dense(3, dtype=jnp.float16)),
     "text of NumPy": (np.str_("a"), np.str_("b")),
     "array of text": (np.array(["a", "b"]), np.array(["a", "c"])),
     "array of objects": (np.array([None, print]), np.array([None])),
-    "differences in time": (np.array([1, 2], "m8[s]"), np.array([1000, 2000], "m8[ms]")),
+    "differences in time": (
+        np.array([1, 2], "m8[s]"),
+        np.array([1000, 2000], "m8[ms]"),
+    ),
     "choice": (Choice.FIRST, Choice.SECOND),
     "awkward": (Awkward(raise_error), Awkward(raise_error)),
     "elementwise": (Awkward(compare_elements), Awkward(compare_elements)),
@@ -97,7 +103,8 @@ def test_what_is_not_an_array_passes_through_everything(leaf):
     for pred in (True, False):
         with pytest.raises(TypeError, match=r"not arrays.*\['leaf'\]"):
             jaxscale.tree_where(pred, tree, tree | {"leaf": other})
-    if not isinstance(leaf, Awkward) and leaf is not jnp.float16:  # compared by its value
+    # compared by its value
+    if not isinstance(leaf, Awkward) and leaf is not jnp.float16:
         assert jaxscale.tree_where(False, leaf, copy.deepcopy(leaf)) is leaf
 
 
@@ -128,7 +135,9 @@ def test_a_step_leaves_alone_what_has_no_gradient(name):
         params, state = jaxscale.apply_gradients(tx, grads, state, params)
         assert params["w"].tolist() == [expected, expected]
         for key, node in rest.items():
-            pairs = zip(jax.tree.leaves(params[key]), jax.tree.leaves(node), strict=True)
+            pairs = zip(
+                jax.tree.leaves(params[key]), jax.tree.leaves(node), strict=True
+            )
             assert all(new is old for new, old in pairs), key
 
 
@@ -140,14 +149,19 @@ def test_numbers_of_every_type_are_gradients_and_nothing_else_is():
         assert isinstance(unscaled, jax.Array)
         assert not jnp.isfinite(unscaled).all()
     assert jaxscale.all_finite(PASSIVE)
-    assert jaxscale.all_finite({"_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)}})
+    assert jaxscale.all_finite(
+        {"_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)}}
+    )
 
 
 @cases("compiled", [False, True], fast=[True])
 def test_tree_where_selects_bits(compiled):
     new = {dtype: jnp.array([1.5, -0.0], dtype) for dtype in DTYPES}
     # Not for float8: XLA on CPU selects it by way of float16, and NaN has many forms.
-    old = {dtype: jnp.array([2.0 if "float8" in dtype else np.nan, 0.0], dtype) for dtype in DTYPES}
+    old = {
+        dtype: jnp.array([2.0 if "float8" in dtype else np.nan, 0.0], dtype)
+        for dtype in DTYPES
+    }
     tree_where = jax.jit(jaxscale.tree_where) if compiled else jaxscale.tree_where
     for pred, expected in ((True, new), (False, old)):
         chosen = tree_where(jnp.array(pred), new, old)
@@ -156,20 +170,72 @@ def test_tree_where_selects_bits(compiled):
 
 
 def test_tree_where_takes_every_kind_of_leaf():
-    other = PASSIVE | {"int": jnp.arange(3) + 5, "key": jax.random.key(7), "python_int": 4}
+    other = PASSIVE | {
+        "int": jnp.arange(3) + 5,
+        "key": jax.random.key(7),
+        "python_int": 4,
+    }
     for pred, expected in ((True, PASSIVE), (np.bool_(False), other)):
         chosen = jaxscale.tree_where(pred, PASSIVE, other)
         assert jax.tree.structure(chosen) == jax.tree.structure(PASSIVE)
-        assert (chosen["text"], chosen["float0"].dtype) == ("no array", jax.dtypes.float0)
+        assert (chosen["text"], chosen["float0"].dtype) == (
+            "no array",
+            jax.dtypes.float0,
+        )
         for name in ("int", "bool", "key", "python_int"):
             assert jnp.all(chosen[name] == expected[name])
 
 
-MEETING = ["bool", "int8", "uint8", "int32", "float8_e5m2", "float16", "float32", "complex64"]
+MEETING = [
+    "bool",
+    "int8",
+    "uint8",
+    "int32",
+    "float8_e5m2",
+    "float16",
+    "float32",
+    "complex64",
+]
 # At the ends of the ranges, and beyond.
-PYTHON = [True, False, 0, -1, 2, 127, 128, -128, -129, 255, 256, 2**31 - 1, 2**31, -(2**31)]
-PYTHON += [-(2**31) - 1, 10**400, -0.0, 1.0, 1.5, 0.1, 3e9, 61439.0, 61440.0, 65519.99, 65520.0]
-PYTHON += [-65520.0, 3.4028235e38, 1e39, -1e300, float("-inf"), float("nan"), 1 + 0j, 1 + 2j]
+PYTHON = [
+    True,
+    False,
+    0,
+    -1,
+    2,
+    127,
+    128,
+    -128,
+    -129,
+    255,
+    256,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+]
+PYTHON += [
+    -(2**31) - 1,
+    10**400,
+    -0.0,
+    1.0,
+    1.5,
+    0.1,
+    3e9,
+    61439.0,
+    61440.0,
+    65519.99,
+    65520.0,
+]
+PYTHON += [
+    -65520.0,
+    3.4028235e38,
+    1e39,
+    -1e300,
+    float("-inf"),
+    float("nan"),
+    1 + 0j,
+    1 + 2j,
+]
 PYTHON += [complex(0, float("nan")), complex(1e39, 0)]
 
 
@@ -202,9 +268,13 @@ def convert_exactly(number, dtype):
 
 def assert_meets(leaf, array, expected, message="", tree_where=jaxscale.tree_where):
     """It becomes what is expected, of the array's type, or is an error where that is `None`."""
-    for pred, (a, b) in itertools.product((True, False), ((leaf, array), (array, leaf))):
+    for pred, (a, b) in itertools.product(
+        (True, False), ((leaf, array), (array, leaf))
+    ):
         if expected is None:
-            with pytest.raises(TypeError, match=rf"{message}.*\['x'\]|\['x'\].*{message}"):
+            with pytest.raises(
+                TypeError, match=rf"{message}.*\['x'\]|\['x'\].*{message}"
+            ):
                 tree_where(pred, {"x": a}, {"x": b})
             continue
         chosen = tree_where(pred, {"x": a}, {"x": b})["x"]
@@ -218,7 +288,9 @@ def assert_meets(leaf, array, expected, message="", tree_where=jaxscale.tree_whe
 
 @cases("dtype", MEETING, fast=["bool", "uint8", "float16"])
 def test_a_python_number_takes_the_dtype_of_the_array_it_meets(dtype):
-    for number, array in itertools.product(PYTHON, (jnp.ones((), dtype), np.ones((), dtype))):
+    for number, array in itertools.product(
+        PYTHON, (jnp.ones((), dtype), np.ones((), dtype))
+    ):
         assert_meets(number, array, convert(number, jnp.dtype(dtype)), "does not hold")
 
 

@@ -16,7 +16,16 @@ from ..._trees.casts import widen
 from ..._trees.leaf import is_inexact_leaf
 from .._formats import describe, is_array
 from .findings import Findings, OverflowSeen, Run
-from .interpreter import TOP, EquationKey, Interpreter, IsWide, Location, Origins, Value, Visit
+from .interpreter import (
+    TOP,
+    EquationKey,
+    Interpreter,
+    IsWide,
+    Location,
+    Origins,
+    Value,
+    Visit,
+)
 from .needs import BACKWARD, FORWARD, open_equation
 from .places import Constants, find_line
 from .plan import Planner
@@ -105,7 +114,8 @@ def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None
     if not isinstance(argnums, Sequence):
         argnums = [argnums]
     for i in argnums:
-        parameter = args[i : i + 1 or None]  # a tuple of one, or of none if there is no such
+        # a tuple of one, or of none if there is no such
+        parameter = args[i : i + 1 or None]
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
             if not is_inexact_leaf(leaf):
                 raise TypeError(
@@ -160,7 +170,9 @@ class TracedBackward:
         self._names = sorted(shapes)  # in the order in which a dictionary is flattened
         self._needs = tuple(map(_find_need, self._names))
         self._planner = Planner(constants)
-        self._arguments = _name_inexact("args", args) | _name_inexact("kwargs", fun_kwargs)
+        self._arguments = _name_inexact("args", args) | _name_inexact(
+            "kwargs", fun_kwargs
+        )
         # For `how_far`: how many equations the last pass had, and where this one is.
         self._total = 0
         self._done = 0
@@ -196,7 +208,9 @@ class TracedBackward:
         """
         findings = Findings(look=None, is_brief=True, is_hasty=True)
         try:
-            self._interpret(findings, loss_scale, is_wide=lambda key: False, is_shaken=False)
+            self._interpret(
+                findings, loss_scale, is_wide=lambda key: False, is_shaken=False
+            )
         except OverflowSeen:
             return findings.list_nonfinite(reached={})[-1]
         return None
@@ -232,7 +246,11 @@ class TracedBackward:
         if self._total > 0:
             words += f" of about {self._total}"
         location = self._location
-        loops = [eqn for eqn in location.around if isinstance(open_equation(eqn), Scan | While)]
+        loops = [
+            eqn
+            for eqn in location.around
+            if isinstance(open_equation(eqn), Scan | While)
+        ]
         # A loop that is entered has no index before its first operation.
         for loop, iteration in zip(loops, location.iteration, strict=False):
             words += f", {_say_iteration(loop, iteration)}"

@@ -13,24 +13,83 @@ import numpy as np
 
 from ... import _jax
 from ..._jax import JaxprEqn, has_narrow_range, is_inexact
-from .evaluate import ON_REFS, IncomparableError, dtype_of, evaluate, evaluate_in_float32
+from .evaluate import (
+    ON_REFS,
+    IncomparableError,
+    dtype_of,
+    evaluate,
+    evaluate_in_float32,
+)
 
 # These give an exact result or a copy if it is below the smallest normal number: a sum of
 # floating-point numbers is a multiple of the smallest subnormal, so a tiny one is not rounded.
 _NEVER_LOSE = {
-    *("add", "add_any", "sub", "neg", "abs", "max", "min", "select_n", "clamp", "copy", "iota"),
-    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad"),
-    *("slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "split", "gather"),
-    *("scatter", "scatter-add", "sort", "stop_gradient", "optimization_barrier", "name"),
+    *(
+        "add",
+        "add_any",
+        "sub",
+        "neg",
+        "abs",
+        "max",
+        "min",
+        "select_n",
+        "clamp",
+        "copy",
+        "iota",
+    ),
+    *(
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "rev",
+        "pad",
+    ),
+    *(
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "concatenate",
+        "split",
+        "gather",
+    ),
+    *(
+        "scatter",
+        "scatter-add",
+        "sort",
+        "stop_gradient",
+        "optimization_barrier",
+        "name",
+    ),
     *("reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin"),
-    *("reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "bitcast_convert_type"),
+    *(
+        "reduce_window_sum",
+        "reduce_window_max",
+        "select_and_scatter_add",
+        "bitcast_convert_type",
+    ),
     *ON_REFS,
     "empty_ref",
 }
 # These give finite numbers if they are given finite ones.
 _NEVER_MAKE = _NEVER_LOSE - {
-    *("add", "add_any", "sub", "scatter-add", "reduce_sum", "cumsum", "reduce_window_sum"),
-    *("select_and_scatter_add", "gather", "scatter", "bitcast_convert_type", "addupdate"),
+    *(
+        "add",
+        "add_any",
+        "sub",
+        "scatter-add",
+        "reduce_sum",
+        "cumsum",
+        "reduce_window_sum",
+    ),
+    *(
+        "select_and_scatter_add",
+        "gather",
+        "scatter",
+        "bitcast_convert_type",
+        "addupdate",
+    ),
     *("dynamic_slice", "pad", "reduce_max", "reduce_min", "reduce_window_max", "iota"),
 }
 CONTRACTIONS = {"dot_general", "conv_general_dilated"}
@@ -116,7 +175,10 @@ def _find_remaining(
 
 
 def _describe_birth(
-    eqn: JaxprEqn, inputs: Sequence[Any], masks: Sequence[np.ndarray], cause: str | None = None
+    eqn: JaxprEqn,
+    inputs: Sequence[Any],
+    masks: Sequence[np.ndarray],
+    cause: str | None = None,
 ) -> Birth | None:
     """Returns what is known of the first output that has an inf or a NaN at its mask."""
     for output, mask in enumerate(masks):
@@ -187,7 +249,9 @@ def find_lost(
     has_subnormal_inputs = any(_is_subnormal(value).any() for value in inputs)
     losses = []
     for index in suspects:
-        comparison = _Comparison(outputs[index], in_float32[index], noise, has_subnormal_inputs)
+        comparison = _Comparison(
+            outputs[index], in_float32[index], noise, has_subnormal_inputs
+        )
         losses.append(_count_lost(index, comparison))
     worst = max(losses, key=lambda lost: lost.zeros + lost.subnormals)
     if worst.share <= least:

@@ -47,18 +47,23 @@ def evaluate(
     Inputs in float32 are cast to what the equation takes, unless it has new `params`.
     """
     if params is None:
-        inputs = [_cast_as_taken(x, atom) for x, atom in zip(inputs, eqn.invars, strict=True)]
+        inputs = [
+            _cast_as_taken(x, atom) for x, atom in zip(inputs, eqn.invars, strict=True)
+        ]
 
     def bind(*inputs: Any) -> list[Any]:
         return _bind_copies(eqn, inputs, params)
 
     has_refs = any(map(is_ref, results(eqn)))
     if has_refs and eqn.primitive.name not in ON_REFS:
-        return jax.jit(bind)(*inputs)  # others, such as a `shard_map`, take refs only in `jit`
+        # others, such as a `shard_map`, take refs only in `jit`
+        return jax.jit(bind)(*inputs)
     return bind(*inputs)
 
 
-def _bind_copies(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None) -> list[Any]:
+def _bind_copies(
+    eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
+) -> list[Any]:
     """Runs an equation on new refs that hold copies, and returns its results as arrays."""
     args = []
     refs = []
@@ -121,7 +126,9 @@ def _scatter(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> Any:
     That among the parameters is made for the narrow dtype.
     """
     scatter: Any = _SCATTERS[name]
-    options = {key: value for key, value in params.items() if not key.startswith("update_")}
+    options = {
+        key: value for key, value in params.items() if not key.startswith("update_")
+    }
     return scatter(*inputs, **options)
 
 

@@ -43,12 +43,16 @@ class Findings:
     """
 
     def __init__(
-        self, look: Callable[[Visit], Any] | None, is_brief: bool, is_hasty: bool = False
+        self,
+        look: Callable[[Visit], Any] | None,
+        is_brief: bool,
+        is_hasty: bool = False,
     ) -> None:
         self._look = look
         self._is_brief = is_brief
         self._is_hasty = is_hasty
-        self.visits: collections.Counter[EquationKey] = collections.Counter()  # as they are run
+        # as they are run
+        self.visits: collections.Counter[EquationKey] = collections.Counter()
         self.equations: dict[EquationKey, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
         # What made the inputs of each equation, `()` for an argument or a number. In a loop: when
         # it was visited last, so that what is carried comes from the iteration before.
@@ -124,7 +128,9 @@ class Findings:
         causes = {self.births[origin].birth.cause for origin in origins}
         is_explained = bool(causes - {"given"})
         if not (is_explained and self._is_brief):
-            birth = find_birth(visit.eqn, visit.arrays, visit.outputs, is_explained=is_explained)
+            birth = find_birth(
+                visit.eqn, visit.arrays, visit.outputs, is_explained=is_explained
+            )
             if birth is not None:
                 return birth
         if origins:
@@ -132,7 +138,9 @@ class Findings:
         for output, mask in enumerate(masks):
             if mask.any():
                 num_nonfinite = int(mask.sum())
-                return Birth(output, num_nonfinite, share=float(mask.mean()), cause="given")
+                return Birth(
+                    output, num_nonfinite, share=float(mask.mean()), cause="given"
+                )
         return None
 
     def _note_birth(self, key: EquationKey, visit: Visit, birth: Birth) -> None:
@@ -147,11 +155,15 @@ class Findings:
         if self._is_hasty and visit.scaled and not is_given:
             raise OverflowSeen
 
-    def list_nonfinite(self, reached: Mapping[EquationKey, Sequence[str]]) -> list[TracedNonfinite]:
+    def list_nonfinite(
+        self, reached: Mapping[EquationKey, Sequence[str]]
+    ) -> list[TracedNonfinite]:
         """Returns where inf and NaN were made or given, with the outputs that each has reached."""
         places = []
         for key, (visit, birth) in self.births.items():
-            place = self._describe(visit, birth.output, birth.share, self._num_births[key])
+            place = self._describe(
+                visit, birth.output, birth.share, self._num_births[key]
+            )
             nonfinite = TracedNonfinite(
                 **vars(place),
                 elements=birth.elements,
@@ -168,7 +180,9 @@ class Findings:
         """Returns where most nonzero values were lost, in the order of execution."""
         places = []
         for key, (visit, lost) in self._losses.items():
-            place = self._describe(visit, lost.output, lost.share, self._num_losses[key])
+            place = self._describe(
+                visit, lost.output, lost.share, self._num_losses[key]
+            )
             underflow = TracedUnderflow(
                 **vars(place),
                 nonzero=lost.nonzero,
@@ -213,9 +227,11 @@ class Findings:
 class Run(NamedTuple):
     """One pass."""
 
-    values: dict[str, Value]  # the loss, the gradients and what else is returned, by their names
+    # the loss, the gradients and what else is returned, by their names
+    values: dict[str, Value]
     findings: Findings  # what was seen on the way
-    arguments: dict[str, jax.typing.ArrayLike]  # the floating-point arguments, by their names
+    # the floating-point arguments, by their names
+    arguments: dict[str, jax.typing.ArrayLike]
     rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf
     loss_scale: float
 
@@ -295,7 +311,14 @@ def _merge_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
     merged: list[Any] = []
     indices: dict[Any, int] = {}  # of the first of several alike
     for place in places:
-        key = (place.primitive, place.dtype, place.shape, place.file, place.line, place.share)
+        key = (
+            place.primitive,
+            place.dtype,
+            place.shape,
+            place.file,
+            place.line,
+            place.share,
+        )
         index = indices.setdefault(key, len(merged))
         if index == len(merged):
             merged.append(place)

@@ -42,7 +42,8 @@ class Location(NamedTuple):
     """What a jaxpr runs inside of."""
 
     around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
-    iteration: tuple[int, ...]  # the index of each loop among them; of a scan, that of the slice
+    # the index of each loop among them; of a scan, that of the slice
+    iteration: tuple[int, ...]
 
     def in_iteration(self, index: int) -> "Location":
         """Returns this location in an iteration of the innermost loop."""
@@ -74,9 +75,11 @@ class Visit(NamedTuple):
 
 
 IsWide = Callable[[EquationKey], bool]  # whether an equation runs in float32
-Watch = Callable[[Visit], Sequence[Origins]]  # where the inf and NaN of the outputs come from
+# where the inf and NaN of the outputs come from
+Watch = Callable[[Visit], Sequence[Origins]]
 
-_UNUSED = Value(None)  # stands for a value that nothing needs: what computes it is not run
+# stands for a value that nothing needs: what computes it is not run
+_UNUSED = Value(None)
 
 
 def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
@@ -114,7 +117,9 @@ class Interpreter:
     much as float32 rounds.
     """
 
-    def __init__(self, planner: Planner, watch: Watch, is_wide: IsWide, is_shaken: bool) -> None:
+    def __init__(
+        self, planner: Planner, watch: Watch, is_wide: IsWide, is_shaken: bool
+    ) -> None:
         self._planner = planner
         self._watch = watch
         self._is_wide = is_wide
@@ -122,7 +127,11 @@ class Interpreter:
         self._cells: dict[int, Cell] = {}  # of refs from outside: these are not changed
 
     def interpret(
-        self, closed: ClosedJaxpr, inputs: Sequence[Any], needs: Needs, location: Location = TOP
+        self,
+        closed: ClosedJaxpr,
+        inputs: Sequence[Any],
+        needs: Needs,
+        location: Location = TOP,
     ) -> list[Any]:
         """Returns the outputs of a jaxpr, whose results are needed for `needs`, as bits."""
         plan = self._planner.plan(closed, needs)
@@ -167,12 +176,16 @@ class Interpreter:
         self, step: Step, entries: list[Any], location: Location
     ) -> Sequence[Value | Cell]:
         """Runs an equation that is in no segment: it may be a loop or a `cond`."""
-        inside = Location((*location.around, *step.around, step.eqn), location.iteration)
+        inside = Location(
+            (*location.around, *step.around, step.eqn), location.iteration
+        )
         match open_equation(step.eqn):
             case Scan() as loop:
                 return self._run_scan(loop, entries, step.needs, inside)
             case While() as loop:
-                return self._run_while(loop, entries, unite(step.eqn, step.needs), inside)
+                return self._run_while(
+                    loop, entries, unite(step.eqn, step.needs), inside
+                )
             case list() as branches:
                 number, *operands = entries
                 index = max(int(number.array), 0)
@@ -263,7 +276,9 @@ class Interpreter:
         for index in indices:
             slices = [_slice(entry, index) for entry in scanned]
             inputs = [*consts, *carries, *slices]
-            outputs = self.interpret(loop.body, inputs, body_needs, inside.in_iteration(index))
+            outputs = self.interpret(
+                loop.body, inputs, body_needs, inside.in_iteration(index)
+            )
             carries = outputs[: loop.carries]
             rows.append(outputs[loop.carries :])
             _write_slices(scanned, slices, index)

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 
 from ... import _jax
 from ..._autocast.table import OPAQUE
-from ..._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Scan, UnknownFormError, While, is_ref
+from ..._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Scan,
+    UnknownFormError,
+    While,
+    is_ref,
+)
 
 # What an equation is needed for, as bits. An equation with none of them is dead code.
 FORWARD = 1
@@ -33,7 +42,9 @@ _READERS: dict[str, Callable[[JaxprEqn], Any]] = {
 HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
 
 
-def open_equation(eqn: JaxprEqn) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
+def open_equation(
+    eqn: JaxprEqn,
+) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
     """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
     reader = _READERS.get(_jax.operation(eqn))
     if reader is None:
@@ -105,7 +116,11 @@ class Analysis:
             inputs = self.analyse(jaxpr, needs).inputs
             carries = inputs[loop.consts : loop.consts + loop.carries]
             stacked = (0,) * (len(jaxpr.outvars) - loop.carries)
-            refs = [need for var, need in zip(jaxpr.invars, inputs, strict=True) if is_ref(var)]
+            refs = [
+                need
+                for var, need in zip(jaxpr.invars, inputs, strict=True)
+                if is_ref(var)
+            ]
             wider = _unite_each(needs, (*carries, *stacked, *refs))
             if wider == needs:
                 return needs

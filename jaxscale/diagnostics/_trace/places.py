@@ -28,7 +28,17 @@ from ..._jax import (
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
-    *("jax", "jaxlib", "jaxscale", "flax", "optax", "equinox", "haiku", "keras", "penzai"),
+    *(
+        "jax",
+        "jaxlib",
+        "jaxscale",
+        "flax",
+        "optax",
+        "equinox",
+        "haiku",
+        "keras",
+        "penzai",
+    ),
     *("chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy"),
 )
 _ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "pow", "rem"}
@@ -101,7 +111,9 @@ def is_users_file(file: str) -> bool:
             if file.startswith(os.path.join(folder, "")):
                 return False
     is_installed = "site-packages" in file or "dist-packages" in file
-    return is_installed or not file.startswith(os.path.join(sysconfig.get_path("stdlib"), ""))
+    return is_installed or not file.startswith(
+        os.path.join(sysconfig.get_path("stdlib"), "")
+    )
 
 
 class Constants:
@@ -120,7 +132,9 @@ class Constants:
         with noting, keep_lines_of_rules(is_users_file):
             yield
 
-    def exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], literal: Literal) -> float | None:
+    def exact(
+        self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], literal: Literal
+    ) -> float | None:
         """Returns the number that a 0 or inf in an equation was made of, if it is known."""
         value = np.asarray(literal.val)
         is_floating_number = not value.shape and value.dtype.kind in "fV"

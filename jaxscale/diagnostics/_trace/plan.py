@@ -17,7 +17,8 @@ from .places import Constants
 from .program import LocalStep, Number, Program, Rounded, program_key
 
 _MOST_STEPS = 32  # of a segment without a product
-_MOST_BYTES = 2**28  # of the results of a segment, which are all kept until it was looked at
+# of the results of a segment, which are all kept until it was looked at
+_MOST_BYTES = 2**28
 
 # The interpreter opens these, or they do more than to compute, or fail only once they are compiled.
 _ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap", "pallas_call"}
@@ -73,7 +74,8 @@ class Plan(NamedTuple):
     inputs: tuple[int, ...]  # the slots of its inputs
     parts: tuple[Segment | Step, ...]  # what to run
     outputs: tuple[Source, ...]
-    forgotten: tuple[tuple[int, ...], ...]  # after each part: the slots that nothing reads any more
+    # after each part: the slots that nothing reads any more
+    forgotten: tuple[tuple[int, ...], ...]
 
 
 class Planner:
@@ -88,7 +90,8 @@ class Planner:
 
     def plan(self, closed: ClosedJaxpr, needs: Needs) -> Plan:
         """Returns what to run for a jaxpr whose results are needed for `needs`."""
-        key = (id(closed), needs)  # the plan holds `closed`, so that the number stays its own
+        # the plan holds `closed`, so that the number stays its own
+        key = (id(closed), needs)
         if key not in self._plans:
             self._plans[key] = self._make_plan(closed, needs)
         return self._plans[key]
@@ -146,7 +149,9 @@ class Planner:
             self._programs[key] = Program(local_steps, kept)
         return Segment(steps=steps, program=self._programs[key], reads=tuple(inputs))
 
-    def find_exact(self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], source: Source) -> Source:
+    def find_exact(
+        self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], source: Source
+    ) -> Source:
         """Returns an input of an equation, with the number of the source if it was rounded."""
         if not isinstance(source, Literal):
             return source
@@ -184,7 +189,9 @@ class _FlatProgram:
         """Adds the equations of a jaxpr that are needed, and returns where its outputs are."""
         jaxpr = closed.jaxpr
         const_slots = self.new_slots(jaxpr.constvars)
-        for slot, var, value in zip(const_slots, jaxpr.constvars, closed.consts, strict=True):
+        for slot, var, value in zip(
+            const_slots, jaxpr.constvars, closed.consts, strict=True
+        ):
             self.consts.append(ConstSlot(slot, var, value))
         variables = (*jaxpr.constvars, *jaxpr.invars)
         slots = (*const_slots, *inputs)
@@ -210,10 +217,18 @@ class _FlatProgram:
         needs: Needs,
         around: tuple[JaxprEqn, ...],
     ) -> tuple[int, ...]:
-        exact_reads = [self._planner.find_exact(eqn, around, source) for source in reads]
+        exact_reads = [
+            self._planner.find_exact(eqn, around, source) for source in reads
+        ]
         writes = self.new_slots(eqn.outvars)
         self.steps.append(
-            Step(eqn=eqn, around=around, needs=needs, reads=tuple(exact_reads), writes=writes)
+            Step(
+                eqn=eqn,
+                around=around,
+                needs=needs,
+                reads=tuple(exact_reads),
+                writes=writes,
+            )
         )
         return writes
 

@@ -43,7 +43,9 @@ class Program:
         self._kept = kept  # the indices of the values that are read after the program
         self._compiled: dict[tuple[bool, ...], Callable[..., list[Any]]] = {}
 
-    def evaluate(self, inputs: Sequence[Any], wide: tuple[bool, ...], is_shaken: bool) -> list[Any]:
+    def evaluate(
+        self, inputs: Sequence[Any], wide: tuple[bool, ...], is_shaken: bool
+    ) -> list[Any]:
         """Returns the outputs of all equations, given which are computed in float32.
 
         If all are, those that nothing reads are `None`. If they are shaken, each is multiplied by
@@ -70,7 +72,8 @@ class Program:
         for step, is_wide, sign in zip(self._steps, wide, signs, strict=True):
             args = [_find_argument(read, values, is_wide) for read in step.reads]
             outputs = compute(step.eqn, args, is_wide)
-            if is_all_wide:  # nobody looks at each number, so XLA may fuse the equations
+            # nobody looks at each number, so XLA may fuse the equations
+            if is_all_wide:
                 values += _multiply_float32(outputs, 1 + sign * shake)
             else:
                 values += optimization_barrier(outputs)
@@ -120,7 +123,8 @@ def program_key(steps: Sequence[LocalStep], kept: frozenset[int]) -> Any:
     key = (tuple(equations), kept)
     try:
         hash(key)
-    except TypeError:  # a parameter may be a list: then these have a program of their own
+    # a parameter may be a list: then these have a program of their own
+    except TypeError:
         return object()
     return key
 

@@ -125,7 +125,8 @@ class TracedNonfinite(Place):
     def _say_reaches(self) -> str:
         if not self.reaches:
             return (
-                "became finite before the loss and the gradients: fine for a mask, not for a norm"
+                "became finite before the loss and the gradients: "
+                "fine for a mask, not for a norm"
             )
         grads = []
         others = []
@@ -242,7 +243,12 @@ class TraceReport:
     @property
     def found(self) -> bool:
         """Whether there is anything to report."""
-        return bool(self.nonfinite or self.underflows or self.nonfinite_outputs or self.constants)
+        return bool(
+            self.nonfinite
+            or self.underflows
+            or self.nonfinite_outputs
+            or self.constants
+        )
 
     def __str__(self) -> str:
         summary = (
@@ -255,7 +261,9 @@ class TraceReport:
             return f"nothing found: {summary}"
         lines = [summary]
         if self.nonfinite_arguments:
-            lines.append(f"inf or NaN in the arguments: {', '.join(self.nonfinite_arguments)}")
+            lines.append(
+                f"inf or NaN in the arguments: {', '.join(self.nonfinite_arguments)}"
+            )
         first = self.first_nonfinite
         if first is not None:
             kind = "inf or NaN"

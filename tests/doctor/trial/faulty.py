@@ -54,7 +54,9 @@ def minus_1e9(x=normal(3, 5, 4), *, qkv=projections(0)):
 
 
 @faulty("input", "pytorch/pytorch/issues/41508", tuned=True)
-def packed_padding(x=normal(3, 5, 4), segment=np.array([1, 1, 2, 2, 0]), *, qkv=projections(0)):
+def packed_padding(
+    x=normal(3, 5, 4), segment=np.array([1, 1, 2, 2, 0]), *, qkv=projections(0)
+):
     """Packed sequences: the padding belongs to none, so that its row of the mask is empty."""
     q, k, v = project(x, qkv)
     is_token = segment > 0
@@ -111,7 +113,10 @@ def linear_attention(x=5 + normal(7, 400, 4, scale=0.5), *, qkv=LARGE_KEYS):
 
 @faulty("underflow", "facebookresearch/xformers/issues/96")
 def random_features(
-    x=3.2 + normal(9, 6, 4, scale=0.1), directions=normal(8, 4, 8, scale=0.3), *, qkv=AS_THEY_ARE
+    x=3.2 + normal(9, 6, 4, scale=0.1),
+    directions=normal(8, 4, 8, scale=0.3),
+    *,
+    qkv=AS_THEY_ARE,
 ):
     """FAVOR: exp(w x - |x|**2 / 2) is 0 for all features, and so is their sum."""
 
@@ -141,7 +146,9 @@ def angle_between_rotations(target=ROTATIONS, *, r=normal(0, 3)):
 
 
 @faulty("backward", "kornia/kornia/pull/4613")
-def branch_not_taken(x=normal(1, 2, 3), *, axis=array([[1e-4, 2e-4, 0.0], [0.3, -0.2, 0.5]])):
+def branch_not_taken(
+    x=normal(1, 2, 3), *, axis=array([[1e-4, 2e-4, 0.0], [0.3, -0.2, 0.5]])
+):
     """A small rotation takes the other branch of a `where`, but the derivative takes both."""
     square = jnp.sum(axis * axis, axis=-1, keepdims=True)
     angle = jnp.sqrt(jnp.maximum(square, 1e-12))  # fault
@@ -227,7 +234,11 @@ def count_in_a_rule(x=ones(70000), *, w=array(1.5), b=zeros(70000)):
 
 @faulty("epsilon", "google-deepmind/optax/issues/1754")
 def adam_inside_of_a_loss(
-    x=normal(6, 4, 3, zero=np.s_[:, 2]), y=normal(7, 4), *, w=array([0.5, -1, 0.3]), rate=array(0.1)
+    x=normal(6, 4, 3, zero=np.s_[:, 2]),
+    y=normal(7, 4),
+    *,
+    w=array([0.5, -1, 0.3]),
+    rate=array(0.1),
 ):
     """Meta-learning: a step of Adam in half precision, for a weight without a gradient."""
 
@@ -263,7 +274,9 @@ def log_of_epsilon(x=normal(1, 6, 3), *, w=normal(0, 3, 2), b=zeros(2)):
 
 
 @faulty("epsilon", "keras-team/keras-core/issues/196")
-def clipped_probability(x=array([[2, 1], [-6, 12]]), y=array([1, 0]), *, w=array([[0.5], [1]])):
+def clipped_probability(
+    x=array([[2, 1], [-6, 12]]), y=array([1, 0]), *, w=array([[0.5], [1]])
+):
     """Clipping at 1 - 1e-7 does nothing: that is 1, and log(1 - 1) is -inf."""
     logits = (x @ w)[:, 0]
     p = jax.nn.sigmoid(logits)
@@ -294,7 +307,13 @@ def clipped_divergence(
 
 
 @faulty("overflow", "qubvel-org/segmentation_models.pytorch/issues/463")
-def dice(image=1 + normal(4, *PIXELS, scale=0.1), mask=ones(PIXELS), *, w=array(3.0), b=array(0.5)):
+def dice(
+    image=1 + normal(4, *PIXELS, scale=0.1),
+    mask=ones(PIXELS),
+    *,
+    w=array(3.0),
+    b=array(0.5),
+):
     """The sum over a mask of 512 by 512 pixels."""
     output = jax.nn.sigmoid(w * image + b)
     intersection = jnp.sum(output * mask)  # fault
@@ -330,7 +349,9 @@ def entropy_bonus(half):
 
 
 @faulty("underflow", "kscalelabs/minppo/pull/19")
-def gaussian_entropy(x=normal(15, 4, 3), *, log_std=array([-9.2, -1.0]), w=normal(14, 3, 2)):
+def gaussian_entropy(
+    x=normal(15, 4, 3), *, log_std=array([-9.2, -1.0]), w=normal(14, 3, 2)
+):
     """The entropy of a Gaussian policy whose deviation is 1e-4: its square is 0."""
     deviation = jnp.exp(log_std)
     variance = jnp.square(deviation + 1e-8)  # fault
@@ -339,7 +360,9 @@ def gaussian_entropy(x=normal(15, 4, 3), *, log_std=array([-9.2, -1.0]), w=norma
 
 
 @faulty("overflow", "scverse/scvi-tools/issues/2965")
-def negative_binomial(y=COUNTS, *, log_mu=array([1.0, 0.5]), log_theta=array([9.4, 2.0])):
+def negative_binomial(
+    y=COUNTS, *, log_mu=array([1.0, 0.5]), log_theta=array([9.4, 2.0])
+):
     """The logarithm of the gamma function of a large inverse dispersion."""
     mu = jnp.exp(log_mu)
     theta = jnp.exp(log_theta)
@@ -367,7 +390,12 @@ def second_derivative(
 
 @faulty("overflow", "pytorch/pytorch/issues/66707", tuned=True)
 def layer_norm(
-    x=normal(1, 3, 4, scale=400.0), y=normal(2, 3, 8), *, w=normal(0, 4, 8), g=ones(8), b=zeros(8)
+    x=normal(1, 3, 4, scale=400.0),
+    y=normal(2, 3, 8),
+    *,
+    w=normal(0, 4, 8),
+    g=ones(8),
+    b=zeros(8),
 ):
     """Squares beyond 65504: the variance is inf, its inverse root 0, and no gradient is left."""
     x = x @ w
@@ -388,7 +416,9 @@ def constant_row(x=normal(1, 3, 4, zero=2), *, w=normal(0, 4, 8), scale=ones(8))
 
 
 @faulty("cancellation", "google/flax/issues/1491", tuned=True)
-def negative_variance(x=25.3 + normal(2, 16, 3, scale=0.03), *, scale=ones(3), bias=zeros(3)):
+def negative_variance(
+    x=25.3 + normal(2, 16, 3, scale=0.03), *, scale=ones(3), bias=zeros(3)
+):
     """The mean of the squares minus the square of the mean is less than 0."""
     x = x + bias
     mean = jnp.mean(x, axis=0)
@@ -444,7 +474,9 @@ def positions_from_a_mask(
 
 
 @faulty("accumulation", "jax-ml/jax/issues/18440", tuned=True)
-def degrees(x=normal(12, 4, 2), to=np.where(np.arange(6000) % 50, 0, 1), *, w=normal(11, 2, 3)):
+def degrees(
+    x=normal(12, 4, 2), to=np.where(np.arange(6000) % 50, 0, 1), *, w=normal(11, 2, 3)
+):
     """The degree of a node counted in half precision stops at 2048."""
     degree = jax.ops.segment_sum(jnp.ones(6000, x.dtype), to, 2)  # fault
     message = (x @ w)[to + 2]
@@ -495,7 +527,10 @@ def auxiliary_head(
 
 @faulty("overflow", "huggingface/transformers/pull/36832")
 def residual_stream(
-    tokens=np.array([0, 3, 1, 4]), *, embed=normal(5, 5, 4), layers=normal(6, 6, 4, 4, scale=0.3)
+    tokens=np.array([0, 3, 1, 4]),
+    *,
+    embed=normal(5, 5, 4),
+    layers=normal(6, 6, 4, 4, scale=0.3),
 ):
     """The residual stream of Gemma grows from layer to layer, here in a scan over the layers."""
 
@@ -528,7 +563,9 @@ def dense_relu_dense(half, x=3 * normal(7, 3, 4)):
 
 
 @faulty("overflow", "tenstorrent/tt-metal/issues/56550")
-def decay_in_two_factors(x=normal(11, 16, 3), *, gate=normal(9, 3, scale=0.3), w=normal(10, 3, 2)):
+def decay_in_two_factors(
+    x=normal(11, 16, 3), *, gate=normal(9, 3, scale=0.3), w=normal(10, 3, 2)
+):
     """Gated attention in chunks: exp(a - b) as exp(a) * exp(-b), one inf and the other 0."""
     log_decay = jnp.cumsum(-jax.nn.softplus(x @ gate + 1))
     decay = jnp.exp(log_decay)
@@ -602,7 +639,13 @@ def density(
 
 @faulty("epsilon", "AUTOMATIC1111/stable-diffusion-webui/issues/14071")
 def noise_schedule(
-    half, x=normal(19, 4, 2), noise=normal(20, 4, 2), step=STEPS, *, w=normal(18, 2, 2), b=zeros(2)
+    half,
+    x=normal(19, 4, 2),
+    noise=normal(20, 4, 2),
+    step=STEPS,
+    *,
+    w=normal(18, 2, 2),
+    b=zeros(2),
 ):
     """The last cumulative product of a schedule of zero terminal SNR, 4.9e-8 or less, is 0."""
     x, noise, w, b = cast((x, noise, w, b), half)
@@ -615,7 +658,9 @@ def noise_schedule(
 
 
 @faulty("flushed", "tenstorrent/tt-metal/issues/55724")
-def saturated_gate(x=normal(23, 5, 3), *, gate=normal(21, 3, 4, scale=0.1), w=normal(22, 3, 4)):
+def saturated_gate(
+    x=normal(23, 5, 3), *, gate=normal(21, 3, 4, scale=0.1), w=normal(22, 3, 4)
+):
     """The sigmoid of 9 is 1, and its derivative s (1 - s) 0, whatever the loss scale."""
     gate = jax.nn.sigmoid(x @ gate + 9)  # fault
     y = gate * jnp.tanh(x @ w)

@@ -23,7 +23,9 @@ from trial_entry import (
 IDS = np.array([[1_000_003, 70_001, 5], [2**30, 12, 99_999]])
 TOKENS = np.array([[5, 17, 0, 0], [299, 8, 8, 0]])
 VALID = np.array([[True, True, True, True], [True, True, False, False]])
-MASKED = "a mask of -1e4, a row that is masked wholly, and a bias of the keys, which cancels"
+MASKED = (
+    "a mask of -1e4, a row that is masked wholly, and a bias of the keys, which cancels"
+)
 
 
 @healthy("a causal mask of -inf, of which each row keeps one key", tuned=True)
@@ -50,7 +52,11 @@ def finite_mask(half, x=normal(1, 2, 4, 4), valid=VALID):
 
 @healthy("a mask in the batch whose -inf never reaches the loss", tuned=True)
 def infinities_in_the_batch(
-    x=normal(4, 3, 2), y=np.array([0, 2, 1]), mask=array([0, 0, 0, -jnp.inf]), *, w=normal(5, 2, 4)
+    x=normal(4, 3, 2),
+    y=np.array([0, 2, 1]),
+    mask=array([0, 0, 0, -jnp.inf]),
+    *,
+    w=normal(5, 2, 4),
 ):
     logits = (x @ w + mask).astype(jnp.float32)
     log_p = jax.nn.log_softmax(logits)
@@ -68,7 +74,9 @@ def dropout(half, x=normal(9, 6, 3)):
 
 
 @healthy("LoRA: B is 0, and so are the gradients of A", tuned=True)
-def lora(x=normal(15, 5, 4), frozen=normal(13, 4, 3), *, a=normal(14, 4, 2), b=zeros((2, 3))):
+def lora(
+    x=normal(15, 5, 4), frozen=normal(13, 4, 3), *, a=normal(14, 4, 2), b=zeros((2, 3))
+):
     y = x @ frozen
     y = y + (x @ a) @ b * 2
     return mean_square(y - 1)
@@ -89,7 +97,9 @@ def stopped_head(
     return mean_square(frozen - 1) + mean_square(probed - 1)
 
 
-@healthy("padding, whose embeddings get no gradients, and rows that are all 0", linen=True)
+@healthy(
+    "padding, whose embeddings get no gradients, and rows that are all 0", linen=True
+)
 def padded_tokens(half, tokens=TOKENS):
     is_token = (tokens > 0)[..., None]
     x = nn.Embed(300, 4, dtype=half)(tokens)
@@ -119,7 +129,9 @@ def layer_norm_in_float32(half):
 
 
 @healthy("the cubes of small numbers in a GELU", tuned=True)
-def gelu_of_small_numbers(x=normal(24, 4, 3), *, w=normal(22, 3, 6, scale=1e-3), v=normal(23, 6)):
+def gelu_of_small_numbers(
+    x=normal(24, 4, 3), *, w=normal(22, 3, 6, scale=1e-3), v=normal(23, 6)
+):
     y = jax.nn.gelu(x @ w) @ v
     return jnp.mean(y.astype(jnp.float32))
 
@@ -153,7 +165,9 @@ def scanned_and_rematerialized(
 
 
 @healthy("a branch that would overflow, and is not taken")
-def branch_not_taken(x=normal(35, 4, 3), is_large=np.array(False), *, w=normal(34, 3, 2)):
+def branch_not_taken(
+    x=normal(35, 4, 3), is_large=np.array(False), *, w=normal(34, 3, 2)
+):
     def overflow(y):
         return jnp.exp(y * 1000)
 
@@ -163,7 +177,11 @@ def branch_not_taken(x=normal(35, 4, 3), is_large=np.array(False), *, w=normal(3
 
 @healthy("a model in bfloat16, with scores of 1e6")
 def bfloat16(
-    half, x=array([[1024, 512], [256, -512]]), *, w=array([[1, -2], [0.5, 4]]), v=array([1, 0.25])
+    half,
+    x=array([[1024, 512], [256, -512]]),
+    *,
+    w=array([[1, -2], [0.5, 4]]),
+    v=array([1, 0.25]),
 ):
     if half == jnp.float16:
         half = jnp.bfloat16
@@ -174,7 +192,11 @@ def bfloat16(
 
 @healthy("a model in float32, with numbers that float16 could not hold")
 def float32(
-    half, x=normal(37, 5, 3, scale=1e3), *, w=normal(36, 3, 4, scale=1e3), b=1e-9 * ones(4)
+    half,
+    x=normal(37, 5, 3, scale=1e3),
+    *,
+    w=normal(36, 3, 4, scale=1e3),
+    b=1e-9 * ones(4),
 ):
     y = x @ w + b
     return mean_square(y) * 1e-12
@@ -218,7 +240,9 @@ def large_epsilons(x=normal(51, 5, 3, zero=0), *, w=normal(50, 3, 4)):
     "per-example gradients under vmap, and a large loss that leaves little room for a scale",
     tuned=True,
 )
-def large_loss(half, x=normal(53, 4, 3), y=100 + normal(54, 4), *, w=normal(52, 3), b=zeros(())):
+def large_loss(
+    half, x=normal(53, 4, 3), y=100 + normal(54, 4), *, w=normal(52, 3), b=zeros(())
+):
     x, y, w = cast((x, y, w), half)
 
     def loss_of_example(x, y):
@@ -253,7 +277,9 @@ def online_softmax(x=normal(58, 6, 4), *, qkv=projections(55)):
 
 
 @healthy("routing by the largest score, with -inf for the experts that are full")
-def full_experts(x=normal(65, 6, 3), *, gate=normal(63, 3, 4), experts=normal(64, 4, 3)):
+def full_experts(
+    x=normal(65, 6, 3), *, gate=normal(63, 3, 4), experts=normal(64, 4, 3)
+):
     is_full = jnp.arange(4) == 1
     logits = jnp.where(is_full, -jnp.inf, x @ gate)
     weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), 2)

@@ -35,7 +35,8 @@ class Entry(NamedTuple):
     """What is known of a model of the trial."""
 
     kind: str  # one of `KINDS`, or `""` if the model is healthy
-    source: str  # the public report of this fault, or what looks suspicious in a healthy model
+    # the public report of this fault, or what looks suspicious in a healthy model
+    source: str
     tuned: bool = False  # whether the doctor may be tuned on it; the others only count
     # In the paths of leaves whose gradients are 0 but for rounding, in float32 as well.
     noise: str = ""
@@ -48,7 +49,9 @@ class Entry(NamedTuple):
 
 
 def faulty(kind, report, **others):
-    return lambda loss: _enter(loss, Entry(kind, f"https://github.com/{report}", **others))
+    return lambda loss: _enter(
+        loss, Entry(kind, f"https://github.com/{report}", **others)
+    )
 
 
 def healthy(looks, **others):
@@ -70,7 +73,9 @@ def _enter(loss, entry):
 
     lines, first = inspect.getsourcelines(loss)
     model.entry = entry
-    model.faults = [first + i for i, line in enumerate(lines) if line.endswith("# fault\n")]
+    model.faults = [
+        first + i for i, line in enumerate(lines) if line.endswith("# fault\n")
+    ]
     return model
 
 
