@@ -204,8 +204,8 @@ def class_of_object(eqn: JaxprEqn) -> str | None:
 
 
 def _class_of_jax(eqn: JaxprEqn) -> str:
-    """Returns the name of the class of an object if that is JAX's own, and otherwise `""`."""
-    cls = type(eqn.params.get("_prim"))
-    if not cls.__module__.startswith("jax."):
-        return ""
-    return cls.__name__
+    """Returns the name of the class of JAX's that an object is of, or `""` if there is none."""
+    for cls in type(eqn.params.get("_prim")).__mro__:
+        if cls.__module__.startswith("jax."):
+            return cls.__name__
+    return ""

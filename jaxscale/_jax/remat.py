@@ -90,4 +90,57 @@ def _remat(prevent_cse: bool) -> JaxprEqn:
     """Returns an equation of `jax.checkpoint`, whose program is to be replaced."""
     # Its primitive and parameters come from JAX itself, as both have changed.
     negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
-    return jax.make_jaxpr(negate)(0.0).eqns[0]
+    eqn = jax.make_jaxpr(negate)(0.0).eqns[0]
+    if prevent_cse or eqn.primitive.name != OBJECT:
+        return eqn
+    remat_object = eqn.params["_prim"]
+    without_barrier = _class_without_barrier(type(remat_object))
+    return eqn.replace(params={"_prim": without_barrier(**remat_object.params)})
+
+
+@functools.cache
+def _class_without_barrier(remat_class: Any) -> Any:
+    """Returns a class of objects that keep `prevent_cse=False` inside of a `jax.checkpoint`.
+
+    JAX's own forget it there. A barrier around their arguments and cotangents is the price: XLA
+    then stores a cotangent that it would not have stored, such as a number that was broadcast.
+    """
+
+    class RematWithoutBarrier(remat_class):
+        def remat(self, trace: Any, *args: Any) -> Any:
+            outputs, residuals, run_again = super().remat(trace, *args)
+            without_barrier = functools.partial(_run_without_barrier, run_again)
+            return outputs, residuals, without_barrier
+
+        def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
+            batch = super().batch
+            out_dims = []
+
+            def batched(*args: Any) -> Any:
+                outputs, dims_of_outputs = batch(axis_data, args, dims)
+                out_dims.extend(dims_of_outputs)
+                return outputs
+
+            outputs = _run_without_barrier(batched, *args)
+            return outputs, out_dims
+
+    return RematWithoutBarrier
+
+
+def _run_without_barrier(fun: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function that makes one `jax.checkpoint`, and makes one without a barrier of it."""
+    program, types = jax.make_jaxpr(fun, return_shape=True)(*args)
+    if [eqn.primitive.name for eqn in program.eqns] != [OBJECT]:
+        # Another version of JAX. What it makes is right, and only stores more.
+        return fun(*args)
+    eqn = program.eqns[0]
+    remat_object = eqn.params["_prim"]
+    options = remat_object.params | {"prevent_cse": False}
+    without_barrier = _class_without_barrier(type(remat_object))(**options)
+    inputs = program.jaxpr.invars
+    values: dict[Any, Any] = dict(zip(inputs, jax.tree.leaves(args), strict=True))
+    args_of_eqn = [values[var] for var in eqn.invars]
+    outputs = bind(eqn, args_of_eqn, {"_prim": without_barrier})
+    values |= dict(zip(eqn.outvars, outputs, strict=True))
+    leaves = [values[var] for var in program.jaxpr.outvars]
+    return jax.tree.unflatten(jax.tree.structure(types), leaves)
