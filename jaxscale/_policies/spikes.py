@@ -86,7 +86,7 @@ class SpikeRule:
     A rule by the window cannot tell a rare kind of batch from a bad one. A kind that stands out and
     makes 3, 4 or 5 % of the steps loses 55, 30 or 15 % of them, and one in every 50th step is
     hardly ever learned from. Nor are gradients that are rare among tiny ones, such as 1e-6, rather
-    than among zeros. `jaxscale.check` is told the share of skipped steps.
+    than among zeros. `total_spikes` of `jaxscale.metrics` counts what is lost.
 
     Nor can it tell a ruined run from new data: it accepts either level. So the state also follows
     the level of the loss, the median of the last 8 losses. `level_count` is for how many steps in a
