@@ -1,7 +1,7 @@
-"""A Transformer that trains in float32 but not in float16, and how to find out why.
+"""A transformer that trains in float32 but not in float16, and how to find out why.
 
 Sequences are padded, and a mask of -1e9 keeps attention off the padding, as in many models.
-Each of these commands writes a report, `jaxscale-doctor.html`, and prints a summary:
+Each of these commands prints a summary and writes a report, `jaxscale-doctor.html`:
 
     python -m jaxscale doctor examples/doctor.py:broken
     python -m jaxscale doctor examples/doctor.py:fixed
@@ -28,7 +28,7 @@ SHAPES |= {
 
 
 def attention(params, x, is_token, mask_value):
-    """Returns what each row of a pattern learns from the others."""
+    """Returns for each row of a pattern what it learns from the other rows."""
     q, k, v = jnp.split(
         (x @ params["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1
     )
@@ -77,12 +77,12 @@ def broken():
 
 
 def fixed():
-    """Returns the same with a mask value that float16 can hold."""
+    """Returns the same as `broken`, but with a mask value that float16 can hold."""
     return functools.partial(loss_fn, mask_value=-1e4), make_params(), make_batch()
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains both for a number of steps and returns the last loss of the fixed one."""
+    """Trains both models for a number of steps, and returns the last loss of the fixed one."""
     tx, loss = jaxscale.loss_scaled(optax.adam(3e-3), track_leaves=True), jnp.inf
     for make in (broken, fixed):
         loss_fn, params, _ = make()

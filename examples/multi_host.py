@@ -2,9 +2,9 @@
 
 On a cluster that JAX knows (Slurm, Kubernetes, Open MPI, Cloud TPU) the processes find each other:
 `srun python multi_host.py --checkpoints /shared/run`. On one computer, `--local 2` starts two.
-Batches and weights are split over all devices, without a word about it in the training step: if
-one device sees a NaN, all skip that step, and if the gradients of one overflow, all repeat the
-backward pass at a lower scale. A restarted run continues from the last checkpoint.
+Batches and weights are split over all devices, and the training step needs no extra code for that.
+If one device sees a NaN, all devices skip the step. If the gradients of one device overflow, all
+repeat the backward pass at a lower scale. A restarted run continues from the last checkpoint.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
         if manager and step % save_every == 0:
             manager.save(step, args=ocp.args.StandardSave(state))
         if step % LOG_EVERY == 0:
-            # on all hosts, so that all of them stop on an error
+            # on every host, so that an error stops all of them
             jaxscale.check(state, tx=tx)
             old, now = now, jax.device_get(jaxscale.metrics(state))
             if process == 0:
@@ -131,7 +131,7 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
     if manager:
         manager.close()  # waits until the last checkpoint is written
 
-    # A whole copy on every host. The digests, a few letters each, show that the copies are equal.
+    # A complete copy on every host. The short digests show that the copies are equal.
     state = jax.jit(lambda state: state, out_shardings=whole)(state)
     digest = hashlib.sha256(
         b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state))
@@ -149,7 +149,8 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
 def launch(number):
     """Runs this command in several processes on this computer and returns an exit code.
 
-    Like the launcher of a cluster, it stops all processes if one fails: they would wait for it.
+    Like the launcher of a cluster, it stops all processes if one fails: the others would wait for
+    it for ever.
     """
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"  # a free port

@@ -1,8 +1,8 @@
-"""Sees which steps are skipped in a trainer that hands back nothing but the parameters.
+"""Shows which steps are skipped in a trainer that returns nothing but the parameters.
 
-Many trainers take a loss and an optimizer, run the whole loop by themselves, and return what was
-trained. The state of the optimizer, which counts what was skipped, is gone then: a run that skips
-each step looks like any other. `on_skip` is told of each skipped step while the trainer runs.
+Many trainers take a loss and an optimizer, run the whole loop themselves, and return what was
+trained. The state of the optimizer, which counts skipped steps, is then lost: a run that skips
+every step looks like any other. `on_skip` is called for each skipped step while the trainer runs.
 """
 
 import argparse
@@ -17,7 +17,7 @@ BATCH_SIZE, BAD_BATCH = 64, 1
 
 
 def fit(loss_fn, tx, params, batches):
-    """Trains on one batch after the other, as a trainer that is not ours to edit would."""
+    """Trains on one batch after the other, like a trainer that you cannot edit."""
 
     def step(carry, batch):
         params, opt_state = carry
@@ -36,17 +36,17 @@ def loss_fn(params, x):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps, the second batch bad, and returns the last loss."""
+    """Trains for a number of steps, with a bad second batch, and returns the last loss."""
     skipped = []
 
     def on_skip(numbers):
-        """Is called on the host, with what `jaxscale.metrics` shows."""
+        """Records a skipped step. It runs on the host, with what `jaxscale.metrics` shows."""
         skipped.append(numbers["total_steps"])
         print(
             f"batch {numbers['total_steps'] - 1} is bad: {numbers['total_notfinite']} skipped"
         )
 
-    # The trainer takes the gradients by itself: the loss brings its scale, and the optimizer skips.
+    # The trainer computes the gradients itself: the loss brings its scale, and the optimizer skips.
     scaled = jaxscale.scale_backward(jaxscale.autocast(loss_fn))
     tx = jaxscale.skip_nonfinite(optax.adam(1e-2), on_skip=on_skip)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -59,7 +59,7 @@ def main(num_steps: int = 300) -> float:
     batches = batches.at[BAD_BATCH, 0].set(jnp.nan)
     _, losses = jax.jit(fit, static_argnums=(0, 1))(scaled, tx, params, batches)
     losses.block_until_ready()
-    jax.effects_barrier()  # the host may hear of a step a little later
+    jax.effects_barrier()  # waits until the host has heard of all steps
     print(f"loss {losses[-1]:.5f}, skipped {len(skipped)} of {num_steps}")
     return float(losses[-1])
 

@@ -2,16 +2,16 @@
 
 A small transformer learns to sort digits: a little from examples, then from rewards, 1 for an
 answer that is sorted and 0 for any other. One program, the sampler, writes the answers, digit by
-digit, with a cache of keys and values. Another one, the trainer, learns from them, and weights each
-digit by the ratio of its own probability and the sampler's. The ratio should be 1, but the two
-compute by different operations, and so round differently. float16 has three bits more than
-bfloat16, so it should be 8 times closer. The price is a loss scale. If a step overflows, `retries`
-repeats it at a lower one: samples cost too much to be dropped.
+digit, with a cache of keys and values. Another program, the trainer, learns from them, and weights
+each digit by the ratio of its own probability and the sampler's. The ratio should be 1, but the two
+programs use different operations, and so round differently. float16 has three bits more than
+bfloat16, so in float16 the ratio should be 8 times closer to 1. The price is a loss scale. If a
+step overflows, `retries` repeats it at a lower scale: samples cost too much to be dropped.
 
-The program shows that ratio. It does not show runs that collapse from it, as those of large models
-are reported to do (arXiv 2510.26788): this one learns alike in all precisions, and loses few
-gradients without a scale. On a CPU two programs mostly add up in the same order, so one difference
-is made here: the sampler keeps its attention in float32, as the kernels of inference engines do.
+The program shows that ratio. It does not show runs that collapse because of it, as those of large
+models are reported to do (arXiv 2510.26788): this model learns equally well in all precisions, and
+loses few gradients without a scale. On a CPU two programs mostly add up in the same order. So this
+sampler keeps its attention in float32, as the kernels of inference engines do.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DIGITS, LENGTH = 10, 8
 WIDTH, HEADS, LAYERS = 64, 4, 2
 SHAPES = [("attention", (WIDTH, 3 * WIDTH)), ("mix", (WIDTH, WIDTH))]
 SHAPES += [("up", (WIDTH, 4 * WIDTH)), ("down", (4 * WIDTH, WIDTH))]
-PROMPTS, ANSWERS = 16, 8  # of each step, and to each prompt
+PROMPTS, ANSWERS = 16, 8  # prompts in each step, and answers to each prompt
 SUPERVISED_STEPS, SUPERVISED_BATCH, LEARNING_RATE = 120, 128, 5e-4
 # The scale grows every 10 steps instead of every 2000, and beyond 2**24, so that a short run shows
 # what a long one would: it climbs until something overflows, and backs off.
@@ -98,7 +98,7 @@ def choose(log_probs, digits):
 
 
 def score(params, tokens):
-    """The trainer's forward pass: log-probabilities of the answers' digits, all at once."""
+    """Returns the log-probabilities of the answers' digits, all at once: the trainer's pass."""
 
     def attend(_, query, key, value):
         return jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -108,7 +108,7 @@ def score(params, tokens):
 
 
 def sample(params, prompts, key):
-    """The sampler: prompts with answers, and log-probabilities of the answers' digits."""
+    """Returns prompts with answers, and the log-probabilities of their digits: the sampler."""
     positions = jnp.arange(2 * LENGTH)
     attention = jaxscale.full_precision(jax.nn.dot_product_attention)
 
@@ -143,7 +143,7 @@ def sample(params, prompts, key):
 
 
 def ask(key, number):
-    """Returns prompts, and their true answers."""
+    """Returns prompts and their true answers."""
     digits = jax.random.randint(key, (number, LENGTH), 0, DIGITS)
     return jnp.pad(digits, ((0, 0), (0, 1)), constant_values=DIGITS), jnp.sort(digits)
 
@@ -151,7 +151,8 @@ def ask(key, number):
 def policy_loss(params, tokens, sampled, advantages):
     """Returns the loss, whose gradient is a policy gradient, and the trainer's log-probabilities.
 
-    `sampled` are the sampler's, so each digit is weighted by the ratio of the probabilities.
+    `sampled` are the sampler's log-probabilities. Each digit is weighted by the ratio of the
+    probabilities.
     """
     log_probs = score(params, tokens)
     return -jnp.mean(jnp.exp(log_probs - sampled) * advantages[:, None]), log_probs
@@ -171,7 +172,7 @@ def supervise(seed):
 
 
 def make_programs(dtype, wrap, retries):
-    """Returns the optimizer and what is compiled once: the sampler, the step, a measurement."""
+    """Returns the optimizer and three compiled functions: sampler, step and measurement."""
     half = functools.partial(jaxscale.autocast, dtype=dtype)
     tx = wrap(optax.adam(LEARNING_RATE))
     train_step = jaxscale.train_step(
@@ -235,7 +236,11 @@ def reinforce(name, params, seed, num_steps, programs):
 def draw(curves, path):
     """Draws the ratio and the reward by step: each seed thin, their mean thick."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    styles = [("black", ":"), ("#d55e00", "--"), ("#0072b2", "-")]  # differ in grey too
+    styles = [
+        ("black", ":"),
+        ("#d55e00", "--"),
+        ("#0072b2", "-"),
+    ]  # also differ in grey
     for (name, runs), (color, line) in zip(curves.items(), styles, strict=True):
         for axis, of_seeds in zip(axes, zip(*runs, strict=True), strict=True):
             window = max(1, len(of_seeds[0]) // 10)
@@ -260,7 +265,7 @@ def draw(curves, path):
 def main(num_steps=120, num_seeds=3, picture="rl.png"):
     """Trains in three precisions, prints a table, and writes a picture and the figures."""
     console = Console()
-    matplotlib.use("agg")  # draws into a file, on machines without a screen too
+    matplotlib.use("agg")  # draws into a file, even on machines without a screen
     starts = [supervise(seed) for seed in range(num_seeds)]
     results, curves = {}, {}
     for name, run in RUNS.items():

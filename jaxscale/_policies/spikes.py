@@ -74,9 +74,9 @@ class SpikeRule:
       first step on: it would set Adam's second moment to inf for good. Such a level is never
       accepted.
     - If no other spike was skipped in the last `window` steps, a spike enters its window as the
-      threshold itself, so it does not hide others. In a row of spikes the k-th enters as up to
-      `sigmas * 5**(k - 1)` standard deviations above the mean, at least `5 * sigmas`, and from the
-      tenth on as it is. So a new level is accepted after a few skipped steps. With the defaults
+      threshold itself, so it does not hide others. Otherwise the k-th spike in a row is clipped to
+      `sigmas * max(5, 5**(k - 1))` standard deviations above the mean as it enters, and from the
+      tenth on not at all. So a new level is accepted after a few skipped steps. With the defaults
       these are 6 if the level is 100 standard deviations higher, 7 if it is 1000, 8 if it is
       100 000, and never more than 15.
     - From the fifth step on, a value that is no spike is clipped to `5 * sigmas` standard
@@ -87,18 +87,18 @@ class SpikeRule:
 
     A rule of this kind cannot tell a rare kind of batch from a bad one. If a kind of batch stands
     out and makes up 3, 4 or 5 % of the steps, 55, 30 or 15 % of these steps are lost. If it comes
-    in every 50th step, nearly all are lost. The same holds for gradients that are rare among tiny
-    ones, such as 1e-6, but not for those among zeros. `total_spikes` of `jaxscale.metrics` counts
-    what is lost.
+    in every 50th step, nearly all are lost. Gradients that are rare among tiny ones, such as 1e-6,
+    are lost in the same way; only those among exact zeros are kept. `total_spikes` of
+    `jaxscale.metrics` counts what is lost.
 
     Nor can the rule tell a ruined run from new data: it accepts the new level in both cases. So the
-    state also follows the level of the loss, which is the median of the last 8 losses.
-    `level_count` says for how many steps in a row the level has stood above its past. The past is
-    the last 60 or so levels that did not, one for each 8 steps. The level stands above it if it
-    exceeds their median by 10 robust standard deviations, and each of them. This needs 512 losses
-    first. A `level_count` of 16 or more means something: a sudden rise to 1.5 times a loss of
+    state also follows the level of the loss, which is the median of the last 8 losses. Its past has
+    one level for each 8 steps, 60 or so, without raised ones. A level is raised if it exceeds all
+    of the past, and exceeds their median by 10 robust standard deviations (by more where losses
+    have a heavy tail). This needs 512 losses first. `level_count` says for how many steps in a row
+    the level has been raised; 16 or more are not chance. A sudden rise to 1.5 times a loss of
     1 +- 0.1 is seen after about 20 steps. After 2048 steps the level is forgotten, and its past is
-    learned again. `level_count` never makes a step a spike.
+    learned again. A raised level never makes a step a spike.
 
     Args:
       window: how many of the last steps are kept, at least 2.
