@@ -414,12 +414,15 @@ CLAIMS = {
     "on one of {} devices, in one of {} processes": (faults,),
     "With `train_step`, a whole training step of a small transformer takes {:.2f} times as long as "
     "with plain optax": (WHOLE.get, STEP),
-    "with the three lines of a step of your own, {:.2f} times": (WHOLE.get, LINES),
+    "with a step of your own, {:.2f} times": (WHOLE.get, LINES),
     "with Flax's `DynamicScale`, {:.2f} times": (WHOLE.get, "Flax DynamicScale"),
     "with jmp, {:.2f} times": (WHOLE.get, "jmp"),
     "| `jaxscale.train_step` | {:.2f} | {:.2f} | {:.2f} |": (part, STEP),
     "| `jaxscale.apply_gradients` | {:.2f} | {:.2f} | {:.2f} |": (part, APPLY),
-    "| three lines, `tx.update` | {:.2f} | {:.2f} | {:.2f} |": (part, LINES),
+    "| a step of your own, with `tx.update` | {:.2f} | {:.2f} | {:.2f} |": (
+        part,
+        LINES,
+    ),
     "| Flax `DynamicScale` | {:.2f} | {:.2f} | {:.2f} |": (part, "Flax DynamicScale"),
     "| `optax.apply_if_finite` | {:.2f} | {:.2f} | {:.2f} |": (
         part,
