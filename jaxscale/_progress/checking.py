@@ -35,7 +35,7 @@ def check(
     tx: optax.GradientTransformation | None = None,
     max_consecutive: int = 50,
 ) -> None:
-    """Returns `None` if training makes progress, and raises an error if it is stuck.
+    """Raises an error if training is stuck, and warns of signs that something is wrong.
 
     Call it on the host, outside `jit`, and only as often as you log, because it waits for the
     device. A dynamic loss scale skips a step now and then, and falls after it has grown; that is

@@ -113,7 +113,7 @@ def train_step(
     after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Makes a training step: the loop of `value_and_grad` and `apply_gradients` in one function.
+    """Makes a training step: `value_and_grad` and `apply_gradients` in one function.
 
     The step is not compiled: use it in `jax.jit`, with `donate_argnums=(0, 1)` to update in place,
     or in `jax.lax.scan`, `jax.vmap`, `jax.shard_map`.

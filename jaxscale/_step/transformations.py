@@ -34,7 +34,7 @@ def loss_scaled(
     spikes: SpikeRule | None = None,
     on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer: its non-finite steps are skipped, and a loss scale moves.
+    """Wraps an optimizer, so that it skips non-finite steps and moves a loss scale.
 
     Wrap the whole optimizer: clipping, weight decay, schedules and accumulation go inside. Feed it
     the gradients of `jaxscale.value_and_grad`, which are unscaled. On its own this scales nothing:
@@ -184,7 +184,7 @@ def skip_nonfinite(
     spikes: SpikeRule | None = None,
     on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer: its non-finite steps are skipped, without any scaling.
+    """Wraps an optimizer, so that it skips non-finite steps, without any scaling.
 
     Use it for bfloat16 and float32, where gradients do not underflow but a bad batch may still ruin
     a run. Unlike `optax.apply_if_finite` it never gives up. It is the same as
@@ -232,7 +232,7 @@ def multi_steps(
     drop: Literal["micro_batch", "window"] = "micro_batch",
     growth_unit: Literal["optimizer_step", "micro_batch"] = "optimizer_step",
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer step once for several micro-batches.
+    """Makes an optimizer take one step for several micro-batches.
 
     It does what `optax.MultiSteps` does, but a non-finite micro-batch cannot ruin the sum:
     gradients are added in float32 or wider, and only if they are finite. It may go inside or
