@@ -28,7 +28,7 @@ SHAPES |= {
 
 
 def attention(params, x, is_token, mask_value):
-    """Returns for each row of a pattern what it learns from the other rows."""
+    """Returns what each row of a pattern learns from the others."""
     q, k, v = jnp.split(
         (x @ params["qkv"]).reshape(*x.shape[:2], HEADS, -1), 3, axis=-1
     )
@@ -82,7 +82,7 @@ def fixed():
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains both models for a number of steps, and returns the last loss of the fixed one."""
+    """Trains both for a number of steps and returns the last loss of the fixed one."""
     tx, loss = jaxscale.loss_scaled(optax.adam(3e-3), track_leaves=True), jnp.inf
     for make in (broken, fixed):
         loss_fn, params, _ = make()

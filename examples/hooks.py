@@ -37,7 +37,7 @@ def network(params, x):
 
 
 def equation_loss(params, x):
-    """Returns the mean squared error of the equation at some points, plus that of u(0) = 0."""
+    """Returns the mean error of the equation at some points, and that of u(0) = 0."""
     curvature = jax.vmap(jax.grad(jax.grad(network, 1), 1), (None, 0))(params, x)
     return jnp.mean((curvature + jnp.sin(x)) ** 2) + network(params, 0 * x[0]) ** 2
 
@@ -48,7 +48,7 @@ def example_loss(params, x):
 
 
 def value_loss(params, state, x):
-    """Returns the mean squared error of the values at some places, and the unchanged state."""
+    """Returns the error of the values of some places, and the state as it was."""
     return jnp.mean(
         (network(params, x) - x - 0.9 * network(state["target"], x / 2)) ** 2
     ), state
@@ -66,7 +66,7 @@ def by_example(fun, **kwargs):
 
 
 def clipped_mean(grads):
-    """Returns the mean of the gradients of all examples, each clipped to a norm of at most 1."""
+    """Returns the mean of gradients by example, each of a norm of at most 1."""
     norms = jnp.sqrt(
         sum(jnp.sum(g.reshape(len(g), -1) ** 2, -1) for g in jax.tree.leaves(grads))
     )
@@ -81,7 +81,7 @@ def move_target(params, state):
 
 
 def train(name, tx, step, num_steps, *state):
-    """Trains on random numbers, with a NaN in the second batch, and returns the last loss."""
+    """Trains on random numbers, the second batch bad, and returns the last loss."""
     carry, loss = [init_params(), tx.init(init_params()), *state], jnp.inf
     for i in range(num_steps):
         x = jax.random.uniform(jax.random.key(i), (BATCH_SIZE,), minval=-1.0)
@@ -104,7 +104,7 @@ def main(num_steps: int = 300) -> float:
     total = train(
         "equation", tx, lambda *c: mapped(*c[:2], c[2].reshape(shape)), num_steps
     )
-    # a skipped step keeps the key of the noise
+    # a skip keeps its key
     noisy = optax.chain(optax.add_noise(1e-4, 0.0, 0), optax.sgd(0.05))
     noisy, options = (
         jaxscale.loss_scaled(noisy),

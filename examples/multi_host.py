@@ -118,7 +118,7 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
         if manager and step % save_every == 0:
             manager.save(step, args=ocp.args.StandardSave(state))
         if step % LOG_EVERY == 0:
-            # on every host, so that an error stops all of them
+            # on all hosts, so that all of them stop on an error
             jaxscale.check(state, tx=tx)
             old, now = now, jax.device_get(jaxscale.metrics(state))
             if process == 0:
@@ -131,7 +131,7 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
     if manager:
         manager.close()  # waits until the last checkpoint is written
 
-    # A complete copy on every host. The short digests show that the copies are equal.
+    # A whole copy on every host. The digests, a few letters each, show that the copies are equal.
     state = jax.jit(lambda state: state, out_shardings=whole)(state)
     digest = hashlib.sha256(
         b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state))

@@ -40,13 +40,13 @@ def main(num_steps: int = 300) -> float:
     skipped = []
 
     def on_skip(numbers):
-        """Records a skipped step. It runs on the host, with what `jaxscale.metrics` shows."""
+        """Is called on the host, with what `jaxscale.metrics` shows."""
         skipped.append(numbers["total_steps"])
         print(
             f"batch {numbers['total_steps'] - 1} is bad: {numbers['total_notfinite']} skipped"
         )
 
-    # The trainer computes the gradients itself: the loss brings its scale, and the optimizer skips.
+    # The trainer takes the gradients by itself: the loss brings its scale, and the optimizer skips.
     scaled = jaxscale.scale_backward(jaxscale.autocast(loss_fn))
     tx = jaxscale.skip_nonfinite(optax.adam(1e-2), on_skip=on_skip)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -59,7 +59,7 @@ def main(num_steps: int = 300) -> float:
     batches = batches.at[BAD_BATCH, 0].set(jnp.nan)
     _, losses = jax.jit(fit, static_argnums=(0, 1))(scaled, tx, params, batches)
     losses.block_until_ready()
-    jax.effects_barrier()  # waits until the host has heard of all steps
+    jax.effects_barrier()  # the host may hear of a step a little later
     print(f"loss {losses[-1]:.5f}, skipped {len(skipped)} of {num_steps}")
     return float(losses[-1])
 

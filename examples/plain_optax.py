@@ -65,7 +65,7 @@ def main(num_steps: int = 300) -> float:
             params, opt_state, images[chosen], labels[chosen]
         )
         now = jaxscale.metrics(opt_state)
-        # This waits for the device. A real loop would do so rarely.
+        # waits for the device: a real loop would look rarely
         if not now["step_applied"]:
             print(
                 f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"

@@ -173,7 +173,7 @@ def draw(results, images, truth, path):
     scaled = list(results.values())[-1]
     num_steps = len(scaled["losses"])
     window = max(1, num_steps // 10)
-    # These also differ in grey.
+    # differ in grey too
     styles = [("black", "-", 4), ("#d55e00", "--", 2), ("#56b4e9", "-", 1.6)]
     for (name, result), (color, line, width) in zip(
         results.items(), styles, strict=True

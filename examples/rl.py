@@ -43,7 +43,7 @@ DIGITS, LENGTH = 10, 8
 WIDTH, HEADS, LAYERS = 64, 4, 2
 SHAPES = [("attention", (WIDTH, 3 * WIDTH)), ("mix", (WIDTH, WIDTH))]
 SHAPES += [("up", (WIDTH, 4 * WIDTH)), ("down", (4 * WIDTH, WIDTH))]
-PROMPTS, ANSWERS = 16, 8  # prompts in each step, and answers to each prompt
+PROMPTS, ANSWERS = 16, 8  # of each step, and to each prompt
 SUPERVISED_STEPS, SUPERVISED_BATCH, LEARNING_RATE = 120, 128, 5e-4
 # The scale grows every 10 steps instead of every 2000, and beyond 2**24, so that a short run shows
 # what a long one would: it climbs until something overflows, and backs off.
@@ -98,7 +98,7 @@ def choose(log_probs, digits):
 
 
 def score(params, tokens):
-    """Returns the log-probabilities of the answers' digits, all at once: the trainer's pass."""
+    """The trainer's forward pass: log-probabilities of the answers' digits, all at once."""
 
     def attend(_, query, key, value):
         return jax.nn.dot_product_attention(query, key, value, is_causal=True)
@@ -108,7 +108,7 @@ def score(params, tokens):
 
 
 def sample(params, prompts, key):
-    """Returns prompts with answers, and the log-probabilities of their digits: the sampler."""
+    """The sampler: prompts with answers, and log-probabilities of the answers' digits."""
     positions = jnp.arange(2 * LENGTH)
     attention = jaxscale.full_precision(jax.nn.dot_product_attention)
 
@@ -172,7 +172,7 @@ def supervise(seed):
 
 
 def make_programs(dtype, wrap, retries):
-    """Returns the optimizer and three compiled functions: sampler, step and measurement."""
+    """Returns the optimizer and what is compiled once: the sampler, the step, a measurement."""
     half = functools.partial(jaxscale.autocast, dtype=dtype)
     tx = wrap(optax.adam(LEARNING_RATE))
     train_step = jaxscale.train_step(
@@ -236,11 +236,7 @@ def reinforce(name, params, seed, num_steps, programs):
 def draw(curves, path):
     """Draws the ratio and the reward by step: each seed thin, their mean thick."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    styles = [
-        ("black", ":"),
-        ("#d55e00", "--"),
-        ("#0072b2", "-"),
-    ]  # also differ in grey
+    styles = [("black", ":"), ("#d55e00", "--"), ("#0072b2", "-")]  # differ in grey too
     for (name, runs), (color, line) in zip(curves.items(), styles, strict=True):
         for axis, of_seeds in zip(axes, zip(*runs, strict=True), strict=True):
             window = max(1, len(of_seeds[0]) // 10)

@@ -68,43 +68,38 @@ class SpikeRule:
     - A window judges nothing while it has fewer than `min_history` entries: by default the first 64
       steps are taken as they are, and a spike among them is applied.
     - A step that is not finite enters neither window; it is skipped anyway. A step whose norm is
-      exactly 0 teaches nothing: it is not judged, and enters neither window. So gradients that are
-      rare among zeros are no spikes.
+      exactly 0 has nothing to learn from: it is not judged, and enters neither window. So gradients
+      that are rare among zeros are no spikes.
     - A step whose gradients are finite, but so large that their norm is not, is a spike from the
-      first step on: it would set Adam's second moment to inf for good. Such a level is never
-      accepted.
-    - If no other spike was skipped in the last `window` steps, a spike enters its window as the
-      threshold itself, so it does not hide others. Otherwise the k-th spike in a row is clipped to
-      `sigmas * max(5, 5**(k - 1))` standard deviations above the mean as it enters, and from the
-      tenth on not at all. So a new level is accepted after a few skipped steps. With the defaults
-      these are 6 if the level is 100 standard deviations higher, 7 if it is 1000, 8 if it is
-      100 000, and never more than 15.
-    - From the fifth step on, a value that is no spike is clipped to `5 * sigmas` standard
-      deviations from the mean as it enters its window.
+      first step on: it would set Adam's second moment to inf for good. No such level is accepted.
+    - A spike enters its window as the threshold itself, if no other was skipped in the last
+      `window` steps. So it hides no other. The k-th of a row enters as up to `sigmas * 5**(k - 1)`
+      standard deviations above the mean, at least `5 * sigmas`, and from the tenth on as it is. So
+      a new level is accepted after a few skipped steps: with the defaults 6 where it is 100
+      standard deviations higher, 7 where it is 1000, 8 where it is 100 000, and never more than 15.
+    - From the fifth step on, what is no spike is clipped to `5 * sigmas` standard deviations from
+      the mean as it enters.
     - The standard deviation counts as at least 1e-6 of the mean, and at least half the spacing of
       numbers in the dtype of the loss, so that rounding alone is never a spike. A window of zeros
       judges nothing. Losses below zero are judged in the same way. A low value is never a spike.
 
-    A rule of this kind cannot tell a rare kind of batch from a bad one. If a kind of batch stands
-    out and makes up 3, 4 or 5 % of the steps, 55, 30 or 15 % of these steps are lost. If it comes
-    in every 50th step, nearly all are lost. Gradients that are rare among tiny ones, such as 1e-6,
-    are lost in the same way; only those among exact zeros are kept. `total_spikes` of
-    `jaxscale.metrics` counts what is lost.
+    A rule by the window cannot tell a rare kind of batch from a bad one. A kind that stands out and
+    makes 3, 4 or 5 % of the steps loses 55, 30 or 15 % of them, and one in every 50th step is
+    hardly ever learned from. Nor are gradients that are rare among tiny ones, such as 1e-6, rather
+    than among zeros. `jaxscale.check` is told the share of skipped steps.
 
-    Nor can the rule tell a ruined run from new data: it accepts the new level in both cases. So the
-    state also follows the level of the loss, which is the median of the last 8 losses. Its past has
-    one level for each 8 steps, 60 or so, without raised ones. A level is raised if it exceeds all
-    of the past, and exceeds their median by 10 robust standard deviations (by more where losses
-    have a heavy tail). This needs 512 losses first. `level_count` says for how many steps in a row
-    the level has been raised; 16 or more are not chance. A sudden rise to 1.5 times a loss of
-    1 +- 0.1 is seen after about 20 steps. After 2048 steps the level is forgotten, and its past is
-    learned again. A raised level never makes a step a spike.
+    Nor can it tell a ruined run from new data: it accepts either level. So the state also follows
+    the level of the loss, the median of the last 8 losses. `level_count` is for how many steps in a
+    row that has stood above its past: above the median of the last 60 or so levels that did not,
+    one for each 8 steps, by 10 robust standard deviations, and above each of them. It needs 512
+    losses first. From 16 on, a sudden rise to 1.5 times a loss of 1 +- 0.1 is seen after about 20
+    steps. After 2048 steps the level is forgotten, and its past is learned anew. It skips nothing.
 
     Args:
       window: how many of the last steps are kept, at least 2.
       sigmas: how many standard deviations above the mean a step may stand, above 0 and at most
-        1e6. Norms are often far from a normal distribution. If the standard deviation of their
-        logarithm is 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good steps for spikes.
+        1e6. Norms are often far from a normal distribution: with a logarithm whose standard
+        deviation is 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good steps for spikes.
       min_history: how many entries a window must have before it judges, from 2 to `window`; by
         default half of `window`.
 
@@ -127,7 +122,7 @@ class SpikeRule:
       False
 
     References:
-      OLMo-core's `SkipStepOptimizer`, which `jaxscale.presets.olmo` follows exactly. There,
+      OLMo-core's `SkipStepOptimizer`, which `jaxscale.presets.olmo` follows to the letter. There,
       spikes enter the windows unclipped.
     """
 
@@ -182,7 +177,7 @@ class SpikeRule:
     def judge(
         self, state: SpikeState, loss: Any, grad_norm: Any, finite: Any
     ) -> tuple[jax.Array, SpikeState]:
-        """Judges whether a step is a spike, and returns the verdict with the next state.
+        """Judges whether a step is a spike, and returns that with the next state.
 
         Args:
           state: the state of this step.
@@ -190,9 +185,8 @@ class SpikeRule:
           grad_norm: the global norm of the gradients, a floating scalar. It is inf if the squares
             of finite gradients overflow; that is a spike. If it is 0, the step is not a spike, and
             the state stays as it is.
-          finite: a `bool[]`, whether the gradients and the loss are finite. If it is `False`, the
-            step is not a spike either, and the state stays as it is. (In both cases, a
-            `level_count` above 0 still goes on counting.)
+          finite: a `bool[]`, whether the gradients and the loss are finite. If not, the same holds.
+            In both cases only a `level_count` above 0 goes on counting.
 
         Returns:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
