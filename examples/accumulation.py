@@ -1,9 +1,9 @@
 """Float16 training with little memory: one optimizer step for several micro-batches.
 
 A multilayer perceptron reads digits, a quarter of each batch at a time. A corrupt micro-batch,
-whose loss is NaN, is dropped, and the step is made from the other three. One that overflows is
-not lost: `retries` repeats its backward pass at a lower scale. The result is the same whether the
-step is called once for each micro-batch or once, with `scan`, for all.
+whose loss is NaN, is dropped, and the step is made from the other three. A micro-batch that
+overflows is not lost: `retries` repeats its backward pass at a lower scale. The program either
+calls the step for each micro-batch, or once for all of them with `scan`. The result is the same.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def micro_step(state, batch):
     return state, loss
 
 
-# The same for all micro-batches of a step, stacked.
+# The same for all micro-batches of a step, stacked in one array.
 train_step = jax.jit(partial(jax.lax.scan, micro_step), donate_argnums=0)
 
 
@@ -79,7 +79,7 @@ def make_batches(images, labels, num_steps):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps in two ways and returns the accuracy of the second."""
+    """Trains for a number of steps in two ways, and returns the accuracy of the second way."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     accuracy = 0.0

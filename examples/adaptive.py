@@ -1,9 +1,9 @@
-"""Float16 training with a loss scale that follows the gradients, and how it starts.
+"""Float16 training with a loss scale that follows the gradients, and ways to start it.
 
-The default rule probes: it doubles the scale now and then, until something overflows. The adaptive
-one looks at the largest gradient. It begins low and finds its level within some dozen steps; or it
-begins at the largest scale that does not overflow on a first batch; or anywhere, with retries. A
-multilayer perceptron reads digits. Its loss is a sum, so a large scale overflows.
+The default rule doubles the scale now and then, until something overflows. The adaptive rule looks
+at the largest gradient. It may begin low, and then finds its level within a few dozen steps; or at
+the largest scale that does not overflow on a first batch; or anywhere, with retries. A multilayer
+perceptron reads digits. Its loss is a sum, so a large scale overflows.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""A Transformer that trains in float32 but not in float16, and how to find out why.
+"""A transformer that trains in float32 but not in float16, and how to find out why.
 
 Sequences are padded, and a mask of -1e9 keeps attention off the padding, as in many models.
-Each of these commands writes a report, `jaxscale-doctor.html`, and prints a summary:
+Each of these commands prints a summary and writes a report, `jaxscale-doctor.html`:
 
     python -m jaxscale doctor examples/doctor.py:broken
     python -m jaxscale doctor examples/doctor.py:fixed
@@ -77,7 +77,7 @@ def broken():
 
 
 def fixed():
-    """Returns the same with a mask value that float16 can hold."""
+    """Returns the same as `broken`, but with a mask value that float16 can hold."""
     return functools.partial(loss_fn, mask_value=-1e4), make_params(), make_batch()
 
 

@@ -2,7 +2,7 @@
 
 A perceptron with batch normalization reads digits. It is written in float32, and
 `jaxscale.autocast` computes its matrix products in float16. The optimizer only sees the arrays of
-the model, which `eqx.filter` picks out.
+the model, which `eqx.filter` selects.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Float16 training in Flax Linen, where a skipped step also keeps the old batch statistics.
 
-A small convolutional network with batch normalization and dropout reads digits, in a `TrainState`
-of `jaxscale.flax`. The random key of dropout goes on even if a step is skipped.
+A small convolutional network with batch normalization and dropout reads digits, with the
+`TrainState` of `jaxscale.flax`. Every step replaces the random key of dropout, even a skipped one.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Float16 training in Flax NNX, where a skipped step also keeps the old batch statistics.
 
-A convolutional network with batch normalization reads digits. NNX changes the model in place. The
-step puts back what the forward pass changed if it skips, so nothing needs to be written for it.
+A convolutional network with batch normalization reads digits. NNX changes the model in place. A
+skipped step puts back what the forward pass changed, so you need not write anything for that.
 The model is written in float32, and `jaxscale.autocast` computes its products in float16.
 """
 

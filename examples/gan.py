@@ -1,6 +1,6 @@
 """A GAN in float16: two losses, two optimizers, and a loss scale for each.
 
-The losses overflow at different times: each optimizer skips its own steps, with its own scale.
+The losses overflow at different times, so each optimizer skips its own steps and has its own scale.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def generate(gen_params, noise):
 
 
 def generator_loss(gen_params, disc_params, noise):
-    """Returns a loss that is low if the discriminator takes generated images for real ones."""
+    """Returns a loss that is low if the discriminator mistakes generated images for real ones."""
     logits = perceptron(disc_params, generate(gen_params, noise))
     return jax.nn.softplus(-logits).mean()
 

@@ -3,8 +3,8 @@
 A network doubles the size of photographs, and its loss is the mean squared error of a batch. The
 gradient that the loss sends back into the network is 2 * error / 3.1 million for each number of
 its output. This program computes these gradients for the error of cubic interpolation. It prints
-how large they are, what float16 keeps of them, and at which loss scales it keeps them all. With
-matplotlib, it also writes a picture.
+how large they are, what float16 keeps of them, and at which loss scales float16 keeps them all. It
+writes a picture, for which it needs matplotlib.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Three steps that do something between the gradients and the update, or after it.
+"""Three steps that do something between the gradients and the update, or after the update.
 
-- A physics-informed network for u'' = -sin(x), on all devices by `pmap`: `on_grads` averages.
-- Private training (DP-SGD): gradients by example, which `on_grads` clips and averages.
+- A physics-informed network for u'' = -sin(x), on all devices with `pmap`: `on_grads` averages the
+  gradients of the devices.
+- Private training (DP-SGD) with gradients by example: `on_grads` clips and averages them.
 - Q-learning: `after` moves the target network, which a skipped step leaves where it is.
 """
 
@@ -30,7 +31,7 @@ def init_params():
 
 
 def network(params, x):
-    """Returns the output of a perceptron for a number, or for each of several."""
+    """Returns the output of a perceptron for a number, or for each number of an array."""
     y = jnp.tanh(x[..., None] * params["weight"] + params["bias"])
     return jnp.tanh(y @ params["hidden"]) @ params["last"]
 
@@ -54,7 +55,7 @@ def value_loss(params, state, x):
 
 
 def by_example(fun, **kwargs):
-    """Differentiates by example, as `jax.value_and_grad` does for a batch, with the mean loss."""
+    """Like `jax.value_and_grad`, but with the gradients of each example, and the mean loss."""
     differentiated = jax.vmap(jax.value_and_grad(fun, **kwargs), in_axes=(None, 0))
 
     def value_and_grad(params, x):

@@ -2,9 +2,9 @@
 
 On a cluster that JAX knows (Slurm, Kubernetes, Open MPI, Cloud TPU) the processes find each other:
 `srun python multi_host.py --checkpoints /shared/run`. On one computer, `--local 2` starts two.
-Batches and weights are split over all devices, without a word about it in the training step: if
-one device sees a NaN, all skip that step, and if the gradients of one overflow, all repeat the
-backward pass at a lower scale. A restarted run continues from the last checkpoint.
+Batches and weights are split over all devices, and the training step needs no extra code for that.
+If one device sees a NaN, all devices skip the step. If the gradients of one device overflow, all
+repeat the backward pass at a lower scale. A restarted run continues from the last checkpoint.
 """
 
 import argparse
@@ -149,7 +149,8 @@ def main(num_steps=100, checkpoints=None, save_every=20, nan=None, kill=None) ->
 def launch(number):
     """Runs this command in several processes on this computer and returns an exit code.
 
-    Like the launcher of a cluster, it stops all processes if one fails: they would wait for it.
+    Like the launcher of a cluster, it stops all processes if one fails: the others would wait for
+    it for ever.
     """
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"  # a free port

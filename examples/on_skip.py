@@ -1,8 +1,8 @@
-"""Sees which steps are skipped in a trainer that hands back nothing but the parameters.
+"""Shows which steps are skipped in a trainer that returns nothing but the parameters.
 
-Many trainers take a loss and an optimizer, run the whole loop by themselves, and return what was
-trained. The state of the optimizer, which counts what was skipped, is gone then: a run that skips
-each step looks like any other. `on_skip` is told of each skipped step while the trainer runs.
+Many trainers take a loss and an optimizer, run the whole loop themselves, and return what was
+trained. The state of the optimizer, which counts skipped steps, is then lost: a run that skips
+every step looks like any other. `on_skip` is called for each skipped step while the trainer runs.
 """
 
 import argparse
@@ -17,7 +17,7 @@ BATCH_SIZE, BAD_BATCH = 64, 1
 
 
 def fit(loss_fn, tx, params, batches):
-    """Trains on one batch after the other, as a trainer that is not ours to edit would."""
+    """Trains on one batch after the other, like a trainer that you cannot edit."""
 
     def step(carry, batch):
         params, opt_state = carry
@@ -36,7 +36,7 @@ def loss_fn(params, x):
 
 
 def main(num_steps: int = 300) -> float:
-    """Trains for a number of steps, the second batch bad, and returns the last loss."""
+    """Trains for a number of steps, with a bad second batch, and returns the last loss."""
     skipped = []
 
     def on_skip(numbers):

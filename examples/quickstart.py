@@ -1,11 +1,11 @@
-"""Trains one network three ways: in float32, in float16, and in float16 with a loss scale.
+"""Trains one network in three ways: in float32, in float16, and in float16 with a loss scale.
 
 The network is written in float32; `jaxscale.autocast` computes it in float16. It is a small
 convolutional network that learns to double the size of a photograph, scikit-learn's flower. It is
-trained on the left half and tested on the right. The loss is the mean squared error of a batch of
-crops, over 3.1 million numbers, so the gradient of each is 2 * error / 3.1 million. For an error of
-0.02 that is 1.3e-8, and the smallest number of float16 is 6e-8: without loss scaling the network
-learns from its largest errors only. The program prints a table and writes a picture.
+trained on the left half and tested on the right half. The loss is the mean squared error of a batch
+of crops, over 3.1 million numbers, so the gradient of each is 2 * error / 3.1 million. For an error
+of 0.02 that is 1.3e-8, and the smallest number of float16 is 6e-8. So without loss scaling the
+network only learns from its largest errors. The program prints a table and writes a picture.
 """
 
 import argparse
@@ -80,7 +80,10 @@ def interpolate(images):
 
 
 def init_params(key):
-    """Returns float32 parameters of three layers. The last is zero, so training starts at cubic."""
+    """Returns float32 parameters of three layers.
+
+    The last layer is zero, so training starts from cubic interpolation.
+    """
     params = []
     for inputs, outputs in [(3, WIDTH), (WIDTH, WIDTH), (WIDTH, 12)]:
         key, subkey = jax.random.split(key)
@@ -215,7 +218,7 @@ def draw(results, images, truth, path):
 def main(num_steps=60, picture="quickstart.png"):
     """Trains three times, prints a table, writes a picture; returns the PSNR of the last run."""
     console = Console()
-    matplotlib.use("agg")  # draws into a file, on machines without a screen too
+    matplotlib.use("agg")  # draws into a file, even on machines without a screen
     photo, held_out = load_photo()
     small = halve(held_out)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -2,16 +2,16 @@
 
 A small transformer learns to sort digits: a little from examples, then from rewards, 1 for an
 answer that is sorted and 0 for any other. One program, the sampler, writes the answers, digit by
-digit, with a cache of keys and values. Another one, the trainer, learns from them, and weights each
-digit by the ratio of its own probability and the sampler's. The ratio should be 1, but the two
-compute by different operations, and so round differently. float16 has three bits more than
-bfloat16, so it should be 8 times closer. The price is a loss scale. If a step overflows, `retries`
-repeats it at a lower one: samples cost too much to be dropped.
+digit, with a cache of keys and values. Another program, the trainer, learns from them, and weights
+each digit by the ratio of its own probability and the sampler's. The ratio should be 1, but the two
+programs use different operations, and so round differently. float16 has three bits more than
+bfloat16, so in float16 the ratio should be 8 times closer to 1. The price is a loss scale. If a
+step overflows, `retries` repeats it at a lower scale: samples cost too much to be dropped.
 
-The program shows that ratio. It does not show runs that collapse from it, as those of large models
-are reported to do (arXiv 2510.26788): this one learns alike in all precisions, and loses few
-gradients without a scale. On a CPU two programs mostly add up in the same order, so one difference
-is made here: the sampler keeps its attention in float32, as the kernels of inference engines do.
+The program shows that ratio. It does not show runs that collapse because of it, as those of large
+models are reported to do (arXiv 2510.26788): this model learns equally well in all precisions, and
+loses few gradients without a scale. On a CPU two programs mostly add up in the same order. So this
+sampler keeps its attention in float32, as the kernels of inference engines do.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def sample(params, prompts, key):
 
 
 def ask(key, number):
-    """Returns prompts, and their true answers."""
+    """Returns prompts and their true answers."""
     digits = jax.random.randint(key, (number, LENGTH), 0, DIGITS)
     return jnp.pad(digits, ((0, 0), (0, 1)), constant_values=DIGITS), jnp.sort(digits)
 
@@ -151,7 +151,8 @@ def ask(key, number):
 def policy_loss(params, tokens, sampled, advantages):
     """Returns the loss, whose gradient is a policy gradient, and the trainer's log-probabilities.
 
-    `sampled` are the sampler's, so each digit is weighted by the ratio of the probabilities.
+    `sampled` are the sampler's log-probabilities. Each digit is weighted by the ratio of the
+    probabilities.
     """
     log_probs = score(params, tokens)
     return -jnp.mean(jnp.exp(log_probs - sampled) * advantages[:, None]), log_probs
@@ -260,7 +261,7 @@ def draw(curves, path):
 def main(num_steps=120, num_seeds=3, picture="rl.png"):
     """Trains in three precisions, prints a table, and writes a picture and the figures."""
     console = Console()
-    matplotlib.use("agg")  # draws into a file, on machines without a screen too
+    matplotlib.use("agg")  # draws into a file, even on machines without a screen
     starts = [supervise(seed) for seed in range(num_seeds)]
     results, curves = {}, {}
     for name, run in RUNS.items():

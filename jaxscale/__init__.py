@@ -3,21 +3,22 @@
 Most people need four functions, in this order:
 
 - `loss_scaled(optimizer)` wraps an optimizer, so that it skips bad steps and moves the loss scale.
-- `train_step(loss_fn, optimizer)` is the whole step: loss, gradients, update or skip.
+- `train_step(loss_fn, optimizer)` makes the whole step: loss, gradients, update or skip.
 - `metrics(opt_state)` reads the loss scale and the counters, for logging.
 - `check(opt_state)` raises an error with the likely cause if training is stuck.
 
 The rest, by group:
 
-- In a step of your own: `value_and_grad(loss_fn, opt_state)` computes the loss and its gradients,
-  scaled on the way, and `apply_gradients(tx, grads, opt_state, params)` updates or skips. `grad` is
-  `value_and_grad` without the loss.
+- In a step of your own: `value_and_grad(loss_fn, opt_state)` computes the loss and its gradients
+  with a scaled backward pass, and `apply_gradients(tx, grads, opt_state, params)` updates or skips.
+  `grad` is `value_and_grad` without the loss.
 - In a step that is not yours to edit, such as a trainer's: `scale_backward(fun)` scales the
   backward pass of a loss or a model. It has no state, and no `metrics`.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
-- Precision: `autocast` computes matrix products in float16 without touching the model. One that
-  casts by itself, as Flax layers with `dtype=` do, needs none. `full_precision` exempts a part.
+- Precision: `autocast` computes matrix products in float16 without touching the model. Leave it
+  out if the model does its own casting, as Flax layers with `dtype=` do. `full_precision` exempts a
+  part of a model.
 - Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
   `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
   base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
@@ -42,11 +43,11 @@ float16 ends at 65504, and half of its smallest number, 2**-24, rounds to 0:
 >>> jnp.array([65519.0, 65520, 2**-24, 2**-25]).astype(jnp.float16).tolist()
 [65504.0, inf, 5.960464477539063e-08, 0.0]
 
-A forward pass overflows, in squares, long sums and exponentials. A loss scale cannot help there:
+A forward pass overflows, in squares, long sums and exponentials. A loss scale does not help there:
 `autocast` keeps such operations in float32. A backward pass underflows: the gradient of a mean over
-a million numbers begins at 1e-6, and each layer multiplies it by something small. But it is linear,
-so the loss is multiplied by a power of two, which rounds nothing, and the gradients are divided by
-it in float32:
+a million numbers begins at 1e-6, and each layer multiplies it by something small. But a backward
+pass is linear, so the loss is multiplied by a power of two, which rounds nothing, and the gradients
+are divided by the same number in float32:
 
 >>> def loss_fn(w):  # its derivative is 2**-30
 ...     return jnp.float32(2**-10) * (w.astype(jnp.float16) * jnp.float16(2**-20))
@@ -56,17 +57,18 @@ it in float32:
 >>> float(jaxscale.grad(loss_fn, jaxscale.FixedLossScale(2**15).init())(w)) * 2**30
 1.0
 
-Too large a scale makes the gradients inf or NaN. The step is then skipped and the scale is lowered:
-that is how the right one is found, and why one skip in thousands of steps is no fault. Where there
-is a fault, `check` says what it is, and `jaxscale doctor` names the line. bfloat16 has the range of
+Too large a scale makes the gradients inf or NaN. The step is then skipped and the scale is lowered.
+That is how the right scale is found, so one skip in thousands of steps is not a fault. If there is
+a fault, `check` says what it is, and `jaxscale doctor` names the line. bfloat16 has the range of
 float32, so it needs no scale, only `skip_nonfinite`.
 
-- Take the default rule first; `"adaptive"` where gradients change their size during the run, or
-  where skips cost too much; a number, such as 128, if you know that it fits.
-- `retries=10` of `train_step` loses no batch to a scale that is too high, for a backward pass more
-  after each overflow.
-- `SpikeRule` skips single bad batches in any precision. It is no substitute for `max_norm`, which
-  clips, nor for a lower rate. More than one skip in 20 steps says that spikes are how the run is.
+- Try the default rule first. Take `"adaptive"` if gradients change in size during the run, or if
+  skips cost too much. Pass a number, such as 128, if you know that it fits.
+- With `retries=10`, `train_step` loses no batch to a scale that is too high. Each overflow costs
+  one more backward pass.
+- `SpikeRule` skips single bad batches in any precision. It does not replace `max_norm`, which
+  clips, or a lower learning rate. If it skips more than one step in 20, spikes are how the run
+  behaves.
 """
 
 import importlib as _importlib

@@ -1,12 +1,13 @@
 """The front end for Flax Linen: a `TrainState` and a training step. Needs `flax`.
 
-Flax's own `TrainState` would replace batch statistics and other fields on a step that the
-optimizer skipped. This one selects each field by the verdict that the state of the optimizer
-holds. `train_step` is the whole step for it, in one function.
+Flax's own `TrainState` would replace batch statistics and other fields even on a step that the
+optimizer skipped. This one selects the old or the new value of each field, by the verdict in the
+state of the optimizer. `train_step` makes the whole step for it.
 
-Name what the model carries as fields of a subclass, such as `batch_stats: Any`. Name a key for
-dropout in `always_replace`, or the step after a skipped one would draw the same noise again. In a
-step of your own, take `jaxscale.value_and_grad(loss_fn, state)` and `TrainState.apply_gradients`.
+Declare what the model carries as fields of a subclass, such as `batch_stats: Any`. Name a key for
+dropout in `always_replace`; otherwise the step after a skipped one would draw the same noise again.
+In a step of your own, use `jaxscale.value_and_grad(loss_fn, state)` and
+`TrainState.apply_gradients`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -55,9 +56,9 @@ class TrainState(train_state.TrainState):
       fields: on a skipped step batch statistics, moving averages and every other field
       given to `apply_gradients` keep their old values;
     - `step` counts the steps that were applied, as optax's schedules and moments do. With
-      `jaxscale.multi_steps`, or an `optax.MultiSteps` inside of `loss_scaled`, it counts the
-      optimizer's steps rather than the micro-batches.
-      `jaxscale.metrics(state)["total_steps"]` has the number of steps that were tried.
+      `jaxscale.multi_steps`, or an `optax.MultiSteps` inside `loss_scaled`, it counts the
+      optimizer's steps and not the micro-batches.
+      `jaxscale.metrics(state)["total_steps"]` counts all steps, including skipped ones.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -83,10 +84,10 @@ class TrainState(train_state.TrainState):
 
         Args:
           apply_fn: the model's function, kept for convenience.
-          params: a pytree of parameters. It may have a key `_overwrite_with_gradient` beside
-            `params`, for values that their gradients replace.
+          params: a pytree of parameters. Beside `params` it may have a key
+            `_overwrite_with_gradient`, for values that are replaced by their gradients.
           tx: a `jaxscale.loss_scaled` or `jaxscale.skip_nonfinite` optimizer.
-          **kwargs: the further fields of a subclass.
+          **kwargs: the other fields of a subclass.
 
         Returns:
           A state with `step` 0, an `i32[]`.
@@ -120,7 +121,7 @@ class TrainState(train_state.TrainState):
           value: the loss; if it is not finite, the step is skipped and the scale stays.
           always_replace: names of fields among `kwargs` that even a skipped step replaces,
             such as a PRNG key.
-          extra_args: further arguments for `tx.update`.
+          extra_args: other arguments for `tx.update`.
           **kwargs: fields to replace: `batch_stats=...` and so on. Each new value has
             the structure, shapes and dtypes of the old one.
 
@@ -246,17 +247,18 @@ def train_step(
       loss_fn: the loss, `loss_fn(params, *args)`, as in `jaxscale.train_step`.
       transform: as there.
       has_state: whether `loss_fn` reads and replaces other fields of the `TrainState`, such as
-        batch statistics. It then is `loss_fn(params, fields, *args)`, where `fields` is a dict of
+        batch statistics. It is then `loss_fn(params, fields, *args)`, where `fields` is a dict of
         all fields that the subclass adds, and returns `(loss, fields)` with those that it
         replaces. If each of them is a collection, `model.apply({"params": params, **fields}, ...,
-        mutable=list(fields))` returns just that. A skipped step keeps the old ones. What to return
-        as the loss if they may turn NaN is said in `jaxscale.train_step`.
+        mutable=list(fields))` returns just that. A skipped step keeps the old fields.
+        `jaxscale.train_step` says what to return as the loss if the fields may become NaN.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (fields, aux))`.
       retries: as in `jaxscale.train_step`.
       always_replace: names of fields that even a skipped step replaces, such as a PRNG key.
       on_grads: as in `jaxscale.train_step`.
-      after: a function `after(state)` of the `TrainState` after the step, with its new parameters,
-        that returns it with other fields, as in `jaxscale.train_step`. It needs no `has_state`.
+      after: a function `after(state)` that gets the `TrainState` after the step, with its new
+        parameters, and returns it with other fields, as in `jaxscale.train_step`. It needs no
+        `has_state`.
       **kwargs: passed to `transform`.
 
     Returns:
@@ -267,7 +269,8 @@ def train_step(
       TypeError: as `jaxscale.train_step`; when called, also if the first argument is not a
         `jaxscale.flax.TrainState`, or if `after` does not return one.
       ValueError: as `jaxscale.train_step`, or if `always_replace` comes without `has_state`; when
-        called, also if `loss_fn` returns a field that is unknown, or lacks one of them.
+        called, also if `loss_fn` returns an unknown field, or does not return a field of
+        `always_replace`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax

@@ -1,10 +1,11 @@
 """A training step for Flax NNX, in which a skipped step leaves no trace in the model. Needs `flax`.
 
-NNX changes a model in place: a forward pass with an inf leaves it in the batch statistics, whether
-the optimizer skips the step or not. `train_step` runs the passes on a copy of the model, and then
-puts into the model what the verdict chooses. Batch statistics need no mention, and streams of
-random numbers go on. If other variables must go on as well, `keep` is the filter of those that
-must not. `jaxscale.metrics` and `jaxscale.check` take the `nnx.Optimizer`.
+NNX changes a model in place: a forward pass with an inf leaves the inf in the batch statistics,
+even if the optimizer skips the step. `train_step` runs the passes on a copy of the model, and then
+writes back the old or the new values, as the verdict says. You need not name batch statistics, and
+streams of random numbers go on. If a skipped step should let other variables go on as well, pass as
+`keep` a filter of those that it keeps. `jaxscale.metrics` and `jaxscale.check` take the
+`nnx.Optimizer`.
 """
 
 import dataclasses
@@ -62,34 +63,34 @@ def train_step(
 
     A skipped step puts back whatever the forward pass changed: batch statistics, caches and
     counters, in the model and in other NNX objects among the arguments. Streams of random numbers
-    go on. The step is not compiled: write `nnx.jit(jaxscale.nnx.train_step(loss_fn))`. (Under
-    `jax.jit` it would change a copy of the model, and train nothing.)
+    go on. The step is not compiled: write `nnx.jit(jaxscale.nnx.train_step(loss_fn))`. (`jax.jit`
+    would change a copy of the model and train nothing, so it is an error.)
 
     Args:
       loss_fn: the loss, `loss_fn(model, *args)`, as in `jaxscale.train_step`.
-      has_aux: as there.
+      has_aux: as in `jaxscale.train_step`.
       retries: as in `jaxscale.train_step`. Each pass starts from the model as it was.
       keep: which variables a skipped step keeps, as a filter of NNX. By default all but streams of
         random numbers and intermediates.
       on_grads: as in `jaxscale.train_step`. The gradients are an `nnx.State` of arrays, without
-        those of FP8 statistics: variables of a type named `_overwrite_with_gradient`, as
-        `nnx.bridge.ToNNX` makes them of Flax's. Every applied step replaces these, whatever
+        those of FP8 statistics. These are variables of a type named `_overwrite_with_gradient`, as
+        `nnx.bridge.ToNNX` makes them from Flax's. Every applied step replaces them, whatever
         `wrt` is.
-      after: a function `after(model)` that changes the model in place, after the optimizer has, for
-        the uses in `jaxscale.train_step`. Whatever it changes is put back where the optimizer made
-        no step, random numbers included. It should have no other side effects.
+      after: a function `after(model)` that changes the model in place after the optimizer has
+        changed it, for the uses in `jaxscale.train_step`. If the optimizer made no step, whatever
+        `after` changed is put back, including random numbers. It should have no other side effects.
       **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
         what is differentiated.
 
     Returns:
       `step(model, optimizer, *args) -> loss`; with `has_aux` it returns `(loss, aux)`. The
-      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`; what it trains is differentiated, with
-      `wrt=nnx.LoRAParam` only the LoRA weights. If `tx` is not a `jaxscale.loss_scaled` optimizer,
-      every step is applied, even bad ones. Its `step` counts all calls, also those that were
-      skipped. Keyword arguments go to `loss_fn`. Changes that `loss_fn` itself makes to trained
-      variables are dropped, and so are those of attributes that are not arrays, such as a Python
-      number. The verdict is about the loss and the gradients: if statistics may turn NaN while
-      these are finite, let `loss_fn` return
+      optimizer is an `nnx.Optimizer(model, tx, wrt=...)`. The step differentiates what the
+      optimizer trains, such as only the LoRA weights with `wrt=nnx.LoRAParam`. If `tx` is not a
+      `jaxscale.loss_scaled` optimizer, every step is applied, even bad ones. The optimizer's `step`
+      counts all calls, including skipped steps. Keyword arguments go to `loss_fn`. Changes that
+      `loss_fn` itself makes to trained variables are dropped, and so are changes to attributes that
+      are not arrays, such as a Python number. The verdict depends on the loss and the gradients. If
+      statistics may become NaN while these are finite, let `loss_fn` return
       `jnp.where(jaxscale.all_finite(nnx.state(model, nnx.BatchStat)), loss, jnp.nan)`.
 
     Warns:

@@ -41,14 +41,13 @@ def autocast(
     brackets are the names of JAX's primitives:
 
     - Matrix products and convolutions run in half precision, forward and backward (dot_general,
-      conv_general_dilated, ragged_dot, ragged_dot_general). Products of a matrix with a vector are
-      among them. Dots of vectors, also of many at once, outer products, and what else sums over a
-      dimension of 1 are not: they run in float32. A product belongs to whoever called JAX's
-      product function: those that JAX and Optax need for algorithms of their own, such as a
-      matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`, run in float32. A
-      bias, a mask or whatever else is added to a product is added in float32. The sum is rounded
-      for the next product and for what only leads there, such as a ReLU, and stays exact for the
-      rest, such as a loss.
+      conv_general_dilated, ragged_dot, ragged_dot_general). These include products of a matrix with
+      a vector. Dots of vectors, even in batches, outer products, and other sums over a dimension of
+      1 run in float32. So do products that JAX and Optax call for their own algorithms, such as a
+      matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`. A bias, a mask or
+      anything else that is added to a product is added in float32. The sum is rounded for the next
+      product and for operations that only lead there, such as a ReLU. It stays exact for the rest,
+      such as a loss.
     - Operations whose results or derivatives may leave the range of float16 run in float32, and
       their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt, rsqrt,
       cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1, log, log1p), trigonometry
@@ -62,33 +61,34 @@ def autocast(
       householder_product, lu, ormqr, qr, schur, svd, symmetric_product, triangular_solve,
       tridiagonal, tridiagonal_solve). So norms, losses and softmax, which are made of these, run in
       float32.
-    - All others follow their inputs: half precision if all floating-point arrays among them are in
-      it, otherwise float32. Constants do not force float32, unless half precision cannot hold them,
-      such as the -1e9 of a mask. A value that is multiplied by itself is a power. A subtraction
-      runs in float32 if its result goes only to operations of the second group.
+    - All other operations follow their inputs. They run in half precision if all their
+      floating-point inputs are in half precision, otherwise in float32. Constants do not force
+      float32, unless half precision cannot hold them, such as the -1e9 of a mask. A value that is
+      multiplied by itself counts as a power. A subtraction runs in float32 if its result goes only
+      to operations of the second group.
 
-    Gradients that meet, because a value has several readers, are added in float32, unless all of
-    them come from products. So whatever moves such a value also runs in float32, as does indexing.
+    If a value has several readers, its gradients are added in float32, unless all of them come from
+    products. So operations that move such a value, such as indexing, also run in float32.
 
-    Control flow and calls are entered, `jax.custom_jvp` and `jax.custom_vjp` functions keep their
-    rules, and what loops carry keeps its dtype by default. Integers, float64, complex numbers and
-    what is written in half precision by hand are left alone, and so are kernels, callbacks and
-    products with an `algorithm` of their own or the `precision` "highest", unless that is set for
-    all products. `preferred_element_type=float32`, which JAX gives any product in a float32
-    program, does not keep one from half precision: `full_precision` does. But the logits of
-    `jax.nn.dot_product_attention`, which asks for them in float32, are not rounded. Source lines
-    and named scopes stay those of the model.
+    The inside of control flow and calls is transformed. `jax.custom_jvp` and `jax.custom_vjp`
+    functions keep their rules, and values that loops carry keep their dtype by default. Integers,
+    float64, complex numbers and what is written in half precision by hand are left alone. So are
+    kernels, callbacks, and products with an `algorithm` of their own or with the `precision`
+    "highest", unless that is set for all products. JAX gives `preferred_element_type=float32` to
+    any product in a float32 program, so this does not keep a product in float32: `full_precision`
+    does. But `jax.nn.dot_product_attention` asks for its logits in float32, and these are not
+    rounded. Source lines and named scopes stay those of the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
 
     A `scan` over layers carries float32, which `jax.checkpoint` then keeps for each layer.
-    `half_carries=True` halves that, as in models written in half precision. The price: what a layer
-    adds is lost where it is less than 2**-12 of the sum (2**-9 in bfloat16), and in float16 the sum
-    ends at 65504. So it is for layers, and not for loops that add little to much many times, such
-    as the steps of an ODE or of an optimizer. What is not computed from a product of itself stays
-    as it is: counters, times, sums of losses, the cell of an LSTM. So does what `full_precision`
-    returns.
+    `half_carries=True` halves that, as in models written in half precision. The price: if a layer
+    adds less than 2**-12 of the sum (2**-9 in bfloat16), that is lost, and in float16 the sum ends
+    at 65504. So use it for layers, and not for loops that add small numbers to a large one many
+    times, such as the steps of an ODE or of an optimizer. Carried values that are not computed from
+    a product of themselves stay as they are: counters, times, sums of losses, the cell of an LSTM.
+    So does what `full_precision` returns.
 
     Modules of Flax NNX may be arguments, and may be changed in place. NumPy arrays, numbers and
     everything else that is not an array of JAX reach the function as they are.
@@ -100,20 +100,21 @@ def autocast(
 
     Returns:
       A function with the arguments of `fun` and outputs of the same shapes and dtypes. Call it
-      inside of `jax.jit`: outside, it traces `fun` with each call.
+      inside `jax.jit`: outside, it traces `fun` in each call.
 
     Raises:
       TypeError: if `fun` is not callable.
       ValueError: if `dtype` is another dtype.
 
     Warns:
-      UserWarning: for each primitive whose products run as they are written, once in a call: as it
-        has no rule here, as this version of JAX gives it other parameters than are known, or as it
-        takes values of a type that is not an array; and for callbacks, exported functions and
-        foreign kernels that get float32 values of the program: nobody can look into them. Or, if
-        nothing else was warned of: if nothing in `fun` is cast, with the reason, or if
-        `half_carries` changes nothing. What `full_precision` marks is never warned of, and an
-        `autocast` inside of another one does not say that it changes nothing.
+      UserWarning: for each primitive whose products run as they are written, once in a call. The
+        reason is that the primitive has no rule here, that this version of JAX gives it unknown
+        parameters, or that it takes values of a type that is not an array. Callbacks, exported
+        functions and foreign kernels that get float32 values of the program also give a warning,
+        because nothing can look into them. If there is no such warning, there is one if nothing in
+        `fun` is cast, with the reason, or if `half_carries` changes nothing. What `full_precision`
+        marks gives no warning, and an `autocast` inside another one does not warn that it changes
+        nothing.
 
     Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 
@@ -162,9 +163,9 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Returns the same function, marked so that `autocast` leaves it as it is written.
 
     Mark a part of a model that needs more precision or range than half precision has, such as
-    a product of large numbers. What `autocast` computes in half precision outside of it comes in
-    as float32; what is written in half precision by hand stays so. Outside of `autocast` it is
-    `fun` itself, in a named scope.
+    a product of large numbers. Values that `autocast` computes in half precision outside the part
+    come in as float32; values that are written in half precision by hand stay so. Without
+    `autocast`, the marked function is `fun` itself, in a named scope.
 
     Args:
       fun: a function, a method or a layer, of any arguments.

@@ -49,55 +49,56 @@ def scale_backward(
 ) -> Callable[_Args, _Result]:
     """Returns the function with a scaled backward pass: loss scaling without a state.
 
-    It is for trainers that call `jax.value_and_grad` and the optimizer themselves: give them the
-    loss, or the model, wrapped by this. Values are unchanged, and the gradients that come out are
-    unscaled. Wrap the optimizer by `jaxscale.skip_nonfinite`, as a bad batch still gives bad
-    gradients. In a step of your own, `jaxscale.train_step` does it all.
+    Use it for trainers that call `jax.value_and_grad` and the optimizer themselves: wrap the loss
+    or the model in it. Values are unchanged, and the gradients that come out are unscaled. Wrap the
+    optimizer in `jaxscale.skip_nonfinite`, because a bad batch still gives bad gradients. In a step
+    of your own, `jaxscale.train_step` does all of this.
 
-    The function is traced, as by `jax.jit`. What follows its last half-precision value, such as
+    The function is traced, as by `jax.jit`. The part after its last half-precision value, such as
     the loss, runs backward unscaled in float32. The cotangents that reach half precision are
     multiplied by one power of two, which brings the largest to about 1, however large the loss is.
     The gradients for all inputs are divided by that number, in float32 or wider. Matrix products
     in float32 count as half precision if a `jaxscale.autocast` is around the function, or if there
     is nothing else in half precision.
 
-    Loops and branches belong to one side as a whole: wrap the loss inside of a `jax.lax.scan`
-    over micro-batches. Around it the scale would be about 1, however small the gradients are.
-    `jit`, `shard_map` and `jax.checkpoint` are entered. A `jax.checkpoint` outside of the wrapped
+    The function is not cut inside a loop or a branch, so wrap the loss inside a `jax.lax.scan` over
+    micro-batches. Around the `scan`, the scale would be about 1, however small the gradients are.
+    `jit`, `shard_map` and `jax.checkpoint` can be cut. A `jax.checkpoint` outside the wrapped
     function is cheaper than one inside, which is computed again with each retry.
 
     A backward rule that is not linear, such as `clip_gradient` in JAX's documentation, sees scaled
-    cotangents inside of the function. Apply it outside, to what goes in, or clip in the optimizer.
+    cotangents inside the function. Apply it outside, to the inputs, or clip in the optimizer.
 
     Args:
       fun: a function, such as a loss, Linen's `model.apply`, a module or a method of NNX, or a
         module of Equinox. Its inputs and outputs may be any trees. Arrays that it closes over
-        get gradients, too.
+        also get gradients.
       scale: `"auto"`, or a number to scale by.
       retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
-        the gradients are not finite and the cotangents were. The forward pass is not repeated.
-        Gradients that become 2**15 times larger on their way repeat it in every step; for these
-        `jaxscale doctor` says which number to pass as `scale`. The loop keeps all gradients of
+        the gradients are not finite although the cotangents were. The forward pass is not repeated.
+        If gradients become 2**15 times larger on their way, the pass is repeated in every step;
+        `jaxscale doctor` then says which number to pass as `scale`. The loop keeps all gradients of
         `fun` in memory at once, where an optimizer might use each as it comes. On a CPU XLA takes
-        many times as long for a convolution in a loop. 0 compiles to no loop, and the backward
-        pass can be differentiated in reverse mode. That second pass is not scaled: wrap what is
-        made of the gradients, such as a penalty, by `scale_backward`, too.
-      axis_name: further axes of `shard_map` or `pmap` along which devices are to use one scale.
-        They agree by themselves along those that need it: where gradients are summed, and
+        many times as long for a convolution in a loop. With 0 there is no loop, and the backward
+        pass can be differentiated in reverse mode. That second pass is not scaled: wrap what you
+        compute from the gradients, such as a penalty, in `scale_backward` as well.
+      axis_name: more axes of `shard_map` or `pmap` along which devices are to use one scale.
+        Devices already agree along the axes that need it: where gradients are summed, and
         where `fun` itself communicates.
 
     Returns:
       A function with the arguments, the outputs and the signature of `fun`.
 
     Raises:
-      TypeError: if `fun` is not callable, or `scale` or `retries` is not a number. When
-        differentiated: in forward mode (inside of `jax.jit` the words are JAX's); by an input in
-        float16, or through an output in it, as such a cotangent has lost the small values already
-        (bfloat16 has not); or twice in reverse mode with retries.
+      TypeError: if `fun` is not callable, or `scale` or `retries` is not a number. Also if the
+        function is differentiated in forward mode (inside `jax.jit` the message is JAX's); with
+        respect to an input in float16, or through an output in float16, whose cotangent has already
+        lost the small values (in bfloat16 it has not); or twice in reverse mode with retries.
       ValueError: if `scale` is not positive, or not normal in float32, or if `retries` is below 0.
 
     Warns:
-      UserWarning: if its backward pass is differentiated in reverse mode, outside of another one.
+      UserWarning: if its backward pass is differentiated in reverse mode outside another
+        `scale_backward`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -46,7 +46,7 @@ def scale(state: Any, tree: Any) -> Any:
 def unscale(state: Any, tree: Any) -> Any:
     """Returns a tree divided by the loss scale.
 
-    Pass the state by which the gradients were scaled, not the updated one.
+    Pass the state with which the gradients were scaled, not the updated one.
 
     Args:
       state: as in `scale`.

@@ -87,26 +87,26 @@ def value_and_grad(
     of 1. So the loss is exact, and scaling cannot make it overflow. Call this inside the training
     step, with the state of that step.
 
-    A backward rule that is not linear sees scaled cotangents: a `jax.custom_vjp` that clips them,
-    as `clip_gradient` in JAX's documentation does, clips to another number than it says. Clip the
-    gradients that come back instead, or in `on_grads` of `jaxscale.train_step`.
+    A backward rule that is not linear sees scaled cotangents. So a `jax.custom_vjp` that clips
+    them, as `clip_gradient` in JAX's documentation does, clips at the wrong number. Clip the
+    gradients that come back instead, or clip in `on_grads` of `jaxscale.train_step`.
 
     Args:
       fun: a function that returns a floating-point scalar, preferably in float32; with
-        `has_aux` a pair of that and anything.
+        `has_aux`, a pair of that and anything else.
       scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one, such
         as the state of a `jaxscale.loss_scaled` optimizer or a `TrainState`.
       transform: the function that differentiates: `jax.value_and_grad`,
-        `equinox.filter_value_and_grad`, `flax.nnx.value_and_grad` or the like, also
-        inside a `vmap`, for gradients by example.
+        `equinox.filter_value_and_grad`, `flax.nnx.value_and_grad` or the like. It may also
+        be one of these inside a `vmap`, for gradients by example.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`: `argnums`, `allow_int` and so on.
 
     Returns:
       A function with the arguments of `fun`. It returns what `transform` would:
-      `(loss, grads)`, or `((loss, aux), grads)`. The gradients are unscaled, in float32
-      if they would be float16 or bfloat16, and may hold inf or NaN, for the optimizer to
-      skip. The cotangent of a float16 loss is capped at 2**15, the largest power of two of
+      `(loss, grads)`, or `((loss, aux), grads)`. The gradients are unscaled. Those that would
+      be float16 or bfloat16 are float32. They may hold inf or NaN: the optimizer skips such a
+      step. The cotangent of a float16 loss is capped at 2**15, the largest power of two of
       its dtype, and the gradients are then divided by that.
 
     Raises:
@@ -172,8 +172,8 @@ def grad(
     Args:
       fun: as in `value_and_grad`.
       scaling: as in `value_and_grad`.
-      transform: what differentiates: `jax.grad`, `equinox.filter_grad`, `flax.nnx.grad`, or the
-        like, as in `value_and_grad`.
+      transform: the function that differentiates: `jax.grad`, `equinox.filter_grad`,
+        `flax.nnx.grad` or the like, as in `value_and_grad`.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`.
 
@@ -183,7 +183,7 @@ def grad(
 
     Raises:
       ValueError: as in `value_and_grad`.
-      TypeError: as in `value_and_grad`, or if `transform` does not return the gradients alone.
+      TypeError: as in `value_and_grad`, or if `transform` returns more than the gradients.
 
     Example:
       >>> import jax.numpy as jnp

@@ -34,15 +34,15 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     """Returns whether every gradient in a tree is finite.
 
     Args:
-      tree: a pytree. Only its floating-point and complex leaves are read, and nothing under a
-        key `_overwrite_with_gradient`. A tree without any such leaf is finite.
+      tree: a pytree. Only its floating-point and complex leaves are read, except those under a
+        key `_overwrite_with_gradient`. A tree without leaves to read is finite.
       axis_name: a mesh or `pmap` axis name, or a tuple of them, inside `shard_map`
         and `pmap`: all devices along it get one verdict. Leave it out under plain `jit`,
-        where the answer covers all shards already.
+        where the answer already covers all shards.
 
     Returns:
       A `bool[]`: `False` if any element of any leaf is inf or NaN. Finite gradients of any
-      size pass: no sum or norm decides, which could overflow.
+      size pass, because no sum or norm is taken that could overflow.
 
     Example:
       >>> import jax.numpy as jnp

@@ -58,39 +58,42 @@ class AdaptiveLossScale(CheckedLossScale):
 
     The scale is the largest power of two that keeps the usual largest gradient below
     `2**level`, the point beyond which runs like this one have overflowed. An overflow lowers
-    the level by one and finite steps raise it slowly; several overflows in a row mean that
-    the gradients have grown, and the scale falls fast. Single overflows that repeat mean that
-    some batches have much larger gradients than usual: the scale makes room for them, by more
-    and more until one of them passes, at the price of a handful. With
-    `jaxscale.train_step(..., retries=10)` none is lost.
+    the level by one, and finite steps raise it slowly. Several overflows in a row mean that
+    the gradients have grown, and the scale falls fast. If single overflows repeat, some batches
+    have much larger gradients than usual. The scale then makes more and more room for them until
+    one of them passes, which costs a handful of batches. With
+    `jaxscale.train_step(..., retries=10)` no batch is lost.
 
     In detail, with `x` the binary logarithm of the largest absolute value among the unscaled
     gradients (linear between two powers of two):
 
-    - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by
-      `1 / period`, or by `1 / search_period` at the start and when the last overflow is `period`
-      finite steps ago, and at least to 2 below what this step has shown to fit, up to `max_level`.
-      Then `loss_scale <- 2**floor(level - max(peak, crest))`, but at most twice the last scale.
-    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one; if the scale
-      was still rising towards it, to 1/2 below the levels that the scale stood for, and a search
-      goes on. Instead of the level falling below `min_level`, the peak rises, which wears off.
-    - If there was another one less than `period / 4` finite steps ago, the crest rises, too: to 3
-      above itself or the peak. If it was raised then and not reached since, or is less than 3 above
-      the peak, its distance is multiplied by 4 before, so that it is 3, 15 and 63 above. A finite
-      step reaches it whose `x` is a quarter of the way up or more: then it falls half the way to
-      `x`, or rises to `x`; and if the first one finds the level more than 2 below that at the
-      start, a search begins. If none reaches it in `period / 2` finite steps it fades as the peak.
+    - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by `1 / period`. In
+      a search, that is at the start and once the last overflow is `period` finite steps ago, it
+      rises by `1 / search_period`. It rises at least to 2 below the level that this step has shown
+      to fit, and at most to `max_level`. Then `loss_scale <- 2**floor(level - max(peak, crest))`,
+      but at most twice the last scale.
+    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one. If the scale
+      was still rising towards the level, the level falls to 1/2 below the levels that the scale
+      stood for, and a search goes on. If the level would fall below `min_level`, the peak rises
+      instead, which wears off.
+    - If another overflow was less than `period / 4` finite steps ago, the crest also rises, to 3
+      above itself or above the peak. If no finite step has reached the crest since it last rose, or
+      if it is less than 3 above the peak, its distance from the peak is first multiplied by 4. So
+      the distance is 3, then 15, then 63. A finite step reaches the crest if its `x` is at least a
+      quarter of the way up from the peak. Then the crest falls half the way to `x`, or rises to
+      `x`. If the first step that reaches it finds the level more than 2 below the initial level, a
+      search begins. If no step reaches it in `period / 2` finite steps, it fades like the peak.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Level, peak and crest stay.
     - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
       higher: `jaxscale.check` says so.
-    - Finite step without gradients, as in `adjust(state, True)`: the peak stays, or is raised where
-      the scale has been lowered, so that the scale grows by the rise of the level alone. At
-      `max_level` the peak falls in its place.
+    - Finite step without gradients, as in `adjust(state, True)`: the peak stays. If the scale has
+      been lowered, the peak rises, so that only the rise of the level makes the scale grow. At
+      `max_level` the peak falls instead.
 
-    The scale is always a power of two between `min_scale` and `max_scale`. In a step the largest
-    gradient comes from the pass that finds whether all are finite: no gradient is read once more
-    than with `DynamicLossScale`, unless they are also clipped by `max_norm`.
+    The scale is always a power of two between `min_scale` and `max_scale`. The largest gradient
+    comes from the pass that finds whether all gradients are finite. So no gradient is read more
+    often than with `DynamicLossScale`, unless `max_norm` also clips the gradients.
 
     Args:
       init_scale: the scale of the first step, a power of two. The next steps at most double
@@ -101,7 +104,7 @@ class AdaptiveLossScale(CheckedLossScale):
         gradients that are larger than usual.
       memory: after how many steps a peak has lost most of its weight.
       period: how many finite steps it takes to raise the level by one after an overflow, and
-        then to search again. Where gradients vary, about one step in `period` overflows.
+        then to begin a new search. If gradients vary, about one step in `period` overflows.
       search_period: how many finite steps it takes to raise the level by one in a search.
       min_scale: the smallest scale, a power of two.
       max_scale: the largest scale, a power of two.

@@ -29,9 +29,9 @@ class LossScale(abc.ABC):
     and not a pytree; what changes from step to step is in the `jaxscale.LossScaleState` that `init`
     returns. To write your own, derive a frozen dataclass from this class and define `init` and
     `adjust`. If its state needs other fields, write a `NamedTuple` with a field `loss_scale`, and
-    mark it by a line in its body, without an annotation: `is_loss_scale_state = True`. If the rule
-    looks at the size of the gradients, write `needs_largest = True` in the class: `adjust` is then
-    given the largest of them, which comes from the same pass as the verdict.
+    mark it with a line in its body, without an annotation: `is_loss_scale_state = True`. If the
+    rule depends on the size of the gradients, write `needs_largest = True` in the class. Then
+    `adjust` gets the largest gradient, which comes from the same pass as the verdict.
 
     Example:
       >>> import jax.numpy as jnp
@@ -64,17 +64,18 @@ class LossScale(abc.ABC):
         """Returns the state of the next step, given whether the gradients were finite.
 
         Call this instead of `update` if you know whether they were. The next state has the shapes
-        and dtypes of `state`. Only with `needs_largest = True` must a policy take `largest`.
+        and dtypes of `state`. A policy must take `largest` only if it has `needs_largest = True`.
 
         Args:
           state: the state of this step.
           grads_finite: a `bool[]`, whether the gradients of this step were finite, on all devices.
           largest: an `f32[]`, the largest absolute value among the unscaled gradients of all
-            devices, for a policy that needs it. `None` if it is not known, or without gradients.
+            devices, for a policy that needs it. `None` if it is not known, or if there are no
+            gradients.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool, `largest` not a scalar, or `state` is
-            that of another policy.
+          TypeError: if `grads_finite` is not a scalar bool, if `largest` is not a scalar, or if
+            `state` is that of another policy.
           ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
 
@@ -89,7 +90,7 @@ class LossScale(abc.ABC):
           axis_name: as in `jaxscale.all_finite`.
 
         Returns:
-          The next state, with the shapes and dtypes of `state`, and a `bool[]`: if it is
+          The next state, with the shapes and dtypes of `state`, and a `bool[]`. If the `bool[]` is
           `False`, the gradients are not finite and the step must be skipped.
 
         Raises:
@@ -107,7 +108,7 @@ class LossScale(abc.ABC):
         return adjust_scale(self, state, grads_finite, largest), grads_finite
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make this policy again, as JSON types."""
+        """Returns the arguments from which this policy can be made again, as JSON types."""
         policy: Any = self  # every subclass is a dataclass, which the type does not say
         return dataclasses.asdict(policy)
 

@@ -21,8 +21,8 @@ class DynamicLossScale(CheckedLossScale):
     - a non-finite step clears the growth tracker.
 
     A growth never lowers the scale and a backoff never raises it, even if a restored
-    scale lies outside of the bounds. The scale is never 0, inf or NaN. The growth tracker
-    is compared with `>=`, so one restored beyond the interval grows at once.
+    scale lies outside the bounds. The scale is never 0, inf or NaN. The growth tracker is
+    compared with `>=`, so if a restored tracker is beyond the interval, the scale grows at once.
 
     Args:
       init_scale: the scale of the first step, by default the largest power of two in float16.
@@ -36,7 +36,8 @@ class DynamicLossScale(CheckedLossScale):
     Keep scales and factors powers of two, as the defaults are: then scaling is exact.
 
     Raises:
-      ValueError: if an argument is out of range, or not `min_scale <= init_scale <= max_scale`.
+      ValueError: if an argument is out of range, or `init_scale` is not between `min_scale` and
+        `max_scale`.
       TypeError: if an argument is not a number, or a count not an integer.
 
     Example:

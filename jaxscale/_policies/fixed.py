@@ -16,10 +16,10 @@ from .base import LossScale
 class FixedLossScale(LossScale):
     """A loss scale that stays the same.
 
-    Its ideal value depends on the model: too small, and gradients underflow; too large, and they
-    overflow, each time anew. A power of two keeps scaling exact. `update` always says that the
-    gradients should be applied, as TensorFlow's `FixedLossScale` does, since this scale cannot
-    react to an overflow. Inside `jaxscale.loss_scaled` a non-finite step is still skipped.
+    Its ideal value depends on the model. If it is too small, gradients underflow; if it is too
+    large, they overflow in every step. A power of two keeps scaling exact. `update` always says
+    that the gradients should be applied, as TensorFlow's `FixedLossScale` does, because this scale
+    cannot react to an overflow. Inside `jaxscale.loss_scaled` a non-finite step is still skipped.
 
     Args:
       loss_scale: the scale, at least 1.

@@ -38,7 +38,7 @@ class GradualLossScale(CheckedLossScale):
 
     - in a finite step, `s <- min(s * growth_factor, max_scale)`; before the first non-finite step,
       `search_factor` takes the place of `growth_factor`;
-    - in a non-finite step, `s <- max(s * backoff_factor, min_scale)`, unless the last backoff is
+    - in a non-finite step, `s <- max(s * backoff_factor, min_scale)`, unless the last backoff was
       less than `cooldown` steps ago.
 
     The scale is never 0, inf or NaN. It is not a power of two: scaling and unscaling round.

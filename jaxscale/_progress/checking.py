@@ -35,31 +35,37 @@ def check(
     tx: optax.GradientTransformation | None = None,
     max_consecutive: int = 50,
 ) -> None:
-    """Returns `None` if training makes progress, and raises an error if it is stuck.
+    """Raises an error if training is stuck, and warns of signs that something is wrong.
 
-    Call it on the host, outside of `jit`, and as often as you log, as it waits for the device.
-    A dynamic loss scale skips a step now and then, and falls after it has grown; that is normal.
+    Call it on the host, outside `jit`, and only as often as you log, because it waits for the
+    device. A dynamic loss scale skips a step now and then, and falls after it has grown; that is
+    normal.
 
     Args:
       tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one. In the state of a
-        population each member is judged in its own right, and the worst one is reported.
-      tx: the optimizer, which knows how far the scale can fall. With it the message tells a scale
-        at its floor from one that is fixed or still falling. A `TrainState` has its own.
+        population each member is judged separately, and the worst one is reported.
+      tx: the optimizer, which knows how far the scale can fall. With it the message can tell a
+        scale at its floor from one that is fixed or still falling. A `TrainState` holds its
+        optimizer, so it needs no `tx`.
       max_consecutive: how many steps skipped in a row are still accepted, at least 0. Halving takes
         24 of them from 2**24 down to 1.
 
     Warns:
-      UserWarning: if the `skip_rate` is 0.05 or more, so that one step in 20 is lost: at 6 % of
-        skipped steps that takes about 1800 of them, at 10 % 700, at 50 % 105; if `tree` is a
-        `TrainState` that has made more steps than its optimizer, which then was not restored from a
-        checkpoint; if the loss scale decays, below 2**15 with a `backoff_count` of 6 or more, or if
-        an `AdaptiveLossScale` has made more and more room for gradients of which it has seen none;
-        if the scale may be of no use, as it has grown to 2**24 or more after 10,000 steps, none of
-        which overflowed (from 2**15, the default policy gets there after 18,000); if retries do not
-        help, with a `total_exhausted` of 6 or more; or if spikes are skipped again and again, 20 in
-        a row, or more than one step in 20 of at least 1000. A policy that raises its scale in every
-        finite step, such as `presets.chainer()`, never decays, and no scale that follows the
-        gradients is of no use. Python shows each text once in a run.
+      UserWarning: in each of these cases. Python shows each text once in a run.
+
+        - One step in 20 is lost: the `skip_rate` is 0.05 or more. At 6 % of skipped steps it gets
+          there after about 1800 steps, at 10 % after 700, at 50 % after 105.
+        - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer
+          was not restored from a checkpoint.
+        - The loss scale decays: it is below 2**15 with a `backoff_count` of 6 or more, or an
+          `AdaptiveLossScale` has made more and more room for gradients that never came. A policy
+          that raises its scale in every finite step, such as `presets.chainer()`, never decays.
+        - The scale may be useless: it has grown to 2**24 or more after 10,000 steps, none of which
+          overflowed. (From 2**15, the default policy gets there after 18,000.) A scale that follows
+          the gradients gives no such warning.
+        - Retries do not help: `total_exhausted` is 6 or more.
+        - Spikes are skipped again and again: 20 in a row, or more than one step in 20 of at least
+          1000.
 
     Raises:
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an

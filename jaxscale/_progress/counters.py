@@ -20,12 +20,12 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
         one, such as `opt_state`, a `TrainState`, or the `nnx.state` of an optimizer of Flax NNX.
 
     Returns:
-      A dictionary of scalar arrays: `loss_scale` and the trackers of the policy, which its state
-      explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`), and, if there is an optimizer
-      state, `step_applied` and the counters that `jaxscale.LossScaledState` explains
-      (`grads_finite` is `step_applied` under its old name, until 1.0). With
-      `jaxscale.multi_steps` these count micro-batches, and `mini_step` and `gradient_step` are
-      added, as they are for an `optax.MultiSteps` inside of `loss_scaled`.
+      A dictionary of scalar arrays. It has `loss_scale` and the trackers of the policy, which its
+      state explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`). If there is an optimizer
+      state, it has `step_applied` and the counters that `jaxscale.LossScaledState` explains
+      (`grads_finite` is the old name of `step_applied`, until 1.0). With `jaxscale.multi_steps`
+      these count micro-batches. Then, and with an `optax.MultiSteps` inside `loss_scaled`, there
+      are also `mini_step` and `gradient_step`.
       With `max_norm` or `spikes` there is `grad_norm`, the norm of the last gradients before they
       were clipped. With `spikes` there are the counters, thresholds and deviations that
       `jaxscale.SpikeState` explains.

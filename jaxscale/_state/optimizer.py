@@ -26,29 +26,28 @@ class LossScaledState(NamedTuple):
         step, at a lower scale.
       total_exhausted: `i32[]`, steps skipped although their backward pass was repeated: their
         gradients were not finite in the last pass either. The scale was not to blame, and moved
-        as by one overflow. Of the first 25 steps a row of them counts as one, as the scale may
-        come down from a high start.
+        as after one overflow. Within the first 25 steps a row of them counts as one, because the
+        scale may come down from a high start.
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
-      skip_rate: `f32[]`, the recent share of steps that were skipped, spikes among them: an
-        exponential mean over about a thousand steps, from 0. Each growth of the scale takes back
-        the overflow that it leads to, so that a policy which grows every few steps, and falls as
-        often, has a rate of about 0. With accumulation it is the share of micro-batches that were
-        lost, over a thousand steps of the optimizer; a window that leads to no step loses all of
-        its own.
-      row_notfinite_loss: `i32[]`, steps among the `notfinite_count` whose loss itself was not
-        finite.
+      skip_rate: `f32[]`, the recent share of skipped steps, including spikes: an exponential mean
+        over about a thousand steps, from 0. Each growth of the scale takes back the overflow that
+        it leads to, so that the rate is about 0 for a policy that grows every few steps and falls
+        as often. With accumulation it is the share of micro-batches that were lost, over a
+        thousand steps of the optimizer; a window that leads to no step loses all its micro-batches.
+      row_notfinite_loss: `i32[]`, how many of the `notfinite_count` steps had a loss that itself
+        was not finite.
       spikes: with `spikes=SpikeRule()` a `jaxscale.SpikeState`, which counts the steps that were
         skipped because they stood out. Otherwise `None`.
       nonfinite_leaves: with `track_leaves=True` the leaves that the last overflow was in: a
         tree with the structure of the parameters and a `bool[]` for each gradient, which
         `jaxscale.metrics` and `jaxscale.check` name. Otherwise `None`.
       grad_norm: with `max_norm` or `spikes` an `f32[]`, the global norm of the last gradients
-        before they were clipped, also of those that were skipped; inf if they were not finite, or
+        before they were clipped, even if the step was skipped; inf if they were not finite, or
         their squares overflow. With accumulation and `max_norm` it is that of the last step of the
-        optimizer. Where devices hold parts of the parameters, it is the largest of theirs.
-        Otherwise `None`.
+        optimizer. If devices hold parts of the parameters, it is the largest of their norms.
+        Without `max_norm` and `spikes` it is `None`.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -128,13 +127,13 @@ class SpikeState(NamedTuple):
 
     Attributes:
       losses: `f32[window]`, the losses of the last steps, the newest at the end. Places that are
-        not filled yet are at the front. A spike is in here as what the rule made of it.
+        not filled yet are at the front. A spike is in here as the rule entered it.
       grad_norms: `f32[window]`, the same for the global norms of the gradients.
       loss_count: `i32[]`, how many entries `losses` has, up to `window`.
       norm_count: `i32[]`, how many entries `grad_norms` has, up to `window`.
       total_spikes: `i32[]`, steps skipped as spikes since `init`.
       spike_count: `i32[]`, spikes in a row, up to now. Steps that were not finite, or whose norm
-        was 0, do not end the row, as they say nothing of the level.
+        was 0, do not end the row, because they say nothing about the level.
       loss_threshold: `f32[]`, what the loss of the last judged step had to exceed to be a spike;
         inf if there were too few to judge by.
       norm_threshold: `f32[]`, the same for the norm.
@@ -143,15 +142,16 @@ class SpikeState(NamedTuple):
       norm_deviation: `f32[]`, the same for the norm.
       total_norm_overflows: `i32[]`, those of `total_spikes` whose gradients were finite, but so
         large that their norm was not.
-      cooldown: `i32[]`, for how many more steps a spike is not the only one of a window.
+      cooldown: `i32[]`, for how many more steps a spike would not be the only one in its window.
       level_count: `i32[]`, for how many steps in a row the level of the loss has stood above that
         of its past, skipped steps included; 0 if it does not. The level is the median of the
         last 8 losses, as `jaxscale.SpikeRule` explains.
-      level_threshold: `f32[]`, what the level must exceed; inf while the past is not known.
+      level_threshold: `f32[]`, what the level must exceed to stand above its past; inf while the
+        past is not known.
       recent_losses: `f32[8]`, the last losses as they were, the newest at the end.
       past_levels: `f32[64]`, the levels of the past, one for each 8 steps, the newest at the end.
         A level that stands above its past does not enter.
-      level_steps: `i32[]`, how many losses there were since a level last could enter, up to 7.
+      level_steps: `i32[]`, how many losses came since a level could last enter, up to 7.
       past_count: `i32[]`, how many entries `past_levels` has, up to 64.
 
     Counters stay at their largest value instead of wrapping around.

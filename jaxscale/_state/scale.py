@@ -11,7 +11,7 @@ class LossScaleState(NamedTuple):
 
     It is a `NamedTuple` of arrays and nothing else, so that `jit`, `scan`, `vmap`,
     donation, checkpoints, `optax.tree.get(state, "loss_scale")` and `optax.tree.set`
-    work without code of their own. A `jaxscale.LossScale` moves it, and also makes the
+    work without special code. A `jaxscale.LossScale` moves it, and also makes the
     initial state: `loss_scale.init()`.
 
     Attributes:
@@ -46,8 +46,8 @@ class AdaptiveState(NamedTuple):
       loss_scale: `f32[]`, the number by which the next loss is scaled, a power of two.
       peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the first.
       level: `f32[]`, the binary logarithm that the largest scaled gradient may reach.
-      crest: `f32[]`, the binary logarithm of what the gradients of rare batches are taken to
-        reach; -256 unless overflows repeat.
+      crest: `f32[]`, the binary logarithm of the size that the gradients of rare batches are
+        assumed to reach; -256 unless overflows repeat.
       finite_steps: `i32[]`, finite steps since the level was lowered, `period` at first.
       held_steps: `i32[]`, finite steps since the crest was raised or reached.
       overflows: `i32[]`, overflows in a row, up to now.

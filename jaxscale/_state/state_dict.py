@@ -34,12 +34,12 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     Args:
       tree: an `opt_state`, a `TrainState`, a dict of them, or another container of numbers
-        and arrays, typed keys included. This process must be able to read all of each array.
+        and arrays, typed keys included. This process must be able to read every array completely.
 
     Returns:
       `{"version": 1, ...}`: fields by their names, dicts by their keys as strings,
       tuples and lists by `"0"`, `"1"` and so on. Arrays are copied, typed keys become their
-      key data, `None` stays, and other empty containers become `{}`. An array in a variable
+      key data, `None` stays `None`, and empty containers become `{}`. An array in a variable
       of Flax NNX is written without the variable.
 
     Raises:
@@ -72,34 +72,36 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
 
     Args:
       target: a tree with the structure of the result, such as a fresh `tx.init(params)`.
-      state_dict: a dictionary that `to_state_dict` returned, in this or an earlier version, or
-        `flax.serialization.to_state_dict`, or that orbax restored without a target. Without
-        `"version"` it is read as version 1.
+      state_dict: a dictionary that `to_state_dict` returned, in this or an earlier version, that
+        `flax.serialization.to_state_dict` returned, or that orbax restored without a target.
+        Without `"version"` it is read as version 1.
 
     Returns:
-      A tree with the structure, shapes, dtypes and weak types of `target`, and the shardings of
-      those of its arrays that are committed to devices, so that no step compiles anew. In
+      A tree with the structure, shapes, dtypes and weak types of `target`. Arrays that are
+      committed to devices in `target` keep that sharding, so that no step compiles again. In
       jaxscale's own states, a field that `state_dict` lacks, or has as `None`, keeps the value
       of `target`, and a field that `target` lacks is ignored, so that states of other versions
       and of other policies can be read. `inner_state`, `inner_opt_state` and `counted` have no
       default; they, and everything that is not jaxscale's own, must match. If a `SpikeRule` has
       another window than the one that was saved, the newest entries are kept. A saved loss scale
-      replaces the policy's own; `opt_state._replace(scaling=policy.init())` starts it anew. A run
-      that scaled nothing, as `skip_nonfinite` does, saved no loss scale, and the policy starts with
-      its own. A scale above the largest one of a policy is lowered to that in the first step.
+      replaces the policy's initial one; `opt_state._replace(scaling=policy.init())` starts it
+      again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
+      the policy starts with its initial one. A scale above the policy's maximum is lowered to the
+      maximum in the first step.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::
 
           fresh = optimizer.opt_state  # of an nnx.Optimizer(model, tx, wrt=nnx.Param)
           nnx.update(fresh, nnx.state(jaxscale.from_state_dict(fresh, saved)))
-          nnx.update(fresh.scaling, nnx.state(policy.init()))  # starts the scale anew
+          nnx.update(fresh.scaling, nnx.state(policy.init()))  # starts the scale again
 
     Raises:
-      ValueError: if keys are missing or unknown, with their paths; if a shape differs, or a number
-        has no equal in the dtype of `target`; or if a later version wrote the dictionary.
-      TypeError: if a leaf is not an array or a number, or is traced; or if it is of another
-        kind than that of `target`, such as a float for an integer.
+      ValueError: if keys are missing or unknown (the error has their paths), if a shape differs, if
+        the dtype of `target` cannot hold a number exactly, or if a later version wrote the
+        dictionary.
+      TypeError: if a leaf is not an array or a number, or is traced, or if it is of another
+        kind than the one in `target`, such as a float for an integer.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -52,24 +52,24 @@ def apply_gradients(
     This is the same as `tx.update` followed by `optax.apply_updates`, to rounding. If `tx` is a
     `loss_scaled` optimizer, both are skipped together, so no updates are stored.
 
-    A leaf whose gradient is `None`, as `equinox.filter_grad` returns it for functions, text and
-    integers, stays as it is, whatever it is. The optimizer sees `None` for it. Integers and typed
-    keys with `float0` gradients stay if the optimizer passes these on, as `optax.masked` does. A
-    leaf whose update is `None` also stays.
+    A leaf of any kind stays as it is if its gradient is `None`. `equinox.filter_grad` returns
+    `None` for functions, text and integers. The optimizer sees `None` for such a leaf. Integers and
+    typed keys with `float0` gradients stay if the optimizer passes these gradients on, as
+    `optax.masked` does. A leaf whose update is `None` also stays.
 
     Args:
       tx: the optimizer.
       grads: the gradients, with the structure of `params`, or `None` for a leaf.
-      opt_state: the state of `tx`. For an Equinox module `model` it is made by
+      opt_state: the state of `tx`. For an Equinox module `model`, make it with
         `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
       params: the parameters.
-      keep: a pair `(new, old)` of any other state, as `jaxscale.tree_where` takes them: batch
-        statistics, target networks, loss weights. A skipped step keeps the old one.
+      keep: a pair `(new, old)` of any other state, two trees as `jaxscale.tree_where` takes them:
+        batch statistics, target networks, loss weights. A skipped step keeps the old one.
       **extra_args: passed to `tx.update`: `value=loss` and so on.
 
     Returns:
-      The new parameters, with the shapes and dtypes of `params`, and the new state; with `keep`
-      also what was chosen of the pair. After a non-finite step the parameters are the old ones,
+      The new parameters, with the shapes and dtypes of `params`, and the new state; with `keep`,
+      also the chosen member of the pair. After a skipped step the parameters are the old ones,
       bit for bit.
 
     Raises:

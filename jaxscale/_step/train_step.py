@@ -113,7 +113,7 @@ def train_step(
     after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Makes a training step: the loop of `value_and_grad` and `apply_gradients` in one function.
+    """Makes a training step: `value_and_grad` and `apply_gradients` in one function.
 
     The step is not compiled: use it in `jax.jit`, with `donate_argnums=(0, 1)` to update in place,
     or in `jax.lax.scan`, `jax.vmap`, `jax.shard_map`.
@@ -125,33 +125,33 @@ def train_step(
       transform: the function that differentiates: `jax.value_and_grad`,
         `equinox.filter_value_and_grad` or the like.
       has_state: whether `loss_fn` carries state beside the parameters, such as batch statistics
-        or an `equinox.nn.State`. It then is `loss_fn(params, state, *args)` and returns
-        `(loss, state)`. A skipped step keeps the old state. If the state may turn NaN while loss
+        or an `equinox.nn.State`. It is then `loss_fn(params, state, *args)` and returns
+        `(loss, state)`. A skipped step keeps the old state. If the state may become NaN while loss
         and gradients are finite, let `loss_fn` return
         `jnp.where(jaxscale.all_finite(state), loss, jnp.nan)`: then such a step is also skipped.
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (state, aux))`.
       retries: how many times a step may repeat the backward pass at a lower scale if its loss is
         finite and its gradients are not, so that no batch is lost to the search for a scale.
         `total_retries` in the state counts them. If even the last pass fails, the scale was not
-        to blame, and moves as by one overflow. The passes are a loop, so the model is compiled
+        to blame, and moves as after one overflow. The passes are a loop, so the model is compiled
         once. The loop carries all gradients, which takes temporary memory even if nothing
-        overflows, and has no reverse-mode derivative. With 0 there is no loop.
-      on_grads: a function of the gradients that returns those to go on with: `jax.lax.pmean` in
+        overflows, and it has no reverse-mode derivative. With 0 there is no loop.
+      on_grads: a function that gets the gradients and returns those to use: `jax.lax.pmean` in
         `pmap`, clipping by example, masks. In every pass it gets the gradients, unscaled and in
-        float32 or wider, and returns gradients of their structure and dtypes, in their shapes or in
-        those of the parameters. If it gets or returns an inf or a NaN, the step is skipped, so that
-        no clipping hides an overflow. All devices along the axes that it or `loss_fn` averages over
-        skip and repeat together, even without the `axis_name` of `tx`.
+        float32 or wider. It returns gradients of the same structure and dtypes, in the same shapes
+        or in those of the parameters. If it gets or returns an inf or a NaN, the step is skipped,
+        so that no clipping hides an overflow. All devices along the axes that it or `loss_fn`
+        averages over skip and repeat together, even without the `axis_name` of `tx`.
       after: a function `after(params, state)` of the new parameters and the state that returns
-        the next state, for moving averages of the parameters and target networks. It counts where
-        the optimizer made a step: with `jaxscale.multi_steps` that is once in a window. It needs
-        `has_state`, and should have no side effects: on some machines it runs in every step, and
-        the result is dropped where it does not count.
+        the next state, for moving averages of the parameters and target networks. Its result is
+        used if the optimizer made a step; with `jaxscale.multi_steps` that is once in a window. It
+        needs `has_state`, and should have no side effects: on some machines it runs in every step,
+        and its result is dropped if the optimizer made none.
       **kwargs: passed to `transform`.
 
     Warns:
-      UserWarning: once, if `tx` is a bare optimizer, unless it is
-        `loss_scaled(tx, None, skip_nonfinite=False)`, which says that it is meant.
+      UserWarning: once, if `tx` is a bare optimizer. To say that this is intentional, pass
+        `loss_scaled(tx, None, skip_nonfinite=False)`.
 
     Returns:
       `step(params, opt_state, *args) -> (params, opt_state, loss)`; with `has_state`
@@ -161,7 +161,8 @@ def train_step(
 
     Raises:
       TypeError: if `loss_fn` or a hook is not callable, or `tx` is not an optimizer; when called,
-        if `opt_state` is not the state of `tx`, or if `loss_fn` takes or returns something else.
+        if `opt_state` is not the state of `tx`, or if `loss_fn` takes other arguments or returns
+        something else.
       ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if `after`
         comes without `has_state`; when called, if `opt_state` belongs to other parameters, or if
         `loss_fn` or a hook changes the structure or the shapes of the state or of the gradients.

@@ -34,12 +34,12 @@ def loss_scaled(
     spikes: SpikeRule | None = None,
     on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer: its non-finite steps are skipped, and a loss scale moves.
+    """Wraps an optimizer, so that it skips non-finite steps and moves a loss scale.
 
     Wrap the whole optimizer: clipping, weight decay, schedules and accumulation go inside. Feed it
     the gradients of `jaxscale.value_and_grad`, which are unscaled. On its own this scales nothing:
-    in a trainer that calls `jax.value_and_grad` itself, wrap the loss by `jaxscale.scale_backward`,
-    and the optimizer by `jaxscale.skip_nonfinite`.
+    in a trainer that calls `jax.value_and_grad` itself, wrap the loss in `jaxscale.scale_backward`,
+    and the optimizer in `jaxscale.skip_nonfinite`.
 
     If all gradients are finite, the step is that of `inner`. If any is not, nothing changes but the
     loss scale and the counters, however many steps are skipped in a row.
@@ -48,33 +48,34 @@ def loss_scaled(
       inner: the transformation to wrap. It sees float32 (or wider) gradients and, where
         parameters are float16 or bfloat16, float32 copies of them.
       loss_scale: a policy, or a short form of one, as `jaxscale.as_loss_scale` takes it.
-      axis_name: as in `jaxscale.all_finite`, inside `shard_map` and `pmap`: needed
-        where devices may hold different gradients, or different losses as `value`.
-      max_norm: the largest global norm of the gradients, which are clipped to it first, by the rule
-        of `optax.clip_by_global_norm`. Any number above 0; one that the dtype of the gradients
-        cannot hold, such as `math.inf`, clips nothing. This takes no extra pass. (If the squares
-        overflow, beyond a norm of 1.8e19, the gradients are clipped to 0, as by optax.)
+      axis_name: as in `jaxscale.all_finite`, inside `shard_map` and `pmap`. Pass it
+        if devices may hold different gradients, or different losses as `value`.
+      max_norm: the largest global norm of the gradients. Gradients with a larger norm are clipped
+        to it first, by the rule of `optax.clip_by_global_norm`. It may be any number above 0. A
+        number that the dtype of the gradients cannot hold, such as `math.inf`, clips nothing. This
+        takes no extra pass. (If the squares overflow, beyond a norm of 1.8e19, the gradients are
+        clipped to 0, as by optax.)
       skip_nonfinite: whether to skip at all. `False` is for scales that never move, and
-        switches everything off: no verdict, no counters, and if `loss_scale` is `None`, the
-        program is that of `inner` alone. The state keeps its fields. (If `loss_scale` is `None`,
-        `scaling` has a type of its own; `jaxscale.to_state_dict` and `jaxscale.from_state_dict`
-        move a run from one to the other.)
-      check_updates: whether the verdict also covers the updates that `inner` returns, for those
-        that compute gradients inside of `update`: `optax.contrib.sam` with `opaque_mode=True`, or
-        a line search. It takes one more pass, over the updates.
+        switches everything off: there is no verdict and there are no counters. If `loss_scale` is
+        also `None`, the program is that of `inner` alone. The state keeps its fields. (If
+        `loss_scale` is `None`, `scaling` has a type of its own; `jaxscale.to_state_dict` and
+        `jaxscale.from_state_dict` move a run from one type to the other.)
+      check_updates: whether the verdict also covers the updates that `inner` returns. Set it for
+        optimizers that compute gradients inside `update`: `optax.contrib.sam` with
+        `opaque_mode=True`, or a line search. It takes one more pass, over the updates.
       track_leaves: whether `nonfinite_leaves` of the state says which leaves the last overflow was
-        in, for `jaxscale.metrics` and `jaxscale.check` to name. This takes no extra pass.
-      spikes: a `jaxscale.SpikeRule`: a step is then also skipped if its loss, or the norm of its
-        gradients, is finite and stands out among the last ones. The scale stays where it is. With
-        `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
-      on_skip: a function on the host, which is called with what `jaxscale.metrics` shows, as Python
-        numbers, after each step that was skipped, and nowhere else: for trainers that do not return
-        the state of their optimizer. It should be quick, and return nothing. Without it nothing of
-        this is in the program, and as long as nothing is skipped, nothing waits for the host. With
-        `train_step(retries=...)` a step counts once; with `multi_steps`, each micro-batch that was
-        skipped does. Under `vmap`, inside or outside of `scan`, it is called for each member of
-        the population that skipped, whose number is added as `"member"`. In `shard_map` and `pmap`
-        it is called once, by the first device, or by each one whose type says that it skips by
+        in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This takes no extra pass.
+      spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
+        gradients, is finite but stands out among those of the last steps. The scale stays where it
+        is. With `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
+      on_skip: a function on the host that is called after each skipped step, and only then, for
+        trainers that do not return the state of their optimizer. It gets what `jaxscale.metrics`
+        shows, as Python numbers. It should be quick, and return nothing. Without it the program has
+        no callback, and as long as nothing is skipped, nothing waits for the host. With
+        `train_step(retries=...)` a step counts once; with `multi_steps`, each skipped micro-batch
+        counts. Under `vmap`, inside or outside `scan`, it is called for each member of the
+        population that skipped, with the member's number as `"member"`. In `shard_map` and `pmap`
+        it is called once, by the first device, or by each device whose type says that it skips by
         itself. Calls may arrive in another order than the steps; `total_steps` says which step a
         call is about. An exception in it surfaces later, as an error of the step or of
         `jax.effects_barrier()`. `jax.export` cannot serialize such a program.
@@ -83,9 +84,9 @@ def loss_scaled(
       An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
       Its `update(grads, state, params=None, *, value=None, **extra_args)` passes extra
       arguments to `inner` unchanged. Pass the loss as `value`: a step whose loss is not finite is
-      skipped without lowering the scale, which is not to blame then. Updates and state keep their
-      shapes and dtypes. The updates of a skipped step are -0.0. Adding them keeps the bits of every
-      parameter except subnormal numbers, which a CPU flushes to 0 as it adds;
+      then skipped without lowering the scale, because the scale is not to blame. Updates and state
+      keep their shapes and dtypes. The updates of a skipped step are -0.0. Adding them keeps the
+      bits of every parameter except subnormal numbers, which a CPU flushes to 0 as it adds;
       `jaxscale.apply_gradients` also keeps those.
 
     Raises:
@@ -183,16 +184,16 @@ def skip_nonfinite(
     spikes: SpikeRule | None = None,
     on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer: its non-finite steps are skipped, without any scaling.
+    """Wraps an optimizer, so that it skips non-finite steps, without any scaling.
 
-    For bfloat16 and float32, where gradients do not underflow but a bad batch may still ruin a run.
-    Unlike `optax.apply_if_finite` it never gives up. It is `loss_scaled(inner, None)`, and raises
-    its errors.
+    Use it for bfloat16 and float32, where gradients do not underflow but a bad batch may still ruin
+    a run. Unlike `optax.apply_if_finite` it never gives up. It is the same as
+    `loss_scaled(inner, None)`, and raises the same errors.
 
-    A skipped step is an update of 0, which a solver that stops at small updates, such as that of
-    Optimistix, takes for convergence: set its tolerances to 0 and bound its steps, or look at
+    A skipped step is an update of 0. A solver that stops at small updates, such as that of
+    Optimistix, takes it for convergence: set its tolerances to 0 and bound its steps, or look at
     `total_notfinite` before you trust its result. A solver that stops at small gradients, such as
-    `run` of jaxopt, stops at the first one that is NaN, whatever its tolerance is.
+    `run` of jaxopt, stops at the first gradient that is NaN, whatever its tolerance is.
 
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.
@@ -231,12 +232,12 @@ def multi_steps(
     drop: Literal["micro_batch", "window"] = "micro_batch",
     growth_unit: Literal["optimizer_step", "micro_batch"] = "optimizer_step",
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer step once for several micro-batches.
+    """Makes an optimizer take one step for several micro-batches.
 
     It does what `optax.MultiSteps` does, but a non-finite micro-batch cannot ruin the sum:
-    gradients are added in float32 or wider, and only if they are finite. Put it inside or outside
-    of `loss_scaled`, which is the same; on its own it skips as `skip_nonfinite` does. (Put an
-    `optax.MultiSteps` inside only: outside, its accumulator never recovers from an overflow.)
+    gradients are added in float32 or wider, and only if they are finite. It may go inside or
+    outside `loss_scaled`, with the same effect; on its own it skips as `skip_nonfinite` does. (Put
+    an `optax.MultiSteps` only inside: outside, its accumulator never recovers from an overflow.)
 
     Each micro-batch takes one `update`, with its own loss as `value`. Until the window is full
     the updates are zero. Then `inner` sees the mean gradients of the micro-batches that counted,
@@ -245,12 +246,13 @@ def multi_steps(
 
     Args:
       inner: the transformation to wrap, or a `loss_scaled` one.
-      every_k_schedule: how many micro-batches make a window: an integer, or a schedule, which is
-        a function of the number of steps made so far, an `i32[]`. What it returns is rounded down,
-        and below 1 it acts as 1.
+      every_k_schedule: how many micro-batches make a window. It is an integer, or a schedule: a
+        function of the number of steps made so far, an `i32[]`. The number that the schedule
+        returns is rounded down, and a number below 1 counts as 1.
       drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is made from
         the others, if any. `"window"`: its whole window; the optimizer makes no step. (Other state
-        of a loop, such as batch statistics, goes by `step_applied`, that is by micro-batch.)
+        of a loop, such as batch statistics, follows `step_applied`, so it is kept or replaced for
+        each micro-batch.)
       growth_unit: what the loss scale counts towards its growth: `"optimizer_step"` or
         `"micro_batch"`.
 

@@ -38,12 +38,12 @@ def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
       A pytree of that structure, with the shapes and dtypes of both trees. A Python number
       takes the dtype of the array it meets, and so does a weakly typed array of the same or a
       lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
-      Python numbers, or two weakly typed arrays, become what JAX promotes them to; of one dtype,
-      weakly typed arrays stay so.
+      Python numbers, or two weakly typed arrays, become what JAX promotes them to; two weakly
+      typed arrays of one dtype stay weakly typed.
 
     Raises:
       TypeError: if `pred` is not a scalar bool, if the dtypes of two leaves differ, if a
-        dtype does not hold the Python number it meets (1.5 for an `int32`, 300 for an
+        dtype cannot hold the Python number it meets (1.5 for an `int32`, 300 for an
         `int8`), or if two leaves that are not arrays differ.
       ValueError: if the structures, or the shapes of two leaves, differ.
 

@@ -19,9 +19,9 @@ class Calibration(NamedTuple):
     """What `calibrate` found; `print` it for the sentence.
 
     Attributes:
-      init_scale: the largest power of two that overflowed on no batch tried, or `None` if
-        every one did.
-      overflows_at: the least scale that was seen to overflow, or `None` if none was.
+      init_scale: the largest power of two that overflowed on no batch that was tried, or `None` if
+        every power of two overflowed.
+      overflows_at: the least scale that overflowed in a pass, or `None` if none did.
       passes: how many backward passes it took.
       batches: how many batches `init_scale` was tried on.
       is_largest: whether twice `init_scale` overflows, or is above `max_scale`.
@@ -53,21 +53,21 @@ def calibrate(
 ) -> Calibration:
     """Returns the largest power-of-two loss scale that does not overflow on some batches.
 
-    As `init_scale` of a `jaxscale.DynamicLossScale` it saves a run the steps that it would skip
-    while a higher scale comes down. It is found by bisection on the first batch. Each further batch
-    takes one pass, or a few if it overflows at that scale. All passes run one compiled program, if
-    the batches have the same shapes.
+    Pass it as `init_scale` of a `jaxscale.DynamicLossScale`, and the run does not skip steps while
+    a higher scale comes down. It is found by bisection on the first batch. Each further batch takes
+    one pass, or a few if it overflows at that scale. All passes run one compiled program, if the
+    batches have the same shapes.
 
     Args:
       fun: the loss, `fun(params, batch)`, as for `jaxscale.value_and_grad`.
-      params: what to differentiate with respect to.
+      params: the parameters, with respect to which `fun` is differentiated.
       batches: an iterable of batches, taken until the passes are used up. Pass `[batch]` for one.
       min_scale: the least scale to try, a power of two.
       max_scale: the largest scale to try, a power of two. With a float16 loss none above 2**15 is
         tried, because its cotangent cannot hold it.
       max_passes: the most backward passes to make. By default one batch takes up to 5.
       has_aux: whether `fun` returns a pair of the loss and an auxiliary output.
-      jit: what compiles: `jax.jit`, `equinox.filter_jit` or `flax.nnx.jit`.
+      jit: the function that compiles: `jax.jit`, `equinox.filter_jit` or `flax.nnx.jit`.
       **kwargs: passed to `jaxscale.value_and_grad`, such as `transform`.
 
     Returns:

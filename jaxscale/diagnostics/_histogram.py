@@ -40,7 +40,7 @@ _NUM_COUNTS = _CELLS + 3
 class Histogram(NamedTuple):
     """How many gradients lie between one power of two and the next.
 
-    A `NamedTuple` of arrays. Histograms add up, also in `jit`: `first + second` is the
+    A `NamedTuple` of arrays. Histograms can be added, even in `jit`: `first + second` is the
     histogram of both, so a run may carry their sum along.
 
     Attributes:
@@ -111,14 +111,14 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       tree: a pytree of gradients, unscaled, of any floating or complex dtypes. Other leaves,
         `None`, and everything under a key `_overwrite_with_gradient` are left out. Pass gradients
         computed in float32, or by `jaxscale.grad` at a high scale: a gradient that float16 flushed
-        on the way counts as 0, as a true zero does.
+        on the way counts as 0, like a true zero.
       axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold different
         parts of the gradients: counts are summed. If they hold equal gradients, leave it out, as
         under plain `jit`. In a mesh of explicit axes, wrap the call in JAX's auto_axes (from
         jax.sharding, in newer versions of JAX).
 
     Returns:
-      A `Histogram`. Exponents are exact, also those of subnormal numbers. Counts are exact up to
+      A `Histogram`. Exponents are exact, even those of subnormal numbers. Counts are exact up to
       2**24 and rounded to 24 bits beyond. A complex element counts as two numbers. A float64 number
       outside float32's range counts as the nearest end of the range.
 
@@ -272,8 +272,8 @@ def _count_beyond(counts: np.ndarray, boundary: Boundary, exponent: int) -> np.n
 def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares]:
     """Returns which shares of gradients each small format would lose at a loss scale.
 
-    Each gradient is taken as multiplied by the loss scale and then rounded to the format, to
-    nearest with ties to even. For the host: it waits for the device.
+    The shares are those of the gradients multiplied by the loss scale and then rounded to the
+    format, to nearest with ties to even. Call it on the host: it waits for the device.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.

@@ -91,8 +91,8 @@ class LeafTable(NamedTuple):
     """The leaves of a tree of gradients, worst first; `print` it.
 
     Leaves with the largest share of inf and NaN come first, then those of which float16 loses the
-    largest share. A long table prints only the leaves that have something to tell: inf, NaN, zeros
-    everywhere, or numbers that float16 would not keep in full. A dash is a share of nothing.
+    largest share. A long table prints only the leaves that matter: those with inf, NaN, only zeros,
+    or numbers that float16 would not keep in full. A dash is a share of nothing.
 
     Attributes:
       rows: one `LeafRow` for each leaf.

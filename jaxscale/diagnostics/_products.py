@@ -29,7 +29,7 @@ class ProductLine(NamedTuple):
       number: how many there are.
       where: file and line, relative to the working directory, or `""` if no line is the user's.
       source: the text of that line.
-      reason: why `autocast` leaves a product of float32 as it is, or `""`.
+      reason: why `autocast` leaves a float32 product as it is, or `""`.
     """
 
     dtype: str
@@ -82,20 +82,21 @@ class Products(NamedTuple):
 
 
 def products(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Products:
-    """Returns how many products a function computes in which precision, and on which lines.
+    """Returns how many products a function computes in each precision, and on which lines.
 
-    Use it to see that a model runs in float16. The function is traced and not run. Matrix products,
-    convolutions and ragged products count, wherever they are: in `jit`, loops, `cond`, `remat`,
-    custom derivatives, `shard_map` and kernels. An equation of a loop counts once, however often
-    the loop runs; a function that is called twice counts twice, and so do all branches of a `cond`.
+    Use it to see whether a model runs in float16. The function is traced and not run. Matrix
+    products, convolutions and ragged products count, wherever they are: in `jit`, loops, `cond`,
+    `remat`, custom derivatives, `shard_map` and kernels. An equation of a loop counts once, however
+    often the loop runs. A function that is called twice counts twice, and all branches of a `cond`
+    count.
 
-    `fun` itself is the forward pass. For both passes pass `jax.value_and_grad(fun)`: for each
+    `fun` itself is the forward pass. To count both passes, pass `jax.value_and_grad(fun)`: for each
     product the backward pass has about two more, in the same precision.
 
     Args:
       fun: any function, such as `jaxscale.autocast(loss_fn)`.
-      *args: what it is called with, modules of Flax NNX among them.
-      **kwargs: likewise.
+      *args: the arguments for `fun`. They may hold modules of Flax NNX.
+      **kwargs: the keyword arguments for `fun`.
 
     Returns:
       A `Products`: print it.

@@ -58,14 +58,14 @@ def suggest_scale(
     """Returns the range of power-of-two loss scales that lose nothing, or least.
 
     A scale is in the range if no gradient overflows at it and the share that is flushed to zero is
-    at most `tolerance`. If there is no such scale, the range is that of the scales that flush the
-    fewest without an overflow. Only the gradients in the histogram are judged. Those of
-    activations, computed on the way, may be larger: `calibrate` tries the whole backward pass.
-    For the host: it waits for the device.
+    at most `tolerance`. If there is no such scale, the range holds the scales that flush the
+    fewest gradients without an overflow. Only the gradients in the histogram are judged. Gradients
+    of activations, computed on the way, may be larger: `calibrate` tries the whole backward pass.
+    Call it on the host: it waits for the device.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up. Compute the gradients in
-        float32 or at a high scale: those that float16 flushed on the way count as 0.
+        float32 or at a high scale: gradients that float16 flushed on the way count as 0.
       dtype: `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
       tolerance: the share of nonzero gradients that may be flushed to zero, from 0 to 1.
 

@@ -74,7 +74,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
 def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     """Returns the exponent histogram as text, with what each format makes of each row.
 
-    For the host: it waits for the device. `plot_histogram` draws the same as a picture.
+    Call it on the host: it waits for the device. `plot_histogram` draws the same as a picture.
 
     Args:
       histogram: what `histogram` returned; leading axes are summed up.

@@ -30,8 +30,8 @@ Arguments have the names and defaults of the library. Docstrings explain those t
   back off;
 - `enable`, `enabled`: if it is `False`, nothing is scaled.
 
-A preset has the rule of its library, but not these defects. The traces in `tests/presets/traces`
-show them, where no test is named:
+A preset has the rule of its library, but not these defects. If no test is named, the traces in
+`tests/presets/traces` show them:
 
 ===================================  ==================================================
 library                              defect
@@ -54,15 +54,16 @@ OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN aft
                                      `test_steps_are_skipped_as_in_optax`
 ===================================  ==================================================
 
-Two presets keep a defect, as it is the rule: the caps of `flax` and `mpx` are not powers of two, so
-that a scale which has reached one rounds what it scales. `jaxscale.DynamicLossScale` ends at a
-power of two.
+Two presets keep a defect, because it is part of the rule: the caps of `flax` and `mpx` are not
+powers of two, so a scale that has reached its cap rounds what it scales. The cap of
+`jaxscale.DynamicLossScale` is a power of two.
 
 `olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`. Its
 docstring says which defects of OLMo-core it leaves out.
 
 The functions `from_...` read what a library saved, or its scaler object. They return a policy and a
-state, for `opt_state._replace(scaling=state)`. Other input raises a `ValueError` or a `TypeError`.
+state; put the state in place with `opt_state._replace(scaling=state)`. Other input raises a
+`ValueError` or a `TypeError`.
 """
 
 from .._policies.gradual import GradualLossScale, GradualState

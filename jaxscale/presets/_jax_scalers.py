@@ -61,7 +61,7 @@ def jamp(
     """Returns the rule of jamp's `DynamicLossScale`.
 
     The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source: jamp
-    0.0.6, `jmp/loss_scale.py`. Behaves identically; of the dtype of the scale the same holds.
+    0.0.6, `jmp/loss_scale.py`. Behaves identically. The dtype of the scale is as in `jmp`.
     """
     return _make_jmp(
         "presets.jamp",

@@ -15,7 +15,8 @@ def mindspore(
 ) -> PresetLossScale:
     """Returns the rule of `mindspore.amp.DynamicLossScaler`.
 
-    That of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. No difference.
+    The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. Behaves
+    identically.
     """
     return make_preset(
         "presets.mindspore",
@@ -75,11 +76,12 @@ def mindformers(
     """Returns the rule of MindFormers' `AdaptiveLossScaleUpdateCell`.
 
     The rule of `mindspore_cell`, but the window moves along a list from `min_scale_window` to
-    `max_scale_window`: with each third growth to the next longer one, and with the third
-    non-finite step without a growth between them to 1. It starts at `scale_window`, or at the
+    `max_scale_window`. Every third growth moves it to the next longer one. The third non-finite
+    step without a growth in between sets it to 1. It starts at `scale_window`, or at the
     shortest if that is not in the list. Source: MindFormers,
     `mindformers/wrapper/adaptive_loss_scale.py`. What differs: in MindFormers a growth may end at
-    inf for good; here the scale stays. A window of 0, which it makes for some limits, is 1 here.
+    inf for good; here the scale stays. MindFormers makes a window of 0 for some limits; here it is
+    1.
     """
     call = "presets.mindformers"
     int32(call, "scale_window", scale_window)

@@ -42,12 +42,12 @@ class PresetLossScale(DynamicLossScale):
       max_scale: the upper bound of the scale.
       growth_delay: how many finite steps do not count towards growth, at the start and
         after each non-finite step: the growth tracker starts from minus this.
-      refill_on_finite: whether each finite step, not only a growth, resets the hysteresis counter:
-        only non-finite steps in a row lead to a backoff.
+      refill_on_finite: whether each finite step, not only a growth, resets the hysteresis counter.
+        Then only non-finite steps in a row lead to a backoff.
       refill_on_backoff: whether each backoff takes `hysteresis` non-finite steps.
-      clip_growth: whether a growth beyond `max_scale` ends there. Otherwise the scale stays, which
-        keeps it a power of two even if `max_scale` is not one.
-      clamp: when a scale outside of the bounds is brought back. `"never"`: a growth never lowers it
+      clip_growth: whether a growth beyond `max_scale` ends at `max_scale`. Otherwise the scale
+        stays, which keeps it a power of two even if `max_scale` is not one.
+      clamp: when a scale outside the bounds is brought back. `"never"`: a growth never lowers it
         and a backoff never raises it. `"moves"`: a growth ends at most at `max_scale` and a backoff
         at least at `min_scale`, even if that lowers or raises it. `"steps"`: every step ends
         between the bounds. With the last two, `init_scale` may lie outside.

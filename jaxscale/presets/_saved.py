@@ -29,7 +29,7 @@ _TORCH_KEYS = (
 def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a PyTorch `GradScaler.state_dict()`.
 
-    The policy is that of `torch`, and its `init_scale` the saved scale; the state has the saved
+    The policy is that of `torch` with the saved scale as `init_scale`; the state has the saved
     tracker. A disabled scaler has an empty `state_dict`.
 
     Example:
@@ -63,8 +63,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
     """Returns a dictionary for PyTorch's `GradScaler.load_state_dict`, of Python numbers.
 
-    `policy` is a `DynamicLossScale` without hysteresis and growth delay, whose bounds are lost, or
-    the `NoOpLossScale` of a disabled scaler. `state` is its state, outside of `jit`.
+    `policy` is a `DynamicLossScale` without hysteresis and growth delay, or the `NoOpLossScale` of
+    a disabled scaler. The bounds of the policy are lost. `state` is its state, outside `jit`.
     """
     if isinstance(policy, NoOpLossScale):
         return {}
@@ -150,7 +150,7 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a `flax.training.dynamic_scale.DynamicScale`.
 
     The policy is that of `flax`; the state has the scale and the counter as they are in
-    `dynamic_scale`, outside of `jit`. Flax itself is not imported.
+    `dynamic_scale`, outside `jit`. Flax itself is not imported.
     """
     names = (
         "growth_factor",
@@ -174,8 +174,8 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     """Returns the policy and the state of a `jmp.DynamicLossScale`, or a fixed one.
 
     The policy is that of `jmp`; the state has the scale and the counter as they are in
-    `loss_scale`, outside of `jit`. A `StaticLossScale` becomes a `FixedLossScale`, and a
-    `NoOpLossScale` the one of this library. Under `jit` jmp forgets its minimum: what is read is
+    `loss_scale`, outside `jit`. A `StaticLossScale` becomes a `FixedLossScale`, and a
+    `NoOpLossScale` becomes the one of this library. Under `jit` jmp forgets its minimum; this reads
     the minimum that the object has now. jmp itself is not imported.
     """
     # jmp is not imported, so its types are known by name

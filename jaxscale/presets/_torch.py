@@ -193,7 +193,8 @@ def colossalai(
 
     The rule of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
     `amp/naive_amp/grad_scaler`. What differs: in ColossalAI, without a maximum, a growth may end at
-    inf for good; here the scale stays. A `max_scale` of `None` is none, a `hysteresis` of 0 is 1.
+    inf for good; here the scale stays. `max_scale=None` means no maximum, and `hysteresis=0`
+    counts as 1.
     """
     call = "presets.colossalai"
     return make_preset(
@@ -248,17 +249,17 @@ def olmo(*, rolling_interval_length: int = 128, sigma_factor: Any = 6) -> SpikeR
 
     A step is skipped if its loss or its gradient norm exceeds the mean of the last
     `rolling_interval_length` ones by more than `sigma_factor` standard deviations, from the step
-    `rolling_interval_length // 2` on. A spike enters the windows as it is: after a large one
-    little stands out until it has left the window; and after equal losses any rise is a spike.
+    `rolling_interval_length // 2` on. A spike enters the windows as it is. So after a large spike
+    little stands out until the spike has left the window. After equal losses any rise is a spike.
     Source: OLMo-core 2.5.0, `olmo_core/optim/skip_step_optimizer.py`. MaxText's
-    `skip_step_on_spikes` (August 2026) is the same rule, but for the second step, below. In
-    levanter's `SkipStepConfig` (September 2025) the standard deviation is not the unbiased one, and
-    at least 1e-6, and judging starts one step later.
+    `skip_step_on_spikes` (August 2026) is the same rule, except for the second step (see below). In
+    levanter's `SkipStepConfig` (September 2025) the standard deviation is not the unbiased one and
+    is at least 1e-6, and judging starts one step later.
 
     What differs: a step that is not finite enters neither window, and `jaxscale` skips it anyway.
     In OLMo-core one NaN skips all steps until it has left the window, and is applied if it comes
     in the first half of the first window. If `rolling_interval_length` is below 6, OLMo-core always
-    skips the second step, as the standard deviation of a single number is NaN.
+    skips the second step, because the standard deviation of a single number is NaN.
     """
     call = "presets.olmo"
     window = int32(call, "rolling_interval_length", rolling_interval_length, least=2)
