@@ -56,11 +56,11 @@ def _serve(pipe, make, args):
     try:
         report, run = make(*args)
     except Exception as error:
-        lines = str(error).splitlines() or [""]
-        kind = (
-            "not installed" if isinstance(error, ImportError) else type(error).__name__
-        )
-        return pipe.send({"error": f"{kind}: {lines[0][:200]}"})
+        kind = type(error).__name__
+        if isinstance(error, ImportError):
+            kind = "not installed"
+        first_line = str(error).partition("\n")[0]
+        return pipe.send({"error": f"{kind}: {first_line[:200]}"})
     pipe.send(report)
     while True:
         pipe.send(run(*pipe.recv()))
@@ -93,10 +93,12 @@ def prepare(jobs, limit, show=lambda name: None):
 
 def take_turns(processes, rounds, seconds, show=lambda name: None):
     """Returns for each process a list of what ``run(seconds)`` said, one for each round."""
-    names, turns = list(processes), {name: [] for name in processes}
+    names = list(processes)
+    turns = {name: [] for name in names}
     for i in range(rounds):
         show(f"round {i + 1} of {rounds}")
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        first = i % len(names)  # another one begins in each round
+        for name in names[first:] + names[:first]:
             turns[name].append(processes[name].run(seconds))
     for process in processes.values():
         process.stop()

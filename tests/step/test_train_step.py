@@ -14,7 +14,7 @@ import optax
 import overflowing
 import pytest
 from jaxprs import numbers_reduced
-from methods import given
+from methods import pass_gradients
 from overflowing import BAD_LOSS, BATCHES, GOOD, OVERFLOW, WINDOWS, hot, loss_fn, run
 from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, cases, wide
 from tables import step as one_step
@@ -293,7 +293,10 @@ def test_a_hook_costs_one_more_look_at_what_it_changed(name):
 
     def numbers_read(hook):
         step = jaxscale.train_step(
-            lambda *_: jnp.float32(0), tx, on_grads=UNCHANGING[hook], transform=given
+            lambda *_: jnp.float32(0),
+            tx,
+            on_grads=UNCHANGING[hook],
+            transform=pass_gradients,
         )
         return numbers_reduced(
             jax.make_jaxpr(step)(PARAMS, tx.init(PARAMS), wide(PARAMS))
