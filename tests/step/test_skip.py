@@ -12,24 +12,22 @@ import tables
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from tables import PARAMS, assert_same_bits, cases, fused_step, step
+from tables import (
+    GRADS,
+    PARAMS,
+    TWO,
+    assert_same_bits,
+    cases,
+    fused_step,
+    step,
+    take_form_for_accelerators,
+)
 
 import jaxscale
 from jaxscale._jax import varying
 from jaxscale._step.skip import store_once
 
 pytestmark = pytest.mark.standard_promotion
-
-TWO = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
-GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
-
-
-def take_form_for_accelerators(monkeypatch):
-    """Compiles what other machines get for the CPU, which otherwise takes the other form."""
-    monkeypatch.setattr(
-        jax.lax, "platform_dependent", lambda *, cpu, default: default()
-    )
-
 
 # Both forms in one program.
 
