@@ -115,10 +115,11 @@ def compile_training(length, drop, unit):
 )
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     kinds = np.array(kinds)
-    grads = np.where(kinds == "good", np.arange(1.0, 25.0), np.inf)
-    losses = np.where(kinds == "loss", np.nan, 1.0)
+    numbers = np.arange(24, dtype=np.float32) + 1
+    grads = np.where(kinds == "good", numbers, np.float32(np.inf))
+    losses = np.where(kinds == "loss", np.float32(np.nan), np.float32(1))
     train = compile_training(length, drop, unit)
-    param, state = train(np.float32(grads), np.float32(losses))
+    param, state = train(grads, losses)
     expected = reference(kinds, length, drop, unit)
     # means of 3 are rounded
     np.testing.assert_allclose(param, expected.param, rtol=1e-5)
