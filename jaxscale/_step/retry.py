@@ -72,25 +72,26 @@ def repeat_backward(
     that of the last.
     """
 
-    def attempt(scaling: Any, number: Any) -> _Attempt:
+    def try_pass(scaling: Any, number: Any) -> _Attempt:
         result = backward(scaling)
         verdict: Any = result.verdict  # known for every optimizer whose scale moves
         overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
         lower = _lower_scale(policy, scaling, overflow, verdict, traced)
-        return _Attempt(result, lower, overflow & _is_lower(lower, scaling))
+        again = overflow & _is_lower(lower, scaling)
+        return _Attempt(result, lower, again)
 
     first = scaling
     number = jnp.zeros((), jnp.int32)
     if not traced:
-        made = attempt(scaling, number)
-        while made.again:
-            scaling = made.lower
+        attempt = try_pass(scaling, number)
+        while attempt.again:
+            scaling = attempt.lower
             number = number + 1
-            made = attempt(scaling, number)
-        return _with_retries(made.result, number, scaling, first)
+            attempt = try_pass(scaling, number)
+        return _with_retries(attempt.result, number, scaling, first)
 
     # Traced once, for its types and for the loop.
-    flat = Flat(attempt, (scaling, number), {}, "arrays_of_pass")
+    flat = Flat(try_pass, (scaling, number), {}, "arrays_of_pass")
     arrays_of_pass = jax.jit(flat)
     types = jax.make_jaxpr(arrays_of_pass)(*flat.arrays).out_avals
     _check_devices_retry_together(call, retries, varying(types[-1]))
@@ -100,19 +101,19 @@ def repeat_backward(
     def body(carry: Any) -> Any:
         scaling, number, _, _ = carry
         arrays = arrays_of_pass(*jax.tree.leaves((scaling, number)))
-        made = flat.restored(arrays)
-        # strict promotion adds no bool to an integer
-        number += made.again.astype(jnp.int32)
-        next_scaling = tree_where(made.again, made.lower, scaling)
-        return next_scaling, number, made.again, arrays[:num_results]
+        attempt = flat.restored(arrays)
+        again = attempt.again
+        number += again.astype(jnp.int32)  # strict promotion adds no bool to an integer
+        next_scaling = tree_where(again, attempt.lower, scaling)
+        return next_scaling, number, again, arrays[:num_results]
 
     no_results = [blank(aval) for aval in types[:num_results]]
     start = (scaling, number, jnp.array(True), no_results)
     scaling, number, again, results = jax.lax.while_loop(
         lambda carry: carry[2], body, start
     )
-    made = flat.restored([*results, *jax.tree.leaves(scaling), again])
-    return _with_retries(made.result, number, scaling, first)
+    last = flat.restored([*results, *jax.tree.leaves(scaling), again])
+    return _with_retries(last.result, number, scaling, first)
 
 
 def _check_devices_retry_together(

@@ -1,4 +1,4 @@
-"""What the wrapped optimizer may be: it returns what it likes, and knows what it knows."""
+"""Unusual inner optimizers, unusual numbers, and what `loss_scaled` makes of them."""
 
 import functools
 import math
@@ -66,7 +66,7 @@ def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(
     assert not state.step_applied
     assert state.total_notfinite == 1
     assert state.total_notfinite_loss == 0
-    # as by any overflow that the loss is not part of
+    # The loss is fine, so the scale falls as after any overflow.
     assert state.scaling.loss_scale == 2.0**14
 
 
@@ -80,7 +80,7 @@ def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
 
 @cases("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite])
 def test_the_state_is_kept_where_updates_are_not_finite(wrap):
-    """The gradients are finite: Adam's moments take them, and then the rate is not."""
+    """The gradients are finite, and Adam's moments take them. The learning rate is inf."""
     inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
     tx = wrap(inner, check_updates=True)
     before = tx.init(TWO)
@@ -93,7 +93,7 @@ def test_the_state_is_kept_where_updates_are_not_finite(wrap):
 
 @cases("wrap", [jaxscale.loss_scaled, lambda tx: jaxscale.multi_steps(tx, 1)])
 def test_no_loss_in_is_no_loss_out(wrap):
-    """What `multi_steps` must not make up: with a loss of 0 the optimizer stands still."""
+    """`multi_steps` must not make one up: with a loss of 0 this optimizer stands still."""
     inner = optax.polyak_sgd()
     tx = wrap(inner)
     state = tx.init(TWO)
@@ -105,7 +105,7 @@ def test_no_loss_in_is_no_loss_out(wrap):
     tables.assert_close(updates, expected)
 
 
-def test_a_loss_may_go_to_a_window_whose_optimizer_takes_none():
+def test_multi_steps_takes_a_loss_that_its_optimizer_does_not():
     tx = jaxscale.multi_steps(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), 1)
     _, state = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
     assert state.step_applied
@@ -116,7 +116,7 @@ def test_a_loss_may_go_to_a_window_whose_optimizer_takes_none():
     product([1e39, math.inf, 3.4e38, 1e-300], [False, True], [1.0, 1e30, 0.0]),
     fast=[(math.inf, False, 1e30), (1e-300, False, 1.0)],
 )
-def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
+def test_max_norm_may_be_any_positive_number(max_norm, window, size):
     tx = jaxscale.loss_scaled(optax.sgd(1.0), max_norm=max_norm)
     if window:
         tx = jaxscale.multi_steps(tx, 1)
@@ -157,7 +157,7 @@ def test_a_mean_of_the_largest_numbers_is_finite(length, dtype, num_bad):
     np.testing.assert_allclose(mean / largest, number / largest, rtol=1e-5)
 
 
-def test_what_fills_its_state_later_is_told_where_to_go():
+def test_an_optimizer_that_fills_its_state_at_its_first_update_is_told_where_to_go():
     def update(updates, state, params=None):
         return updates, updates
 

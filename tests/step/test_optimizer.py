@@ -52,14 +52,15 @@ OTHERS = {  # with more arguments, or other types
 }
 WAYS = ["update", "apply", "eager", "accelerator"]
 USUAL = ("dynamic", "adam", "update")
-# A wrapper, an inner optimizer, a way to run: those that differ from the usual in at most two.
-IN_FLOAT32 = [
+# A wrapper, an inner optimizer, a way to run, and the dtype that parameters and gradients are
+# cast to: here none. In at most two of the others a row differs from the usual one.
+AS_THEY_ARE = [
     (*row, None)
     for row in product(WRAPPERS, INNERS, WAYS)
     if sum(a != b for a, b in zip(row, USUAL, strict=True)) < 3
 ]
-# The parameters in another dtype, and the loss as `value`.
-IN_OTHER_DTYPES = [
+# Rows with a dtype. Their steps get the loss as `value`.
+CAST = [
     *(("dynamic", inner, "apply", "bfloat16") for inner in OTHERS),
     *(("dynamic", inner, "update", "float16") for inner in list(OTHERS)[1:4]),
     # On accelerators both sides of the selection are computed: a line search runs on a bad step.
@@ -70,16 +71,14 @@ IN_OTHER_DTYPES = [
     ),
     ("dynamic", "lbfgs", "update", "float64"),
 ]
-FAST_IN_FLOAT32 = [
+FAST_AS_THEY_ARE = [
     ("dynamic", "adam", "eager", None),
     ("dynamic", "noisy", "accelerator", None),
     ("everything", "adam", "apply", None),
 ]
-FAST_IN_OTHER_DTYPES = [("dynamic", "adamw", "update", "complex64")]
+FAST_CAST = [("dynamic", "adamw", "update", "complex64")]
 ROW = "wrapper, inner, way, dtype"
-every_row = cases(
-    ROW, IN_FLOAT32 + IN_OTHER_DTYPES, fast=FAST_IN_FLOAT32 + FAST_IN_OTHER_DTYPES
-)
+every_row = cases(ROW, AS_THEY_ARE + CAST, fast=FAST_AS_THEY_ARE + FAST_CAST)
 
 
 class Trained(NamedTuple):
@@ -107,8 +106,8 @@ def in_dtype(tree, dtype):
     return jax.tree.map(lambda leaf: (leaf * factor).astype(dtype), tree)
 
 
-def precision_of(dtype):
-    """A context in which arrays of a dtype can be made."""
+def enable_dtype(dtype):
+    """Returns a context in which arrays of a dtype can be made."""
     return x64() if dtype == "float64" else contextlib.nullcontext()
 
 
@@ -147,9 +146,8 @@ def train(wrapper, inner, way, dtype):
             history.append(one_step(*jax.tree.map(jnp.copy, history[-1]), grads))
         return history
 
-    with pytest.MonkeyPatch.context() as patch, precision_of(dtype):
-        # compiled here for the CPU, which otherwise takes the other form
-        if way == "accelerator":
+    with pytest.MonkeyPatch.context() as patch, enable_dtype(dtype):
+        if way == "accelerator":  # compiles for the CPU what other machines get
             patch.setattr(jax.lax, "platform_dependent", select)
         mixed, good = run(MIXED), run(GOOD)
     return Trained(mixed, good, num_traces=len(traces), num_selections=len(selections))
@@ -163,7 +161,7 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype):
     expected_params, expected_state = trained.good[-1]
     end = params, state.inner_state
     assert_same_bits(end, (expected_params, expected_state.inner_state))
-    with precision_of(dtype):
+    with enable_dtype(dtype):
         assert jaxscale.all_finite(end)
 
 
@@ -199,17 +197,23 @@ def test_steps_are_counted(wrapper, inner, way, dtype):
 
 
 @every_row
-def test_types_stay_and_a_compiled_step_is_traced_once(wrapper, inner, way, dtype):
+def test_types_stay(wrapper, inner, way, dtype):
     trained = train(wrapper, inner, way, dtype)
     expected = avals(trained.good[0])
     for after in trained.mixed + trained.good:
         assert avals(after) == expected
+
+
+@every_row
+def test_a_compiled_step_is_traced_once(wrapper, inner, way, dtype):
+    trained = train(wrapper, inner, way, dtype)
     if way != "eager":
         assert trained.num_traces == 1
+    # The rows for accelerators did take their form, and the others did not.
     assert trained.num_selections == (way == "accelerator")
 
 
-@cases(ROW, IN_FLOAT32, fast=FAST_IN_FLOAT32)
+@cases(ROW, AS_THEY_ARE, fast=FAST_AS_THEY_ARE)
 def test_a_good_step_is_that_of_the_inner_optimizer_in_float32(
     wrapper, inner, way, dtype
 ):
@@ -225,7 +229,7 @@ def test_a_good_step_is_that_of_the_inner_optimizer_in_float32(
         tables.assert_close(leaves, expected)
 
 
-@cases(ROW, IN_OTHER_DTYPES, fast=FAST_IN_OTHER_DTYPES)
+@cases(ROW, CAST, fast=FAST_CAST)
 def test_parameters_of_every_dtype_are_trained(wrapper, inner, way, dtype):
     good = train(wrapper, inner, way, dtype).good
     start, _ = good[0]
@@ -235,10 +239,10 @@ def test_parameters_of_every_dtype_are_trained(wrapper, inner, way, dtype):
 
 
 # One of the optimizers asks for moments in half precision.
-WITH_WIDE_MOMENTS = [row for row in IN_OTHER_DTYPES if "half_moments" not in row]
+WITH_WIDE_MOMENTS = [row for row in CAST if "half_moments" not in row]
 
 
-@cases(ROW, WITH_WIDE_MOMENTS, fast=FAST_IN_OTHER_DTYPES)
+@cases(ROW, WITH_WIDE_MOMENTS, fast=FAST_CAST)
 def test_moments_are_float32_or_wider(wrapper, inner, way, dtype):
     _, state = train(wrapper, inner, way, dtype).good[-1]
     least_bits = max(32, jnp.finfo(dtype).bits)
@@ -248,7 +252,7 @@ def test_moments_are_float32_or_wider(wrapper, inner, way, dtype):
 
 
 class Recorder:
-    """The `update` of an optimizer that changes nothing, and keeps what it was called with."""
+    """Keeps what an optimizer that changes nothing was called with."""
 
     def __init__(self):
         self.calls = []
@@ -261,7 +265,7 @@ class Recorder:
         return self.update(updates, state, params, loss=loss, **extra_args)
 
 
-def around(update):
+def wrap_update(update):
     """A wrapped optimizer without a state, given its update."""
     return jaxscale.loss_scaled(
         optax.GradientTransformationExtraArgs(lambda _: (), update)
@@ -270,7 +274,7 @@ def around(update):
 
 def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
     recorder = Recorder()
-    tx = around(recorder.update)
+    tx = wrap_update(recorder.update)
     extra_args = {"value": jnp.array(3.0), "value_fn": jnp.sum, "other": {"a": "text"}}
     # The parameters by keyword, as `optax.MultiSteps` passes them.
     tx.update(PARAMS, tx.init(PARAMS), params=PARAMS, **extra_args)
@@ -285,7 +289,7 @@ def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
 @cases("name", ["value", "loss"])
 def test_an_inner_optimizer_gets_the_loss_by_the_name_that_it_takes(name):
     recorder = Recorder()
-    tx = around(recorder.update_with_loss)
+    tx = wrap_update(recorder.update_with_loss)
     loss = {name: jnp.array(3.0)}
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, **loss, other=1)
     _, _, received = recorder.calls[-1]
@@ -294,7 +298,7 @@ def test_an_inner_optimizer_gets_the_loss_by_the_name_that_it_takes(name):
 
 @cases("name", ["value", "loss"])
 def test_a_bad_loss_is_counted_by_either_name_and_the_scale_stays(name):
-    tx = around(Recorder().update_with_loss)
+    tx = wrap_update(Recorder().update_with_loss)
     bad_loss = {name: jnp.array(jnp.nan)}
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **bad_loss)
     assert state.total_notfinite_loss == 1
@@ -305,8 +309,9 @@ def test_an_inner_optimizer_that_takes_no_loss_gets_none():
     def update(updates, state, params=None, *, value_fn=None, other=None):
         return updates, state
 
-    tx = around(update)
+    tx = wrap_update(update)
     extra_args = {"value_fn": jnp.sum, "other": {"a": "text"}}
+    # With a loss, `update` would raise an error.
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.array(3.0), **extra_args)
 
 
@@ -360,7 +365,7 @@ def test_the_sum_of_parameter_and_update_is_rounded_once(dtype, way):
     tx = jaxscale.loss_scaled(optax.scale(-1.0))
     start = jnp.asarray(params)
     moved, _ = way(tx, start, tx.init(start), jnp.asarray(grads))
-    # NumPy's sums, in float32, of which no product is taken.
+    # By NumPy in float32, without a product, so without a fused multiply-add.
     wide_params = params.astype(np.float32)
     once = (wide_params - grads).astype(dtype)
     rounded_updates = (-grads).astype(dtype).astype(np.float32)

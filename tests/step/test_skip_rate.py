@@ -39,13 +39,14 @@ class Run(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def simulated(tx, *steps):
-    def advance(state, now):
-        highest, loss, size = now
+    def advance(state, row):
+        highest, loss, size = row
         grad = jnp.where(state.scaling.loss_scale > highest, jnp.inf, size)
         _, state = tx.update(grad, state, W, value=loss)
         return state, state
 
-    return jax.lax.scan(advance, tx.init(W), steps)[1]
+    _, states = jax.lax.scan(advance, tx.init(W), steps)
+    return states
 
 
 def states_of(run):
@@ -61,13 +62,13 @@ def after(states, step):
 
 def told(state, tx=None, **options):
     """The texts that `check` says of a state."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             jaxscale.check(state, tx=tx, **options)
         except jaxscale.LossScaleStuckError as error:
             return [str(error)]
-    return [str(each.message) for each in found]
+    return [str(warning.message) for warning in caught]
 
 
 def some(share, seed=0, steps=STEPS):
@@ -255,15 +256,19 @@ MIXED = {
 @cases("name", MIXED)
 def test_the_cause_is_that_of_the_present_row(name):
     begins_with_loss, says, says_not = MIXED[name]
-    early, late = rows(300, [0], 1000), rows(60, [940], 1000)
-    bad_loss, bad_grads = (early, late) if begins_with_loss else (late, early)
-    run = Run(SAFE, overflowing(bad_grads), np.where(bad_loss, np.nan, 0.0))
-    states = states_of(run)
+    bad_loss = rows(300, [0], 1000)
+    bad_grads = rows(60, [940], 1000)
+    expected_counts = [300, 0, 0]
+    if not begins_with_loss:
+        bad_loss = rows(60, [940], 1000)
+        bad_grads = rows(300, [0], 1000)
+        expected_counts = [0, 0, 60]
+    states = states_of(Run(SAFE, overflowing(bad_grads), nan_where(bad_loss)))
     (text,) = told(after(states, 1000))
     assert says in text
     assert says_not not in text
-    row = [int(after(states, step).row_notfinite_loss) for step in (300, 301, 1000)]
-    assert row == ([300, 0, 0] if begins_with_loss else [0, 0, 60])
+    counts = states.row_notfinite_loss[[299, 300, 999]]
+    assert counts.tolist() == expected_counts
 
 
 UNSCALED_FROM = 18_000  # by then the policy, which grows every 2000 steps, is at 2**24
@@ -279,10 +284,12 @@ def test_that_nothing_is_scaled_is_told_however_often_it_asks(period):
     states = states_without_overflow(TX)
     last_before = period * (UNSCALED_FROM // period)
     first_from = period * math.ceil(UNSCALED_FROM / period)
-    for step in (last_before, first_from, period * (24_000 // period)):
+    last = period * (24_000 // period)
+    for step in (last_before, first_from, last):
         texts = told(after(states, step))
-        is_told = ["nothing scales the backward pass" in text for text in texts]
-        assert is_told == ([True] if step >= UNSCALED_FROM else []), step
+        assert len(texts) == (step >= UNSCALED_FROM), step
+        for text in texts:
+            assert "nothing scales the backward pass" in text
 
 
 # The optimizer, the number of steps that never overflow, and whether it is told after them.
@@ -323,20 +330,19 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     lossy = states_of(Run(ADAPTIVE, overflowing(every(0.6, 100))))
 
     def population(*members):
-        grid = jax.tree.map(
-            lambda *leaves: np.stack(leaves), *(after(m, 100) for m in members)
+        """The members after 100 steps, two by two."""
+        return jax.tree.map(
+            lambda *leaves: np.stack(leaves)[:, -1].reshape(2, 2, *leaves[0].shape[1:]),
+            *members,
         )
-        return jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), grid)
 
     assert told(population(fine, fine, skipping, fine)) == []
-    (text,) = told(population(fine, skipping, blind, fine))
-    assert text.startswith(
-        "Of a population of shape (2, 2), the member at [1, 0]: All gradients"
-    )
-    (text,) = told(population(fine, skipping, blind, fine), max_consecutive=29)
-    assert text.startswith(
-        "Of a population of shape (2, 2), the member at [0, 1]: 30 steps in a"
-    )
+    start = "Of a population of shape (2, 2), the member at"
+    blind_population = population(fine, skipping, blind, fine)
+    (text,) = told(blind_population)
+    assert text.startswith(f"{start} [1, 0]: All gradients")
+    (text,) = told(blind_population, max_consecutive=29)
+    assert text.startswith(f"{start} [0, 1]: 30 steps in a")
     (text,) = told(population(fine, skipping, lossy, fine))
     assert "skipped lately" in text
 
@@ -374,29 +380,30 @@ def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
     tx = jaxscale.skip_nonfinite(SGD, spikes=rule)
     noise = 1 + 0.1 * np.random.default_rng(0).standard_normal(2000)
     rises = noise + 3 * (np.arange(2000) >= 1000)
-    silent = states_of(Run(tx, np.full(2000, np.inf), rises))
-    assert after(silent, 1100).spikes.level_count >= 16
-    assert told(after(silent, 1100)) == []
+    states = states_of(Run(tx, np.full(2000, np.inf), rises))
+    raised = after(states, 1100)
+    assert raised.spikes.level_count >= 16
+    assert told(raised) == []
     bad = rows(60, [1100], 2000)
-    speaking = states_of(Run(tx, overflowing(bad), rises))
-    (text,) = told(after(speaking, 1160))
+    states = states_of(Run(tx, overflowing(bad), rises))
+    (text,) = told(after(states, 1160))
     assert re.search(
         r"60 steps in a row.*above that of its past\. Most often .* new mix of", text
     )
-    (good,) = map(int, re.findall(r"a checkpoint from step (\d+) or before", text))
-    assert 900 <= good <= 1000
+    (good,) = re.findall(r"a checkpoint from step (\d+) or before", text)
+    assert 900 <= int(good) <= 1000
     # It stays the same text as steps pass, so that Python shows it once.
-    often = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
-    texts = {tuple(told(after(often, step))) for step in (1100, 1200, 1300)}
-    assert len(texts) == 1
-    assert "new mix of data" in texts.pop()[-1]
+    states = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
+    texts = told(after(states, 1100))
+    assert "new mix of data" in texts[-1]
+    assert told(after(states, 1200)) == texts
+    assert told(after(states, 1300)) == texts
 
 
 def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
     tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
-    states = states_of(
-        Run(tx, np.full(100, np.inf), 0.0, np.where(np.arange(100) < 40, 1.0, 1e25))
-    )
+    size = np.where(np.arange(100) < 40, 1.0, 1e25)
+    states = states_of(Run(tx, np.full(100, np.inf), size=size))
     assert told(after(states, 59)) == []
     (text,) = told(after(states, 60))
     assert "again and again" in text
