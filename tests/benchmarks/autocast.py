@@ -176,18 +176,6 @@ def compile_for_h100(name, kind, size):
     return {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}, None
 
 
-def _megabytes(number):
-    return f"{number / 1e6:.1f}"
-
-
-def _count_products(key):
-    return lambda report: "{half}/{products}".format(**report[key])
-
-
-def _show_ratio(key):
-    return lambda report: f"{report[key]['median']:.2f}"
-
-
 def _show_h100(report):
     if "h100" not in report:
         return ""
@@ -198,16 +186,16 @@ def table(row):
     exact = row["methods"][casts.FLOAT32]
     rounded = exact["from_rounded"]["loss"] - exact["loss"]
     columns = {
-        "forward": _count_products("forward"),
-        "backward": _count_products("backward"),
+        "forward": lambda report: "{half}/{products}".format(**report["forward"]),
+        "backward": lambda report: "{half}/{products}".format(**report["backward"]),
         "1 - cosine": lambda report: f"{1 - report['cosine']:.1e}",
         "largest": lambda report: f"{1 - report['smallest_cosine']:.1e}",
         "loss - float32": lambda report: f"{report['loss'] - exact['loss']:+.4f}",
-        "kept MB": lambda report: _megabytes(report["kept_bytes"]),
-        "temp MB": lambda report: _megabytes(report["temporary_bytes"]),
+        "kept MB": lambda report: f"{report['kept_bytes'] / 1e6:.1f}",
+        "temp MB": lambda report: f"{report['temporary_bytes'] / 1e6:.1f}",
         "H100 MB": _show_h100,
-        "trace": _show_ratio("trace"),
-        "compile": _show_ratio("compile"),
+        "trace": lambda report: f"{report['trace']['median']:.2f}",
+        "compile": lambda report: f"{report['compile']['median']:.2f}",
     }
     title = f"{row['model']}, {row['parameters'] / 1e6:.3g}M parameters"
     caption = (

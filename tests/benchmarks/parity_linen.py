@@ -95,13 +95,8 @@ def transformer(way, steps, batch):
         logits = way.model(model.apply)(params, tokens[:, :-1])
         return mean_cross_entropy(logits, tokens[:, 1:])
 
-    def draw(key):
-        return (draw_text(key, batch, LENGTH),)
-
-    def measure(params):
-        return loss_fn(params, held_out_text(LENGTH))
-
-    return make_program(way, tx, init_params, loss_fn, draw, measure)
+    draw = functools.partial(draw_text, batch=batch, length=LENGTH)
+    return make_program(way, tx, init_params, loss_fn, draw, held_out_text(LENGTH))
 
 
 class ResNetBlock(nn.Module):
@@ -297,18 +292,6 @@ def value_error(value, old_value, targets):
     return jnp.maximum(error, clipped_error).mean()
 
 
-def divide(rollout, key):
-    """Shuffles what happened and divides it into minibatches."""
-    first_leaf = jax.tree.leaves(rollout)[0]
-    order = jax.random.permutation(key, first_leaf.shape[0] * first_leaf.shape[1])
-
-    def divide_leaf(x):
-        flat = x.reshape(len(order), *x.shape[2:])
-        return flat[order].reshape(MINIBATCHES, -1, *x.shape[2:])
-
-    return jax.tree.map(divide_leaf, rollout)
-
-
 def ppo(way, steps, batch):
     """Like purejaxrl's `ppo.py`: one program of nested scans, environment included (CartPole)."""
     network = ActorCritic()
@@ -338,6 +321,16 @@ def ppo(way, steps, batch):
         advantages = estimate_advantages(rollout, last_value)
         targets = advantages + rollout.value
         return poles, (rollout, advantages, targets)
+
+    def divide(loss_args, key):
+        """Shuffles the arguments of the loss and divides them into minibatches."""
+        order = jax.random.permutation(key, ROLLOUT * batch)
+
+        def divide_leaf(x):
+            flat = x.reshape(len(order), *x.shape[2:])
+            return flat[order].reshape(MINIBATCHES, -1, *x.shape[2:])
+
+        return jax.tree.map(divide_leaf, loss_args)
 
     def init(key):
         params_key, poles_key = jax.random.split(key)

@@ -1,5 +1,7 @@
 """Models of `parity.py` in plain JAX: an LSTM, super-resolution, and a PINN."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,6 @@ def _apply(layer, x):
 def lstm(way, steps, batch):
     """Like Haiku's `examples/rnn`: an LSTM over characters, unrolled by `lax.scan`, Adam."""
     hidden, length = 64, 32
-    held_out = held_out_text(length)
 
     def init_params(key):
         gates_key, out_key = jax.random.split(key)
@@ -54,14 +55,9 @@ def lstm(way, steps, batch):
         log_probs = jax.nn.log_softmax(way.model(network)(params, inputs))
         return -jnp.sum(targets * log_probs) / jnp.sum(targets)
 
-    def draw(key):
-        return (draw_text(key, batch, length),)
-
-    def measure(params):
-        return loss_fn(params, held_out)
-
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(5e-3))
-    return make_program(way, tx, init_params, loss_fn, draw, measure)
+    draw = functools.partial(draw_text, batch=batch, length=length)
+    return make_program(way, tx, init_params, loss_fn, draw, held_out_text(length))
 
 
 def super_resolution(way, steps, batch):
@@ -107,10 +103,9 @@ def super_resolution(way, steps, batch):
         corners = jax.random.randint(key, (batch, 2), 0, limits)
         return (jax.vmap(cut_at)(corners),)
 
-    def measure(params):
-        return 1e4 * loss_fn(params, test_half)
-
-    return make_program(way, optax.adam(1e-3), init_params, loss_fn, draw, measure)
+    return make_program(
+        way, optax.adam(1e-3), init_params, loss_fn, draw, (test_half,), unit=1e-4
+    )
 
 
 def allen_cahn(way, steps, batch):
@@ -162,13 +157,10 @@ def allen_cahn(way, steps, batch):
         return jnp.sort(times), places
 
     held_out_keys = jax.random.split(jax.random.key(7), 4096 // batch)
-    held_out_times, held_out_places = map(jnp.ravel, jax.vmap(draw)(held_out_keys))
-    order = jnp.argsort(held_out_times)
-
-    def measure(params):
-        return loss_fn(params, held_out_times[order], held_out_places[order])
-
+    times, places = map(jnp.ravel, jax.vmap(draw)(held_out_keys))
+    order = jnp.argsort(times)
+    held_out = times[order], places[order]
     schedule = optax.warmup_exponential_decay_schedule(
         0.0, 2e-3, steps // 20, steps // 4, 0.5
     )
-    return make_program(way, optax.adam(schedule), init_params, loss_fn, draw, measure)
+    return make_program(way, optax.adam(schedule), init_params, loss_fn, draw, held_out)

@@ -84,10 +84,11 @@ class Program(NamedTuple):
     losses: Callable[[Any, jax.Array], list[Loss]]
 
 
-def make_program(way, tx, init_params, loss_fn, draw, measure):
+def make_program(way, tx, init_params, loss_fn, draw, held_out, unit=1.0):
     """Makes the program of parameters and nothing else.
 
-    Its loss is `loss_fn(params, *draw(key))`, and it is evaluated by `measure(params)`.
+    It trains with `loss_fn(params, *draw(key))`, and is evaluated by the loss of `held_out`, in a
+    unit.
     """
     tx = way.optimizer(tx)
     train_step = jaxscale.train_step(way.cast(loss_fn), tx)
@@ -101,7 +102,7 @@ def make_program(way, tx, init_params, loss_fn, draw, measure):
         return tuple(carry), loss
 
     def evaluate(carry):
-        return measure(carry[0])
+        return loss_fn(carry[0], *held_out) / unit
 
     def losses(carry, key):
         batch = draw(key)
@@ -180,17 +181,17 @@ def read_text():
 
 
 def draw_text(key, batch, length):
-    """Draws pieces of the text, `int32[batch, length + 1]`."""
+    """Draws pieces of the text, `int32[batch, length + 1]`: the one argument of a loss."""
     text = jnp.asarray(read_text()[0])
     starts = jax.random.randint(key, (batch,), 0, len(text) - length)
-    return text[starts[:, None] + jnp.arange(length + 1)]
+    return (text[starts[:, None] + jnp.arange(length + 1)],)
 
 
 def held_out_text(length):
-    """Returns all of the held-out text, `int32[pieces, length + 1]`."""
+    """Returns all of the held-out text, `int32[pieces, length + 1]`: the one argument of a loss."""
     text = read_text()[1]
     starts = np.arange(0, len(text) - length, length)
-    return text[starts[:, None] + np.arange(length + 1)]
+    return (text[starts[:, None] + np.arange(length + 1)],)
 
 
 @functools.cache

@@ -73,7 +73,7 @@ def transformer(bad=0.0, batch=16):
         return mean_cross_entropy(logits, text[:, 1:])
 
     def loss(params, players, key, index):
-        text = draw_text(key, batch, LENGTH)
+        (text,) = draw_text(key, batch, LENGTH)
         noise_key = jax.random.fold_in(key, 1)
         bad_key = jax.random.fold_in(key, 2)
         noise = jax.random.randint(noise_key, text.shape, 0, CHARACTERS)
@@ -81,7 +81,7 @@ def transformer(bad=0.0, batch=16):
         return cross_entropy(params, jnp.where(is_bad, noise, text))
 
     def evaluate(players):
-        return cross_entropy(players[0], held_out_text(LENGTH))
+        return cross_entropy(players[0], *held_out_text(LENGTH))
 
     return Program(init, [loss], evaluate)
 

@@ -9,18 +9,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jaxprs import equations, numbers_reduced
+from tables import NESTED as PARAMS
 from tables import assert_same_bits, avals, cases, fused_step, step
 
 import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
-PARAMS = {
-    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.bfloat16)},
-    "phase": jnp.ones(2, jnp.complex64),
-    "none": None,
-    "_overwrite_with_gradient": {"amax": jnp.array(1.0)},
-}
 GRADIENTS = 11  # numbers in the gradients of `PARAMS`
 INNER = optax.sgd(0.1)
 RULE = jaxscale.SpikeRule(window=8)

@@ -50,6 +50,13 @@ PARAMS = {
 # Fewer of them, and gradients for these.
 TWO = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
 GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
+# Of each kind of leaf that has a gradient, and of those that have none.
+NESTED = {
+    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.bfloat16)},
+    "phase": jnp.ones(2, jnp.complex64),
+    "none": None,
+    "_overwrite_with_gradient": {"amax": jnp.array(1.0)},
+}
 # Leaves that are no gradients.
 PASSIVE = {
     "int": jnp.arange(3),
