@@ -89,8 +89,10 @@ def test_only_good_steps_are_made(entry, optimizer):
     """The reference makes the good steps by hand, in any order of arithmetic: to rounding."""
     tx = OPTIMIZERS[optimizer]
     train_step = jax.jit(ENTRIES[entry](tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
-    expected, inner_state = PARAMS, MOMENTUM.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
+    expected = PARAMS
+    inner_state = MOMENTUM.init(PARAMS)
     types = avals(opt_state)
     for i, batch in enumerate(STREAM):
         params_before = params
@@ -127,7 +129,8 @@ SIZES = [OVERFLOWING, 1.0, *[OVERFLOWING] * 21]
 def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrapper, one_step):
     tx = WRAPPERS[wrapper](optax.adam(0.01), spikes=RULE)
     compiled_step = jax.jit(partial(one_step, tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
     loss = jnp.float32(1)
     for i, size in enumerate(SIZES):
         params_before = params
@@ -152,7 +155,8 @@ def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrapper, one
 def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
     tx = OPTIMIZERS[optimizer]
     compiled_step = jax.jit(partial(step, tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
     for factor, offset in HEALTHY:
         grads = params_times(factor)
         loss = jnp.float32(offset)
@@ -169,7 +173,8 @@ def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
 def test_micro_batches_are_judged_one_by_one():
     tx = jaxscale.multi_steps(OPTIMIZERS["safe"], 2)
     train_step = jax.jit(by_hand(tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
     for i, batch in enumerate(STREAM[:10]):
         params, opt_state = train_step(params, opt_state, batch)
         assert opt_state.step_applied == (i not in SPIKES), i
