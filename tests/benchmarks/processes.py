@@ -112,12 +112,12 @@ def measure(jobs, options, show, **references):
     """
     ready, reports = prepare(jobs, options.limit, show)
     turns = take_turns(ready, options.rounds, options.seconds, show)
-    for name, taken in turns.items():
-        for key in taken[0]:
-            reports[name][key] = statistics.median(turn[key] for turn in taken)
+    for name, own_turns in turns.items():
+        for key in own_turns[0]:
+            reports[name][key] = statistics.median(turn[key] for turn in own_turns)
         for key, reference in references.items():
             if reference in turns:
-                reports[name][key] = ratio(taken, turns[reference])
+                reports[name][key] = ratio(own_turns, turns[reference])
     return reports
 
 

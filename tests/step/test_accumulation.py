@@ -320,10 +320,10 @@ def test_a_step_is_made_when_the_window_is_full(name):
 
 
 def test_inner_is_given_the_mean_loss_of_what_counted():
-    seen = []
+    calls = []
 
     def update(updates, state, params=None, *, value, other):
-        seen.append((float(value), other))
+        calls.append((float(value), other))
         return updates, state
 
     tx = windowed(optax.GradientTransformationExtraArgs(lambda _: (), update), 4)
@@ -331,7 +331,7 @@ def test_inner_is_given_the_mean_loss_of_what_counted():
     state = tx.init(grad)
     for value in [1.0, jnp.nan, 5.0, jnp.inf]:
         _, state = tx.update(grad, state, value=jnp.float16(value), other="text")
-    assert seen[-1] == (3.0, "text")
+    assert calls[-1] == (3.0, "text")
     assert state.total_notfinite_loss == 2
     assert state.inner_state.acc_value == 0
 

@@ -75,7 +75,7 @@ def histories(policy, traces, retries=0):
     return by_name
 
 
-def warned(states):
+def warns_of(states):
     """Whether `check` warns of any of some states: it takes them for a population."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -161,7 +161,7 @@ NAMES = ["`DynamicLossScale()`", "from 2**24", "**`AdaptiveLossScale()`**"]
 def test_a_healthy_run_is_never_warned_of(name, retries, binades):
     healthy = {run: shift(trace, binades) for run, trace in RECORDED.items()}
     for run, states in histories(POLICIES[name], healthy, retries).items():
-        assert not warned(states), run
+        assert not warns_of(states), run
         # Far from it: half of what it takes.
         assert states.backoff_count.max() <= 3, run
 
@@ -173,7 +173,7 @@ def test_a_healthy_run_is_never_warned_of(name, retries, binades):
 )
 def test_a_run_that_moves_once_and_stays_is_never_warned_of(name):
     for run, states in histories(POLICIES[name], MADE_UP).items():
-        assert not warned(states), run
+        assert not warns_of(states), run
 
 
 # Their scale grows in almost every finite step, so that no two falls are without a growth.
@@ -194,14 +194,14 @@ def test_a_scale_that_decays_is_warned_of(name, retries):
     if retries and "Adaptive" in name:  # between two slow falls it grows again
         decaying = {run: trace for run, trace in DECAYING.items() if "bad" in run}
     for run, states in histories(POLICIES[name], decaying, retries).items():
-        assert warned(states), run
+        assert warns_of(states), run
 
 
 @cases("name", GROWING)
 @pytest.mark.slow
 def test_a_scale_that_always_grows_is_not_warned_of(name):
     for run, states in histories(POLICIES[name], DECAYING).items():
-        assert not warned(states), run
+        assert not warns_of(states), run
 
 
 @cases("retries", [0, 8], fast=[0])
@@ -216,7 +216,7 @@ def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
     for name, run in runs.items():
         traces[name] = run["ceiling"].astype(np.int32), run["largest"] / 256
     states = histories(jaxscale.DynamicLossScale(), traces, retries)
-    assert warned(states["vit_wrong_labels"])
+    assert warns_of(states["vit_wrong_labels"])
     assert states["vit_memorised"].backoff_count.max() >= 5
 
 
@@ -321,7 +321,7 @@ FORMS = {
 @cases("form", FORMS)
 def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form):
     make_state, is_warned_of = FORMS[form]
-    assert warned(make_state()) == is_warned_of
+    assert warns_of(make_state()) == is_warned_of
 
 
 def test_the_scales_of_these_forms_are_at_the_limit():
@@ -351,7 +351,7 @@ def test_retries_that_do_not_help_are_warned_of_from_the_sixth_on(policy, steps)
     scales_before_bad_steps = states.scaling.loss_scale[:-1:2]
     num_repeated = np.sum(scales_before_bad_steps > 1)
     assert states.total_exhausted[-1] == num_repeated
-    assert warned(states) == (steps == 12 or policy == "adaptive")
+    assert warns_of(states) == (steps == 12 or policy == "adaptive")
 
 
 def test_it_is_shown_once_and_at_the_line_that_calls_check():

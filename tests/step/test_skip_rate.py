@@ -60,7 +60,7 @@ def after(states, step):
     return jax.tree.map(operator.itemgetter(step - 1), states)
 
 
-def told(state, tx=None, **options):
+def texts_of_check(state, tx=None, **options):
     """The texts that `check` says of a state."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -151,12 +151,12 @@ CLOSE = {"50 in a row", "down from 2**40"}
 )
 def test_a_healthy_run_hears_nothing_however_often_it_asks(name):
     states = states_of(HEALTHY[name])
-    assert told(states) == []
+    assert texts_of_check(states) == []
     assert states.skip_rate.max() < (0.049 if name in CLOSE else 0.045)
 
 
 def test_where_gradients_are_lost_at_any_scale_three_in_a_hundred_are_told_as_a_decay():
-    (text,) = told(states_of(Run(TX, overflowing(every(0.03)))))
+    (text,) = texts_of_check(states_of(Run(TX, overflowing(every(0.03)))))
     assert "fell again and again" in text
 
 
@@ -232,7 +232,7 @@ def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
     assert (states.skip_rate[within - 1 :] >= 0.05).all()
     for period in (1, 7, 100, 2500, STEPS):
         first = period * math.ceil(within / period)
-        texts = told(after(states, first), run.tx)
+        texts = texts_of_check(after(states, first), run.tx)
         (text,) = [text for text in texts if "skipped lately" in text]
         for words in says:
             assert re.search(words, text), period
@@ -264,7 +264,7 @@ def test_the_cause_is_that_of_the_present_row(name):
         bad_grads = rows(300, [0], 1000)
         expected_counts = [0, 0, 60]
     states = states_of(Run(SAFE, overflowing(bad_grads), nan_where(bad_loss)))
-    (text,) = told(after(states, 1000))
+    (text,) = texts_of_check(after(states, 1000))
     assert says in text
     assert says_not not in text
     counts = states.row_notfinite_loss[[299, 300, 999]]
@@ -286,7 +286,7 @@ def test_that_nothing_is_scaled_is_told_however_often_it_asks(period):
     first_from = period * math.ceil(UNSCALED_FROM / period)
     last = period * (24_000 // period)
     for step in (last_before, first_from, last):
-        texts = told(after(states, step))
+        texts = texts_of_check(after(states, step))
         assert len(texts) == (step >= UNSCALED_FROM), step
         for text in texts:
             assert "nothing scales the backward pass" in text
@@ -304,11 +304,11 @@ GROWN = {
 
 @cases("name", GROWN)
 def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far(name):
-    tx, steps, is_told = GROWN[name]
+    tx, steps, is_warned_of = GROWN[name]
     states = states_without_overflow(tx)
-    assert len(told(after(states, steps))) == is_told
-    if not is_told:  # nor in any step before
-        assert told(jax.tree.map(lambda leaf: leaf[:steps], states)) == []
+    assert len(texts_of_check(after(states, steps))) == is_warned_of
+    if not is_warned_of:  # nor in any step before
+        assert texts_of_check(jax.tree.map(lambda leaf: leaf[:steps], states)) == []
 
 
 def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
@@ -318,8 +318,8 @@ def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
     ):
         states = states_of(Run(tx, np.full(51 * 64, np.inf), 0.0, 0.0))
         for step in (51, 64, 50 * 64):
-            assert told(after(states, step)) == []
-        (text,) = told(after(states, 51 * 64))
+            assert texts_of_check(after(states, step)) == []
+        (text,) = texts_of_check(after(states, 51 * 64))
         assert "All gradients were 0 in 51 steps" in text
 
 
@@ -336,14 +336,14 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
             *members,
         )
 
-    assert told(population(fine, fine, skipping, fine)) == []
+    assert texts_of_check(population(fine, fine, skipping, fine)) == []
     start = "Of a population of shape (2, 2), the member at"
     blind_population = population(fine, skipping, blind, fine)
-    (text,) = told(blind_population)
+    (text,) = texts_of_check(blind_population)
     assert text.startswith(f"{start} [1, 0]: All gradients")
-    (text,) = told(blind_population, max_consecutive=29)
+    (text,) = texts_of_check(blind_population, max_consecutive=29)
     assert text.startswith(f"{start} [0, 1]: 30 steps in a")
-    (text,) = told(population(fine, skipping, lossy, fine))
+    (text,) = texts_of_check(population(fine, skipping, lossy, fine))
     assert "skipped lately" in text
 
 
@@ -383,10 +383,10 @@ def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
     states = states_of(Run(tx, np.full(2000, np.inf), rises))
     raised = after(states, 1100)
     assert raised.spikes.level_count >= 16
-    assert told(raised) == []
+    assert texts_of_check(raised) == []
     bad = rows(60, [1100], 2000)
     states = states_of(Run(tx, overflowing(bad), rises))
-    (text,) = told(after(states, 1160))
+    (text,) = texts_of_check(after(states, 1160))
     assert re.search(
         r"60 steps in a row.*above that of its past\. Most often .* new mix of", text
     )
@@ -394,17 +394,17 @@ def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
     assert 900 <= int(good) <= 1000
     # It stays the same text as steps pass, so that Python shows it once.
     states = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
-    texts = told(after(states, 1100))
+    texts = texts_of_check(after(states, 1100))
     assert "new mix of data" in texts[-1]
-    assert told(after(states, 1200)) == texts
-    assert told(after(states, 1300)) == texts
+    assert texts_of_check(after(states, 1200)) == texts
+    assert texts_of_check(after(states, 1300)) == texts
 
 
 def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
     tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
     size = np.where(np.arange(100) < 40, 1.0, 1e25)
     states = states_of(Run(tx, np.full(100, np.inf), size=size))
-    assert told(after(states, 59)) == []
-    (text,) = told(after(states, 60))
+    assert texts_of_check(after(states, 59)) == []
+    (text,) = texts_of_check(after(states, 60))
     assert "again and again" in text
     assert "norm is inf in float32" in text
