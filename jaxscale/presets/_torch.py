@@ -193,7 +193,8 @@ def colossalai(
 
     The rule of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
     `amp/naive_amp/grad_scaler`. What differs: in ColossalAI, without a maximum, a growth may end at
-    inf for good; here the scale stays. A `max_scale` of `None` is none, a `hysteresis` of 0 is 1.
+    inf for good; here the scale stays. A `max_scale` of `None` means no maximum, and a `hysteresis`
+    of 0 means 1.
     """
     call = "presets.colossalai"
     return make_preset(

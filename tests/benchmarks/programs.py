@@ -102,7 +102,8 @@ def find_devices(row):
 
 def compile_step(row, name):
     """Returns the report of a program, and nothing to run."""
-    # Of the machine that traces, too: whether there are several decides how gradients are read.
+    # The machine that traces also has that many: several are a reason to read gradients in another
+    # way.
     jax.config.update("jax_num_cpu_devices", row.devices)
     jax.config.update("jax_enable_compilation_cache", False)
     devices = targets.devices(row.target, row.shape, row.slices)[: row.devices]

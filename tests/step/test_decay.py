@@ -111,7 +111,7 @@ def of_ceiling(ceiling):
 
 
 def falling(every, steps=4000, noise=0.3):
-    """The highest scale falls by a binade in so many steps."""
+    """The highest scale falls by a binade in each `every` steps."""
     noise = noise * np.random.default_rng(0).standard_normal(steps)
     ceiling = np.floor(16 - np.arange(steps) / every + noise)
     return of_ceiling(np.maximum(ceiling, -20))
@@ -347,7 +347,7 @@ def test_retries_that_do_not_help_are_warned_of_from_the_sixth_on(policy, steps)
     """Every second step is bad. At 10, an adaptive scale is warned of as one that decays."""
     trace = of_ceiling([30, simulator.BAD] * (steps // 2))
     states = histories(COUNTED[policy], {"bad": trace}, retries=3)["bad"]
-    # At its floor, to which so many failures drive an adaptive scale, no pass is repeated.
+    # At its floor, to which these failures drive an adaptive scale, no pass is repeated.
     scales_before_bad_steps = states.scaling.loss_scale[:-1:2]
     num_repeated = np.sum(scales_before_bad_steps > 1)
     assert states.total_exhausted[-1] == num_repeated

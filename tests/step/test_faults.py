@@ -140,7 +140,7 @@ every_run = cases(
 @every_run
 def test_faults_leave_no_trace(name, rate):
     run = run_with_faults(name, rate)
-    # So many good steps came before each but the first.
+    # How many good steps came before each step but the first.
     num_good = np.cumsum(~run.bad)[:-1]
     expected = jax.tree.map(lambda x: x[num_good], run.kept_alone)
     assert_same_bits(jax.tree.map(lambda x: x[1:], run.kept), expected)

@@ -58,7 +58,7 @@ def assert_near(actual, expected):
 skip_inside = jaxscale.skip_nonfinite(SGD, max_norm=7.0)
 CLIPPED = {
     "dynamic": jaxscale.loss_scaled(SGD, max_norm=MAX_NORM),
-    # needs the largest, too
+    # also needs the largest gradient
     "adaptive": jaxscale.loss_scaled(SGD, "adaptive", max_norm=MAX_NORM),
     "safe": jaxscale.skip_nonfinite(SGD, max_norm=MAX_NORM),
     "over": jaxscale.loss_scaled(skip_inside, max_norm=MAX_NORM),

@@ -343,7 +343,7 @@ def test_weakly_typed_states_and_parameters_do_not_compile_twice():
 
 
 def test_the_optimizer_is_an_ordinary_value():
-    # A GradientTransformation is a NamedTuple, so a tree: Flax NNX takes it apart, too.
+    # A GradientTransformation is a NamedTuple, so a tree, which Flax NNX takes apart.
     tx = jaxscale.loss_scaled(optax.sgd(0.5))
     ones = jnp.ones(2)
     for same in (jax.tree.map(lambda leaf: leaf, tx), copy.deepcopy(tx), tx._replace()):

@@ -56,7 +56,7 @@ def states_of(run):
 
 
 def after(states, step):
-    """The state after so many steps."""
+    """The state after a number of steps."""
     return jax.tree.map(operator.itemgetter(step - 1), states)
 
 
@@ -173,7 +173,7 @@ class Broken(NamedTuple):
     """A run that loses too many steps, and what is said of it."""
 
     run: Run
-    within: int  # after so many steps at the latest
+    within: int  # how many steps
     says: list[str]
     says_not: list[str]
 

@@ -106,7 +106,7 @@ def test_only_good_steps_are_made(entry, optimizer):
         else:
             assert_same_bits(params, params_before)
             assert_same_bits(opt_state.inner_state, before.inner_state)
-        if i in SPIKES:  # says nothing about the scale, and its growth waits, too
+        if i in SPIKES:  # says nothing about the scale, whose growth also waits
             assert_same_bits(opt_state.scaling, before.scaling)
         if i in BAD:  # enters no window
             assert_same_bits(opt_state.spikes, before.spikes)
