@@ -50,11 +50,9 @@ def stuck(tree, match=None, **options):
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "policy", [jaxscale.DynamicLossScale(), jaxscale.AdaptiveLossScale()]
-)
+@cases("policy", [jaxscale.DynamicLossScale, jaxscale.AdaptiveLossScale])
 def test_metrics_of_a_loss_scale_alone_are_its_state(policy):
-    state = policy.init()
+    state = policy().init()
     assert jaxscale.metrics({"policy": state}) == state._asdict()
 
 
