@@ -95,7 +95,7 @@ from ._step.train_step import train_step
 from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
 from ._trees.selection import tree_where
 
-# A group a line, in the order of the docstring, which is that of the API reference, too.
+# A group a line, in the order of the docstring and of the API reference.
 __all__ = [  # noqa: RUF022
     "loss_scaled", "train_step", "metrics", "check",
     "value_and_grad", "apply_gradients", "grad",

@@ -378,8 +378,7 @@ def _check_fields(
 def _check_names(call: str, always_replace: Any) -> tuple[str, ...]:
     """Returns the names as a tuple, which can be read more than once, or raises a `TypeError`."""
     example = "key"
-    # which also is a collection of strings, of its letters
-    if isinstance(always_replace, str):
+    if isinstance(always_replace, str):  # also a collection of strings: of its letters
         example = always_replace
     elif isinstance(always_replace, Iterable):
         names = tuple(always_replace)

@@ -225,20 +225,20 @@ class _Objects(NamedTuple):
 
 def _take_objects(model: nnx.Module, args: Any, kwargs: Any) -> _Objects:
     """Takes the NNX objects out of the arguments of a step, and says how to put copies back."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
-    places = [i for i, leaf in enumerate(leaves) if nnx.graph.is_graph_node(leaf)]
+    is_object = nnx.graph.is_graph_node
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+    places = [place for place, leaf in enumerate(leaves) if is_object(leaf)]
+    objects = [leaves[place] for place in places]
 
     def put_back(graph: Any) -> Any:
-        model, objects = graph
+        copied_model, copies = graph
         copied_leaves = list(leaves)
-        for place, copy in zip(places, objects, strict=True):
+        for place, copy in zip(places, copies, strict=True):
             copied_leaves[place] = copy
         args, kwargs = treedef.unflatten(copied_leaves)
-        return model, args, kwargs
+        return copied_model, args, kwargs
 
-    return _Objects(
-        graph=(model, [leaves[place] for place in places]), put_back=put_back
-    )
+    return _Objects(graph=(model, objects), put_back=put_back)
 
 
 def _check_argnums(call: str, argnums: Any, wrt: Any) -> None:
@@ -259,7 +259,7 @@ def _is_overwrite(path: Any, variable: Any) -> bool:
 
 def _choose_state(
     before: nnx.State,
-    made: _PassState,
+    after_pass: _PassState,
     is_trained: Callable[[Any, Any], bool],
     is_kept: Callable[[Any, Any], bool],
     select: Callable[[Any, Any], Any],
@@ -269,10 +269,10 @@ def _choose_state(
     `select` chooses between a new and an old value. It is asked about the variables that a skipped
     step keeps; the others are new.
     """
-    new: dict[Any, Any] = dict(nnx.to_flat_state(made.state))
+    new: dict[Any, Any] = dict(nnx.to_flat_state(after_pass.state))
     # The model is the first of the objects, so 0 is the first part of its paths.
     overwrites: dict[Any, Any] = {}
-    for path, leaf in nnx.to_flat_state(made.overwrites):
+    for path, leaf in nnx.to_flat_state(after_pass.overwrites):
         overwrites[0, *path] = leaf
     for path, variable in nnx.to_flat_state(before):
         if is_trained(path, variable):

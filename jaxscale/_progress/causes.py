@@ -111,10 +111,12 @@ def _cause_in_backward_pass(state: Any, policy: LossScale | None) -> str:
 
 def _lowest_scale(scaling: Any, policy: LossScale) -> float:
     """Returns where a scale ends if all further steps are bad."""
-    scaling = jax.tree.map(jnp.asarray, policy.init()._replace(**scaling._asdict()))
+    scaling = policy.init()._replace(**scaling._asdict())
+    scaling = jax.tree.map(jnp.asarray, scaling)
     is_finite = jnp.array(False)
 
     def skip(_: Any, scaling: Any) -> Any:
         return policy.adjust(scaling, is_finite)
 
-    return float(jax.lax.fori_loop(0, 10_000, skip, scaling).loss_scale)
+    last = jax.lax.fori_loop(0, 10_000, skip, scaling)
+    return float(last.loss_scale)

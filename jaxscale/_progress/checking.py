@@ -119,15 +119,15 @@ def _name_member(index: int, axes: tuple[int, ...]) -> str:
     """Returns which member of a population is meant, nothing for a run that is alone."""
     if not axes:
         return ""
-    place = ", ".join(str(int(i)) for i in np.unravel_index(index, axes))
-    return f"Of a population of shape {axes}, the member at [{place}]: "
+    place = [int(i) for i in np.unravel_index(index, axes)]
+    return f"Of a population of shape {axes}, the member at {place}: "
 
 
 def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
     """Returns how many steps the optimizer has made under this state, as far as that is known."""
     applied = state.total_steps - state.total_notfinite
     if isinstance(inner_state, WINDOW_STATES):
-        # A window that was adopted has counted the steps of its former life, too.
+        # A window of another run has also counted the steps of that.
         return np.minimum(applied, np.asarray(inner_state.gradient_step))
     return applied
 
@@ -161,11 +161,8 @@ def _on_host(leaf: Any) -> np.ndarray:
 
 def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
     """Warns if a restored `TrainState` has made more steps than the optimizer that it holds."""
-    if (
-        step is None
-        or np.ndim(state.total_steps)
-        or not np.all(step > state.total_steps)
-    ):
+    is_population = np.ndim(state.total_steps) > 0
+    if step is None or is_population or not np.all(step > state.total_steps):
         return
     if _is_lost(step, state, inner_state):
         warnings.warn(
@@ -181,12 +178,12 @@ def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
 def _is_lost(step: Any, state: Any, inner_state: Any) -> Any:
     """Returns whether an optimizer that made fewer steps than `step` was not restored."""
     applied = state.total_steps - state.total_notfinite
-    counts = [
-        np.max(count) for _, count in optax.tree.get_all_with_path(inner_state, "count")
-    ]
+    counts = []
+    for _, count in optax.tree.get_all_with_path(inner_state, "count"):
+        counts.append(np.max(count))
     if isinstance(inner_state, optax.MultiStepsState):
-        # Its optimizer steps once in a few micro-batches, and how many is not known here. Only a
-        # fresh one shows: an adopted one has made a step, or is further in its window.
+        # Its optimizer steps once in a few micro-batches, and how many is not known here. So only
+        # a fresh one can be told: one of another run has made a step, or is further in its window.
         return inner_state.gradient_step == 0 and inner_state.mini_step <= applied
     if isinstance(inner_state, MultiStepsState):
         # Here `step` counts the steps of the optimizer, as its window does.
@@ -196,9 +193,10 @@ def _is_lost(step: Any, state: Any, inner_state: Any) -> Any:
         return step > window_steps and window_steps == 0
     if counts:
         return max(counts) <= applied
-    # Such as momentum, which is 0 at first.
+    # Momentum and the like are 0 at first.
     leaves = jax.tree.leaves(inner_state)
-    return bool(leaves) and state.total_steps == 0 and not any(map(np.any, leaves))
+    is_zero = not any(map(np.any, leaves))
+    return len(leaves) > 0 and state.total_steps == 0 and is_zero
 
 
 def _raise_if_blind(members: Any, steps: Any, most: int, axes: tuple[int, ...]) -> None:

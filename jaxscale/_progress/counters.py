@@ -47,6 +47,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     for node in jax.tree.leaves(tree, is_leaf=is_loss_scaled):
         if is_loss_scaled(node):
             values |= counters_of(node)
-    return {
-        name: jax.tree.map(jnp.asarray, unwrap(value)) for name, value in values.items()
-    }
+    numbers = {}
+    for name, value in values.items():
+        numbers[name] = jax.tree.map(jnp.asarray, unwrap(value))
+    return numbers

@@ -14,7 +14,7 @@ LOW_SCALE = 2.0**15
 # what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.
 UNUSED_ROOM = 6.0
 
-# From which scale, and after how many steps, it is told that nothing has ever overflowed. It is
-# where the default rule stops growing; half precision rarely bears it.
+# From which scale, and after how many steps, `check` says that nothing has ever overflowed. The
+# default rule stops growing at this scale, which half precision rarely bears.
 HIGH_SCALE = 2.0**24
 MANY_STEPS = 10_000

@@ -53,7 +53,8 @@ def _decays(members: Any) -> Any:
     if isinstance(scaling, AdaptiveState):
         is_guess = scaling.held_steps == scaling.finite_steps
         is_small = scaling.loss_scale * np.exp2(scaling.peak) < 1
-        falls |= is_guess & is_small & (scaling.crest - scaling.peak >= UNUSED_ROOM)
+        has_unused_room = scaling.crest - scaling.peak >= UNUSED_ROOM
+        falls |= is_guess & is_small & has_unused_room
     return falls & (scaling.loss_scale < LOW_SCALE)
 
 
@@ -62,9 +63,8 @@ def _is_idle(members: Any) -> Any:
     scaling = members.scaling
     if not isinstance(scaling, LossScaleState):
         return False  # others may start there, as they see gradients
-    overflows = (
-        members.total_notfinite - members.total_notfinite_loss + members.total_retries
-    )
+    skipped_overflows = members.total_notfinite - members.total_notfinite_loss
+    overflows = skipped_overflows + members.total_retries
     # One that is fixed tracks nothing. One that grows has 0 finite steps just after it grew, but as
     # nothing overflowed, all of its hysteresis is left.
     moves = (scaling.growth_tracker > 0) | (scaling.hysteresis_tracker > 0)
@@ -82,13 +82,13 @@ def _find_spikes(members: Any) -> _Symptom:
     """Finds members that skip spikes again and again, and says whether norms overflowed."""
     spikes = members.spikes
     steps = members.total_steps
-    are_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
-    are_often |= spikes.spike_count >= 20
-    are_often |= (members.skip_rate >= OFTEN) & _are_mostly_spikes(members)
+    skips_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
+    skips_often |= spikes.spike_count >= 20
+    skips_often |= (members.skip_rate >= OFTEN) & _are_mostly_spikes(members)
     text = texts.SPIKES
-    if np.any(are_often & (spikes.total_norm_overflows > 0)):
+    if np.any(skips_often & (spikes.total_norm_overflows > 0)):
         text += texts.NORMS
-    return _Symptom(text, are_often)
+    return _Symptom(text, skips_often)
 
 
 def blames_loss(members: Any) -> Any:
@@ -98,16 +98,16 @@ def blames_loss(members: Any) -> Any:
     rows all do. There the overflows of a policy that grows every few steps are many, so it is also
     the loss if that alone explains half of the recent rate.
     """
-    of_row = 2 * members.row_notfinite_loss >= members.notfinite_count
+    blames_in_row = 2 * members.row_notfinite_loss >= members.notfinite_count
     bad_losses = members.total_notfinite_loss
-    steps = np.maximum(members.total_steps, 1)
-    of_all = 2 * bad_losses >= members.total_notfinite
-    of_all |= 2 * bad_losses / steps >= np.maximum(members.skip_rate, OFTEN)
-    return np.where(members.notfinite_count > 0, of_row, of_all)
+    share = bad_losses / np.maximum(members.total_steps, 1)
+    blames_in_all = 2 * bad_losses >= members.total_notfinite
+    blames_in_all |= 2 * share >= np.maximum(members.skip_rate, OFTEN)
+    return np.where(members.notfinite_count > 0, blames_in_row, blames_in_all)
 
 
 def is_unscaled(state: Any, policy: LossScale | None) -> bool:
     """Returns whether the state is that of `skip_nonfinite`, without a loss scale."""
-    return isinstance(state.scaling, UnitLossScaleState) or isinstance(
-        policy, NoOpLossScale
-    )
+    if isinstance(policy, NoOpLossScale):
+        return True
+    return isinstance(state.scaling, UnitLossScaleState)

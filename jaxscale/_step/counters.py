@@ -120,8 +120,8 @@ def move_skip_rate(
     policy: LossScale,
     before: Any,
     after: Any,
-    lost: jax.Array,
-    part: Any,
+    num_lost: jax.Array,
+    step_share: Any,
     *,
     retries: bool,
 ) -> jax.Array:
@@ -136,12 +136,12 @@ def move_skip_rate(
       policy: how the scale moves.
       before: the scale state of this step.
       after: that of the next step.
-      lost: how many steps were lost, an `f32[]`: 1 if this one was skipped, otherwise 0; with
+      num_lost: how many steps were lost, an `f32[]`: 1 if this one was skipped, otherwise 0; with
         micro-batches, maybe more.
-      part: which part of a step of the optimizer this was, an `f32[]` or a number.
+      step_share: which share of a step of the optimizer this was, an `f32[]` or a number.
       retries: whether overflows are repeated, so that none of them costs a step.
     """
-    net = lost
+    net = num_lost
     # A policy that follows the gradients also grows after it fell without an overflow.
     if not (policy.needs_largest or retries):
         grows = after.loss_scale > before.loss_scale
@@ -149,7 +149,7 @@ def move_skip_rate(
         # From 0, NaN and inf, as another scaler may have left them, a scale does not grow.
         binades = jnp.where(jnp.isfinite(ratio), jnp.log2(ratio), 0.0)
         net -= binades * _skips_per_binade(policy)
-    return jnp.clip(rate + part * (net - rate) / _MEMORY, 0.0, 1.0)
+    return jnp.clip(rate + step_share * (net - rate) / _MEMORY, 0.0, 1.0)
 
 
 def _skips_per_binade(policy: LossScale) -> float:

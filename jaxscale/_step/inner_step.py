@@ -42,8 +42,8 @@ class InnerUpdate(NamedTuple):
     norm: jax.Array | None
 
 
-class MadeStep(NamedTuple):
-    """A step that was made."""
+class InnerOutcome(NamedTuple):
+    """What a step of the optimizer leads to."""
 
     outcome: Any  # the new parameters, or only the updates
     update: InnerUpdate  # what it comes from
@@ -67,7 +67,7 @@ class InnerStep:
       tx: the optimizer.
       params: the parameters, `None` if the call came without them.
       extra_args: further arguments of `tx.update`.
-      adds: whether the outcome is the new parameters. If not, it is the updates.
+      returns_params: whether the outcome is the new parameters. If not, it is the updates.
       max_norm: the global norm to clip gradients to, or `None`.
       may_be_skipped: whether steps may be skipped, so that the state has to keep its structure.
     """
@@ -75,7 +75,7 @@ class InnerStep:
     tx: optax.GradientTransformationExtraArgs
     params: optax.Params | None
     extra_args: Mapping[str, Any]
-    adds: bool
+    returns_params: bool
     max_norm: float | None
     may_be_skipped: bool
 
@@ -86,7 +86,7 @@ class InnerStep:
         *,
         norm: jax.Array | None,
         value: Any,
-    ) -> MadeStep:
+    ) -> InnerOutcome:
         """Makes the step. The optimizer does not see leaves that their gradients replace.
 
         The norm of the gradients is passed if it is known, and `value` is the loss.
@@ -101,19 +101,19 @@ class InnerStep:
         update = self._update(trained_grads, opt_state, trained_params, norm, value)
         if trained_params is not None:
             check_outcome(update.updates, trained_params)
-        if self.adds:
+        if self.returns_params:
             outcome = apply_updates(trained_params, update.updates)
         else:
             outcome = cast_updates(trained_params, update.updates)
-        if overwrites and self.adds:
+        if overwrites and self.returns_params:
             outcome = overwrite(outcome, grads, params)
         elif overwrites:
             outcome = overwriting_updates(outcome, grads, params)
-        return MadeStep(outcome, update)
+        return InnerOutcome(outcome, update)
 
     def keep_outcome(self, like: Any, grads: Scaled) -> Any:
         """Returns the outcome of a skipped step, given that of another or its types."""
-        if self.adds:
+        if self.returns_params:
             return self.params
         return no_updates(like, grads.divided)
 
@@ -175,19 +175,16 @@ def make_or_skip(
     def step(operand: Any) -> StepOrSkip:
         stored, norm = operand
         step_grads = ready.gradients_of(stored)
-        made = inner_step.make(
+        outcome, update = inner_step.make(
             step_grads, ready.opt_state, norm=norm, value=ready.value
         )
-        outcome = made.outcome
-        opt_state = made.update.opt_state
+        opt_state = update.opt_state
         grad_norm = None
         if finds_norm:
-            grad_norm = show_norm(last_norm, made.update.norm, verdict.axis_name)
+            grad_norm = show_norm(last_norm, update.norm, verdict.axis_name)
         updates_finite = None
         if check_updates:
-            updates_finite = all_finite(
-                made.update.updates, axis_name=verdict.axis_name
-            )
+            updates_finite = all_finite(update.updates, axis_name=verdict.axis_name)
             kept = inner_step.keep_outcome(outcome, grads)
             outcome = tree_where(updates_finite, outcome, kept)
             opt_state = tree_where(updates_finite, opt_state, ready.opt_state)

@@ -53,7 +53,7 @@ class BareOptimizer:
             )
         return state
 
-    def scale_state(self, call: str, state: Any) -> Any:
+    def find_start_scale(self, call: str, state: Any) -> Any:
         """Returns the scale state of a `loss_scaled` optimizer inside of this one, if any."""
         if not any(map(is_scaling, jax.tree.leaves(state, is_leaf=is_scaling))):
             return None

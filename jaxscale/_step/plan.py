@@ -200,7 +200,7 @@ class StepPlan:
             return self._call_hook(backward(scaling), params)
 
         self.warn_if_bare(optimizer, opt_state, stacklevel=4)
-        start = optimizer.scale_state(self.call, opt_state)
+        start = optimizer.find_start_scale(self.call, opt_state)
         axis_name = optimizer.axis_name
         one_pass = hooked_pass
         if optimizer.skips and traced and (self.on_grads is not None or self.retries):

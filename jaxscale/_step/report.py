@@ -60,13 +60,14 @@ def report_skip(
     numbers = jax.tree.map(jnp.asarray, numbers)
     skipped = ~state.step_applied
 
-    tell = functools.partial(_tell, on_skip)
+    call_host = functools.partial(_call_host, on_skip)
     leaves = jax.tree.leaves((skipped, numbers))
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
-        tell(skipped, numbers)  # nothing is compiled, so neither is this
+        call_host(skipped, numbers)  # nothing is compiled, so neither is this
         return
     is_first = _is_first_device(skipped)
-    never = _make_reporter(tell)(skipped, is_first, numbers)
+    report = _make_reporter(call_host)
+    never = report(skipped, is_first, numbers)
     # Before JAX 0.8 a function with a batching rule has no effects that its callers know of. Where
     # no state is returned it would be left out, if nothing with an effect needed its result.
     jax.lax.cond(never, lambda: jax.debug.callback(_do_nothing), _do_nothing)
@@ -77,22 +78,20 @@ def _is_first_device(skipped: jax.Array) -> tuple[jax.Array, ...]:
 
     Devices that may differ in what they skip are different runs. The others are one.
     """
-    alike = [
-        axis for axis in axes_of_devices() if axis not in varying(jax.typeof(skipped))
-    ]
-    return tuple(jax.lax.axis_index(axis) == 0 for axis in alike)
+    own_axes = varying(jax.typeof(skipped))
+    shared_axes = [axis for axis in axes_of_devices() if axis not in own_axes]
+    return tuple(jax.lax.axis_index(axis) == 0 for axis in shared_axes)
 
 
-def _tell(
+def _call_host(
     on_skip: Callable[[dict[str, Any]], Any], skipped: Any, numbers: dict[str, Any]
 ) -> None:
     """Calls `on_skip` on the host, for each member of a population that skipped."""
-    skipped = np.asarray(skipped)  # of the one run there is, it has no axes
+    skipped = np.asarray(skipped)  # a run that is alone has no axes
+    numbers = {name: np.asarray(leaf) for name, leaf in numbers.items()}
     for indices in np.argwhere(skipped):
         member = tuple(indices)
-        values = {
-            name: np.asarray(leaf)[member].tolist() for name, leaf in numbers.items()
-        }
+        values = {name: leaf[member].tolist() for name, leaf in numbers.items()}
         if skipped.ndim:
             values["member"] = int(np.ravel_multi_index(member, skipped.shape))
         on_skip(values)
@@ -103,7 +102,7 @@ def _do_nothing() -> None:
 
 
 def _make_reporter(
-    tell: Callable[[Any, Any], None],
+    call_host: Callable[[Any, Any], None],
 ) -> Callable[[Any, Any, Any], jax.Array]:
     """Makes the function that calls the host if any member of a population skipped.
 
@@ -113,13 +112,15 @@ def _make_reporter(
 
     @jax.custom_batching.custom_vmap
     def report(skipped: Any, is_first: Any, numbers: Any) -> jax.Array:
-        calls = jnp.any(skipped)
+        is_due = jnp.any(skipped)
         for is_first_along_axis in is_first:
-            calls &= is_first_along_axis
-        jax.lax.cond(
-            calls, lambda: jax.debug.callback(tell, skipped, numbers), _do_nothing
-        )
-        return calls & ~calls
+            is_due &= is_first_along_axis
+
+        def call() -> None:
+            jax.debug.callback(call_host, skipped, numbers)
+
+        jax.lax.cond(is_due, call, _do_nothing)
+        return is_due & ~is_due
 
     @report.def_vmap
     def report_population(
@@ -127,11 +128,10 @@ def _make_reporter(
     ) -> tuple[jax.Array, bool]:
         skipped_batched, first_batched, numbers_batched = batched
         # The index along an axis that `vmap` named is batched: its members are no devices.
-        of_devices = [
-            flag
-            for flag, is_batched in zip(is_first, first_batched, strict=True)
-            if not is_batched
-        ]
+        is_first_device = []
+        for flag, is_batched in zip(is_first, first_batched, strict=True):
+            if not is_batched:
+                is_first_device.append(flag)
 
         def stack(leaf: jax.Array, is_batched: bool) -> jax.Array:
             if is_batched:
@@ -141,6 +141,7 @@ def _make_reporter(
         if any(jax.tree.leaves((skipped_batched, numbers_batched))):
             skipped = stack(skipped, skipped_batched)
             numbers = jax.tree.map(stack, numbers, numbers_batched)
-        return _make_reporter(tell)(skipped, tuple(of_devices), numbers), False
+        report_rest = _make_reporter(call_host)
+        return report_rest(skipped, tuple(is_first_device), numbers), False
 
     return report

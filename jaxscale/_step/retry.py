@@ -47,6 +47,17 @@ class _Attempt(NamedTuple):
     again: jax.Array  # bool[], whether to make that
 
 
+class _Round(NamedTuple):
+    """What the loop over the passes of a traced step carries from one to the next."""
+
+    scaling: (
+        Any  # the scale state of the next pass, if there is one, or else of the last
+    )
+    number: jax.Array  # i32[], how many passes were repeated
+    again: jax.Array  # bool[], whether there is a next pass
+    results: list[jax.Array]  # the arrays in the result of the last pass
+
+
 class TracedPass(NamedTuple):
     """A backward pass as a program."""
 
@@ -72,47 +83,50 @@ def repeat_backward(
     that of the last.
     """
 
-    def attempt(scaling: Any, number: Any) -> _Attempt:
+    def try_pass(scaling: Any, number: Any) -> _Attempt:
         result = backward(scaling)
         verdict: Any = result.verdict  # known for every optimizer whose scale moves
         overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
         lower = _lower_scale(policy, scaling, overflow, verdict, traced)
-        return _Attempt(result, lower, overflow & _is_lower(lower, scaling))
+        again = overflow & _is_lower(lower, scaling)
+        return _Attempt(result, lower, again)
 
     first = scaling
     number = jnp.zeros((), jnp.int32)
     if not traced:
-        made = attempt(scaling, number)
-        while made.again:
-            scaling = made.lower
+        attempt = try_pass(scaling, number)
+        while attempt.again:
+            scaling = attempt.lower
             number = number + 1
-            made = attempt(scaling, number)
-        return _with_retries(made.result, number, scaling, first)
+            attempt = try_pass(scaling, number)
+        return _with_retries(attempt.result, number, scaling, first)
 
     # Traced once, for its types and for the loop.
-    flat = Flat(attempt, (scaling, number), {}, "arrays_of_pass")
+    flat = Flat(try_pass, (scaling, number), {}, "arrays_of_pass")
     arrays_of_pass = jax.jit(flat)
     types = jax.make_jaxpr(arrays_of_pass)(*flat.arrays).out_avals
     _check_devices_retry_together(call, retries, varying(types[-1]))
     # The last outputs are a scale state and a flag, as the inputs are a scale state and a number.
     num_results = len(types) - len(flat.arrays)
 
-    def body(carry: Any) -> Any:
-        scaling, number, _, _ = carry
-        arrays = arrays_of_pass(*jax.tree.leaves((scaling, number)))
-        made = flat.restored(arrays)
-        # strict promotion adds no bool to an integer
-        number += made.again.astype(jnp.int32)
-        next_scaling = tree_where(made.again, made.lower, scaling)
-        return next_scaling, number, made.again, arrays[:num_results]
+    def make_round(last: _Round) -> _Round:
+        arrays = arrays_of_pass(*jax.tree.leaves((last.scaling, last.number)))
+        attempt = flat.restored(arrays)
+        again = attempt.again
+        return _Round(
+            # strict promotion adds no bool to an integer
+            number=last.number + again.astype(jnp.int32),
+            scaling=tree_where(again, attempt.lower, last.scaling),
+            again=again,
+            results=arrays[:num_results],
+        )
 
     no_results = [blank(aval) for aval in types[:num_results]]
-    start = (scaling, number, jnp.array(True), no_results)
-    scaling, number, again, results = jax.lax.while_loop(
-        lambda carry: carry[2], body, start
-    )
-    made = flat.restored([*results, *jax.tree.leaves(scaling), again])
-    return _with_retries(made.result, number, scaling, first)
+    start = _Round(scaling, number, jnp.array(True), no_results)
+    last = jax.lax.while_loop(lambda last: last.again, make_round, start)
+    last_arrays = [*last.results, *jax.tree.leaves(last.scaling), last.again]
+    attempt = flat.restored(last_arrays)
+    return _with_retries(attempt.result, last.number, last.scaling, first)
 
 
 def _check_devices_retry_together(
@@ -131,7 +145,9 @@ def _check_devices_retry_together(
 def _with_retries(
     result: BackwardResult, number: Any, last: Any, first: Any
 ) -> BackwardResult:
+    """Adds to a result what came of repeating its pass, given two scale states."""
     verdict: Any = result.verdict
+    # If even the last pass failed, the scale was not to blame.
     scaling = tree_where(verdict.grads_finite, last, first)
     return result._replace(retries=Retries(number, scaling))
 

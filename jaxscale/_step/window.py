@@ -66,7 +66,7 @@ class EachStep:
     ) -> jax.Array:
         return verdict.loss_finite  # a bad loss says nothing about the scale
 
-    def find_part(self, window: Any) -> float:
+    def find_step_share(self, window: Any) -> float:
         return 1.0
 
     def count_lost(
@@ -198,8 +198,8 @@ class Window:
             return verdict.loss_finite
         return verdict.loss_finite & (stepped | ~grads_finite)
 
-    def find_part(self, state: MultiStepsState) -> jax.Array:
-        """Returns which part of a step of the optimizer a micro-batch is, an `f32[]`."""
+    def find_step_share(self, state: MultiStepsState) -> jax.Array:
+        """Returns which share of a step of the optimizer a micro-batch is, an `f32[]`."""
         return 1 / self._find_length(state).astype(jnp.float32)
 
     def count_lost(
@@ -207,7 +207,8 @@ class Window:
     ) -> jax.Array:
         """Returns how many micro-batches were lost, an `f32[]`: this one, or its whole window."""
         # Good ones that led to no step are lost at the end of their window.
-        wasted = jnp.where(self._is_full(state) & ~stepped, state.counted, 0)
+        leads_nowhere = self._is_full(state) & ~stepped
+        wasted = jnp.where(leads_nowhere, state.counted, 0)
         return (~applied).astype(jnp.float32) + wasted.astype(jnp.float32)
 
     def _is_full(self, state: MultiStepsState) -> jax.Array:

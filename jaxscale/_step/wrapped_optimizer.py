@@ -9,7 +9,7 @@
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
    stay as they are: by a branch on a CPU, by a selection on other machines.
 4. *Scale.* The policy gets the verdict, and the largest gradient if it needs that, and moves the
-   loss scale, unless the loss is to blame.
+   loss scale. After a bad loss or a spike the scale stays, as it is not to blame.
 5. *Counters.* The state counts what happened, and `on_skip` is called if the step was skipped.
 
 With `skip_nonfinite=False` none of this happens: the step is that of the wrapped optimizer.
@@ -63,7 +63,9 @@ class _InitTypes(NamedTuple):
 class WrappedOptimizer:
     """An optimizer whose bad steps are skipped: what `loss_scaled` makes of its arguments.
 
-    Its methods `init` and `update` are those of the transformation that users get.
+    Its methods `init` and `update` are those of the transformation that users get. The others are
+    what a training step asks of an optimizer. A `BareOptimizer` has them as well, and names the
+    `call` in its errors.
 
     Attributes:
       inner: the optimizer inside.
@@ -76,8 +78,9 @@ class WrappedOptimizer:
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
-      last_init: under the key `"types"`, the types of the last `init`. Tracing `init` again in each
-        step would take a fifth as long as tracing plain Optax.
+      last_init: a cache for `expected_types`: the types of the last `init`, under the key `"types"`
+        of a dict, as the class is frozen. To trace `init` again in each step would take a fifth as
+        long as to trace plain Optax.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -95,7 +98,7 @@ class WrappedOptimizer:
     )
 
     def init(self, params: optax.Params) -> LossScaledState:
-        # `update` also passes the parameters in float32, so moments keep their dtype.
+        # `update` passes the parameters in float32, so moments must be float32 from the start.
         wide_params = map_gradients(widen, params)
         inner_state = self.inner.init(without_overwrites(wide_params))
         check_not_nested(inner_state)
@@ -123,20 +126,22 @@ class WrappedOptimizer:
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
+        call = "loss_scaled(...).update"
         order = "(grads, opt_state, params)"
-        state = self.check_state("loss_scaled(...).update(state=...)", state, order)
-        if value is None:
-            value = extra_args.get("loss")
-        result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(updates))
+        state = self.check_state(f"{call}(state=...)", state, order)
+        loss = value
+        if loss is None:  # some trainers pass it under this name
+            loss = extra_args.get("loss")
+        result = BackwardResult(loss=loss, state=None, aux=None, grads=Scaled(updates))
         trees = StepTrees(
-            "loss_scaled(...).update(updates=...)",
-            updates,
-            params,
-            "loss_scaled(...).update(state=...)",
-            state,
+            grads_argument=f"{call}(updates=...)",
+            grads=updates,
+            params=params,
+            state_argument=f"{call}(state=...)",
+            opt_state=state,
         )
         with explaining_mismatch(trees, self):
-            return self.apply(result, state, params, extra_args, adds=False)
+            return self.apply(result, state, params, extra_args, returns_params=False)
 
     @property
     def can_back_off(self) -> bool:
@@ -148,19 +153,21 @@ class WrappedOptimizer:
         types = self.last_init.get("types")
         if types is not None and types.params == types_of(params):
             return types.inner_state
-        return types_of(jax.eval_shape(self.init, params).inner_state)
+        state = jax.eval_shape(self.init, params)
+        return types_of(state.inner_state)
 
     def check_state(self, argument: str, state: Any, order: str) -> LossScaledState:
         """Returns the state of a step, as arrays, or raises an error if it is not one.
 
-        Its scale may be that of another policy: then it is lowered to the highest of this one.
+        Its scale may come from another policy: then it is lowered to the highest of this one.
+        `order` is that of the arguments of the call, for the error.
         """
         state = check_state(argument, state, self.policy, order)
         if not self.skips or not isinstance(self.policy, CheckedLossScale):
             return state
         return state._replace(scaling=_cap_scale(self.policy, state.scaling))
 
-    def scale_state(self, call: str, state: LossScaledState) -> Any:
+    def find_start_scale(self, call: str, state: LossScaledState) -> Any:
         """Returns the scale state that a backward pass starts with."""
         # A loop carries only JAX's arrays, and a restored state may hold NumPy's.
         return jax.tree.map(jnp.asarray, state.scaling)
@@ -186,16 +193,20 @@ class WrappedOptimizer:
         if axis_name is None:
             axis_name = self.axis_name
         check_devices_agree(result.grads.divided, result.loss, axis_name)
-        judges_spikes = self._spike_rule(state) is not None
+        judges_spikes = self._find_spike_rule(state) is not None
         # The optimizer clips the mean of a window, so the norm of a micro-batch is of no use to it.
         clips_these = self.max_norm is not None and not self.window.averages
         needs_squares = judges_spikes or clips_these
+        # The state decides what it shows, not `track_leaves` and `max_norm`: its structure must
+        # not change.
+        shows_leaves = state.nonfinite_leaves is not None
+        shows_norm = state.grad_norm is not None
         questions = Questions(
-            # The state decides, not `track_leaves`: its structure must not change.
-            by_leaf=state.nonfinite_leaves is not None,
+            by_leaf=shows_leaves,
             largest=self.policy.needs_largest,
+            # If JAX raises an error at each NaN, the squares have to wait for the verdict.
             squares=needs_squares and not nans_are_errors(),
-            agreed_norm=judges_spikes or state.grad_norm is not None,
+            agreed_norm=judges_spikes or shows_norm,
             agreed_loss=judges_spikes,
         )
         verdict = judge_gradients(
@@ -216,12 +227,11 @@ class WrappedOptimizer:
         params: optax.Params | None,
         extra_args: Mapping[str, Any] = NO_ARGS,
         *,
-        adds: bool = True,
+        returns_params: bool = True,
     ) -> tuple[Any, LossScaledState]:
-        """Applies a backward pass: returns the new parameters and the next state.
+        """Applies a backward pass: returns the new parameters, or only the updates, and the state.
 
-        The state was checked, and each parameter has a gradient. Without `adds`, updates are
-        returned instead of parameters.
+        The state was checked, and each parameter has a gradient.
         """
         grads = result.grads
         if params is None and holds_overwrites(grads.grads):
@@ -234,7 +244,7 @@ class WrappedOptimizer:
             tx=self.inner,
             params=params,
             extra_args=extra_args,
-            adds=adds,
+            returns_params=returns_params,
             max_norm=self.max_norm,
             may_be_skipped=self.skips,
         )
@@ -248,7 +258,7 @@ class WrappedOptimizer:
         is_good = verdict.grads_finite & verdict.loss_finite
         is_spike = None
         spikes = state.spikes
-        spike_rule = self._spike_rule(state)
+        spike_rule = self._find_spike_rule(state)
         if spike_rule is not None:
             is_spike, spikes = spike_rule.judge(
                 spikes, verdict.loss, verdict.norm, is_good
@@ -256,7 +266,9 @@ class WrappedOptimizer:
             is_good &= ~is_spike
 
         # 2. Window.
-        window, ready = self.window.add(state.inner_state, grads, result.loss, is_good)
+        window_state, ready = self.window.add(
+            state.inner_state, grads, result.loss, is_good
+        )
 
         # 3. Skip.
         step = make_or_skip(
@@ -269,32 +281,34 @@ class WrappedOptimizer:
             check_updates=self.check_updates,
         )
         stepped = ready.due
+        # From here on this covers the updates as well, if they are checked.
         grads_finite = verdict.grads_finite
         if step.updates_finite is not None:
             stepped &= step.updates_finite
             grads_finite &= step.updates_finite
 
         # 4. Scale.
-        start = state.scaling
+        old_scaling = state.scaling
         if result.retries is not None:
-            start = result.retries.scaling
-        moved = adjust_scale(self.policy, start, grads_finite, verdict.largest)
+            old_scaling = result.retries.scaling
+        moved = adjust_scale(self.policy, old_scaling, grads_finite, verdict.largest)
         may_move = self.window.lets_scale_move(verdict, grads_finite, stepped)
         if is_spike is not None:
             may_move &= ~is_spike  # a spike says nothing about the scale
-        scaling = tree_where(may_move, moved, start)
+        scaling = tree_where(may_move, moved, old_scaling)
 
         # 5. Counters.
         next_state = count_step(
             state, verdict, grads_finite, is_spike, scaling, result.retries
         )
+        applied = next_state.step_applied
         skip_rate = move_skip_rate(
             state.skip_rate,
             self.policy,
-            before=start,
+            before=old_scaling,
             after=scaling,
-            lost=self.window.count_lost(window, next_state.step_applied, stepped),
-            part=self.window.find_part(window),
+            num_lost=self.window.count_lost(window_state, applied, stepped),
+            step_share=self.window.find_step_share(window_state),
             retries=result.retries is not None,
         )
         nonfinite_leaves = state.nonfinite_leaves
@@ -303,7 +317,7 @@ class WrappedOptimizer:
             nonfinite_leaves = last_flags(nonfinite_leaves, flags, grads_finite)
         next_state = next_state._replace(
             scaling=scaling,
-            inner_state=self.window.close(window, step.opt_state, stepped),
+            inner_state=self.window.close(window_state, step.opt_state, stepped),
             skip_rate=skip_rate,
             spikes=spikes,
             nonfinite_leaves=nonfinite_leaves,
@@ -317,17 +331,16 @@ class WrappedOptimizer:
         self, inner_step: InnerStep, result: BackwardResult, state: LossScaledState
     ) -> tuple[Any, LossScaledState]:
         """Makes a step of the optimizer inside, whatever the gradients are."""
-        made = inner_step.make(
+        outcome, update = inner_step.make(
             result.grads.divided, state.inner_state, norm=None, value=result.loss
         )
-        next_state = state._replace(
-            inner_state=made.update.opt_state,
-            grad_norm=show_norm(state.grad_norm, made.update.norm, self.axis_name),
-        )
-        return made.outcome, next_state
+        grad_norm = show_norm(state.grad_norm, update.norm, self.axis_name)
+        next_state = state._replace(inner_state=update.opt_state, grad_norm=grad_norm)
+        return outcome, next_state
 
-    def _spike_rule(self, state: LossScaledState) -> SpikeRule | None:
-        # A state without windows keeps its structure: it comes from a run without the rule.
+    def _find_spike_rule(self, state: LossScaledState) -> SpikeRule | None:
+        # A state without `spikes` comes from a run without the rule. Its structure must not
+        # change, so no step of it is judged.
         if state.spikes is None:
             return None
         return self.spikes
@@ -335,16 +348,19 @@ class WrappedOptimizer:
 
 def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
     """Lowers the scale in a scale state to the highest that a policy ever has."""
-    highest = getattr(policy, "max_scale", float(jnp.finfo(jnp.float32).max))
-    highest = jnp.float32(max(highest, policy.init_scale))
+    max_scale = getattr(policy, "max_scale", float(jnp.finfo(jnp.float32).max))
+    # Some presets may start above their maximum, as their libraries do.
+    highest = jnp.float32(max(max_scale, policy.init_scale))
     scale = jnp.asarray(scaling.loss_scale)
     # A scale of NaN stays, for the policy to replace.
-    return scaling._replace(loss_scale=jnp.where(scale > highest, highest, scale))
+    capped = jnp.where(scale > highest, highest, scale)
+    return scaling._replace(loss_scale=capped)
 
 
 def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
     """Adds the sum of all squares to a verdict, inf if the gradients are not finite."""
-    # If JAX raises an error at a NaN, the pass that finds one cannot also take its square.
+    # If JAX raises an error at each NaN, the first pass must not square one. So squares are taken
+    # now, of zeros if the gradients are bad.
     zeros = map_gradients(jnp.zeros_like, grads.divided)
     finite = tree_where(verdict.grads_finite, grads.divided, zeros)
     squares = reduce_gradients(finite, squares=True).squares()

@@ -23,12 +23,12 @@ def flax(
     `minimum_scale`. Source: Flax 0.12, `flax/training/dynamic_scale.py`. What differs: without a
     minimum the scale stops at float32's smallest normal number; in Flax it becomes 0.
     """
-    interval = int32("presets.flax", "growth_interval", growth_interval, least=0) + 1
+    interval = int32("presets.flax", "growth_interval", growth_interval, least=0)
     return make_preset(
         "presets.flax",
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
-        growth_interval=interval,
+        growth_interval=interval + 1,
         scale=scale,
         minimum_scale=minimum_scale,
         clip_growth=True,
@@ -98,13 +98,12 @@ def jaxamp(
     the scale stays within float32's normal numbers. jaxamp repeats a step that is not finite with
     the next scale, up to 10 times, even if the loss itself is NaN.
     """
-    interval = (
-        int32("presets.jaxamp", "patience", to_python_number(patience), least=0) + 1
-    )
+    patience = to_python_number(patience)
+    interval = int32("presets.jaxamp", "patience", patience, least=0)
     return make_preset(
         "presets.jaxamp",
         scaler=to_python_number(scaler),
-        growth_interval=interval,
+        growth_interval=interval + 1,
         adjust_factor=to_python_number(adjust_factor),
     )
 

@@ -111,11 +111,12 @@ class PresetLossScale(DynamicLossScale):
 
     def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
         after = super()._after_nonfinite(state)
-        left = after.hysteresis_tracker
         if self.refill_on_backoff:
-            left = jnp.where(left == 0, self.hysteresis, left)
+            left = after.hysteresis_tracker
+            refilled = jnp.where(left == 0, self.hysteresis, left)
+            after = after._replace(hysteresis_tracker=refilled)
         delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
-        return after._replace(growth_tracker=delayed, hysteresis_tracker=left)
+        return after._replace(growth_tracker=delayed)
 
     def _grow(self, scale: jax.Array, factor: Any) -> jax.Array:
         grown = scale * factor
@@ -203,7 +204,8 @@ def split_factor(call: str, name: str, value: Any) -> Factors:
     # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale whose
     # next growth passes the maximum and is refused, which a division never does.
     reciprocal = np.float32(1 / factor)
-    if float(reciprocal) * float(np.float32(factor)) > 1:
+    product = float(reciprocal) * float(np.float32(factor))
+    if product > 1:
         reciprocal = np.nextafter(reciprocal, np.float32(0))
     return Factors(growth_factor=factor, backoff_factor=float(reciprocal))
 

@@ -131,18 +131,15 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
             f"`LossScaleOptimizer`, got {', '.join(config) or 'none'}."
         )
     initial_scale = config["initial_scale"]
-    dynamic_growth_steps = config["dynamic_growth_steps"]
-    if "dynamic" not in config:
-        return _resume(
-            keras(
-                initial_scale=initial_scale, dynamic_growth_steps=dynamic_growth_steps
-            )
+    growth_steps = config["dynamic_growth_steps"]
+    if "dynamic" in config:
+        policy = tf_keras(
+            dynamic=config["dynamic"],
+            initial_scale=initial_scale,
+            dynamic_growth_steps=growth_steps,
         )
-    policy = tf_keras(
-        dynamic=config["dynamic"],
-        initial_scale=initial_scale,
-        dynamic_growth_steps=dynamic_growth_steps,
-    )
+    else:
+        policy = keras(initial_scale=initial_scale, dynamic_growth_steps=growth_steps)
     return _resume(policy)
 
 

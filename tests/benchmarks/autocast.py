@@ -50,29 +50,29 @@ SCALE = 2.0**10
 LEARNING_RATE, LAST = 1e-3, 10
 
 
-def scaled(loss_fn):
+def scaled_value_and_grad(loss_fn):
     """Returns a function of parameters and batch, to the loss and its gradients."""
 
+    def scaled_loss_fn(params, batch):
+        return SCALE * loss_fn(params, batch)
+
     def value_and_grad(params, batch):
-        loss, grads = jax.value_and_grad(lambda *args: SCALE * loss_fn(*args))(
-            params, batch
-        )
-        return loss / SCALE, jax.tree.map(lambda g: g / SCALE, grads)
+        loss, grads = jax.value_and_grad(scaled_loss_fn)(params, batch)
+        return loss / SCALE, jax.tree.map(lambda grad: grad / SCALE, grads)
 
     return value_and_grad
 
 
-def compiled(fun, *args):
-    """Returns the program, and the CPU time of tracing and compiling with nothing cached."""
+def compile_anew(fun, *args):
+    """Compiles with nothing cached. Returns the program, and CPU times of tracing and compiling."""
     jax.clear_caches()
     start = time.process_time()  # of this process and its threads, whatever others run
     traced = jax.jit(lambda *args: fun(*args)).trace(*args)
-    middle = time.process_time()
+    trace_s = time.process_time() - start
+    start = time.process_time()
     program = traced.lower().compile()
-    return program, {
-        "trace_s": middle - start,
-        "compile_s": time.process_time() - middle,
-    }
+    compile_s = time.process_time() - start
+    return program, {"trace_s": trace_s, "compile_s": compile_s}
 
 
 def prepare(name, kind, size, steps, expected=None):
@@ -83,35 +83,44 @@ def prepare(name, kind, size, steps, expected=None):
     jax.config.update("jax_enable_compilation_cache", False)
     task = models.MODELS[kind](size)
     loss_fn = casts.METHODS[name](task)
-    params, batch = task.init(), task.batch(0)
-    step = scaled(loss_fn)
-    half, total = jaxprs.products(jax.make_jaxpr(loss_fn)(params, batch))
-    half_of_both, both = jaxprs.products(jax.make_jaxpr(step)(params, batch))
-    program, _ = compiled(step, params, batch)
-    grads = [
-        np.asarray(g, np.float64) for g in jax.tree.leaves(program(params, batch)[1])
-    ]
+    params = task.init()
+    batch = task.batch(0)
+    value_and_grad = scaled_value_and_grad(loss_fn)
+    forward = jaxprs.products(jax.make_jaxpr(loss_fn)(params, batch))
+    both = jaxprs.products(jax.make_jaxpr(value_and_grad)(params, batch))
+    program, _ = compile_anew(value_and_grad, params, batch)
+    _, grads = program(params, batch)
+    grads = [np.asarray(grad, np.float64) for grad in jax.tree.leaves(grads)]
     report = {
-        "parameters": sum(g.size for g in grads),
-        "forward": {"half": half, "products": total},
-        "backward": {"half": half_of_both - half, "products": both - total},
+        "parameters": sum(grad.size for grad in grads),
+        "forward": {"half": forward.half, "products": forward.total},
+        "backward": {
+            "half": both.half - forward.half,
+            "products": both.total - forward.total,
+        },
         "kept_bytes": jaxprs.residual_bytes(
             lambda params: loss_fn(params, batch), params
         ),
         "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
-        "not_finite": sum(int(np.sum(~np.isfinite(g))) for g in grads),
+        "not_finite": sum(np.sum(~np.isfinite(grad)).item() for grad in grads),
     }
-    report |= {"grads": grads} if expected is None else cosines(grads, expected)
+    if expected is None:
+        report["grads"] = grads
+    else:
+        report |= cosines(grads, expected)
     report |= train(program, params, task, steps)
     if name == casts.FLOAT32:
         # What training itself makes of a difference as small as those of half precision.
-        rounded = jax.tree.map(
-            lambda p: p.astype(jnp.float16).astype(jnp.float32), params
-        )
-        report["from_rounded"] = train(program, rounded, task, steps)
+        half_params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+        rounded_params = jax.tree.map(lambda p: p.astype(jnp.float32), half_params)
+        report["from_rounded"] = train(program, rounded_params, task, steps)
 
-    # once, however long it takes
-    return report, lambda _: compiled(step, params, batch)[1]
+    def compile_again(seconds):
+        """Compiles once, however long it takes."""
+        _, times = compile_anew(value_and_grad, params, batch)
+        return times
+
+    return report, compile_again
 
 
 def cosines(grads, expected):
@@ -119,11 +128,15 @@ def cosines(grads, expected):
 
     def cosine(one, other):
         norms = np.linalg.norm(one) * np.linalg.norm(other)
-        return float(np.vdot(one, other) / norms) if norms else 0.0
+        if norms == 0:
+            return 0.0
+        return float(np.vdot(one, other) / norms)
 
-    whole = [np.concatenate([*map(np.ravel, leaves)]) for leaves in (grads, expected)]
+    def join(leaves):
+        return np.concatenate([np.ravel(leaf) for leaf in leaves])
+
     return {
-        "cosine": cosine(*whole),
+        "cosine": cosine(join(grads), join(expected)),
         "smallest_cosine": min(map(cosine, grads, expected)),
     }
 
@@ -137,7 +150,8 @@ def train(program, params, task, steps):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    state, losses = tx.init(params), []
+    state = tx.init(params)
+    losses = []
     for i in range(steps):
         loss, grads = program(params, task.batch(i))
         params, state = update(grads, state, params)
@@ -152,72 +166,81 @@ def compile_for_h100(name, kind, size):
     from jax.sharding import SingleDeviceSharding
 
     device, *_ = targets.devices("H100", "1")
+    sharding = SingleDeviceSharding(device)
     task = models.MODELS[kind](size)
-    args = jax.tree.map(
-        lambda aval: jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=SingleDeviceSharding(device)
-        ),
-        (jax.eval_shape(task.init), jax.eval_shape(lambda: task.batch(0))),
-    )
-    step = scaled(casts.METHODS[name](task))
-    analysis = jax.jit(step).lower(*args).compile().memory_analysis()
-    return {"temporary_bytes": analysis.temp_size_in_bytes}, None
+    params = jax.eval_shape(task.init)
+    batch = jax.eval_shape(lambda: task.batch(0))
+    args = jax.tree.map(lambda aval: aval.update(sharding=sharding), (params, batch))
+    value_and_grad = scaled_value_and_grad(casts.METHODS[name](task))
+    compiled = jax.jit(value_and_grad).lower(*args).compile()
+    return {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}, None
+
+
+def _show_h100(report):
+    if "h100" not in report:
+        return ""
+    return f"{report['h100']['temporary_bytes'] / 1e6:.0f}"
 
 
 def table(row):
     exact = row["methods"][casts.FLOAT32]
     rounded = exact["from_rounded"]["loss"] - exact["loss"]
     columns = {
-        "forward": lambda each: "{half}/{products}".format(**each["forward"]),
-        "backward": lambda each: "{half}/{products}".format(**each["backward"]),
-        "1 - cosine": lambda each: f"{1 - each['cosine']:.1e}",
-        "largest": lambda each: f"{1 - each['smallest_cosine']:.1e}",
-        "loss - float32": lambda each: f"{each['loss'] - exact['loss']:+.4f}",
-        "kept MB": lambda each: f"{each['kept_bytes'] / 1e6:.1f}",
-        "temp MB": lambda each: f"{each['temporary_bytes'] / 1e6:.1f}",
-        "H100 MB": lambda each: (
-            f"{each['h100']['temporary_bytes'] / 1e6:.0f}" if "h100" in each else ""
-        ),
-        "trace": lambda each: f"{each['trace']['median']:.2f}",
-        "compile": lambda each: f"{each['compile']['median']:.2f}",
+        "forward": lambda report: "{half}/{products}".format(**report["forward"]),
+        "backward": lambda report: "{half}/{products}".format(**report["backward"]),
+        "1 - cosine": lambda report: f"{1 - report['cosine']:.1e}",
+        "largest": lambda report: f"{1 - report['smallest_cosine']:.1e}",
+        "loss - float32": lambda report: f"{report['loss'] - exact['loss']:+.4f}",
+        "kept MB": lambda report: f"{report['kept_bytes'] / 1e6:.1f}",
+        "temp MB": lambda report: f"{report['temporary_bytes'] / 1e6:.1f}",
+        "H100 MB": _show_h100,
+        "trace": lambda report: f"{report['trace']['median']:.2f}",
+        "compile": lambda report: f"{report['compile']['median']:.2f}",
     }
-    return report.table(
-        f"{row['model']}, {row['parameters'] / 1e6:.3g}M parameters",
-        columns,
-        row["methods"],
+    title = f"{row['model']}, {row['parameters'] / 1e6:.3g}M parameters"
+    caption = (
         f"float32 after {row['steps']} steps: {exact['loss']:.4f}, {rounded:+.4f} if it starts "
-        "from rounded weights",
+        "from rounded weights"
     )
+    return report.table(title, columns, row["methods"], caption)
 
 
 def measure(kind, names, options, show):
     """Returns the row of a model."""
     first, *others = names
-    model, limit = (kind, options.size, options.steps), options.limit
+    model = (kind, options.size, options.steps)
+    limit = options.limit
     ready, reports = processes.prepare({first: (prepare, first, *model)}, limit, show)
-    if "error" in reports[first]:
-        raise SystemExit(f"{first}: {reports[first]['error']}")
-    grads = reports[first].pop("grads")
-    reports[first] |= cosines(grads, grads)
+    exact = reports[first]
+    if "error" in exact:
+        raise SystemExit(f"{first}: {exact['error']}")
+    grads = exact.pop("grads")
+    exact |= cosines(grads, grads)
     jobs = {name: (prepare, name, *model, grads) for name in others}
-    more, of_others = processes.prepare(jobs, limit, show)
-    ready, reports = ready | more, reports | of_others
+    others_ready, reports_of_others = processes.prepare(jobs, limit, show)
+    ready |= others_ready
+    reports |= reports_of_others
     turns = processes.take_turns(ready, options.rounds, None, show)
-    for name, taken in turns.items():
+    for name, times in turns.items():
         for key in ("trace", "compile"):
-            seconds = statistics.median(turn[f"{key}_s"] for turn in taken)
-            ratio = processes.ratio(taken, turns[first], f"{key}_s")
+            seconds = statistics.median(turn[f"{key}_s"] for turn in times)
+            ratio = processes.ratio(times, turns[first], f"{key}_s")
             reports[name][key] = ratio | {"seconds": seconds}
-    for name in ready if options.h100 else ():
-        show(f"{name}: compiling for an H100")
-        report = processes.call(compile_for_h100, name, kind, options.h100, limit=limit)
-        reports[name]["h100"] = {"size": options.h100} | report
-    parameters, fixed = (
-        reports[first]["parameters"],
-        {"steps": options.steps, "scale": SCALE},
-    )
-    row = {"model": kind, "size": options.size, "parameters": parameters}
-    return row | fixed | {"methods": reports}
+    if options.h100:
+        for name in ready:
+            show(f"{name}: compiling for an H100")
+            memory = processes.call(
+                compile_for_h100, name, kind, options.h100, limit=limit
+            )
+            reports[name]["h100"] = {"size": options.h100} | memory
+    return {
+        "model": kind,
+        "size": options.size,
+        "parameters": exact["parameters"],
+        "steps": options.steps,
+        "scale": SCALE,
+        "methods": reports,
+    }
 
 
 def main():

@@ -36,37 +36,53 @@ def run(method, step, shapes, dtype, clip, leaves, rtol, steps):
       steps: how many steps to compare.
     """
     faults = []
-    scaled = functools.cache(functools.partial(trees.gradients, shapes, dtype))
+    draw = functools.cache(functools.partial(trees.gradients, shapes, dtype))
     bare = methods.make(methods.BARE, clip)
     bare_step = jax.jit(bare.step)
-    carry, exact = (each.init(trees.params(shapes)) for each in (method, bare))
+    carry = method.init(trees.params(shapes))
+    bare_carry = bare.init(trees.params(shapes))
     for i in range(steps):
         scale = float(method.scale(carry))
-        unscaled = jax.tree.map(
-            lambda g, by=scale: g.astype(jnp.float32) / by, scaled(scale)
-        )
-        carry, exact = step(carry, scaled(scale)), bare_step(exact, unscaled)
-        wrong = _differences((method, carry), (bare, exact), rtol)
+        grads = draw(scale)
+        bare_carry = bare_step(bare_carry, _unscale(grads, scale))
+        carry = step(carry, grads)
+        wrong = _differences(_parts(method, carry), _parts(bare, bare_carry), rtol)
         faults += [f"step {i + 1}: {what} are wrong" for what in wrong]
 
-    scale = float(method.scale(carry))
-    finite = scaled(scale)
-    largest = jnp.finfo(dtype).max
+    grads = draw(float(method.scale(carry)))
+    largest = float(jnp.finfo(dtype).max)
     for name in leaves:
-        grads = finite | {name: jnp.array(np.full_like(finite[name], largest))}
-        if _count(method, step(_copy(carry), grads)) != _count(method, carry) + 1:
-            faults.append(f"skipped finite gradients of {float(largest):.3g} in {name}")
-    for i, name in enumerate(leaves if method.skips else ()):
-        for label, bad in BAD.items():
-            grads = finite | {name: _spoiled(finite[name], bad, -(i % 2))}
-            after = step(_copy(carry), grads)
-            if not _same_bits(
-                *((method.params(c), method.inner(c)) for c in (after, carry))
-            ):
-                faults.append(f"{label} in {name} was not skipped, or left a trace")
-            if scale > 1 and float(method.scale(after)) != scale / 2:
-                faults.append(f"{label} in {name} did not halve the scale")
+        changed = grads | {name: jnp.full_like(grads[name], largest)}
+        after = step(_copy(carry), changed)
+        if _count(method, after) != _count(method, carry) + 1:
+            faults.append(f"skipped finite gradients of {largest:.3g} in {name}")
+    if method.skips:
+        for i, name in enumerate(leaves):
+            for label, bad in BAD.items():
+                # In turns, the first number of a leaf and its last one.
+                changed = grads | {name: _spoil(grads[name], bad, -(i % 2))}
+                after = step(_copy(carry), changed)
+                for trace in _traces_of_skip(method, carry, after):
+                    faults.append(f"{label} in {name} {trace}")
     return faults
+
+
+def _unscale(grads, scale):
+    return jax.tree.map(lambda grad: grad.astype(jnp.float32) / scale, grads)
+
+
+def _traces_of_skip(method, before, after):
+    """Lists what is wrong with a step that should have been skipped."""
+    traces = []
+    if not _same_bits(
+        (method.params(after), method.inner(after)),
+        (method.params(before), method.inner(before)),
+    ):
+        traces.append("was not skipped, or left a trace")
+    scale = float(method.scale(before))
+    if scale > 1 and float(method.scale(after)) != scale / 2:
+        traces.append("did not halve the scale")
+    return traces
 
 
 def small(names, dtype, clip):
@@ -84,32 +100,34 @@ def small(names, dtype, clip):
     return reports, None
 
 
-def _differences(ours, theirs, rtol):
-    """The names of what differs by more than rounding; parameters are of order one."""
-
-    def trees_of(method, carry):
-        state = method.inner(carry)
-        mu, nu = (optax.tree_utils.tree_get(state, name) for name in ("mu", "nu"))
-        return {
-            "parameters": method.params(carry),
-            "first moments": mu,
-            "second moments": nu,
-        }
-
-    tolerances = [(1e-6, 1e-6), (rtol, rtol * 0.1 * trees.GRADIENT), (2 * rtol, 0.0)]
-    pairs = zip(
-        trees_of(*ours).items(), trees_of(*theirs).values(), tolerances, strict=True
-    )
-    return [
-        what
-        for (what, tree), expected, (relative, absolute) in pairs
-        if not all(
-            jnp.allclose(tree[k], expected[k], relative, absolute) for k in expected
-        )
-    ]
+def _parts(method, carry):
+    """Returns parameters and moments, under the names that a fault is reported by."""
+    state = method.inner(carry)
+    return {
+        "parameters": method.params(carry),
+        "first moments": optax.tree_utils.tree_get(state, "mu"),
+        "second moments": optax.tree_utils.tree_get(state, "nu"),
+    }
 
 
-def _spoiled(leaf, bad, index):
+def _differences(parts, expected, rtol):
+    """Lists the parts that differ by more than rounding; parameters are of order one."""
+    tolerances = {
+        "parameters": (1e-6, 1e-6),
+        "first moments": (rtol, rtol * 0.1 * trees.GRADIENT),
+        "second moments": (2 * rtol, 0.0),
+    }
+    different = []
+    for part, tree in parts.items():
+        relative, absolute = tolerances[part]
+        for name, leaf in expected[part].items():
+            if not jnp.allclose(tree[name], leaf, relative, absolute):
+                different.append(part)
+                break
+    return different
+
+
+def _spoil(leaf, bad, index):
     spoiled = np.array(leaf)
     spoiled.flat[index] = bad
     return jnp.asarray(spoiled)

@@ -42,14 +42,16 @@ def parity(rows):
     headings += ["flushed", "gradient error", "skipped", "final scale"]
     lines = []
     for row in rows:
-        cells = [report.mean_and_spread(row["ways"][name]["final"]) for name in NAMES]
-        cells += [
-            _each(row, NAMES[1:], form, _mean(key)) for key, form in SHARES.items()
-        ]
-        scales = row["ways"][NAMES[2]]["loss_scale"]
-        ends = [f"2**{np.log2(bound(scales)):.0f}" for bound in (np.min, np.max)]
-        lines.append([row["model"], row["like"], row["measured"], *cells])
-        lines[-1].append(" to ".join(dict.fromkeys(ends)))
+        line = [row["model"], row["like"], row["measured"]]
+        for name in NAMES:
+            line.append(report.mean_and_spread(row["ways"][name]["final"]))
+        for key, form in SHARES.items():
+            line.append(_join(row, NAMES[1:], form, _mean(key)))
+        powers = np.round(np.log2(row["ways"][NAMES[2]]["loss_scale"]))
+        line.append(f"2**{powers.min():.0f}")
+        if powers.max() > powers.min():
+            line[-1] += f" to 2**{powers.max():.0f}"
+        lines.append(line)
     return report.markdown(headings, lines)
 
 
@@ -65,16 +67,16 @@ def scalings(rows):
     headings += ["gradient error", "flushed", "skipped", "repeated"]
     lines = []
     for row in rows:
-        cells = [_each(row, [name], "{:.4g}", _mean("final")) for name in SCALINGS]
+        line = [row["model"]]
+        for name in SCALINGS:
+            line.append(_join(row, [name], "{:.4g}", _mean("final")))
         for key in ("gradient_error", "flushed", "skipped"):
-            cells.append(_each(row, SCALINGS, SHARES[key], _mean(key)))
-        counts = _each(
-            row,
-            SCALINGS[2:],
-            "{0[0]} of {0[1]}",
-            lambda way: (way["repeated"], way["passes"]),
+            line.append(_join(row, SCALINGS, SHARES[key], _mean(key)))
+        counts = _join(
+            row, SCALINGS[2:], "{0[repeated]} of {0[passes]}", lambda way: way
         )
-        lines.append([row["model"], *cells, counts])
+        line.append(counts)
+        lines.append(line)
     return report.markdown(headings, lines)
 
 
@@ -83,13 +85,14 @@ def costs(rows):
     lines = []
     for row in rows:
         plain = row["ways"][NAMES[1]]["cost"]
-        lines.append([row["model"]])
+        line = [row["model"]]
         for key in ("bytes", "temporary", "milliseconds"):
 
             def ratio(way, key=key, plain=plain):
                 return np.median(np.divide(way["cost"][key], plain[key]))
 
-            lines[-1].append(_each(row, SCALINGS, "{:.2f}", ratio))
+            line.append(_join(row, SCALINGS, "{:.2f}", ratio))
+        lines.append(line)
     return report.markdown(["model", "bytes moved", "temporary memory", "time"], lines)
 
 
@@ -97,10 +100,13 @@ def _mean(key):
     return lambda way: np.mean(way[key])
 
 
-def _each(row, names, form, value):
-    """Returns a value of each way in one cell."""
-    ways = [row["ways"].get(name) for name in names]
-    return " / ".join(form.format(value(way)) if way else "-" for way in ways)
+def _join(row, names, form, value):
+    """Joins a value of each way to one cell, and "-" for a way that was not taken."""
+    texts = []
+    for name in names:
+        way = row["ways"].get(name)
+        texts.append(form.format(value(way)) if way else "-")
+    return " / ".join(texts)
 
 
 def spikes(rows):
@@ -108,22 +114,30 @@ def spikes(rows):
     headings = ["program", "", *WAYS, "skipped by the rule", "with clipping"]
     lines = []
     for row in rows:
-        finals = [report.mean_and_spread(row["ways"][way]["final"]) for way in WAYS]
-        skipped = [", ".join(map(str, row["ways"][way]["skipped"])) for way in WAYS[2:]]
-        lines.append([row["program"], row["about"], *finals, *skipped])
+        line = [row["program"], row["about"]]
+        for way in WAYS:
+            line.append(report.mean_and_spread(row["ways"][way]["final"]))
+        for way in WAYS[2:]:
+            skipped = row["ways"][way]["skipped"]
+            line.append(", ".join(map(str, skipped)))
+        lines.append(line)
     return report.markdown(headings, lines)
 
 
 def streams(rows):
     """Returns what the default rule and OLMo's skip of streams that are made up."""
 
-    def shown(row, rule):
+    def describe_skips(row, rule):
+        skips = row[rule]
         if row["asked"] == "steps":
-            return f"{np.mean(row[rule]['skipped']):.3g}"
-        return f"{100 * row[rule]['share']:.3g} % {row['asked']}"
+            return f"{np.mean(skips['skipped']):.3g}"
+        return f"{100 * skips['share']:.3g} % {row['asked']}"
 
-    headings = ["norms", "default", "OLMo"]
-    lines = [[row["stream"], shown(row, "default"), shown(row, "OLMo")] for row in rows]
+    rules = ["default", "OLMo"]
+    headings = ["norms", *rules]
+    lines = []
+    for row in rows:
+        lines.append([row["stream"], *(describe_skips(row, rule) for rule in rules)])
     return report.markdown(headings, lines)
 
 
@@ -150,20 +164,18 @@ def draw_parity(result, path):
         ("D", "white", "#0072b2"),
     ]
     height = 0.25
-    for place, (way, (marker, face, edge)) in enumerate(
-        zip(NAMES, styles, strict=True)
-    ):
+    for place, way in enumerate(NAMES):
+        marker, face, edge = styles[place]
+        style = {"markerfacecolor": face, "markeredgecolor": edge, "linestyle": ""}
         for number, row in enumerate(rows):
             y = number + (place - 1) * height
             reference = np.mean(row["ways"][NAMES[0]]["final"])
             values = np.array(row["ways"][way]["final"]) / reference
             label = way if number == 0 else None
+            places = [y] * len(values)
             left.hlines(y, values.min(), values.max(), color=edge, linewidth=1.5)
-            seeds = {"markerfacecolor": face, "markeredgecolor": edge, "linestyle": ""}
-            left.plot(
-                values, [y] * len(values), marker, markersize=4, alpha=0.75, **seeds
-            )
-            left.plot(values.mean(), y, marker, markersize=9, label=label, **seeds)
+            left.plot(values, places, marker, markersize=4, alpha=0.75, **style)
+            left.plot(values.mean(), y, marker, markersize=9, label=label, **style)
             if place:
                 share = 100 * np.mean(row["ways"][way]["flushed"])
                 hatch = "" if place == 1 else "////"
@@ -172,9 +184,8 @@ def draw_parity(result, path):
                 )
                 right.text(share + 0.3, y, f"{share:.1f}%", va="center", fontsize=8)
     left.axvline(1, color="0.7", linewidth=1, zorder=0)
-    left.set_yticks(
-        range(len(rows)), [f"{row['model']}\n({row['measured']})" for row in rows]
-    )
+    labels = [f"{row['model']}\n({row['measured']})" for row in rows]
+    left.set_yticks(range(len(rows)), labels)
     left.set_xlabel("relative to the mean of float32")
     left.set_title("at the end: each seed (small), and their mean (large)", fontsize=10)
     right.set_yticks(range(len(rows)), [])
@@ -190,6 +201,35 @@ def draw_parity(result, path):
     _save(figure, result, path)
 
 
+def _draw_ends(row, axes):
+    # Markers of their own: they can be told apart in grey.
+    markers = dict(zip(WAYS, "oXDs", strict=True))
+    for place, way in enumerate(WAYS):
+        values = row["ways"][way]["final"]
+        color = "#0072b2" if "rule" in way else "black"
+        places = [place] * len(values)
+        axes.plot(places, values, markers[way], color=color, alpha=0.7)
+        axes.hlines(np.mean(values), place - 0.3, place + 0.3, color=color)
+    if axes.get_ylim()[1] > 1e3:  # of a run that diverged
+        axes.set_yscale("log")
+    axes.set_xticks(range(len(WAYS)), WAYS, rotation=20)
+    axes.set_xlim(-0.5, len(WAYS) - 0.5)
+    axes.set_title(f"{row['program']}\n{row['about']}", fontsize=10)
+
+
+def _draw_losses(row, axes):
+    # One line is dashed: they can be told apart in grey.
+    for way, line, color in (("plain", "-", "black"), ("rule", "--", "#0072b2")):
+        losses = row["ways"][way]["losses"][0][0]
+        axes.plot(losses, line, color=color, linewidth=0.9, label=way)
+    for step, _ in row["ways"]["rule"]["skips"][0]:
+        axes.axvline(step, 0, 0.05, color="#d55e00", linewidth=1.2)
+    axes.set_yscale("log")
+    axes.set_xlabel(
+        "step of the first seed; marks below: skipped by the rule", fontsize=8
+    )
+
+
 def draw_spikes(result, path):
     """Writes the picture: how each seed ends, above, and a training with and without the rule."""
     rows = result["rows"]
@@ -197,28 +237,10 @@ def draw_spikes(result, path):
         2, len(rows), figsize=(4 * len(rows), 6.5), layout="constrained", squeeze=False
     )
     for row, ends, curve in zip(rows, *axes, strict=True):
-        # Markers of their own, and a dashed line: they can be told apart in grey.
-        for place, (way, marker) in enumerate(zip(WAYS, "oXDs", strict=True)):
-            values = row["ways"][way]["final"]
-            color = "#0072b2" if "rule" in way else "black"
-            ends.plot([place] * len(values), values, marker, color=color, alpha=0.7)
-            ends.hlines(np.mean(values), place - 0.3, place + 0.3, color=color)
-        if ends.get_ylim()[1] > 1e3:  # of a run that diverged
-            ends.set_yscale("log")
-        ends.set_xticks(range(len(WAYS)), WAYS, rotation=20)
-        ends.set_xlim(-0.5, len(WAYS) - 0.5)
-        ends.set_title(f"{row['program']}\n{row['about']}", fontsize=10)
-        for way, line, color in (("plain", "-", "black"), ("rule", "--", "#0072b2")):
-            losses = row["ways"][way]["losses"][0][0]
-            curve.plot(losses, line, color=color, linewidth=0.9, label=way)
-        for step in {step for step, _ in row["ways"]["rule"]["skips"][0]}:
-            curve.axvline(step, 0, 0.05, color="#d55e00", linewidth=1.2)
-        curve.set_yscale("log")
-        curve.set_xlabel(
-            "step of the first seed; marks below: skipped by the rule", fontsize=8
-        )
-        for each in (ends, curve):
-            each.grid(axis="y", alpha=0.3)
+        _draw_ends(row, ends)
+        _draw_losses(row, curve)
+        ends.grid(axis="y", alpha=0.3)
+        curve.grid(axis="y", alpha=0.3)
     axes[0, 0].set_ylabel("at the end: seeds and mean\n(lower is better)")
     axes[1, 0].set_ylabel("loss in training\n(GAN: the generator's)")
     axes[1, 0].legend()

@@ -60,22 +60,28 @@ class Instruction(NamedTuple):
 
 def computations(text):
     """Returns the instructions of each computation by name, those of the entry first."""
-    found, entry = {}, None
+    computations = {}
+    entry = None
     for line in text.splitlines():
         if line.endswith("{") and line.startswith(("%", "ENTRY ")):
             name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
-            instructions = found[name] = []
-            entry = name if line.startswith("ENTRY ") else entry
-        elif found and line.startswith("  ") and " = " in line:
-            instructions.append(_instruction(**INSTRUCTION.fullmatch(line).groupdict()))
-    return {entry: found.pop(entry)} | found
+            instructions = computations[name] = []
+            if line.startswith("ENTRY "):
+                entry = name
+        elif computations and line.startswith("  ") and " = " in line:
+            instructions.append(_read_instruction(line))
+    return {entry: computations.pop(entry)} | computations
 
 
-def _instruction(name, type, opcode, operands, attributes):
+def _read_instruction(line):
+    parts = INSTRUCTION.fullmatch(line).groupdict()
+    attributes = parts.pop("attributes")
     called = re.findall(r"[\w.\-]+", " ".join(CALLED.findall(attributes)))
     target = re.search(r'custom_call_target="(\w+)"', attributes)
-    opcode = target.group(1) if target and target.group(1) in FREE else opcode
-    return Instruction(name, type, opcode, re.findall(r"%([\w.\-]+)", operands), called)
+    if target and target.group(1) in FREE:
+        parts["opcode"] = target.group(1)
+    parts["operands"] = re.findall(r"%([\w.\-]+)", parts["operands"])
+    return Instruction(**parts, called=called)
 
 
 def _bytes(type_, anywhere=False):
@@ -83,12 +89,16 @@ def _bytes(type_, anywhere=False):
 
     Layouts of a TPU's arrays that are elsewhere, as on the chip, end in ``S(1)`` and so on.
     """
-    return sum(
-        math.prod(map(int, filter(None, shape.split(","))))
-        * (1 if dtype == "pred" else int(re.search(r"\d+", dtype).group()) / 8)
-        for dtype, shape, layout in ARRAY.findall(type_)
-        if not re.search(r"S\([1-9]\d*\)", layout) or anywhere
-    )
+    total = 0
+    for dtype, shape, layout in ARRAY.findall(type_):
+        if re.search(r"S\([1-9]\d*\)", layout) and not anywhere:
+            continue
+        itemsize = 1
+        if dtype != "pred":
+            itemsize = int(re.search(r"\d+", dtype).group()) / 8
+        dimensions = filter(None, shape.split(","))
+        total += itemsize * math.prod(map(int, dimensions))
+    return total
 
 
 class Cost(NamedTuple):
@@ -106,12 +116,13 @@ def cost(text):
     result. Of a conditional the larger branch counts, of a loop one turn; what stands in a
     computation that is merely called counts as if it stood where it is called.
     """
-    found = computations(text)
+    program = computations(text)
 
     def count(name):
-        known = {instruction.name: instruction for instruction in found[name]}
-        kernels, moved = collections.Counter(), 0.0
-        for instruction in found[name]:
+        known = {instruction.name: instruction for instruction in program[name]}
+        kernels = collections.Counter()
+        moved = 0.0
+        for instruction in program[name]:
             parts = []
             if instruction.opcode == "conditional":
                 branches = [count(branch) for branch in instruction.called]
@@ -119,38 +130,39 @@ def cost(text):
             elif instruction.opcode in CALLS:
                 parts = [count(called) for called in instruction.called]
             elif instruction.opcode in TRANSFERS:
-                (source, *_) = known[instruction.operands[0]].operands
-                read = (
-                    _bytes(instruction.type, anywhere=True)
-                    if _bytes(known[source].type)
-                    else 0
-                )
-                moved += read + _bytes(instruction.type)
-            elif instruction.opcode not in FREE and not instruction.opcode.endswith(
-                "-done"
-            ):
+                source, *_ = known[instruction.operands[0]].operands
+                if _bytes(known[source].type):
+                    moved += _bytes(instruction.type, anywhere=True)
+                moved += _bytes(instruction.type)
+            elif _is_kernel(instruction):
                 kernels[instruction.opcode.removesuffix("-start")] += 1
-                moved += _bytes(instruction.type) + _read(instruction, known)
+                moved += _bytes(instruction.type) + bytes_read(instruction, known)
             for part in parts:
                 kernels += part.kernels
                 moved += part.bytes
         return Cost(kernels, moved)
 
-    def _read(instruction, known):
+    def bytes_read(instruction, known):
         sizes = {name: _bytes(known[name].type) for name in instruction.operands}
         if instruction.opcode == "fusion":
-            body = found[instruction.called[0]]
-            parameters = [i.name for i in body if i.opcode == "parameter"]
+            body = program[instruction.called[0]]
+            parameters = [part.name for part in body if part.opcode == "parameter"]
             for operand, parameter in zip(
                 instruction.operands, parameters, strict=False
             ):
-                users = [i for i in body if parameter in i.operands]
-                if users and all(i.opcode in ("slice", "dynamic-slice") for i in users):
-                    sliced = sum(_bytes(user.type) for user in users)
+                readers = [part for part in body if parameter in part.operands]
+                opcodes = {reader.opcode for reader in readers}
+                if opcodes and opcodes <= {"slice", "dynamic-slice"}:
+                    sliced = sum(_bytes(reader.type) for reader in readers)
                     sizes[operand] = min(sizes[operand], sliced)
         return sum(sizes.values())
 
-    return count(next(iter(found)))
+    return count(next(iter(program)))
+
+
+def _is_kernel(instruction):
+    opcode = instruction.opcode
+    return opcode not in FREE and not opcode.endswith("-done")
 
 
 def exchanged(text):
@@ -158,35 +170,28 @@ def exchanged(text):
 
     Wherever they stand: in a fusion, in a branch, in a loop, whose turns are not counted.
     """
-    found = collections.defaultdict(collections.Counter)
+    numbers = collections.defaultdict(collections.Counter)
     for instructions in computations(text).values():
         types = {instruction.name: instruction.type for instruction in instructions}
         for instruction in instructions:
             kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                given = (
-                    _bytes(types[name], anywhere=True) for name in instruction.operands
-                )
-                found[kind][str(int(sum(given)))] += 1
-    return {kind: dict(sizes) for kind, sizes in sorted(found.items())}
+                operands = [types[name] for name in instruction.operands]
+                size = sum(_bytes(operand, anywhere=True) for operand in operands)
+                numbers[kind][str(int(size))] += 1
+    return {kind: dict(sizes) for kind, sizes in sorted(numbers.items())}
 
 
 def oddities(text):
     """Returns the number of instructions that wait for the host, and that have 64-bit numbers."""
-    every = [
-        each for instructions in computations(text).values() for each in instructions
-    ]
-    return {
-        "host": sum(each.opcode.removesuffix("-done") in HOST for each in every)
-        + len(
-            re.findall(
-                r'custom_call_target="[^"]*(?:callback|host)', text, re.IGNORECASE
-            )
-        ),
-        "64-bit": sum(
-            bool(re.search(r"\b[fsu]64\[|c128\[", each.type)) for each in every
-        ),
-    }
+    callback = r'custom_call_target="[^"]*(?:callback|host)'
+    host = len(re.findall(callback, text, re.IGNORECASE))
+    wide = 0
+    for instructions in computations(text).values():
+        for instruction in instructions:
+            host += instruction.opcode.removesuffix("-done") in HOST
+            wide += bool(re.search(r"\b[fsu]64\[|c128\[", instruction.type))
+    return {"host": host, "64-bit": wide}
 
 
 def program(compiled, parameters):

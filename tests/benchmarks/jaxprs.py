@@ -1,5 +1,7 @@
 """What a traced program holds: products in half precision, and what the backward pass keeps."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -19,10 +21,10 @@ def equations(jaxpr):
             # JAX's new form of `jax.checkpoint` and of custom rules holds them in an object.
             params = getattr(eqn.params.get("_prim"), "params", eqn.params)
             for value in params.values():
-                for each in value if isinstance(value, tuple | list) else (value,):
-                    inner = getattr(each, "jaxpr", each)
-                    if hasattr(inner, "eqns"):
-                        waiting.append(inner)
+                if not isinstance(value, tuple | list):
+                    value = [value]
+                programs = [getattr(item, "jaxpr", item) for item in value]
+                waiting += [program for program in programs if hasattr(program, "eqns")]
 
 
 def numbers_reduced(jaxpr):
@@ -33,17 +35,26 @@ def numbers_reduced(jaxpr):
     return sum(eqn.invars[0].aval.size for eqn in reductions)
 
 
+class Products(NamedTuple):
+    """How many matrix products and convolutions read half precision alone, and of how many."""
+
+    half: int
+    total: int
+
+
 def products(jaxpr):
-    """Returns how many matrix products and convolutions read half precision alone, and of all."""
+    """Counts matrix products and convolutions."""
     half = total = 0
     for eqn in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:
-            read = [atom.aval.dtype for atom in eqn.invars]
             total += 1
-            half += {
-                dtype.name for dtype in read if jnp.issubdtype(dtype, jnp.inexact)
-            } <= HALF
-    return half, total
+            dtypes = [atom.aval.dtype for atom in eqn.invars]
+            half += all(
+                dtype.name in HALF
+                for dtype in dtypes
+                if jnp.issubdtype(dtype, jnp.inexact)
+            )
+    return Products(half, total)
 
 
 def residual_bytes(loss_fn, params):
@@ -51,9 +62,12 @@ def residual_bytes(loss_fn, params):
 
     Each array once, and without those that are there anyway: parameters, inputs and constants.
     """
-    kept = jax.make_jaxpr(lambda params: jax.tree.leaves(jax.vjp(loss_fn, params)[1]))(
-        params
-    )
-    given = {*kept.jaxpr.invars, *kept.jaxpr.constvars}
-    variables = {atom for atom in kept.jaxpr.outvars if not hasattr(atom, "val")}
-    return sum(var.aval.size * var.aval.dtype.itemsize for var in variables - given)
+
+    def residuals(params):
+        _, pull = jax.vjp(loss_fn, params)
+        return jax.tree.leaves(pull)
+
+    program = jax.make_jaxpr(residuals)(params).jaxpr
+    kept = {atom for atom in program.outvars if not hasattr(atom, "val")}
+    kept -= {*program.invars, *program.constvars}
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)

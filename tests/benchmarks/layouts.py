@@ -5,7 +5,8 @@ every method.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +42,18 @@ LAYOUTS = {
 }
 
 
+class LaidOut(NamedTuple):
+    """A loss, and the types of its arguments."""
+
+    loss_fn: Callable[..., jax.Array]
+    params: Any
+    batch: Any
+
+
 def make(name, devices, width, dtype, half, slices=1):
-    """Returns the loss of a model, and the types of its parameters and its batch, as laid out."""
-    layout, number = LAYOUTS[name], len(devices)
-    first = slices if "slice" in layout.axes else math.isqrt(number)
-    shape = (number,) if len(layout.axes) == 1 else (first, number // first)
-    mesh = Mesh(np.array(devices).reshape(shape), layout.axes)
+    """Lays out the model and its batch."""
+    layout = LAYOUTS[name]
+    mesh = Mesh(_arrange(devices, layout, slices), layout.axes)
 
     def aval(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -56,27 +63,39 @@ def make(name, devices, width, dtype, half, slices=1):
         "bias": aval((4 * width,), dtype, layout.bias),
         "down": aval((4 * width, width), dtype, layout.down),
     }
-    divided = (mesh.shape[axis] for axis in layout.axes if axis != "model")
-    rows = ROWS * math.prod(divided) if layout.batch else ROWS
+    params = {f"block {i}": block for i in range(BLOCKS)}
+    rows = ROWS
+    if layout.batch:
+        for axis in layout.axes:
+            if axis != "model":
+                rows *= mesh.shape[axis]
     batch = aval((2, rows, width), jnp.float32, P(None, *layout.batch))
-    return (
-        jaxscale.autocast(_loss, half),
-        {f"block {i}": block for i in range(BLOCKS)},
-        batch,
-    )
+    return LaidOut(jaxscale.autocast(_loss, half), params, batch)
+
+
+def _arrange(devices, layout, slices):
+    """Returns the devices as an array with the axes of a layout."""
+    number = len(devices)
+    if len(layout.axes) == 1:
+        return np.array(devices)
+    first = slices if "slice" in layout.axes else math.isqrt(number)
+    return np.array(devices).reshape(first, number // first)
 
 
 def place(tree, params):
-    """Lays out a carry as the parameters are, of which it has the shapes; the rest everywhere."""
+    """Lays out a carry like the parameters, by their shapes, and everything else everywhere."""
     known = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     everywhere = NamedSharding(next(iter(known.values())).mesh, P())
-    return jax.tree.map(
-        lambda leaf: leaf.update(sharding=known.get(leaf.shape, everywhere)), tree
-    )
+
+    def place_leaf(leaf):
+        return leaf.update(sharding=known.get(leaf.shape, everywhere))
+
+    return jax.tree.map(place_leaf, tree)
 
 
 def _loss(params, batch):
     x, y = batch
     for block in params.values():
-        x += jax.nn.gelu(x @ block["up"] + block["bias"]) @ block["down"]
+        hidden = jax.nn.gelu(x @ block["up"] + block["bias"])
+        x += hidden @ block["down"]
     return jnp.mean((x - y).astype(jnp.float32) ** 2)

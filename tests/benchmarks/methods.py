@@ -27,7 +27,7 @@ INIT_SCALE = 2.0**15
 LEARNING_RATE, CLIP = 1e-3, 0.01
 
 
-def given(fun, has_aux=False):
+def pass_gradients(fun, has_aux=False):
     """In the place of `jax.value_and_grad`: the gradients are what the function is called with."""
     return lambda params, grads: (fun(params, grads), grads)
 
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
     @property
     def from_gradients(self):
-        return self.value_and_grad is given
+        return self.value_and_grad is pass_gradients
 
     def scaled(self, state):
         return jaxscale.value_and_grad(
@@ -64,7 +64,9 @@ class Method(NamedTuple):
 
 def optimizer(clip):
     adamw = optax.adamw(LEARNING_RATE)
-    return optax.chain(optax.clip_by_global_norm(CLIP), adamw) if clip else adamw
+    if clip:
+        return optax.chain(optax.clip_by_global_norm(CLIP), adamw)
+    return adamw
 
 
 def ours(setting, policy="dynamic", **options):
@@ -119,13 +121,13 @@ def scale_backward(setting):
 def train_step(setting, policy="dynamic", retries=0, **options):
     """`jaxscale.train_step`."""
     tx = ours(setting, policy, **options)
-    of_loss = {"transform": setting.value_and_grad, "retries": retries}
 
     def step(carry, *batch):
-        params, state, loss = jaxscale.train_step(setting.loss_fn, tx, **of_loss)(
-            *carry, *batch
+        train_step = jaxscale.train_step(
+            setting.loss_fn, tx, transform=setting.value_and_grad, retries=retries
         )
-        return (params, state), loss
+        *carry, loss = train_step(*carry, *batch)
+        return tuple(carry), loss
 
     return Method(lambda params: (params, tx.init(params)), step)
 
@@ -186,13 +188,10 @@ def flax_dynamic_scale(setting):
         )
         # Its arithmetic is inside of its `value_and_grad`, which has to differentiate something.
         if setting.from_gradients:
-            scaler, finite, loss, grads = scaler.value_and_grad(_backward(*batch))(
-                *batch
-            )
+            loss_fn, args = _backward(*batch), batch
         else:
-            scaler, finite, loss, grads = scaler.value_and_grad(setting.loss_fn)(
-                params, *batch
-            )
+            loss_fn, args = setting.loss_fn, (params, *batch)
+        scaler, finite, loss, grads = scaler.value_and_grad(loss_fn)(*args)
         return (scaler.scale, scaler.fin_steps), finite, loss, grads
 
     def select(finite, new, old):
@@ -243,7 +242,9 @@ def mpx(setting):
             scale, jnp.float32(1), period=setting.growth_interval, counter=counter
         )
         if setting.from_gradients:
-            (grads,), loss, finite = batch, jnp.float32(0), mpx.all_finite(*batch)
+            (grads,) = batch
+            loss = jnp.float32(0)
+            finite = mpx.all_finite(grads)
             scaler = scaler.adjust(finite)
             grads = scaler.unscale(grads)
         else:
@@ -283,11 +284,12 @@ def make(name, clip, loss_fn=None, growth_interval=2000):
     Without a loss function its step is ``step(carry, scaled_gradients) -> carry``.
     """
     if loss_fn:
-        return METHODS[name](
-            Setting(clip, growth_interval, loss_fn, jax.value_and_grad)
-        )
-    setting = Setting(
-        clip, growth_interval, lambda params, grads: jnp.float32(0), given
-    )
+        setting = Setting(clip, growth_interval, loss_fn, jax.value_and_grad)
+        return METHODS[name](setting)
+    setting = Setting(clip, growth_interval, _zero_loss, pass_gradients)
     method = METHODS[name](setting)
     return method._replace(step=lambda carry, grads: method.step(carry, grads)[0])
+
+
+def _zero_loss(params, grads):
+    return jnp.float32(0)

@@ -41,11 +41,10 @@ def attention_with(softmax):
     """Returns the attention of Flax, for `attention_fn`, rewritten with another softmax."""
 
     def attend(query, key, value, mask=None, **_):
-        scores = jnp.einsum(
-            "...qhd,...khd->...hqk", query / query.shape[-1] ** 0.5, key
-        )
-        weights = softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
-        return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+        query = query / query.shape[-1] ** 0.5
+        scores = jnp.einsum("...qhd,...khd->...hqk", query, key)
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+        return jnp.einsum("...hqk,...khd->...qhd", softmax(scores), value)
 
     return attend
 
@@ -56,17 +55,18 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, mask):
+        width = x.shape[-1]
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
         dense = functools.partial(nn.Dense, dtype=self.dtype)
         attention = nn.MultiHeadDotProductAttention(
-            x.shape[-1] // HEAD,
+            width // HEAD,
             dtype=self.dtype,
             use_bias=False,  # the gradient of the keys' bias is 0, and has no direction
             **self.attention,
         )
         x = x + attention(norm()(x), mask=mask)
-        h = nn.gelu(dense(4 * x.shape[-1])(norm()(x)))
-        return x + dense(x.shape[-1])(h), None
+        hidden = nn.gelu(dense(4 * width)(norm()(x)))
+        return x + dense(width)(hidden), None
 
 
 class Transformer(nn.Module):
@@ -97,7 +97,8 @@ class Transformer(nn.Module):
         else:
             for _ in range(self.layers):
                 x, _ = Block(self.dtype, self.attention)(x, mask)
-        return nn.Dense(VOCABULARY, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return nn.Dense(VOCABULARY, dtype=self.dtype)(x)
 
 
 class ResNet(nn.Module):
@@ -113,18 +114,22 @@ class ResNet(nn.Module):
         norm = functools.partial(
             nn.BatchNorm, use_running_average=False, dtype=self.dtype
         )
-        x = nn.relu(norm()(conv(self.channels, (3, 3))(x)))
+
+        def convolve(x, channels, size, stride=1):
+            x = conv(channels, (size, size), stride)(x)
+            return norm()(x)
+
+        x = nn.relu(convolve(x, self.channels, 3))
         for stage in range(3):
+            channels = self.channels * 2**stage
             for block in range(self.blocks):
-                channels, stride = (
-                    self.channels * 2**stage,
-                    2 if stage and not block else 1,
-                )
-                h = nn.relu(norm()(conv(channels, (3, 3), stride)(x)))
-                h = norm()(conv(channels, (3, 3))(h))
-                if x.shape != h.shape:
-                    x = norm()(conv(channels, (1, 1), stride)(x))
-                x = nn.relu(x + h)
+                # Each stage but the first begins by halving the image.
+                stride = 2 if stage and not block else 1
+                y = nn.relu(convolve(x, channels, 3, stride))
+                y = convolve(y, channels, 3)
+                if x.shape != y.shape:
+                    x = convolve(x, channels, 1, stride)
+                x = nn.relu(x + y)
         return nn.Dense(CLASSES, dtype=self.dtype)(jnp.mean(x, (1, 2)))
 
 
@@ -132,18 +137,16 @@ def transformer(size, scanned=False):
     width, layers, batch, length = SIZES[size][0]
     model = functools.partial(Transformer, width, layers, scanned)
 
-    def tokens_and_next(step):
-        """Nine of ten tokens follow from the one before."""
+    def draw_tokens(step):
+        """Draws a batch in which nine of ten tokens follow from the one before."""
         rng = np.random.default_rng(step)
         tokens = rng.integers(0, VOCABULARY, (batch, length + 1), np.int32)
         follows = rng.random(tokens.shape) < 0.9
         for i in range(length):
-            after = (5 * tokens[:, i] + 7) % VOCABULARY
-            tokens[:, i + 1] = np.where(follows[:, i], after, tokens[:, i + 1])
-        return {
-            "inputs": jnp.array(tokens[:, :-1]),
-            "targets": jnp.array(tokens[:, 1:]),
-        }
+            follower = (5 * tokens[:, i] + 7) % VOCABULARY
+            tokens[:, i + 1] = np.where(follows[:, i], follower, tokens[:, i + 1])
+        tokens = jnp.array(tokens)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def init():
         tokens = jnp.zeros((batch, length), jnp.int32)
@@ -152,7 +155,7 @@ def transformer(size, scanned=False):
     def forward(**kwargs):
         return lambda params, inputs: model(**kwargs).apply({"params": params}, inputs)
 
-    return Task(init, tokens_and_next, forward)
+    return Task(init, draw_tokens, forward)
 
 
 def resnet(size):
@@ -160,25 +163,27 @@ def resnet(size):
     shape = (batch, side, side, 3)
     model = functools.partial(ResNet, channels, blocks)
 
-    def images_and_classes(step):
-        """Noise, and in it the pattern of a class."""
-        patterns = np.random.default_rng(0).standard_normal(
-            (CLASSES, *shape[1:]), np.float32
-        )
+    pattern_rng = np.random.default_rng(0)
+    patterns = pattern_rng.standard_normal((CLASSES, *shape[1:]), np.float32)
+
+    def draw_images(step):
+        """Draws a batch of noise, and in it the patterns of classes."""
         rng = np.random.default_rng(step + 1)
         classes = rng.integers(0, CLASSES, batch, np.int32)
-        images = rng.standard_normal(shape, np.float32) + 0.3 * patterns[classes]
+        noise = rng.standard_normal(shape, np.float32)
+        images = noise + 0.3 * patterns[classes]
         return {"inputs": jnp.array(images), "targets": jnp.array(classes)}
 
     def init():
-        return jax.jit(model().init)(jax.random.key(0), jnp.zeros(shape))["params"]
+        images = jnp.zeros(shape)
+        return jax.jit(model().init)(jax.random.key(0), images)["params"]
 
     def forward(dtype=None, attention=None):  # it has no attention
         # Training reads no running averages: those of the batch are what is tested here.
         apply = functools.partial(model(dtype=dtype).apply, mutable=["batch_stats"])
         return lambda params, inputs: apply({"params": params}, inputs)[0]
 
-    return Task(init, images_and_classes, forward)
+    return Task(init, draw_images, forward)
 
 
 MODELS = {

@@ -24,6 +24,7 @@ import json
 import operator
 import os
 import time
+from typing import NamedTuple
 
 # For XLA on CPU, which may keep float32 between float16 operations. To be set before JAX starts.
 os.environ["XLA_FLAGS"] = (
@@ -85,20 +86,24 @@ MODELS = {
 }
 
 
-def stacked(trees):
-    """Returns a tree of arrays with an axis for the given ones in front."""
+def stack(trees):
+    """Stacks trees of arrays, along a new axis in front."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 @contextlib.contextmanager
 def counted_repeats():
     """Yields a list to which each backward pass of `scale_backward` adds its repeats."""
-    repeats, pull_with_retries = [], backward_plan.pull_with_retries
+    repeats = []
+    pull_with_retries = backward_plan.pull_with_retries
+
+    def count(number):
+        repeats.append(round(float(number)))
 
     def pull_and_count(pull, scale, *rest):
         gradients, last_scale = pull_with_retries(pull, scale, *rest)
-        number = jnp.log2(scale / last_scale) / np.log2(cotangent_scale._BACKOFF)
-        jax.debug.callback(lambda number: repeats.append(round(float(number))), number)
+        fall = jnp.log2(scale / last_scale)
+        jax.debug.callback(count, fall / np.log2(cotangent_scale._BACKOFF))
         return gradients, last_scale
 
     backward_plan.pull_with_retries = pull_and_count
@@ -108,66 +113,86 @@ def counted_repeats():
         backward_plan.pull_with_retries = pull_with_retries
 
 
+class Look(NamedTuple):
+    """What a way does to the gradients of a loss, at a moment of the training."""
+
+    scale: jax.Array
+    skipped: jax.Array  # the number of steps, so far
+    flushed: jax.Array  # the share of the gradients' elements
+    error: jax.Array  # of the gradients, relative to their norm
+
+
+def look_at_gradients(loss, way):
+    """Compares the gradients of a loss in one way with those of float32."""
+    metrics = jaxscale.metrics(loss.opt_state)
+    scale = metrics["loss_scale"]
+    skipped = metrics["total_notfinite"]
+    if not way.half:
+        return Look(scale, skipped, jnp.zeros(()), jnp.zeros(()))
+    exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
+    grads = jaxscale.grad(way.cast(loss.loss_fn), loss.opt_state)(loss.params)
+    flushed = nonzero = error = norm = 0
+    for grad, true in zip(jax.tree.leaves(grads), exact, strict=True):
+        flushed += jnp.sum((grad == 0) & (true != 0))
+        nonzero += jnp.sum(true != 0)
+        error += jnp.sum((grad - true) ** 2)
+        norm += jnp.sum(true**2)
+    share = flushed / jnp.maximum(nonzero, 1)
+    return Look(scale, skipped, share, jnp.sqrt(error / norm))
+
+
+def map_seeds(function, number, vmapped):
+    """Returns the compiled function of a number of seeds, from that of one.
+
+    Its one argument and its result are trees, whose arrays get an axis of the seeds in front.
+    """
+    if vmapped:
+        return jax.jit(jax.vmap(function))
+    compiled = jax.jit(function)
+
+    def run_one_by_one(args):
+        results = []
+        for seed in range(number):
+            results.append(compiled(jax.tree.map(operator.itemgetter(seed), args)))
+        return stack(results)
+
+    return run_one_by_one
+
+
 def train(model, way, seeds, steps, batch, show):
     """Returns what came of a model trained in one way, with a list over the seeds in each field."""
     program = model.make(way, steps, batch)
+    number = len(seeds)
 
     def step_key(seed, index):
         return jax.random.fold_in(jax.random.key(seed + 1000), index)
-
-    def each(function):
-        """Returns the compiled function of all seeds, from one of a tuple for a single seed."""
-        if model.vmapped:
-            return jax.jit(jax.vmap(function))
-        compiled = jax.jit(function)
-
-        def one_by_one(args):
-            numbers = map(operator.itemgetter, range(len(seeds)))
-            return stacked(compiled(jax.tree.map(number, args)) for number in numbers)
-
-        return one_by_one
 
     chunks = min(CHUNKS, steps)
     chunk = steps // chunks
     # XLA on CPU takes many times as long for a convolution in a loop.
     compiled_steps = chunk if model.vmapped else 1
 
-    @each
-    def some_steps(args):
+    def run_seed(args):
         carry, seed, first = args
         if compiled_steps == 1:
             carry, loss = program.step(carry, step_key(seed, first))
             return carry, loss[None]
         indices = first + jnp.arange(compiled_steps)
         return jax.lax.scan(
-            lambda c, i: program.step(c, step_key(seed, i)), carry, indices
+            lambda carry, i: program.step(carry, step_key(seed, i)), carry, indices
         )
 
-    @each
-    def look(args):
-        """Returns, for each loss, the metrics, and what became of its gradients."""
+    def look_at_seed(args):
         carry, seed, first = args
-        seen = []
-        for loss in program.losses(carry, step_key(seed, first)):
-            metrics = jaxscale.metrics(loss.opt_state)
-            seen.append(
-                [metrics["loss_scale"], metrics["total_notfinite"], *jnp.zeros(2)]
-            )
-            if not way.half:
-                continue
-            exact = jax.tree.leaves(jax.grad(loss.loss_fn)(loss.params))
-            grads = jaxscale.grad(way.cast(loss.loss_fn), loss.opt_state)(loss.params)
-            pairs = list(zip(jax.tree.leaves(grads), exact, strict=True))
-            flushed = sum(jnp.sum((grad == 0) & (true != 0)) for grad, true in pairs)
-            nonzero = sum(jnp.sum(true != 0) for _, true in pairs)
-            error = sum(jnp.sum((grad - true) ** 2) for grad, true in pairs)
-            error = jnp.sqrt(error / sum(jnp.sum(true**2) for true in exact))
-            seen[-1][2:] = flushed / jnp.maximum(nonzero, 1), error
-        return tuple(jnp.stack(column) for column in zip(*seen, strict=True))
+        losses = program.losses(carry, step_key(seed, first))
+        return stack([look_at_gradients(loss, way) for loss in losses])
 
+    run_chunk = map_seeds(run_seed, number, model.vmapped)
+    look = map_seeds(look_at_seed, number, model.vmapped)
+    evaluate = map_seeds(program.evaluate, number, model.vmapped)
     started = time.perf_counter()
     # Not compiled as a whole, which would take longer than all that it saves.
-    carry = stacked(program.init(jax.random.key(seed)) for seed in seeds)
+    carry = stack([program.init(jax.random.key(seed)) for seed in seeds])
     seeds = jnp.asarray(seeds)
     first = jnp.zeros_like(seeds)
     # compiled here, so that its repeats are not counted
@@ -176,24 +201,23 @@ def train(model, way, seeds, steps, batch, show):
     with counted_repeats() as repeats:
         for _ in range(chunks):
             for _ in range(chunk // compiled_steps):
-                carry, losses = some_steps((carry, seeds, first))
+                carry, losses = run_chunk((carry, seeds, first))
                 first += compiled_steps
                 history.append(losses)
             looks.append(look((carry, seeds, first)))
             show(float(losses[:, -1].mean()))
         jax.effects_barrier()
-    scales, skipped, flushed, errors = (
-        np.array(column) for column in zip(*looks, strict=True)
-    )
-    history = np.concatenate(history, 1)  # looks are [time, seed, loss]
+    history = np.concatenate(history, 1)
+    looks = jax.tree.map(np.asarray, stack(looks))  # [time, seed, loss]
+    # An overflow, which is skipped, counts as an infinite error.
+    errors = np.nan_to_num(looks.error, nan=np.inf)
     return {
-        "final": each(program.evaluate)(carry).tolist(),
+        "final": evaluate(carry).tolist(),
         "train_loss": history[:, -max(1, steps // 10) :].mean(1).tolist(),
-        "flushed": flushed.mean((0, 2)).tolist(),
-        # An overflow, which is skipped, counts as an infinite error.
-        "gradient_error": np.median(np.nan_to_num(errors, nan=np.inf), (0, 2)).tolist(),
-        "skipped": skipped[-1].sum(-1).tolist(),
-        "loss_scale": scales[-1].tolist(),
+        "flushed": looks.flushed.mean((0, 2)).tolist(),
+        "gradient_error": np.median(errors, (0, 2)).tolist(),
+        "skipped": looks.skipped[-1].sum(-1).tolist(),
+        "loss_scale": looks.scale[-1].tolist(),
         "passes": len(repeats),
         "repeated": sum(repeats),
         "seconds": time.perf_counter() - started,
@@ -202,40 +226,46 @@ def train(model, way, seeds, steps, batch, show):
 
 def costs(model, ways, steps, batch, rounds):
     """Returns what a step of one seed costs in float16: XLA's figures, and times in turns."""
-    found, runs = {}, {}
-    for way in (way for way in ways if way.half):
-        program, key = model.make(way, steps, batch), jax.random.key(0)
+    figures = {}
+    runs = {}
+    key = jax.random.key(0)
+    for way in ways:
+        if not way.half:
+            continue
+        program = model.make(way, steps, batch)
         carry = jax.jit(program.init)(key)
         compiled = jax.jit(program.step).lower(carry, key).compile()
-        found[way.name] = {
+        figures[way.name] = {
             "bytes": compiled.cost_analysis()["bytes accessed"],
             "temporary": compiled.memory_analysis().temp_size_in_bytes,
             "milliseconds": [],
         }
-        runs[way.name] = compiled, carry, key
+        runs[way.name] = functools.partial(compiled, carry, key)
     for _ in range(rounds):
-        for name, (compiled, *args) in runs.items():
+        for name, run in runs.items():
             started = time.perf_counter()
-            jax.block_until_ready(compiled(*args))
-            found[name]["milliseconds"].append(1e3 * (time.perf_counter() - started))
-    return found
+            jax.block_until_ready(run())
+            seconds = time.perf_counter() - started
+            figures[name]["milliseconds"].append(1e3 * seconds)
+    return figures
 
 
 def measure(name, options, show):
     """Returns the row of a model: what came of each way, and what a step of it costs."""
     model = MODELS[name]
-    steps, batch = options.steps or model.steps, options.batch or model.batch
+    steps = options.steps or model.steps
+    batch = options.batch or model.batch
     row = {"model": name, "like": model.like, "measured": model.measured, "ways": {}}
-    ways = [
-        way for way in WAYS if way.boundary != "network" or not model.differentiated
-    ]
+    ways = WAYS
+    if model.differentiated:
+        ways = [way for way in WAYS if way.boundary != "network"]
     for way in ways:
-        shown = functools.partial("{}, {}: loss {:.5g}".format, name, way.name)
+
+        def show_loss(loss, way=way):
+            show(f"{name}, {way.name}: loss {loss:.5g}")
+
         seeds = range(options.seeds)
-        outcome = train(
-            model, way, seeds, steps, batch, lambda loss, of=shown: show(of(loss))
-        )
-        row["ways"][way.name] = outcome
+        row["ways"][way.name] = train(model, way, seeds, steps, batch, show_loss)
     for way, cost in costs(model, ways, steps, batch, options.rounds).items():
         row["ways"][way]["cost"] = cost
     return row | {"steps": steps, "batch": batch}

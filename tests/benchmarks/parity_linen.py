@@ -10,20 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from parity_setup import (
+    CHARACTERS,
     Loss,
     Program,
-    digits,
+    draw_rows,
+    draw_text,
     held_out_text,
-    program,
-    some,
-    some_text,
-    text,
+    make_program,
+    read_digits,
 )
 
 import jaxscale
 import jaxscale.flax
 
 LENGTH = 64
+
+
+def mean_cross_entropy(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean()
 
 
 class Block(nn.Module):
@@ -34,22 +39,23 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        head = self.width // self.heads
+        norm = functools.partial(nn.LayerNorm, use_bias=False)
         dense = functools.partial(nn.DenseGeneral, use_bias=False)
-        y = nn.LayerNorm(use_bias=False)(x)
-        q, k, v = (
-            dense((self.heads, head), name=name)(y)
-            for name in ("query", "key", "value")
-        )
-        scores = jnp.einsum("...qhd,...khd->...hqk", q / head**0.5, k).astype(
-            jnp.float32
-        )
+        head = self.width // self.heads
+
+        y = norm()(x)
+        query = dense((self.heads, head), name="query")(y)
+        key = dense((self.heads, head), name="key")(y)
+        value = dense((self.heads, head), name="value")(y)
+        scores = jnp.einsum("...qhd,...khd->...hqk", query / head**0.5, key)
+        scores = scores.astype(jnp.float32)
         causal = jnp.tril(jnp.ones((1, 1, *scores.shape[-2:]), bool))
-        weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min))
-        mixed = jnp.einsum("...hqk,...khd->...qhd", weights, v)
+        scores = jnp.where(causal, scores, jnp.finfo(jnp.float32).min)
+        mixed = jnp.einsum("...hqk,...khd->...qhd", nn.softmax(scores), value)
         x = x + dense(self.width, axis=(-2, -1), name="out")(mixed)
-        y = nn.gelu(dense(4 * self.width)(nn.LayerNorm(use_bias=False)(x)))
-        return x + dense(self.width)(y), None
+
+        y = dense(4 * self.width)(norm()(x))
+        return x + dense(self.width)(nn.gelu(y)), None
 
 
 class Transformer(nn.Module):
@@ -61,11 +67,11 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        letters = text()[2]
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-        embed = nn.Embed(letters, self.width, embedding_init=init)
-        positions = nn.Embed(LENGTH, self.width, embedding_init=init)
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[1])[None])
+        embed = nn.Embed(CHARACTERS, self.width, embedding_init=init)
+        embed_position = nn.Embed(LENGTH, self.width, embedding_init=init)
+        positions = jnp.arange(tokens.shape[1])[None]
+        x = embed(tokens) + embed_position(positions)
         blocks = nn.scan(
             nn.remat(Block, prevent_cse=False),
             variable_axes={"params": 0},
@@ -80,21 +86,17 @@ def transformer(way, steps, batch):
     """Like nanodo: a decoder-only transformer, AdamW, clipping, warmup and cosine decay."""
     model = Transformer()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, steps // 10, steps)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+    def init_params(key):
+        return model.init(key, jnp.zeros((1, LENGTH), jnp.int32))
 
     def loss_fn(params, tokens):
         logits = way.model(model.apply)(params, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, tokens[:, 1:]
-        ).mean()
+        return mean_cross_entropy(logits, tokens[:, 1:])
 
-    return program(
-        way,
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
-        lambda key: model.init(key, jnp.zeros((1, LENGTH), jnp.int32)),
-        loss_fn,
-        lambda key: (some_text(key, batch, LENGTH),),
-        lambda params: loss_fn(params, held_out_text(LENGTH)),
-    )
+    draw = functools.partial(draw_text, batch=batch, length=LENGTH)
+    return make_program(way, tx, init_params, loss_fn, draw, held_out_text(LENGTH))
 
 
 class ResNetBlock(nn.Module):
@@ -105,15 +107,13 @@ class ResNetBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        y = self.conv(self.filters, (3, 3), (self.strides, self.strides))(x)
+        strides = (self.strides, self.strides)
+        y = self.conv(self.filters, (3, 3), strides)(x)
         y = nn.relu(self.norm()(y))
-        y = self.norm(scale_init=nn.initializers.zeros)(
-            self.conv(self.filters, (3, 3))(y)
-        )
+        y = self.conv(self.filters, (3, 3))(y)
+        y = self.norm(scale_init=nn.initializers.zeros)(y)
         if x.shape != y.shape:
-            x = self.conv(
-                self.filters, (1, 1), (self.strides, self.strides), name="projection"
-            )(x)
+            x = self.conv(self.filters, (1, 1), strides, name="projection")(x)
             x = self.norm(name="norm_projection")(x)
         return nn.relu(x + y)
 
@@ -128,13 +128,14 @@ class ResNet(nn.Module):
         norm = functools.partial(
             nn.BatchNorm, use_running_average=not train, momentum=0.9
         )
-        x = nn.relu(
-            norm(name="bn_init")(conv(self.filters, (3, 3), name="conv_init")(x))
-        )
+        x = conv(self.filters, (3, 3), name="conv_init")(x)
+        x = nn.relu(norm(name="bn_init")(x))
         for stage, blocks in enumerate(self.stages):
+            filters = self.filters * 2**stage
             for block in range(blocks):
+                # Each stage but the first begins by halving the image.
                 strides = 2 if stage and not block else 1
-                x = ResNetBlock(self.filters * 2**stage, strides, conv, norm)(x)
+                x = ResNetBlock(filters, strides, conv, norm)(x)
         return nn.Dense(10)(x.mean((1, 2)))
 
 
@@ -145,18 +146,19 @@ class BatchStatsState(jaxscale.flax.TrainState):
 def resnet(way, steps, batch):
     """Like Flax's `examples/imagenet/train.py`: batch norm, a weight penalty, Nesterov's SGD."""
     model = ResNet()
-    training, (test_images, test_labels) = digits()
+    training, held_out = read_digits()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, steps // 10, steps)
     tx = way.optimizer(optax.sgd(schedule, 0.9, nesterov=True))
 
     def loss_fn(params, fields, images, labels):
-        logits, fields = way.model(model.apply)(
-            {"params": params, **fields}, images, train=True, mutable=list(fields)
-        )
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        penalty = sum(
-            jnp.sum(leaf**2) for leaf in jax.tree.leaves(params) if leaf.ndim > 1
-        )
+        apply = way.model(model.apply)
+        variables = {"params": params, **fields}
+        logits, fields = apply(variables, images, train=True, mutable=list(fields))
+        loss = mean_cross_entropy(logits, labels)
+        penalty = 0
+        for leaf in jax.tree.leaves(params):
+            if leaf.ndim > 1:
+                penalty += jnp.sum(leaf**2)
         return loss + 1e-4 * 0.5 * penalty, fields
 
     train_step = jaxscale.flax.train_step(way.cast(loss_fn), has_state=True)
@@ -167,24 +169,20 @@ def resnet(way, steps, batch):
 
     def losses(state, key):
         fields = {"batch_stats": state.batch_stats}
-        drawn = some(key, batch, *training)
-        return [
-            Loss(
-                lambda params: loss_fn(params, fields, *drawn)[0],
-                state.params,
-                state.opt_state,
-            )
-        ]
+        images, labels = draw_rows(key, batch, *training)
+
+        def loss_of_params(params):
+            return loss_fn(params, fields, images, labels)[0]
+
+        return [Loss(loss_of_params, state.params, state.opt_state)]
 
     def evaluate(state):
         variables = {"params": state.params, "batch_stats": state.batch_stats}
-        logits = model.apply(variables, test_images, train=False)
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, test_labels
-        ).mean()
+        logits = model.apply(variables, held_out.images, train=False)
+        return mean_cross_entropy(logits, held_out.labels)
 
     def step(state, key):
-        return train_step(state, *some(key, batch, *training))
+        return train_step(state, *draw_rows(key, batch, *training))
 
     return Program(init, step, evaluate, losses)
 
@@ -192,15 +190,18 @@ def resnet(way, steps, batch):
 class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, x):
+        def dense(width, scale):
+            return nn.Dense(width, kernel_init=nn.initializers.orthogonal(scale))
+
         def perceptron(outputs, scale):
             y = x
             for _ in range(2):
-                y = nn.tanh(
-                    nn.Dense(64, kernel_init=nn.initializers.orthogonal(np.sqrt(2)))(y)
-                )
-            return nn.Dense(outputs, kernel_init=nn.initializers.orthogonal(scale))(y)
+                y = nn.tanh(dense(64, np.sqrt(2))(y))
+            return dense(outputs, scale)(y)
 
-        return nn.log_softmax(perceptron(2, 0.01)), perceptron(1, 1.0)[..., 0]
+        logits = perceptron(2, 0.01)
+        value = perceptron(1, 1.0)
+        return nn.log_softmax(logits), value[..., 0]
 
 
 # A cart with a pole: position, velocity, angle, angular velocity; and steps so far.
@@ -209,27 +210,86 @@ Transition = collections.namedtuple("Transition", "obs action log_prob value don
 
 
 def reset(key):
-    return Pole(
-        jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05), jnp.zeros((), int)
-    )
+    x = jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+    return Pole(x, jnp.zeros((), int))
 
 
 def advance(key, pole, action):
-    """Returns the next state and whether the episode ended, by the rules of CartPole-v1."""
+    """Returns the next state and whether the episode ended, by the rules of CartPole-v1.
+
+    Where it ended, the next state is the beginning of another episode.
+    """
     _, velocity, angle, turning = pole.x
+    sin = jnp.sin(angle)
+    cos = jnp.cos(angle)
     force = jnp.where(action == 1, 10.0, -10.0)
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
     pushed = (force + 0.05 * turning**2 * sin) / 1.1
-    torque = (9.8 * sin - cos * pushed) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+    inertia = 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
+    torque = (9.8 * sin - cos * pushed) / inertia
     acceleration = pushed - 0.05 * torque * cos / 1.1
-    x = pole.x + 0.02 * jnp.stack([velocity, acceleration, turning, torque])
+    change = jnp.stack([velocity, acceleration, turning, torque])
+    x = pole.x + 0.02 * change
     time = pole.time + 1
-    done = (jnp.abs(x[0]) > 2.4) | (jnp.abs(x[2]) > 12 * np.pi / 180) | (time >= 500)
-    new = jax.tree.map(lambda a, b: jnp.where(done, a, b), reset(key), Pole(x, time))
-    return new, done
+
+    is_outside = jnp.abs(x[0]) > 2.4
+    is_down = jnp.abs(x[2]) > 12 * np.pi / 180
+    done = is_outside | is_down | (time >= 500)
+    start = reset(key)
+    pole = Pole(jnp.where(done, start.x, x), jnp.where(done, start.time, time))
+    return pole, done
 
 
-ROLLOUT, EPOCHS, MINIBATCHES, GAMMA, LAMBDA, CLIP = 64, 4, 4, 0.99, 0.95, 0.2
+def act(network, params, poles, key):
+    """Draws an action for each pole, and moves it. Returns the poles, and what happened."""
+    action_key, reset_key = jax.random.split(key)
+    log_probs, value = network.apply(params, poles.x)
+    action = jax.random.categorical(action_key, log_probs)
+    log_prob = _log_prob_of(action, log_probs)
+    reset_keys = jax.random.split(reset_key, len(action))
+    next_poles, done = jax.vmap(advance)(reset_keys, poles, action)
+    return next_poles, Transition(poles.x, action, log_prob, value, done)
+
+
+def _log_prob_of(action, log_probs):
+    return jnp.take_along_axis(log_probs, action[:, None], 1)[:, 0]
+
+
+ROLLOUT, EPOCHS, MINIBATCHES = 64, 4, 4
+GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
+
+
+def estimate_advantages(rollout, last_value):
+    """Returns the advantage of each action: generalized advantage estimation.
+
+    The reward of each step is 1.
+    """
+
+    def estimate(carry, transition):
+        advantage, next_value = carry
+        goes_on = 1 - transition.done
+        error = 1.0 + GAMMA * next_value * goes_on - transition.value
+        advantage = error + GAMMA * LAMBDA * goes_on * advantage
+        return (advantage, transition.value), advantage
+
+    carry = jnp.zeros_like(last_value), last_value
+    _, advantages = jax.lax.scan(estimate, carry, rollout, reverse=True)
+    return advantages
+
+
+def policy_loss(log_prob, old_log_prob, advantages):
+    """Returns the clipped loss of the actor."""
+    ratio = jnp.exp(log_prob - old_log_prob)
+    clipped_ratio = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+    gain = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    return -jnp.minimum(ratio * gain, clipped_ratio * gain).mean()
+
+
+def value_error(value, old_value, targets):
+    """Returns the clipped squared error of the critic."""
+    clipped_value = old_value + jnp.clip(value - old_value, -CLIP, CLIP)
+    error = jnp.square(value - targets)
+    clipped_error = jnp.square(clipped_value - targets)
+    return jnp.maximum(error, clipped_error).mean()
 
 
 def ppo(way, steps, batch):
@@ -242,99 +302,77 @@ def ppo(way, steps, batch):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule, eps=1e-5))
     tx = way.optimizer(tx)
 
-    def loss_fn(params, taken, advantages, targets):
-        log_probs, value = way.model(network.apply)(params, taken.obs)
-        log_prob = jnp.take_along_axis(log_probs, taken.action[:, None], 1)[:, 0]
-        clipped = taken.value + jnp.clip(value - taken.value, -CLIP, CLIP)
-        worse = jnp.maximum(jnp.square(value - targets), jnp.square(clipped - targets))
-        ratio = jnp.exp(log_prob - taken.log_prob)
-        gain = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        gain = jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * gain)
+    def loss_fn(params, rollout, advantages, targets):
+        log_probs, value = way.model(network.apply)(params, rollout.obs)
+        log_prob = _log_prob_of(rollout.action, log_probs)
+        actor_loss = policy_loss(log_prob, rollout.log_prob, advantages)
+        critic_loss = 0.5 * 0.5 * value_error(value, rollout.value, targets)
         entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, -1)
-        return -gain.mean() + 0.5 * 0.5 * worse.mean() - 0.01 * entropy.mean()
+        return actor_loss + critic_loss - 0.01 * entropy.mean()
 
     train_step = jaxscale.train_step(way.cast(loss_fn), tx)
 
     def play(params, poles, key):
-        def play_one(poles, key):
-            act_key, step_key = jax.random.split(key)
-            log_probs, value = network.apply(params, poles.x)
-            action = jax.random.categorical(act_key, log_probs)
-            log_prob = jnp.take_along_axis(log_probs, action[:, None], 1)[:, 0]
-            after, done = jax.vmap(advance)(
-                jax.random.split(step_key, batch), poles, action
-            )
-            return after, Transition(poles.x, action, log_prob, value, done)
+        """Returns the poles after a rollout, and the arguments of the loss."""
+        keys = jax.random.split(key, ROLLOUT)
+        act_once = functools.partial(act, network, params)
+        poles, rollout = jax.lax.scan(act_once, poles, keys)
+        _, last_value = network.apply(params, poles.x)
+        advantages = estimate_advantages(rollout, last_value)
+        targets = advantages + rollout.value
+        return poles, (rollout, advantages, targets)
 
-        poles, taken = jax.lax.scan(play_one, poles, jax.random.split(key, ROLLOUT))
-        last = network.apply(params, poles.x)[1]
-
-        def estimate(carry, taken):
-            advantage, following = carry
-            delta = 1.0 + GAMMA * following * (1 - taken.done) - taken.value
-            advantage = delta + GAMMA * LAMBDA * (1 - taken.done) * advantage
-            return (advantage, taken.value), advantage
-
-        _, advantages = jax.lax.scan(
-            estimate, (jnp.zeros_like(last), last), taken, reverse=True
-        )
-        return poles, (taken, advantages, advantages + taken.value)
-
-    def minibatches(played, key):
+    def divide(loss_args, key):
+        """Shuffles the arguments of the loss and divides them into minibatches."""
         order = jax.random.permutation(key, ROLLOUT * batch)
 
-        def divided(x):
+        def divide_leaf(x):
             flat = x.reshape(len(order), *x.shape[2:])
             return flat[order].reshape(MINIBATCHES, -1, *x.shape[2:])
 
-        return jax.tree.map(divided, played)
+        return jax.tree.map(divide_leaf, loss_args)
 
     def init(key):
-        params_key, env_key = jax.random.split(key)
+        params_key, poles_key = jax.random.split(key)
         params = network.init(params_key, jnp.zeros((1, 4)))
-        return (
-            params,
-            tx.init(params),
-            jax.vmap(reset)(jax.random.split(env_key, batch)),
-        )
+        poles = jax.vmap(reset)(jax.random.split(poles_key, batch))
+        return params, tx.init(params), poles
 
     def step(carry, key):
         params, opt_state, poles = carry
         play_key, key = jax.random.split(key)
-        poles, played = play(params, poles, play_key)
+        poles, loss_args = play(params, poles, play_key)
 
-        def minibatch(carry, part):
-            *carry, loss = train_step(*carry, *part)
+        def train_on_minibatch(carry, minibatch):
+            *carry, loss = train_step(*carry, *minibatch)
             return tuple(carry), loss
 
-        def epoch(carry, key):
-            return jax.lax.scan(minibatch, carry, minibatches(played, key))
+        def train_for_epoch(carry, key):
+            return jax.lax.scan(train_on_minibatch, carry, divide(loss_args, key))
 
+        carry = params, opt_state
         keys = jax.random.split(key, EPOCHS)
-        (params, opt_state), history = jax.lax.scan(epoch, (params, opt_state), keys)
+        (params, opt_state), history = jax.lax.scan(train_for_epoch, carry, keys)
         return (params, opt_state, poles), history.mean()
 
     def losses(carry, key):
         params, opt_state, poles = carry
         play_key, key = jax.random.split(key)
-        played = play(params, poles, play_key)[1]
-        first = jax.tree.map(lambda x: x[0], minibatches(played, key))
-        return [Loss(lambda params: loss_fn(params, *first), params, opt_state)]
+        _, loss_args = play(params, poles, play_key)
+        minibatch = jax.tree.map(lambda x: x[0], divide(loss_args, key))
+        return [Loss(lambda params: loss_fn(params, *minibatch), params, opt_state)]
 
     def evaluate(carry):
-        def act(state, key):
+        params = carry[0]
+
+        def play_on(state, key):
             poles, alive = state
-            log_probs, _ = network.apply(carry[0], poles.x)
-            act_key, step_key = jax.random.split(key)
-            action = jax.random.categorical(act_key, log_probs)
-            after, done = jax.vmap(advance)(
-                jax.random.split(step_key, 64), poles, action
-            )
-            return (after, alive & ~done), alive
+            poles, transition = act(network, params, poles, key)
+            return (poles, alive & ~transition.done), alive
 
         keys = jax.random.split(jax.random.key(1), 500)
         poles = jax.vmap(reset)(jax.random.split(jax.random.key(2), 64))
-        _, alive = jax.lax.scan(act, (poles, jnp.ones(64, bool)), keys)
+        _, alive = jax.lax.scan(play_on, (poles, jnp.ones(64, bool)), keys)
         return alive.sum(0).mean()
 
     return Program(init, step, evaluate, losses)

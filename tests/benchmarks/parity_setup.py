@@ -32,16 +32,18 @@ class Way(NamedTuple):
 
     def model(self, network):
         """Returns a network as this way computes it: `cast` reaches into it."""
-        return (
-            jaxscale.scale_backward(network) if self.boundary == "network" else network
-        )
+        if self.boundary == "network":
+            return jaxscale.scale_backward(network)
+        return network
 
     def cast(self, loss_fn):
         """Returns the loss as this way computes it."""
         if not self.half:
             return loss_fn
         half_fn = jaxscale.autocast(loss_fn)
-        return jaxscale.scale_backward(half_fn) if self.boundary == "loss" else half_fn
+        if self.boundary == "loss":
+            return jaxscale.scale_backward(half_fn)
+        return half_fn
 
     def optimizer(self, tx):
         """Returns the optimizer of this way. That of float32 compiles to `tx` alone."""
@@ -82,8 +84,12 @@ class Program(NamedTuple):
     losses: Callable[[Any, jax.Array], list[Loss]]
 
 
-def program(way, tx, init_params, loss_fn, draw, evaluate):
-    """Returns the program of parameters and nothing else: `loss_fn(params, *draw(key))`."""
+def make_program(way, tx, init_params, loss_fn, draw, held_out, unit=1.0):
+    """Makes the program of parameters and nothing else.
+
+    It trains with `loss_fn(params, *draw(key))`, and is evaluated by the loss of `held_out`, in a
+    unit.
+    """
     tx = way.optimizer(tx)
     train_step = jaxscale.train_step(way.cast(loss_fn), tx)
 
@@ -95,11 +101,14 @@ def program(way, tx, init_params, loss_fn, draw, evaluate):
         *carry, loss = train_step(*carry, *draw(key))
         return tuple(carry), loss
 
-    def losses(carry, key):
-        drawn = draw(key)
-        return [Loss(lambda params: loss_fn(params, *drawn), *carry)]
+    def evaluate(carry):
+        return loss_fn(carry[0], *held_out) / unit
 
-    return Program(init, step, lambda carry: evaluate(carry[0]), losses)
+    def losses(carry, key):
+        batch = draw(key)
+        return [Loss(lambda params: loss_fn(params, *batch), *carry)]
+
+    return Program(init, step, evaluate, losses)
 
 
 class Model(NamedTuple):
@@ -126,64 +135,76 @@ class Model(NamedTuple):
     differentiated: bool = False
 
 
+class Digits(NamedTuple):
+    images: np.ndarray  # f32[n, 8, 8, 1] in [0, 1]
+    labels: np.ndarray  # i32[n]
+
+
 @functools.cache
-def digits():
-    """Returns scikit-learn's digits and labels for training, and those that are held out."""
+def read_digits():
+    """Reads scikit-learn's digits: those for training, and those that are held out."""
     images, labels = load_digits(return_X_y=True)
-    images = (images.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
+    images = images.reshape(-1, 8, 8, 1) / 16
     order = np.random.default_rng(0).permutation(len(images))
-    images, labels = images[order], labels[order].astype(np.int32)
-    return (images[360:], labels[360:]), (images[:360], labels[:360])
+    images = images[order].astype(np.float32)
+    labels = labels[order].astype(np.int32)
+    return Digits(images[360:], labels[360:]), Digits(images[:360], labels[:360])
 
 
-def some(key, batch, *arrays):
-    """Returns `batch` elements of each of the arrays, drawn alike."""
-    chosen = jax.random.randint(key, (batch,), 0, len(arrays[0]))
-    return tuple(jnp.asarray(array)[chosen] for array in arrays)
+def draw_rows(key, batch, *arrays):
+    """Draws `batch` rows, the same ones from each of the arrays."""
+    rows = jax.random.randint(key, (batch,), 0, len(arrays[0]))
+    return tuple(jnp.asarray(array)[rows] for array in arrays)
+
+
+# How many characters the text is written in.
+CHARACTERS = 64
 
 
 @functools.cache
-def text():
-    """Returns scikit-learn's descriptions of its data sets, and the number of characters.
+def read_text():
+    """Reads scikit-learn's descriptions of its data sets, as `int32` numbers of characters.
 
-    The letters are numbered by frequency, and the rare ones share a number. The last eighth is
-    held out.
+    Characters are numbered by frequency, and the rare ones share a number. Returns the text for
+    training, and the last eighth, which is held out.
     """
     folder = importlib.resources.files("sklearn.datasets.descr")
-    files = sorted(
-        (path for path in folder.iterdir() if path.name.endswith(".rst")), key=str
-    )
-    raw = np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
-    by_frequency = np.argsort(-np.bincount(raw, minlength=256), kind="stable")
-    rank = np.minimum(np.argsort(by_frequency), 63).astype(np.int32)[raw]
-    cut = len(rank) * 7 // 8
-    return rank[:cut], rank[cut:], 64
+    paths = [path for path in folder.iterdir() if path.name.endswith(".rst")]
+    content = b"".join(path.read_bytes() for path in sorted(paths, key=str))
+    raw = np.frombuffer(content, np.uint8)
+    counts = np.bincount(raw, minlength=256)
+    by_frequency = np.argsort(-counts, kind="stable")
+    ranks = np.minimum(np.argsort(by_frequency), CHARACTERS - 1)
+    text = ranks.astype(np.int32)[raw]
+    cut = len(text) * 7 // 8
+    return text[:cut], text[cut:]
 
 
-def some_text(key, batch, length):
-    """Returns `int32[batch, length + 1]`, pieces of the text."""
-    letters = jnp.asarray(text()[0])
-    starts = jax.random.randint(key, (batch,), 0, len(letters) - length)
-    return letters[starts[:, None] + jnp.arange(length + 1)]
+def draw_text(key, batch, length):
+    """Draws pieces of the text, `int32[batch, length + 1]`: the one argument of a loss."""
+    text = jnp.asarray(read_text()[0])
+    starts = jax.random.randint(key, (batch,), 0, len(text) - length)
+    return (text[starts[:, None] + jnp.arange(length + 1)],)
 
 
 def held_out_text(length):
-    """Returns `int32[pieces, length + 1]`, all of the held-out text."""
-    letters = text()[1]
-    pieces = (len(letters) - 1) // length
-    return letters[np.arange(pieces)[:, None] * length + np.arange(length + 1)]
+    """Returns all of the held-out text, `int32[pieces, length + 1]`: the one argument of a loss."""
+    text = read_text()[1]
+    starts = np.arange(0, len(text) - length, length)
+    return (text[starts[:, None] + np.arange(length + 1)],)
 
 
 @functools.cache
-def photo():
-    """Returns the left and the right half of a photograph, float32 in [0, 1]."""
-    flower = load_sample_images().images[1][None, :426].astype(np.float32) / 255
-    return flower[:, :, :320], flower[:, :, 320:]
+def read_photo():
+    """Reads the left and the right half of a photograph, float32 in [0, 1]."""
+    photo = load_sample_images().images[1][None, :426].astype(np.float32) / 255
+    return photo[:, :, :320], photo[:, :, 320:]
 
 
 def distance(images, held_out):
     """Returns the sliced Wasserstein distance between digits, each with an axis of 64 pixels."""
     directions = jax.random.normal(jax.random.key(4), (64, 256))
     directions /= jnp.linalg.norm(directions, axis=0)
-    shadows = [jnp.sort(x @ directions, 0) for x in (images, held_out)]
-    return jnp.sqrt(jnp.mean((shadows[0] - shadows[1]) ** 2))
+    shadows = jnp.sort(images @ directions, 0)
+    held_out_shadows = jnp.sort(held_out @ directions, 0)
+    return jnp.sqrt(jnp.mean((shadows - held_out_shadows) ** 2))

@@ -56,11 +56,11 @@ def _serve(pipe, make, args):
     try:
         report, run = make(*args)
     except Exception as error:
-        lines = str(error).splitlines() or [""]
-        kind = (
-            "not installed" if isinstance(error, ImportError) else type(error).__name__
-        )
-        return pipe.send({"error": f"{kind}: {lines[0][:200]}"})
+        kind = type(error).__name__
+        if isinstance(error, ImportError):
+            kind = "not installed"
+        first_line = str(error).partition("\n")[0]
+        return pipe.send({"error": f"{kind}: {first_line[:200]}"})
     pipe.send(report)
     while True:
         pipe.send(run(*pipe.recv()))
@@ -93,10 +93,12 @@ def prepare(jobs, limit, show=lambda name: None):
 
 def take_turns(processes, rounds, seconds, show=lambda name: None):
     """Returns for each process a list of what ``run(seconds)`` said, one for each round."""
-    names, turns = list(processes), {name: [] for name in processes}
+    names = list(processes)
+    turns = {name: [] for name in names}
     for i in range(rounds):
         show(f"round {i + 1} of {rounds}")
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        first = i % len(names)  # another one begins in each round
+        for name in names[first:] + names[:first]:
             turns[name].append(processes[name].run(seconds))
     for process in processes.values():
         process.stop()
@@ -110,12 +112,12 @@ def measure(jobs, options, show, **references):
     """
     ready, reports = prepare(jobs, options.limit, show)
     turns = take_turns(ready, options.rounds, options.seconds, show)
-    for name, taken in turns.items():
-        for key in taken[0]:
-            reports[name][key] = statistics.median(turn[key] for turn in taken)
+    for name, own_turns in turns.items():
+        for key in own_turns[0]:
+            reports[name][key] = statistics.median(turn[key] for turn in own_turns)
         for key, reference in references.items():
             if reference in turns:
-                reports[name][key] = ratio(taken, turns[reference])
+                reports[name][key] = ratio(own_turns, turns[reference])
     return reports
 
 

@@ -102,7 +102,8 @@ def find_devices(row):
 
 def compile_step(row, name):
     """Returns the report of a program, and nothing to run."""
-    # Of the machine that traces, too: whether there are several decides how gradients are read.
+    # The machine that traces also has that many: several are a reason to read gradients in another
+    # way.
     jax.config.update("jax_num_cpu_devices", row.devices)
     jax.config.update("jax_enable_compilation_cache", False)
     devices = targets.devices(row.target, row.shape, row.slices)[: row.devices]
@@ -110,43 +111,43 @@ def compile_step(row, name):
     if row.layout == OPTIMIZER:
         there = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
         shapes = trees.SIZES["gpu"]
-        params, batch = (
-            trees.avals(shapes, dtype, there) for dtype in ("float32", row.dtype)
-        )
+        params = trees.avals(shapes, "float32", there)
+        batch = trees.avals(shapes, row.dtype, there)
         method = methods.make(name, clip)
     else:
         half = "float16" if row.target == "H100" else "bfloat16"
-        laid_out = layouts.make(
+        loss_fn, params, batch = layouts.make(
             row.layout, devices, row.width, row.dtype, half, row.slices
         )
-        loss_fn, params, batch = laid_out
         method = methods.make(name, clip, loss_fn)
     carry = layouts.place(jax.eval_shape(method.init, params), params)
     traced = jax.jit(method.step, donate_argnums=0).trace(carry, batch)
     start = time.process_time()
     compiled = traced.lower().compile()
     seconds = time.process_time() - start
-    of_a_device = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(params)
-    )
-    more = {"stable": _is_stable(traced, compiled, carry), "compile_s": seconds}
-    return hlo.program(compiled, of_a_device) | more, None
+    parameters = 0  # of one device
+    for leaf in jax.tree.leaves(params):
+        parameters += math.prod(leaf.sharding.shard_shape(leaf.shape))
+    report = hlo.program(compiled, parameters)
+    report["stable"] = _is_stable(traced, compiled, carry)
+    report["compile_s"] = seconds
+    return report, None
 
 
 def _is_stable(traced, compiled, carry):
     """Returns whether the next step takes what this one returns, and nothing is compiled anew."""
     before = jax.tree.leaves(carry)
-    after = zip(
-        traced.jaxpr.out_avals, jax.tree.leaves(compiled.output_shardings), strict=True
-    )
-    return all(
-        (old.shape, old.dtype, old.weak_type)
-        == (aval.shape, aval.dtype, aval.weak_type)
-        and old.sharding.is_equivalent_to(sharding, len(old.shape))
-        # after it the loss
-        for old, (aval, sharding) in zip(before, after, strict=False)
-    )
+    # The loss comes last, and belongs to no leaf of the carry.
+    avals = traced.jaxpr.out_avals[: len(before)]
+    shardings = jax.tree.leaves(compiled.output_shardings)[: len(before)]
+    for old, aval, sharding in zip(before, avals, shardings, strict=True):
+        if (old.shape, old.dtype) != (aval.shape, aval.dtype):
+            return False
+        if old.weak_type != aval.weak_type:
+            return False
+        if not old.sharding.is_equivalent_to(sharding, old.ndim):
+            return False
+    return True
 
 
 def title(row):
@@ -171,42 +172,47 @@ COLUMNS = {
 
 def markdown(rows, names):
     """Returns the tables of `results/README.md`: each method beside plain optax."""
-    headings = [
-        name.split(".")[-1].replace("jaxscale optax wrapper", "three lines")
-        for name in names
-    ]
-    lines, times = [], {name: [] for name in names}
+    headings = ["", "plain optax"]
+    for name in names:
+        heading = name.split(".")[-1]
+        headings.append(heading.replace("jaxscale optax wrapper", "three lines"))
+    times = {name: [] for name in names}
+    lines = []
     for row in rows:
-        reports = {
-            name: each for name, each in row["methods"].items() if "error" not in each
-        }
-        if BARE not in reports or not set(names) & set(reports):
+        reports = row["methods"]
+        compiled = [name for name in reports if "error" not in reports[name]]
+        if BARE not in compiled or not set(names) & set(compiled):
             continue
-        cells = [title(row), f"{reports[BARE]['bytes_per_parameter']:.1f}"]
+        line = [title(row), f"{reports[BARE]['bytes_per_parameter']:.1f}"]
         for name in names:
-            plain = reports.get(BARE + CLIPPED if name.endswith(CLIPPED) else BARE)
-            cells.append("")
-            if name in reports and plain:
-                cells[-1] = _compared(reports[name], plain)
-                times[name].append(reports[name]["compile_s"] / plain["compile_s"])
-        lines.append(cells)
-    medians = [
-        f"{statistics.median(each):.2f}" if each else "" for each in times.values()
-    ]
-    lines.append(["*time to compile, median*", "", *medians])
-    return report.markdown(["", "plain optax", *headings], lines)
+            plain_name = BARE + CLIPPED if name.endswith(CLIPPED) else BARE
+            if name in compiled and plain_name in compiled:
+                ours = reports[name]
+                plain = reports[plain_name]
+                line.append(_compare(ours, plain))
+                times[name].append(ours["compile_s"] / plain["compile_s"])
+            else:
+                line.append("")
+        lines.append(line)
+    last_line = ["*time to compile, median*", ""]
+    for ratios in times.values():
+        last_line.append(f"{statistics.median(ratios):.2f}" if ratios else "")
+    return report.markdown(headings, [*lines, last_line])
 
 
-def _compared(ours, plain):
+def _compare(ours, plain):
     """The bytes relative to those of plain optax, temporary memory and collectives beyond it."""
-    counts = [
-        sum(sum(sizes.values()) for sizes in each["collectives"].values())
-        for each in (ours, plain)
-    ]
     moved = ours["bytes_per_parameter"] / plain["bytes_per_parameter"]
-    memory, less = (each["temporary_bytes_per_parameter"] for each in (ours, plain))
-    more = f", {counts[0] - counts[1]:+d}" if counts[1] else ""
-    return f"{moved:.2f}, {memory - less:+.1f}{more}"
+    key = "temporary_bytes_per_parameter"
+    text = f"{moved:.2f}, {ours[key] - plain[key]:+.1f}"
+    collectives = _count_collectives(plain)
+    if collectives:
+        text += f", {_count_collectives(ours) - collectives:+d}"
+    return text
+
+
+def _count_collectives(report):
+    return sum(sum(sizes.values()) for sizes in report["collectives"].values())
 
 
 def main():
@@ -229,21 +235,21 @@ def main():
         chosen = row.target in options.targets and row.layout in options.layouts
         if not chosen or row.dtype not in options.dtypes:
             continue
-        figures = {key: value for key, value in row._asdict().items() if key != "names"}
-        figures |= {"devices": row.devices, "methods": {}} | processes.call(
-            find_devices, row
-        )
-        with console.status("") as status:
-            for name in row.names if "error" not in figures else ():
-                if name in (options.only or row.names):
-                    status.update(f"{title(figures)}: {name}")
-                    figures["methods"][name] = processes.call(
-                        compile_step, row, name, limit=options.limit
-                    )
+        figures = row._asdict()
+        del figures["names"]
+        figures |= {"devices": row.devices, "methods": {}}
+        figures |= processes.call(find_devices, row)
         result["rows"].append(figures)
         if "error" in figures:
             console.print(figures["error"])
         else:
+            names = [name for name in row.names if name in (options.only or row.names)]
+            with console.status("") as status:
+                for name in names:
+                    status.update(f"{title(figures)}: {name}")
+                    figures["methods"][name] = processes.call(
+                        compile_step, row, name, limit=options.limit
+                    )
             console.print(report.table(title(figures), COLUMNS, figures["methods"]))
         report.write(options.json, result)
 

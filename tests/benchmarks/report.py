@@ -79,12 +79,11 @@ def describe():
 
 
 def line(described):
-    """Returns it as one line of text."""
-    versions = [
-        f"{name} {version}"
-        for name, version in described["versions"].items()
-        if version
-    ]
+    """Returns what `describe` returned as one line of text."""
+    versions = []
+    for name, version in described["versions"].items():
+        if version:
+            versions.append(f"{name} {version}")
     return (
         f"{described['date']}: {described['backend']} ({described['device']}), "
         f"{described['cores']} cores of {described['processor']}, "
@@ -94,9 +93,10 @@ def line(described):
 
 def begin(width=170):
     """Returns a console, and the figures of a run that begins: what it runs on, and no rows."""
-    console, figures = Console(width=width), {"machine": processes.call(describe)}
-    console.print(line(figures["machine"]))
-    return console, figures | {"rows": []}
+    console = Console(width=width)
+    machine = processes.call(describe)
+    console.print(line(machine))
+    return console, {"machine": machine, "rows": []}
 
 
 def write(path, figures, indent=1):

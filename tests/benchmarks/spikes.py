@@ -28,15 +28,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
-from parity_linen import Transformer
-from parity_setup import digits, distance, held_out_text, some, some_text
+from parity_linen import Transformer, mean_cross_entropy
+from parity_setup import (
+    CHARACTERS,
+    distance,
+    draw_rows,
+    draw_text,
+    held_out_text,
+    read_digits,
+)
 
 import jaxscale
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "support"))
 import spike_streams
 
-LENGTH, LETTERS = 32, 64
+LENGTH = 32
 CLIP = 1.0
 
 
@@ -63,31 +70,35 @@ def transformer(bad=0.0, batch=16):
 
     def cross_entropy(params, text):
         logits = model.apply(params, text[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, text[:, 1:]
-        ).mean()
+        return mean_cross_entropy(logits, text[:, 1:])
 
     def loss(params, players, key, index):
-        text = some_text(key, batch, LENGTH)
-        noise = jax.random.randint(jax.random.fold_in(key, 1), text.shape, 0, LETTERS)
-        is_bad = jax.random.bernoulli(jax.random.fold_in(key, 2), bad) & (index >= 100)
+        (text,) = draw_text(key, batch, LENGTH)
+        noise_key = jax.random.fold_in(key, 1)
+        bad_key = jax.random.fold_in(key, 2)
+        noise = jax.random.randint(noise_key, text.shape, 0, CHARACTERS)
+        is_bad = jax.random.bernoulli(bad_key, bad) & (index >= 100)
         return cross_entropy(params, jnp.where(is_bad, noise, text))
 
-    return Program(
-        init, [loss], lambda players: cross_entropy(players[0], held_out_text(LENGTH))
-    )
+    def evaluate(players):
+        return cross_entropy(players[0], *held_out_text(LENGTH))
+
+    return Program(init, [loss], evaluate)
 
 
 def gan(noise=16, width=128, batch=64):
     """Digits from noise: a generator and a discriminator of three layers each."""
     images, held_out = (
-        jnp.asarray(part[0]).reshape(-1, 64) * 2 - 1 for part in digits()
+        jnp.asarray(digits.images).reshape(-1, 64) * 2 - 1 for digits in read_digits()
     )
 
-    def layers(key, *sizes):
+    def init_layers(key, *sizes):
         keys = jax.random.split(key, len(sizes))
-        pairs = zip(sizes, sizes[1:], keys, strict=False)
-        return [jax.random.normal(k, pair) * (2 / pair[0]) ** 0.5 for *pair, k in pairs]
+        layers = []
+        for layer_key, inputs, outputs in zip(keys, sizes, sizes[1:], strict=False):
+            weight = jax.random.normal(layer_key, (inputs, outputs))
+            layers.append(weight * (2 / inputs) ** 0.5)
+        return layers
 
     def run(weights, x):
         for weight in weights[:-1]:
@@ -95,25 +106,29 @@ def gan(noise=16, width=128, batch=64):
         return x @ weights[-1]
 
     def init(key):
-        one, two = jax.random.split(key)
-        return [layers(one, noise, width, width, 64), layers(two, 64, width, width, 1)]
+        generator_key, discriminator_key = jax.random.split(key)
+        return [
+            init_layers(generator_key, noise, width, width, 64),
+            init_layers(discriminator_key, 64, width, width, 1),
+        ]
 
-    def generated(generator, key, number):
+    def generate(generator, key, number):
         return jnp.tanh(run(generator, jax.random.normal(key, (number, noise))))
 
     def generator_loss(params, players, key, index):
-        return jax.nn.softplus(-run(players[1], generated(params, key, batch))).mean()
+        logits = run(players[1], generate(params, key, batch))
+        return jax.nn.softplus(-logits).mean()
 
     def discriminator_loss(params, players, key, index):
-        (real,) = some(jax.random.fold_in(key, 1), batch, images)
-        fake = generated(players[0], key, batch)
-        both = jax.nn.softplus(-run(params, real)), jax.nn.softplus(run(params, fake))
-        return both[0].mean() + both[1].mean()
+        (real,) = draw_rows(jax.random.fold_in(key, 1), batch, images)
+        fake = generate(players[0], key, batch)
+        loss_on_real = jax.nn.softplus(-run(params, real)).mean()
+        loss_on_fake = jax.nn.softplus(run(params, fake)).mean()
+        return loss_on_real + loss_on_fake
 
     def evaluate(players):
-        return distance(
-            generated(players[0], jax.random.key(3), len(held_out)), held_out
-        )
+        fake = generate(players[0], jax.random.key(3), len(held_out))
+        return distance(fake, held_out)
 
     return Program(init, [generator_loss, discriminator_loss], evaluate)
 
@@ -137,39 +152,40 @@ def train(program, tx, way, seeds, steps):
     """Returns what came of a training, with a list over the seeds in each field."""
     if "clipped" in way:
         tx = optax.chain(optax.clip_by_global_norm(CLIP), tx)
-    tx = jaxscale.skip_nonfinite(
-        tx, spikes=jaxscale.SpikeRule() if "rule" in way else None
-    )
+    spikes = None
+    if "rule" in way:
+        spikes = jaxscale.SpikeRule()
+    tx = jaxscale.skip_nonfinite(tx, spikes=spikes)
 
     def step(carry, index, key):
         players, states = map(list, carry)
-        key, seen = jax.random.fold_in(key, index), []
+        step_key = jax.random.fold_in(key, index)
+        losses, norms, skipped = [], [], []
         for number, loss_fn in enumerate(program.losses):
             params = players[number]
-            loss, grads = jax.value_and_grad(loss_fn)(
-                params, players, jax.random.fold_in(key, number), index
-            )
-            updates, states[number] = tx.update(
-                grads, states[number], params, value=loss
-            )
+            player_key = jax.random.fold_in(step_key, number)
+            value_and_grad = jax.value_and_grad(loss_fn)
+            loss, grads = value_and_grad(params, players, player_key, index)
+            updates, state = tx.update(grads, states[number], params, value=loss)
             players[number] = optax.apply_updates(params, updates)
-            norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
-            seen.append((loss, norm, ~states[number].step_applied))
-        return (players, states), [
-            jnp.stack(column) for column in zip(*seen, strict=True)
-        ]
+            states[number] = state
+            squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))
+            losses.append(loss)
+            norms.append(jnp.sqrt(squares))
+            skipped.append(~state.step_applied)
+        return (players, states), tuple(map(jnp.stack, (losses, norms, skipped)))
 
     @jax.jit
     @jax.vmap
     def run(seed):
         players = program.init(jax.random.key(seed))
         carry = players, list(map(tx.init, players))
-        one = partial(step, key=jax.random.key(seed + 1000))
-        carry, seen = jax.lax.scan(one, carry, jnp.arange(steps))
-        return program.evaluate(carry[0]), seen
+        step_of_seed = partial(step, key=jax.random.key(seed + 1000))
+        (players, _), figures = jax.lax.scan(step_of_seed, carry, jnp.arange(steps))
+        return program.evaluate(players), figures
 
     started = time.perf_counter()
-    # each is [seed, step, player]
+    # losses, norms and skipped are [seed, step, player]
     final, (losses, norms, skipped) = run(jnp.asarray(seeds))
     return {
         "final": np.asarray(final).tolist(),
@@ -177,7 +193,7 @@ def train(program, tx, way, seeds, steps):
         "seconds": time.perf_counter() - started,
         "losses": _short(losses),
         "norms": _short(norms),
-        "skips": [np.argwhere(one).tolist() for one in np.asarray(skipped)],
+        "skips": [np.argwhere(of_seed).tolist() for of_seed in np.asarray(skipped)],
     }
 
 
@@ -195,17 +211,22 @@ def judge_streams(rule, norms):
         is_spike, state = rule.judge(state, None, norm, True)
         return state, is_spike
 
-    return jax.vmap(lambda run: jax.lax.scan(step, rule.init(), run)[1])(norms)
+    def judge_run(norms):
+        _, is_spike = jax.lax.scan(step, rule.init(), norms)
+        return is_spike
+
+    return jax.vmap(judge_run)(norms)
+
+
+RULES = {"default": jaxscale.SpikeRule(), "OLMo": jaxscale.presets.olmo()}
 
 
 def judge_stream(about, asked, stream):
     """Returns what both rules skip of a stream: steps a run, and the share of those asked about."""
     row = {"stream": about, "asked": asked}
-    for name, rule in (
-        ("default", jaxscale.SpikeRule()),
-        ("OLMo", jaxscale.presets.olmo()),
-    ):
-        skipped = np.asarray(judge_streams(rule, stream.norms.astype(np.float32)))
+    norms = stream.norms.astype(np.float32)
+    for name, rule in RULES.items():
+        skipped = np.asarray(judge_streams(rule, norms))
         hits = (skipped & stream.counted).sum()
         row[name] = {
             "skipped": skipped.sum(1).tolist(),
@@ -217,18 +238,14 @@ def judge_stream(about, asked, stream):
 def judge_all_streams():
     """Returns a row for each stream of the table."""
     rows = []
+    steps = spike_streams.STEPS
     for size in (10, 1e6, 1e30):
-        stream = spike_streams.jumps(size, steps=spike_streams.STEPS)
+        stream = spike_streams.jumps(size, steps=steps)
         rows.append(judge_stream(f"1 ± 0.1, then {size:g} times that", "steps", stream))
-    for start, size in ((0.5, 2), (0.0, 1)):
-        stream = spike_streams.jumps(
-            2, start=0.5, noise=0, runs=1, steps=spike_streams.STEPS
-        )
-        if start == 0:
-            stream = stream._replace(norms=1.0 * stream.counted)
-        rows.append(
-            judge_stream(f"{start:g}, then {start * size or 1:g}", "steps", stream)
-        )
+    doubled = spike_streams.jumps(2, start=0.5, noise=0, runs=1, steps=steps)
+    rows.append(judge_stream("0.5, then 1", "steps", doubled))
+    from_zero = doubled._replace(norms=1.0 * doubled.counted)
+    rows.append(judge_stream("0, then 1", "steps", from_zero))
     for name in spike_streams.DRAWN:
         rows.append(judge_stream(name, "steps", spike_streams.drawn(name)))
     for share in (0.01, 0.02, 0.03, 0.05):
@@ -249,7 +266,8 @@ def judge_all_streams():
 
 
 def main():
-    parser, names = endings.parser(__doc__), list(PROGRAMS)
+    parser = endings.parser(__doc__)
+    names = list(PROGRAMS)
     parser.add_argument(
         "--only", nargs="+", choices=names, default=names, metavar="NAME"
     )
@@ -272,12 +290,10 @@ def main():
             steps = options.steps or steps
             row = {"program": name, "about": about, "steps": steps, "ways": {}}
             for way in endings.WAYS:
-                row["ways"][way] = train(make(), tx, way, range(options.seeds), steps)
-                print(
-                    name,
-                    way,
-                    {k: row["ways"][way][k] for k in ("final", "skipped", "seconds")},
-                )
+                figures = train(make(), tx, way, range(options.seeds), steps)
+                row["ways"][way] = figures
+                shown = {key: figures[key] for key in ("final", "skipped", "seconds")}
+                print(name, way, shown)
             for way in endings.WAYS[1:]:  # the tests replay the plain runs
                 del row["ways"][way]["norms"]
                 if way != "rule":  # the picture shows its losses

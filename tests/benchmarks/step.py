@@ -20,8 +20,11 @@ import report
 import trees
 
 
-def compiled(step, *args):
-    """Returns a step that consumes its first argument, and the seconds to trace and compile it."""
+def compile_step(step, *args):
+    """Compiles a step that consumes its first argument.
+
+    Returns it, and the seconds that it took to trace and to compile.
+    """
     jax.config.update("jax_enable_compilation_cache", False)
     trace_s = []
     for _ in range(3):
@@ -40,27 +43,39 @@ def compiled(step, *args):
 def prepare(name, shapes, dtype, clip):
     """Returns the report of one method's compiled step, checked, and what runs it."""
     method = methods.make(name, clip)
-    carry = jax.eval_shape(method.init, trees.avals(shapes, "float32"))
-    step, times = compiled(method.step, carry, trees.avals(shapes, dtype))
-    leaves = [list(shapes)[i] for i in sorted({0, len(shapes) // 2, len(shapes) - 1})]
+    carry_avals = jax.eval_shape(method.init, trees.avals(shapes, "float32"))
+    step, times = compile_step(method.step, carry_avals, trees.avals(shapes, dtype))
+    names = list(shapes)
+    spoiled = [names[0], names[len(names) // 2], names[-1]]
     # A float32 norm over millions of elements is off by more than its last bits.
     rtol = 1e-3 if clip else 1e-5
-    faults = checks.run(method, step, shapes, dtype, clip, leaves, rtol, steps=2)
+    faults = checks.run(method, step, shapes, dtype, clip, spoiled, rtol, steps=2)
     carry = method.init(trees.params(shapes))
-    grads = trees.gradients(shapes, dtype, float(method.scale(carry)))
-    run = processes.timed(
-        lambda carry: step(carry, grads), carry, jax.block_until_ready
+    scale = float(method.scale(carry))
+    grads = trees.gradients(shapes, dtype, scale)
+    report = {"faults": faults} | times | hlo.program(step, trees.size(shapes))
+    return report, repeat_step(step, carry, grads)
+
+
+def repeat_step(step, carry, batch):
+    return processes.timed(
+        lambda carry: step(carry, batch), carry, jax.block_until_ready
     )
-    return {"faults": faults} | times | hlo.program(step, trees.size(shapes)), run
 
 
 def prepare_with_products(name, shapes, dtype, clip):
     """Returns the report of one method's whole step, with its backward pass, and what runs it."""
     method = methods.make(name, clip, trees.products(dtype))
-    carry, rows = method.init(trees.params(shapes)), trees.rows(shapes, dtype)
-    step, times = compiled(lambda carry, rows: method.step(carry, rows)[0], carry, rows)
-    run = processes.timed(lambda carry: step(carry, rows), carry, jax.block_until_ready)
-    return {"faults": []} | times | hlo.program(step, trees.size(shapes)), run
+    carry = method.init(trees.params(shapes))
+    rows = trees.rows(shapes, dtype)
+
+    def step_without_loss(carry, rows):
+        carry, _ = method.step(carry, rows)
+        return carry
+
+    step, times = compile_step(step_without_loss, carry, rows)
+    report = {"faults": []} | times | hlo.program(step, trees.size(shapes))
+    return report, repeat_step(step, carry, rows)
 
 
 def measure(dtype, options, show):
@@ -69,12 +84,19 @@ def measure(dtype, options, show):
     make = prepare_with_products if options.products else prepare
     jobs = {name: (make, name, shapes, dtype, options.clip) for name in options.only}
     reports = processes.measure(jobs, options, show, to_bare=methods.BARE)
-    for each in reports.values():
-        for key in ("trace_s", "compile_s", "dispatch_s") if "to_bare" in each else ():
-            each[f"{key[:-2]}_to_bare"] = each[key] / reports[methods.BARE][key]
-    number = {"leaves": len(shapes), "parameters": trees.size(shapes)}
-    form = {"gradients": dtype, "clipped": options.clip, "products": options.products}
-    return number | form | {"methods": reports}
+    for figures in reports.values():
+        if "to_bare" in figures:
+            bare = reports[methods.BARE]
+            for key in ("trace", "compile", "dispatch"):
+                figures[f"{key}_to_bare"] = figures[f"{key}_s"] / bare[f"{key}_s"]
+    return {
+        "leaves": len(shapes),
+        "parameters": trees.size(shapes),
+        "gradients": dtype,
+        "clipped": options.clip,
+        "products": options.products,
+        "methods": reports,
+    }
 
 
 def _ratio(key, form):
@@ -97,12 +119,15 @@ COLUMNS = {
 
 def table(row):
     """Returns a table of one row of :func:`measure`."""
+    columns = dict(COLUMNS)
+    begins_with = "gradients"
+    if row["products"]:
+        begins_with = "products"
+        del columns["checks"]
     clipped = "global norm clipped" if row["clipped"] else "unclipped"
     size = f"{row['leaves']} leaves, {row['parameters'] / 1e6:.3g}M parameters"
-    made = "products" if row["products"] else "gradients"
-    title = f"GPT-2: {size}, {row['gradients']} {made}, {clipped}"
-    columns = {name: show for name, show in COLUMNS.items() if name != "checks"}
-    return report.table(title, columns if row["products"] else COLUMNS, row["methods"])
+    title = f"GPT-2: {size}, {row['gradients']} {begins_with}, {clipped}"
+    return report.table(title, columns, row["methods"])
 
 
 def main():
@@ -129,8 +154,11 @@ def main():
             reports = processes.call(checks.small, options.only, dtype, options.clip)
             checked = {"gradients": dtype, "clipped": options.clip, "methods": reports}
             result["checks"].append(checked)
-            for name, each in reports.items():
-                for fault in [each["error"]] if "error" in each else each["faults"]:
+            for name, figures in reports.items():
+                faults = figures.get("faults")
+                if "error" in figures:
+                    faults = [figures["error"]]
+                for fault in faults:
                     console.print(f"{dtype}: {name}: {fault}")
         for dtype in options.gradients:
             result["rows"].append(measure(dtype, options, status.update))

@@ -8,11 +8,11 @@ for JAX's new forms of `jax.checkpoint` and of derivative rules, for all methods
 """
 
 import gc
-import statistics
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import report
 
 import jaxscale
@@ -60,29 +60,33 @@ def seconds_to_trace(fun, *args):
 
 def measure(activation, layers, rounds):
     """Returns for each method the median of its times, and of the ratios to plain JAX."""
-    weights, x = [jnp.ones((4, 4))] * layers, jnp.ones((2, 4))
-    taken = {name: {each: [] for each in PASSES} for name in METHODS}
-    for _ in range(rounds + 1):  # the first turn fills JAX's caches
-        for name, method in METHODS.items():
-            for each, differentiated in PASSES.items():
-                fun = differentiated(method(ACTIVATIONS[activation]))
-                taken[name][each].append(seconds_to_trace(fun, weights, x))
-    figures = {}
-    for name, times in taken.items():
-        figures[name] = {}
-        for each in PASSES:
-            pairs = list(zip(times[each], taken["plain JAX"][each], strict=True))[1:]
-            ratio = statistics.median(ours / plain for ours, plain in pairs)
-            median = statistics.median(ours for ours, _ in pairs)
-            figures[name][each] = {"seconds": median, "ratio": ratio}
+    weights = [jnp.ones((4, 4))] * layers
+    x = jnp.ones((2, 4))
+    figures = {name: {} for name in METHODS}
+    for direction, differentiate in PASSES.items():
+        times = {name: [] for name in METHODS}
+        for _ in range(rounds + 1):
+            for name, make in METHODS.items():
+                fun = differentiate(make(ACTIVATIONS[activation]))
+                times[name].append(seconds_to_trace(fun, weights, x))
+        for name in METHODS:
+            # The first turn filled JAX's caches.
+            seconds = np.array(times[name][1:])
+            plain = np.array(times["plain JAX"][1:])
+            figures[name][direction] = {
+                "seconds": float(np.median(seconds)),
+                "ratio": float(np.median(seconds / plain)),
+            }
     return figures
 
 
 def table(row):
-    def column(each):
-        return lambda figures: "{seconds:.3f} s, {ratio:.2f}".format(**figures[each])
+    def show(direction):
+        return lambda figures: "{seconds:.3f} s, {ratio:.2f}".format(
+            **figures[direction]
+        )
 
-    columns = {each: column(each) for each in PASSES}
+    columns = {direction: show(direction) for direction in PASSES}
     title = (
         f"{row['layers']} layers of {row['activation']}: seconds, and beside plain JAX"
     )

@@ -36,8 +36,8 @@ def init_params(rng, width, layers, length):
     def normal(*shape):
         return jnp.array(0.02 * rng.standard_normal(shape, np.float32))
 
-    blocks = [
-        {
+    def init_block():
+        return {
             "norms": jnp.ones((2, width)),
             "qkv": normal(width, 3, width // HEAD, HEAD),
             "out": normal(width // HEAD, HEAD, width),
@@ -45,44 +45,49 @@ def init_params(rng, width, layers, length):
             "down": normal(4 * width, width),
             "bias": jnp.zeros(4 * width),
         }
-        for _ in range(layers)
-    ]
-    tokens, positions = normal(VOCABULARY, width), normal(length, width)
+
     return {
-        "tokens": tokens,
-        "positions": positions,
-        "blocks": blocks,
+        "blocks": [init_block() for _ in range(layers)],
+        "tokens": normal(VOCABULARY, width),
+        "positions": normal(length, width),
         "norm": jnp.ones(width),
     }
 
 
 def normalize(x, scale):
     x = x.astype(jnp.float32)
-    x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    mean_square = jnp.mean(x**2, -1, keepdims=True)
+    x = x * jax.lax.rsqrt(mean_square + 1e-6)
     return (x * scale).astype(scale.dtype)
 
 
 def loss_fn(params, tokens, dtype=jnp.float16):
     """Returns the mean cross entropy of the next token, a float32."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
     length = inputs.shape[1]
     x = params["tokens"][inputs] + params["positions"][:length]
     causal = jnp.tril(jnp.ones((length, length), bool))
     for block in params["blocks"]:
-        y = normalize(x, block["norms"][0])
-        q, k, v = jnp.einsum("btd,dchk->cbhtk", y, block["qkv"])
-        scores = jnp.einsum("bhtk,bhsk->bhts", q, k).astype(jnp.float32) / HEAD**0.5
-        weights = jax.nn.softmax(jnp.where(causal, scores, -1e9)).astype(dtype)
-        mixed = jnp.einsum("bhts,bhsk->bthk", weights, v)
-        x = x + jnp.einsum("bthk,hkd->btd", mixed, block["out"])
+        x = x + attend(block, normalize(x, block["norms"][0]), causal)
         y = normalize(x, block["norms"][1])
-        x = x + jax.nn.gelu(y @ block["in"] + block["bias"]) @ block["down"]
+        hidden = jax.nn.gelu(y @ block["in"] + block["bias"])
+        x = x + hidden @ block["down"]
     logits = normalize(x, params["norm"]) @ params["tokens"].T
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), targets
-    )
+    logits = logits.astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.mean(losses)
+
+
+def attend(block, x, mask):
+    """Returns the attention of a block, with a softmax in float32."""
+    query, key, value = jnp.einsum("btd,dchk->cbhtk", x, block["qkv"])
+    scores = jnp.einsum("bhtk,bhsk->bhts", query, key).astype(jnp.float32)
+    scores = jnp.where(mask, scores / HEAD**0.5, -1e9)
+    weights = jax.nn.softmax(scores).astype(x.dtype)
+    mixed = jnp.einsum("bhts,bhsk->bthk", weights, value)
+    return jnp.einsum("bthk,hkd->btd", mixed, block["out"])
 
 
 def prepare(name, size, clip):
@@ -91,23 +96,25 @@ def prepare(name, size, clip):
     rng = np.random.default_rng(0)
     params = init_params(rng, width, layers, length)
     tokens = jnp.array(rng.integers(0, VOCABULARY, (batch, length + 1), np.int32))
-    method, bare = (methods.make(each, clip, loss_fn) for each in (name, methods.BARE))
-    step, times = steps.compiled(method.step, method.init(params), tokens)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    reference = jax.jit(lambda carry, tokens: bare.step(carry, tokens, jnp.float32))
+    method = methods.make(name, clip, loss_fn)
+    step, times = steps.compile_step(method.step, method.init(params), tokens)
     losses = _losses(step, method.init(jax.tree.map(jnp.copy, params)), tokens)
-    expected = _losses(reference, bare.init(params), tokens)
-    faults = (
-        []
-        if np.allclose(losses, expected, rtol=1e-2)
-        else [f"{losses}, not {expected}"]
-    )
-    run = processes.timed(
-        lambda carry: step(carry, tokens)[0], method.init(params), jax.block_until_ready
-    )
-    return {"faults": faults, "parameters": parameters} | times | hlo.program(
-        step, parameters
-    ), run
+
+    bare = methods.make(methods.BARE, clip, loss_fn)
+    bare_step = jax.jit(lambda carry, tokens: bare.step(carry, tokens, jnp.float32))
+    expected = _losses(bare_step, bare.init(params), tokens)
+    faults = []
+    if not np.allclose(losses, expected, rtol=1e-2):
+        faults.append(f"{losses}, not {expected}")
+
+    def step_without_loss(carry, tokens):
+        carry, _ = step(carry, tokens)
+        return carry
+
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    report = {"faults": faults, "parameters": parameters}
+    report |= times | hlo.program(step, parameters)
+    return report, steps.repeat_step(step_without_loss, method.init(params), tokens)
 
 
 def _losses(step, carry, tokens):
@@ -126,12 +133,11 @@ def main():
     jobs = {name: (prepare, name, options.size, options.clip) for name in options.only}
     with console.status("") as status:
         reports = processes.measure(jobs, options, status.update, to_bare=methods.BARE)
-    result["rows"] = [
-        {"size": options.size, "clipped": options.clip, "methods": reports}
-    ]
+    row = {"size": options.size, "clipped": options.clip, "methods": reports}
+    result["rows"] = [row]
     report.write(options.json, result)
     parameters = next(
-        each["parameters"] for each in reports.values() if "parameters" in each
+        figures["parameters"] for figures in reports.values() if "parameters" in figures
     )
     clipped = "global norm clipped" if options.clip else "unclipped"
     title = f"transformer, {parameters / 1e6:.3g}M parameters, float16, {clipped}"

@@ -82,9 +82,11 @@ def products(dtype):
     def loss_fn(params, rows):
         loss = jnp.float32(0)
         for name, param in params.items():
-            w, x = param.astype(dtype), rows[name]
+            w = param.astype(dtype)
+            x = rows[name]
             y = x @ w if w.ndim == 2 else x * w
-            loss += GRADIENT * jnp.mean(jnp.square(y.astype(jnp.float32)))
+            squares = jnp.square(y.astype(jnp.float32))
+            loss += GRADIENT * jnp.mean(squares)
         return loss
 
     return loss_fn
@@ -92,10 +94,12 @@ def products(dtype):
 
 def _normal(shapes, seed, deviation, dtype):
     # Of one pool of numbers, begun at another place for each leaf: nothing is compiled for it.
-    pool = deviation * np.random.default_rng(seed).standard_normal(2**18, np.float32)
+    size = 2**18
+    pool = deviation * np.random.default_rng(seed).standard_normal(size, np.float32)
     pool = np.concatenate([pool, pool]).astype(jnp.dtype(dtype))
-    starts = np.arange(len(shapes)) * 7919 % 2**18
-    return {
-        name: jnp.array(np.resize(pool[start : start + 2**18], shape))
-        for start, (name, shape) in zip(starts, shapes.items(), strict=True)
-    }
+    leaves = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        start = 7919 * index % size
+        numbers = pool[start : start + size]
+        leaves[name] = jnp.array(np.resize(numbers, shape))
+    return leaves

@@ -1,7 +1,7 @@
 """The front ends for Flax: the fields of a `TrainState`, the step of NNX, states in variables."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from tables import (
     avals,
     cases,
     gradients,
+    spoiled,
 )
 from training import amplified
 
@@ -29,7 +30,8 @@ from jaxscale import diagnostics, presets
 
 pytestmark = pytest.mark.standard_promotion
 
-GRADIENTS, ADAM = gradients(0, 4), optax.adam(0.1)
+GRADIENTS = gradients(0, 4)
+ADAM = optax.adam(0.1)
 
 
 class State(jaxscale.flax.TrainState):
@@ -40,34 +42,29 @@ class State(jaxscale.flax.TrainState):
 
 def create(cls=jaxscale.flax.TrainState, tx=ADAM, **fields):
     params = jax.tree.map(jnp.copy, PARAMS)  # as tests donate them
-    return cls.create(
-        apply_fn=None, params=params, tx=jaxscale.loss_scaled(tx), **fields
-    )
+    tx = jaxscale.loss_scaled(tx)
+    return cls.create(apply_fn=None, params=params, tx=tx, **fields)
 
 
 def with_fields():
-    stats, ema = (
-        {"mean": jnp.zeros(2), "count": jnp.array(3)},
-        jax.tree.map(jnp.copy, PARAMS),
-    )
+    stats = {"mean": jnp.zeros(2), "count": jnp.array(3)}
+    ema = jax.tree.map(jnp.copy, PARAMS)
     return create(State, batch_stats=stats, ema=ema, key=jax.random.key(0))
-
-
-def advance(state, grads, **kwargs):
-    return state.apply_gradients(
-        grads=grads,
-        batch_stats={
-            "mean": state.batch_stats["mean"] + jnp.nan,
-            "count": jnp.array(4),
-        },
-        ema=optax.incremental_update(state.params, state.ema, 0.1),
-        key=jax.random.split(state.key, 1)[0],
-        **kwargs,
-    )
 
 
 def next_key(key):
     return jax.random.split(key, 1)[0]
+
+
+def advance(state, grads, **kwargs):
+    mean = state.batch_stats["mean"] + jnp.nan
+    return state.apply_gradients(
+        grads=grads,
+        batch_stats={"mean": mean, "count": jnp.array(4)},
+        ema=optax.incremental_update(state.params, state.ema, 0.1),
+        key=next_key(state.key),
+        **kwargs,
+    )
 
 
 def without_counters(state):
@@ -78,22 +75,26 @@ def without_counters(state):
 @cases("names", [None, tuple, iter])
 def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     state = jax.jit(advance)(with_fields(), GRADIENTS[0])
-    assert (state.step, state.batch_stats["count"]) == (1, 4)
+    assert state.step == 1
+    assert state.batch_stats["count"] == 4
     options = {}
     expected = state
     if names is not None:
         options["always_replace"] = names(["key"])
         expected = state.replace(key=next_key(state.key))
-    bad = GRADIENTS[1] | {"w": GRADIENTS[1]["w"].at[1].set(jnp.inf)}
+    bad = spoiled(GRADIENTS[1], jnp.inf)
     kept = jax.jit(functools.partial(advance, **options))(state, bad)
     assert_same_bits(without_counters(kept), without_counters(expected))
-    assert (kept.opt_state.total_notfinite, kept.opt_state.total_steps) == (1, 2)
+    assert kept.opt_state.total_notfinite == 1
+    assert kept.opt_state.total_steps == 2
 
 
 def test_it_applies_what_flax_applies():
-    ours, theirs = create(), create(train_state.TrainState)
+    ours = create()
+    theirs = create(train_state.TrainState)
     for grads in GRADIENTS:
-        ours, theirs = (state.apply_gradients(grads=grads) for state in (ours, theirs))
+        ours = ours.apply_gradients(grads=grads)
+        theirs = theirs.apply_gradients(grads=grads)
     assert_same_bits(ours.params, theirs.params)
     assert ours.step == theirs.step == 4
 
@@ -111,33 +112,40 @@ def test_value_and_extra_arguments_are_forwarded():
     )
     assert jnp.isnan(received["value"])
     assert received["value_fn"] is jnp.sum
-    assert (state.step, state.opt_state.total_notfinite_loss) == (0, 1)
+    assert state.step == 0
+    assert state.opt_state.total_notfinite_loss == 1
+
+
+def loss_with_fields(params, fields, x):
+    """A loss with statistics that are NaN where the loss is."""
+    loss = half_loss(params, x)
+    stats = fields["batch_stats"]
+    stats = {"mean": stats["mean"] + 0 * loss, "count": stats["count"] + 1}
+    fields = {"batch_stats": stats, "key": next_key(fields["key"])}
+    return loss, (fields, {"traced": x})
 
 
 def test_the_step_returns_fields_and_outputs_and_never_changes_types():
-    def train_loss(params, fields, x):
-        """A loss with statistics that are NaN where the loss is."""
-        loss, stats = half_loss(params, x), fields["batch_stats"]
-        stats = {"mean": stats["mean"] + 0 * loss, "count": stats["count"] + 1}
-        fields = {"batch_stats": stats, "key": jax.random.split(fields["key"], 1)[0]}
-        return loss, (fields, {"traced": x})
-
-    options = {
-        "has_state": True,
-        "has_aux": True,
-        "retries": 9,
-        "always_replace": ("key",),
-    }
-    step = jax.jit(jaxscale.flax.train_step(train_loss, **options), donate_argnums=0)
-    state, key = with_fields(), jax.random.key(0)
+    step = jaxscale.flax.train_step(
+        loss_with_fields,
+        has_state=True,
+        has_aux=True,
+        retries=9,
+        always_replace=("key",),
+    )
+    step = jax.jit(step, donate_argnums=0)
+    state = with_fields()
     types = avals(state)
+    key = jax.random.key(0)
     for batch in (GOOD, OVERFLOW, GOOD, BAD_LOSS, GOOD):
         state, (loss, aux) = step(state, batch)
-        key = jax.random.split(key, 1)[0]
-        assert_same_bits((state.key, aux["traced"]), (key, batch))
+        key = next_key(key)
+        assert_same_bits(state.key, key)
+        assert_same_bits(aux["traced"], batch)
         assert avals(state) == types
         assert jnp.isfinite(loss) == jnp.isfinite(batch[0])
-    assert (state.step, state.opt_state.total_notfinite) == (4, 1)
+    assert state.step == 4
+    assert state.opt_state.total_notfinite == 1
     assert state.opt_state.total_retries > 0
     assert state.batch_stats["count"] == 3 + 4
 
@@ -150,7 +158,8 @@ class Model(nnx.Module):
     """A model with all that a forward pass changes: statistics, noise, and a counter."""
 
     def __init__(self):
-        self.w, self.bias = nnx.Param(jnp.ones(3)), nnx.Param(jnp.zeros(3))
+        self.w = nnx.Param(jnp.ones(3))
+        self.bias = nnx.Param(jnp.zeros(3))
         self.w_again = self.w
         self.mean = nnx.BatchStat(jnp.zeros(3))
         self.dropout = nnx.Dropout(0.25, rngs=nnx.Rngs(0))
@@ -185,10 +194,10 @@ def state_of(model, optimizer, kind=...):
 def by_hand(model, optimizer, x):
     """The step as users wrote it: everything but the noise is put back by hand."""
     old = nnx.to_pure_dict(nnx.state(model, (nnx.BatchStat, Counter)))
-    opt_state, transform = optimizer.opt_state, nnx.value_and_grad
-    loss, grads = jaxscale.value_and_grad(loss_fn, opt_state, transform=transform)(
-        model, x
+    value_and_grad = jaxscale.value_and_grad(
+        loss_fn, optimizer.opt_state, transform=nnx.value_and_grad
     )
+    loss, grads = value_and_grad(model, x)
     optimizer.update(model, grads, value=loss)
     new = nnx.to_pure_dict(nnx.state(model, (nnx.BatchStat, Counter)))
     finite = jaxscale.metrics(optimizer)["step_applied"]
@@ -207,7 +216,8 @@ JITS = {
 
 @cases("way", JITS, fast=["donated"])
 def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(way):
-    ours, hand = created(), created()
+    ours = created()
+    hand = created()
     step = JITS[way](jaxscale.nnx.train_step(loss_fn))
     if way == "eager":
         # Bit for bit, as each operation runs by itself.
@@ -231,11 +241,8 @@ def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(way):
             after, _ = state_of(*ours, without_noise)
             assert_same_bits(after, before)
     model, optimizer = ours
-    assert (model.calls[...], model.dropout.rngs.count[...], optimizer.step[...]) == (
-        2,
-        3,
-        3,
-    )
+    assert model.calls[...] == 2
+    assert model.dropout.rngs.count[...] == optimizer.step[...] == 3
     assert model.w_again is model.w
 
 
@@ -246,62 +253,69 @@ def test_objects_among_the_arguments_are_kept_too():
         more["count"][...] += 1
         return loss, {"noise": more["rngs"](), "name": more["name"]}
 
-    both, metric = created(), nnx.metrics.Average()
+    both = created()
+    metric = nnx.metrics.Average()
     more = {"count": Counter(jnp.array(0)), "rngs": nnx.Rngs(7), "name": "as it is"}
     step = jaxscale.nnx.train_step(fun, has_aux=True)
-    outputs = [step(*both, batch, metric, more=more) for batch in BATCHES]
-    assert (metric.count[...], more["count"][...]) == (4, 4)
-    assert jnp.isfinite(metric.total[...])
-    assert [bool(jnp.isfinite(loss)) for loss, _ in outputs] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-    ]
-    noises = {tuple(jax.random.key_data(aux["noise"]).tolist()) for _, aux in outputs}
+    noises = set()
+    for batch in BATCHES:
+        loss, aux = step(*both, batch, metric, more=more)
+        assert jnp.isfinite(loss) == jnp.isfinite(batch).all()
+        assert aux["name"] == "as it is"
+        noises.add(str(jax.random.key_data(aux["noise"])))
     assert len(noises) == len(BATCHES)
-    assert {aux["name"] for _, aux in outputs} == {"as it is"}
+    assert metric.count[...] == more["count"][...] == 4
+    assert jnp.isfinite(metric.total[...])
 
 
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
-def test_what_is_kept_is_the_users_to_say_and_intermediates_come_out():
+def test_what_is_kept_is_the_users_to_say():
     model, optimizer = created()
-    jaxscale.nnx.train_step(loss_fn, keep=nnx.BatchStat)(model, optimizer, X * jnp.inf)
+    step = jaxscale.nnx.train_step(loss_fn, keep=nnx.BatchStat)
+    step(model, optimizer, X * jnp.inf)
     assert model.mean[...].tolist() == [0, 0, 0]
     assert model.calls[...] == 1
 
-    class Sowing(Model):
-        def __call__(self, x):
-            y = super().__call__(x)
-            self.sow(nnx.Intermediate, "outputs", y)
-            return y
 
-    both = created(make=Sowing)
+class Sowing(Model):
+    def __call__(self, x):
+        y = super().__call__(x)
+        self.sow(nnx.Intermediate, "outputs", y)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_intermediates_come_out():
+    model, optimizer = created(make=Sowing)
     for _ in range(2):
-        STEP(*both, X)
-    outputs = nnx.pop(both[0], nnx.Intermediate)
+        STEP(model, optimizer, X)
+    outputs = nnx.pop(model, nnx.Intermediate)
     assert [leaf.shape for leaf in jax.tree.leaves(outputs)] == [(8, 3)] * 2
 
 
+BARE = "`nnx.train_step`: `tx` is a bare optimizer"
+
+
 def test_other_optimizers_apply_every_step():
-    both, (same, optimizer) = created(optax.sgd(0.1)), created(optax.sgd(0.1))
-    step, batches = jaxscale.nnx.train_step(loss_fn), (X, X * 0.5, X * 2)
-    # They are warned of once, unless one says that it is meant.
-    with pytest.warns(
-        UserWarning, match="`nnx.train_step`: `tx` is a bare optimizer"
-    ) as found:
-        losses = [step(*both, batch) for batch in batches]
-    assert [each.filename for each in found] == [__file__]
+    ours = created(optax.sgd(0.1))
+    model, optimizer = created(optax.sgd(0.1))
+    step = jaxscale.nnx.train_step(loss_fn)
+    batches = X, X * 0.5, X * 2
+    with pytest.warns(UserWarning, match=BARE) as caught:
+        losses = [step(*ours, batch) for batch in batches]
+    assert [warning.filename for warning in caught] == [__file__]  # once
     for batch, loss in zip(batches, losses, strict=True):
-        expected, grads = nnx.value_and_grad(loss_fn)(same, batch)
-        optimizer.update(same, grads)
+        expected, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
         assert_same_bits(loss, expected)
-    assert_same_bits(state_of(*both), state_of(same, optimizer))
-    step(*both, X * jnp.inf)
-    assert np.isinf(both[0].mean[...]).any()
-    meant = jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False)
-    jaxscale.nnx.train_step(loss_fn)(*created(meant), X)
+    assert_same_bits(state_of(*ours), state_of(model, optimizer))
+    step(*ours, X * jnp.inf)
+    assert np.isinf(ours[0].mean[...]).any()
+
+
+def test_whoever_says_that_it_is_meant_gets_no_warning():
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False)
+    step = jaxscale.nnx.train_step(loss_fn)
+    step(*created(tx), X)
 
 
 LORA = functools.partial(nnx.LoRALinear, 3, 3, lora_rank=2, rngs=nnx.Rngs(0))
@@ -331,12 +345,9 @@ def test_only_what_the_optimizer_trains_is_differentiated(name, argnums):
 
     jaxscale.nnx.train_step(loss_fn, **ARGNUMS[argnums](wrt))(model, optimizer, X)
     assert_same_bits(nnx.state(model, frozen), frozen_before)
-    pairs = zip(
-        jax.tree.leaves(trained_before),
-        jax.tree.leaves(nnx.state(model, wrt)),
-        strict=True,
-    )
-    assert any(not np.array_equal(old, new) for old, new in pairs)
+    trained = nnx.state(model, wrt)
+    is_same = jax.tree.map(np.array_equal, trained, trained_before)
+    assert not all(jax.tree.leaves(is_same))
     assert jaxscale.metrics(optimizer)["total_notfinite"] == 0
 
 
@@ -370,9 +381,15 @@ def is_variable(node):
 
 def plain(tree):
     """The arrays that are in the variables of a tree."""
-    return jax.tree.map(
-        lambda v: v[...] if is_variable(v) else v, tree, is_leaf=is_variable
-    )
+
+    def take_array(leaf):
+        return leaf[...] if is_variable(leaf) else leaf
+
+    return jax.tree.map(take_array, tree, is_leaf=is_variable)
+
+
+def holds_variables(tree):
+    return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
 
 
 OWN = POLICIES | {
@@ -385,7 +402,8 @@ INNER["window of Optax"] = optax.MultiSteps(ADAM, 2)
 TXS = {n: jaxscale.loss_scaled(INNER[n], OWN[n], track_leaves=True) for n in OWN}
 TXS["window"] = jaxscale.multi_steps(TXS["window"], 2)
 LEAVES = plain(nnx.state(Model(), nnx.Param))
-ONES, GRADS = jax.tree.map(jnp.ones_like, LEAVES), {"w": jnp.array([1.0, -3.0])}
+ONES = jax.tree.map(jnp.ones_like, LEAVES)
+GRADS = {"w": jnp.array([1.0, -3.0])}
 
 
 class Opaque:
@@ -417,6 +435,12 @@ def columns(state):
     return history.columns()
 
 
+def restore(name, state):
+    _, optimizer = created(TXS[name])
+    saved = jaxscale.to_state_dict(state)
+    return jaxscale.from_state_dict(plain(optimizer.opt_state), saved)
+
+
 WHOLE = {  # of the name of an optimizer, and of its state, or a tree that holds it
     "metrics": lambda n, s: jaxscale.metrics(s),
     "value_and_grad": lambda n, s: jaxscale.value_and_grad(jnp.sum, s)(X),
@@ -431,9 +455,7 @@ CALLS = WHOLE | {  # of the state alone
     "update": lambda n, s: OWN[n].update(s.scaling, GRADS),
     "adjust": lambda n, s: OWN[n].adjust(s.scaling, jnp.array(False), jnp.float32(3)),
     "to_state_dict": lambda n, s: jaxscale.to_state_dict(s),
-    "from_state_dict": lambda n, s: jaxscale.from_state_dict(
-        plain(created(TXS[n])[1].opt_state), jaxscale.to_state_dict(s)
-    ),
+    "from_state_dict": restore,
     "tx.update": lambda n, s: TXS[n].update(ONES, s, LEAVES),
     "apply_gradients": lambda n, s: jaxscale.apply_gradients(
         TXS[n], ONES, s, LEAVES, value=jnp.float32(1)
@@ -445,50 +467,100 @@ OF_ONE_POLICY = {  # as there is only that rule, and as it is slow
 }
 
 
-@cases("name", OWN, fast=["dynamic"])
-def test_every_function_takes_a_state_in_variables_as_one_without(name):
+class Skipped(NamedTuple):
+    """A run all of whose steps were skipped, and the state of its optimizer."""
+
+    model: Any
+    optimizer: Any
+    state: Any  # in variables
+    arrays: Any  # without variables
+    opaque: Any  # in variables that are leaves
+
+
+@functools.cache
+def skip_three_steps(name):
     model, optimizer = trained([jnp.inf] * 3, name)
-    state, whole, arrays = (
-        optimizer.opt_state,
-        nnx.state(optimizer),
-        plain(optimizer.opt_state),
-    )
-    opaque = jax.tree.map(Opaque, arrays)
-    split_off = nnx.to_pure_dict(whole), nnx.split((model, optimizer))[1]
-    assert any(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable)))
-    for call, function in (
-        CALLS | (OF_ONE_POLICY if name == "dynamic" else {})
-    ).items():
-        expected = function(name, arrays)
-        trees = [state] + [opaque] * (call in CALLS)
-        for tree in trees + [optimizer, whole, *split_off] * (call in WHOLE):
-            result = function(name, tree)
-            assert_same_bits(result, expected)
-            assert not any(
-                map(is_variable, jax.tree.leaves(result, is_leaf=is_variable))
-            ), call
-    # What is in it goes into an optimizer by `nnx.update`, as without a variable.
-    assert_same_bits(
-        jaxscale.from_state_dict(opaque, jaxscale.to_state_dict(opaque)), arrays
-    )
-    # As one has them without an `nnx.Optimizer`: in parameters, gradients and moments alike.
-    params = nnx.state(model, nnx.Param)
-    grads, fresh = jax.tree.map(jnp.ones_like, params), TXS[name].init(params)
-    updated = TXS[name].update(grads, fresh, params)
-    assert jax.tree.structure(updated) == jax.tree.structure((params, fresh))
-    assert_same_bits(
-        plain(updated), TXS[name].update(*map(plain, (grads, fresh, params)))
-    )
-    names = {key for key in jaxscale.metrics(state) if "leaves" in key}
-    assert names == {"nonfinite_leaves/w", "nonfinite_leaves/bias"}
-    saved = jaxscale.to_state_dict(whole)
-    # as if saved before there was such a counter
+    state = optimizer.opt_state
+    assert holds_variables(state)
+    arrays = plain(state)
+    return Skipped(model, optimizer, state, arrays, jax.tree.map(Opaque, arrays))
+
+
+def assert_takes_variables(function, name, trees):
+    """A function of a state in variables returns what it does of one without."""
+    expected = function(name, skip_three_steps(name).arrays)
+    for tree in trees:
+        result = function(name, tree)
+        assert_same_bits(result, expected)
+        assert not holds_variables(result)
+
+
+every_policy = cases("name", OWN, fast=["dynamic"])
+
+
+@every_policy
+def test_every_function_takes_a_state_in_variables_as_one_without(name):
+    run = skip_three_steps(name)
+    for function in CALLS.values():
+        assert_takes_variables(function, name, [run.state, run.opaque])
+
+
+@every_policy
+def test_a_state_in_variables_is_found_in_any_tree(name):
+    run = skip_three_steps(name)
+    whole = nnx.state(run.optimizer)
+    _, split_off = nnx.split((run.model, run.optimizer))
+    trees = [run.optimizer, whole, nnx.to_pure_dict(whole), split_off]
+    for function in WHOLE.values():
+        assert_takes_variables(function, name, trees)
+
+
+@pytest.mark.parametrize("call", OF_ONE_POLICY)
+def test_functions_of_one_policy_take_a_state_in_variables(call):
+    state = skip_three_steps("dynamic").state
+    assert_takes_variables(OF_ONE_POLICY[call], "dynamic", [state])
+
+
+@every_policy
+def test_a_state_is_read_into_variables_that_are_leaves_as_arrays(name):
+    """Then it goes into an optimizer by `nnx.update`, as without a variable."""
+    run = skip_three_steps(name)
+    saved = jaxscale.to_state_dict(run.opaque)
+    assert_same_bits(jaxscale.from_state_dict(run.opaque, saved), run.arrays)
+
+
+@every_policy
+def test_parameters_gradients_and_moments_may_be_in_variables(name):
+    """As one has them without an `nnx.Optimizer`."""
+    tx = TXS[name]
+    params = nnx.state(Model(), nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, params)
+    state = tx.init(params)
+    updated = tx.update(grads, state, params)
+    assert jax.tree.structure(updated) == jax.tree.structure((params, state))
+    expected = tx.update(plain(grads), plain(state), plain(params))
+    assert_same_bits(plain(updated), expected)
+
+
+@every_policy
+def test_metrics_name_the_leaves_of_a_model(name):
+    names = jaxscale.metrics(skip_three_steps(name).state)
+    leaves = {key for key in names if "leaves" in key}
+    assert leaves == {"nonfinite_leaves/w", "nonfinite_leaves/bias"}
+
+
+@every_policy
+def test_an_older_state_is_read_into_variables(name):
+    saved = jaxscale.to_state_dict(nnx.state(skip_three_steps(name).optimizer))
+    # As if it was saved before there was such a counter.
     assert saved["opt_state"].pop("total_steps") == 3
-    fresh = nnx.state(created(TXS[name])[1])
-    back = jaxscale.from_state_dict(fresh, saved)
-    assert jax.tree.structure(back) == jax.tree.structure(fresh)
-    found = jaxscale.metrics(back)
-    assert (found["total_notfinite"], found["total_steps"]) == (3, 0)
+    _, optimizer = created(TXS[name])
+    fresh = nnx.state(optimizer)
+    restored = jaxscale.from_state_dict(fresh, saved)
+    assert jax.tree.structure(restored) == jax.tree.structure(fresh)
+    metrics = jaxscale.metrics(restored)
+    assert metrics["total_notfinite"] == 3
+    assert metrics["total_steps"] == 0
 
 
 def by_orbax(tree, path):
@@ -533,15 +605,15 @@ def test_a_run_goes_on_from_what_was_saved(way, tmp_path):
 
 
 def test_a_variable_may_hold_a_tree():
-    # One that has the name by which a variable is written, too.
-    for held in ({"a": X, "b": X}, {"value": X}):
-        tree = {"x": nnx.Param(held)}
-        written = {"x": jax.tree.map(lambda leaf: leaf + 1, held)}
-        for saved in (written, {"x": {"value": written["x"]}}):
-            back = jaxscale.from_state_dict(tree, saved)
-            assert jax.tree.structure(back) == jax.tree.structure(tree)
-            assert_same_bits(jax.tree.leaves(back), jax.tree.leaves(written))
-        assert jaxscale.to_state_dict(tree)["x"].keys() == held.keys()
+    # Also one with a key by whose name a variable is written.
+    for content in ({"a": X, "b": X}, {"value": X}):
+        tree = {"x": nnx.Param(content)}
+        written = jax.tree.map(lambda leaf: leaf + 1, content)
+        for saved in (written, {"value": written}):
+            restored = jaxscale.from_state_dict(tree, {"x": saved})
+            assert jax.tree.structure(restored) == jax.tree.structure(tree)
+            assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(written))
+        assert jaxscale.to_state_dict(tree)["x"].keys() == content.keys()
 
 
 # The optimizer's window, and the step of the `TrainState` after each of some micro-batches.
@@ -562,18 +634,18 @@ COUNTED = {
 @cases("window", COUNTED)
 def test_the_step_counts_steps_of_the_optimizer_with_any_window(window):
     wrap, expected = COUNTED[window]
-    state = jaxscale.flax.TrainState.create(
-        apply_fn=None, params={"w": jnp.zeros(2)}, tx=wrap(optax.adam(0.1))
-    )
-    update = jax.jit(
-        lambda state, size: state.apply_gradients(grads={"w": jnp.full(2, size)})
-    )
+    tx = wrap(optax.adam(0.1))
+    params = {"w": jnp.zeros(2)}
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    @jax.jit
+    def update(state, size):
+        return state.apply_gradients(grads={"w": jnp.full(2, size)})
+
     steps = []
     for size in (1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0):
         state = update(state, size)
         steps.append(int(state.step))
-        (count,) = [
-            leaf for _, leaf in optax.tree.get_all_with_path(state.opt_state, "count")
-        ]
+        ((_, count),) = optax.tree.get_all_with_path(state.opt_state, "count")
         assert count == state.step
     assert steps == expected

@@ -3,6 +3,7 @@
 import functools
 import re
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
-W, BAD = jnp.full(3, 0.5), jnp.full(3, jnp.nan)
+W = jnp.full(3, 0.5)
+BAD = jnp.full(3, jnp.nan)
 SGD = optax.sgd(0.1)
 TX = jaxscale.loss_scaled(optax.adam(0.1))
 ADAPTIVE = jaxscale.loss_scaled(SGD, "adaptive")
@@ -30,14 +32,15 @@ TOP = jaxscale.loss_scaled(SGD, jaxscale.DynamicLossScale(init_scale=2.0**24))
 
 @functools.partial(jax.jit, static_argnums=0)
 def one_step(tx, grads, state):
-    return tx.update(grads, state)[1]
+    _, state = tx.update(grads, state)
+    return state
 
 
 def after(steps, grads=BAD, tx=TX):
     state = tx.init(jnp.zeros(3))
-    return functools.reduce(
-        lambda state, _: one_step(tx, grads, state), range(steps), state
-    )
+    for _ in range(steps):
+        state = one_step(tx, grads, state)
+    return state
 
 
 def stuck(tree, match=None, **options):
@@ -47,55 +50,77 @@ def stuck(tree, match=None, **options):
     return str(error.value)
 
 
-def test_metrics_are_scalars_inside_jit_and_outside_and_of_a_loss_scale_alone():
-    for policy in (jaxscale.DynamicLossScale(), jaxscale.AdaptiveLossScale()):
-        state = policy.init()
-        assert jaxscale.metrics({"policy": state}) == state._asdict()
+@cases("policy", [jaxscale.DynamicLossScale, jaxscale.AdaptiveLossScale])
+def test_metrics_of_a_loss_scale_alone_are_its_state(policy):
+    state = policy().init()
+    assert jaxscale.metrics({"policy": state}) == state._asdict()
+
+
+def test_metrics_hold_the_state_of_the_loss_scale():
     state = after(1, jnp.ones(3), ADAPTIVE)
     assert jaxscale.metrics(state).items() >= state.scaling._asdict().items()
+
+
+def test_metrics_are_the_same_scalars_inside_jit_and_outside():
     state = after(2)
     inside = jax.jit(jaxscale.metrics)({"opt": (state,), "params": jnp.zeros(3)})
     outside = jaxscale.metrics(state)
     assert inside == outside
-    assert {value.shape for value in (inside | outside).values()} == {()}
-    assert (outside["notfinite_count"], outside["step_applied"]) == (2, False)
+    for values in (inside, outside):
+        assert {value.shape for value in values.values()} == {()}
+    assert outside["notfinite_count"] == 2
+    assert not outside["step_applied"]
 
 
-def test_check_is_silent_while_training_makes_progress_and_no_longer():
+def test_check_is_silent_while_training_makes_progress():
     jaxscale.check(after(5, jnp.ones(3)), max_consecutive=0)
     jaxscale.check({"opt": after(3)}, max_consecutive=3)
-    # it has recovered
-    jaxscale.check(TX.update(jnp.ones(3), after(9))[1], max_consecutive=0)
-    # By default a scale may come down all the way.
+    recovered = one_step(TX, jnp.ones(3), after(9))
+    jaxscale.check(recovered, max_consecutive=0)
+
+
+def test_by_default_a_scale_may_come_down_all_the_way():
     jaxscale.check(after(24, tx=TOP))
     stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
-    # A policy that follows gradients needs some that are not 0.
+
+
+def test_a_policy_that_follows_gradients_needs_some_that_are_not_0():
     for steps, size, tx in ((5, 0.0, ADAPTIVE), (6, 1.0, ADAPTIVE), (6, 0.0, TX)):
         jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
     blind = after(6, jnp.zeros(3), ADAPTIVE)
     stuck(blind, r"0 in 6 steps at loss scale 256.*init", max_consecutive=5)
 
 
-LOSSES = {
-    # Finite, with gradients that overflow float16 at a scale of more than about 100, and an eighth.
-    "half": lambda w, x: jnp.sum((w * x).astype(jnp.float16).astype(jnp.float32) * 500),
-    "large": lambda w, x: 1000 * LOSSES["half"](w, x),
-    # Finite, with gradients of inf at any scale where x is 0.
-    "root": lambda w, x: jnp.sum(jnp.sqrt(jnp.abs(w * x))),
-    # NaN where x is negative.
-    "domain": lambda w, x: -jnp.sum(jnp.sqrt(w * x)),
-}
+def half_loss(w, x):
+    """Finite; the gradients overflow float16 at a scale of more than about 100."""
+    products = (w * x).astype(jnp.float16).astype(jnp.float32)
+    return jnp.sum(products * 500)
 
 
-def trained(tx, name, batches, pass_value=True):
+def large_half_loss(w, x):
+    """Finite; the gradients overflow float16 at a scale of more than about an eighth."""
+    return 1000 * half_loss(w, x)
+
+
+def root_loss(w, x):
+    """Finite; the gradients are inf at any scale where x is 0."""
+    return jnp.sum(jnp.sqrt(jnp.abs(w * x)))
+
+
+def negative_root_loss(w, x):
+    """NaN where x is negative."""
+    return -jnp.sum(jnp.sqrt(w * x))
+
+
+def trained(tx, loss_fn, batches, pass_value=True):
     @jax.jit
     def step(w, state, x):
-        loss, grads = jaxscale.value_and_grad(LOSSES[name], state)(w, x)
-        return jaxscale.apply_gradients(
-            tx, grads, state, w, value=loss if pass_value else None
-        )
+        loss, grads = jaxscale.value_and_grad(loss_fn, state)(w, x)
+        value = loss if pass_value else None
+        return jaxscale.apply_gradients(tx, grads, state, w, value=value)
 
-    w, state = W, tx.init(W)
+    w = W
+    state = tx.init(W)
     for x in batches:
         w, state = step(w, state, jnp.full(3, x))
     return state
@@ -105,7 +130,7 @@ class Hopeless(NamedTuple):
     """A run that no longer makes steps, and what `check` says of it."""
 
     tx: optax.GradientTransformation
-    loss: str  # of LOSSES
+    loss_fn: Callable[[jax.Array, jax.Array], jax.Array]
     batches: list[float]
     says: list[str]
     says_not: list[str]
@@ -116,7 +141,7 @@ class Hopeless(NamedTuple):
 HOPELESS = {
     "the forward pass never worked": Hopeless(
         TX,
-        "domain",
+        negative_root_loss,
         [-1.0] * 51,
         says=[
             "51 of them with a non-finite loss",
@@ -128,7 +153,7 @@ HOPELESS = {
     ),
     "a shard of bad data": Hopeless(
         TX,
-        "domain",
+        negative_root_loss,
         [1.0] * 20 + [-1.0] * 60,
         says=[
             "60 steps in a row",
@@ -140,7 +165,7 @@ HOPELESS = {
     ),
     "no scale is low enough": Hopeless(
         TX,
-        "root",
+        root_loss,
         [1.0] * 5 + [0.0] * 60,
         says=[
             "0 of them with a non-finite loss",
@@ -152,7 +177,7 @@ HOPELESS = {
     ),
     "the loss is too large": Hopeless(
         TX,
-        "large",
+        large_half_loss,
         [1.0] * 70,
         says=[
             "scale is 1.0",
@@ -164,7 +189,7 @@ HOPELESS = {
     ),
     "the loss is not passed": Hopeless(
         TX,
-        "domain",
+        negative_root_loss,
         [-1.0] * 60,
         says=["scale is 1.0", "if not, pass it"],
         says_not=["no loss scale can help"],
@@ -172,28 +197,28 @@ HOPELESS = {
     ),
     "a floor that is too high": Hopeless(
         FLOORED,
-        "half",
+        half_loss,
         [400.0] * 60,
         says=["scale is 1024.0", "at its floor", "(min_scale=2.0**-4)", "at any scale"],
         says_not=["is fixed", "on its way down"],
     ),
     "a fixed scale that is too high": Hopeless(
         FIXED,
-        "half",
+        half_loss,
         [400.0] * 60,
         says=["scale is 4096.0", "The scale is fixed, and too high"],
         says_not=["floor", "on its way down"],
     ),
     "a scale that comes down slowly": Hopeless(
         SLOW,
-        "half",
+        half_loss,
         [400.0] * 60,
         says=["still on its way down, to 1:", "start lower"],
         says_not=["floor", "is fixed", "square root"],
     ),
     "an optimizer that is not known": Hopeless(
         FLOORED,
-        "half",
+        half_loss,
         [400.0] * 60,
         says=["fixed and too high, or still on its way down", "Pass `tx`"],
         says_not=["floor"],
@@ -201,7 +226,7 @@ HOPELESS = {
     ),
     "no scaling at all": Hopeless(
         jaxscale.skip_nonfinite(SGD),
-        "root",
+        root_loss,
         [0.0] * 60,
         says=["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"],
         says_not=["no loss scale can help", "floor"],
@@ -212,20 +237,23 @@ HOPELESS = {
 @cases("case", HOPELESS, fast=["a shard of bad data", "a floor that is too high"])
 def test_the_right_cause_is_named(case):
     run = HOPELESS[case]
-    state = trained(run.tx, run.loss, run.batches, run.pass_value)
+    state = trained(run.tx, run.loss_fn, run.batches, run.pass_value)
     message = stuck(state, tx=run.tx if run.pass_tx else None)
-    assert not [words for words in run.says if words not in message]
-    assert not [words for words in run.says_not if words in message]
+    for words in run.says:
+        assert words in message
+    for words in run.says_not:
+        assert words not in message
 
 
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_line_that_is_named_helps(policy):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
-    message = stuck(trained(tx, "large", [1.0] * 70), tx=tx)
+    batches = [1.0] * 70
+    message = stuck(trained(tx, large_half_loss, batches), tx=tx)
     line = re.search(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", message).group(1)
     assert ("Adaptive" in line) == (policy == "adaptive")
     tx = eval(line, {"jaxscale": jaxscale, "tx": optax.sgd(0.0)})
-    state = trained(tx, "large", [1.0] * 70)
+    state = trained(tx, large_half_loss, batches)
     jaxscale.check(state, tx=tx, max_consecutive=0)
     assert 2.0**-6 <= state.scaling.loss_scale <= 2.0**-3
 
@@ -234,35 +262,42 @@ def idle(tx, scale=2.0**24, **counters):
     """A state after many finite steps, with a scale that has only ever grown."""
     state = jax.device_get(after(1, jnp.ones(3), tx))
     scaling = state.scaling._replace(loss_scale=np.float32(scale))
-    counters = {"total_steps": 10_000} | counters
-    return state._replace(
-        scaling=scaling, **{k: np.int32(v) for k, v in counters.items()}
-    )
+    state = state._replace(scaling=scaling, total_steps=np.int32(10_000))
+    return state._replace(**{name: np.int32(n) for name, n in counters.items()})
+
+
+LOWER = idle(TX, 2.0**23)
+NOT_IDLE = {
+    "after fewer steps": idle(TX, total_steps=9999),
+    "at a lower scale": LOWER,
+    "an overflow": idle(TX, total_notfinite=1),
+    "a retry": idle(TX, total_retries=1),
+    "fixed": idle(FIXED),
+    "adaptive": idle(ADAPTIVE),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IDLE)
+def test_a_scale_that_did_more_than_grow_is_not_warned_of(name):
+    jaxscale.check(NOT_IDLE[name])  # a warning is an error here
 
 
 def test_a_scale_that_only_ever_grew_is_warned_of_once():
-    lower, told = idle(TX, 2.0**23), idle(TX)
-    overflown, retried = idle(TX, total_notfinite=1), idle(TX, total_retries=1)
-    early = idle(TX, total_steps=9999)
-    for state in (early, lower, overflown, retried, idle(FIXED), idle(ADAPTIVE)):
-        jaxscale.check(state)  # a warning is an error here
+    grown = idle(TX)
     bad_loss = idle(TX, total_notfinite=1, total_notfinite_loss=1)
-    several = jax.tree.map(lambda *leaves: np.stack(leaves), lower, told)
-    with warnings.catch_warnings(record=True) as found:
+    population = jax.tree.map(lambda *leaves: np.stack(leaves), LOWER, grown)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for state in (told, bad_loss, several, {"opt": told}):
+        for state in (grown, bad_loss, population, {"opt": grown}):
             jaxscale.check(state)
+    assert len(caught) == 4
     # By default Python shows one text of one line of a program once.
-    ((text, file, _),) = {
-        (str(each.message), each.filename, each.lineno) for each in found
-    }
-    assert (file, len(found)) == (__file__, 4)
-    for words in (
-        "`jax.value_and_grad`",
-        "train_step(loss_fn, tx)",
-        "skip_nonfinite(tx)",
-    ):
-        assert words in text
+    assert len({warning.lineno for warning in caught}) == 1
+    (text,) = {str(warning.message) for warning in caught}
+    assert caught[0].filename == __file__
+    assert "`jax.value_and_grad`" in text
+    assert "train_step(loss_fn, tx)" in text
+    assert "skip_nonfinite(tx)" in text
 
 
 class Tracked(NamedTuple):
@@ -282,24 +317,29 @@ class Tracking(jaxscale.LossScale):
         return Tracked(jnp.maximum(state.loss_scale / 2, 4.0), jnp.roll(state.last, 1))
 
 
-def test_check_reads_a_train_state_and_states_that_hold_more_than_scalars():
+def test_check_takes_the_optimizer_of_a_train_state():
     state = jaxscale.flax.TrainState.create(apply_fn=None, params=W, tx=FIXED)
     for _ in range(4):
         state = state.apply_gradients(grads=BAD)
-    stuck(state, "The scale is fixed", max_consecutive=3)  # it brings its optimizer
+    stuck(state, "The scale is fixed", max_consecutive=3)
+
+
+def test_check_reads_a_state_that_holds_more_than_scalars():
     tx = jaxscale.loss_scaled(SGD, Tracking())
     alone = after(7, tx=tx)
-    states = jax.tree.map(lambda *xs: jnp.stack(xs), after(1, tx=tx), alone)
-    for state in (alone, states):
+    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), after(1, tx=tx), alone)
+    for state in (alone, population):
         stuck(state, r"7 steps.*on its way down, to 4:", tx=tx, max_consecutive=5)
 
 
 def test_the_advice_finds_where_an_overflow_is_born():
+    def loss_fn(w):
+        return jnp.sum(jnp.sqrt(w))
+
     def step(w):
         state = TX.init(w)
-        return TX.update(
-            jaxscale.grad(lambda w: jnp.sum(jnp.sqrt(w)), state)(w), state, w
-        )
+        grads = jaxscale.grad(loss_fn, state)(w)
+        return TX.update(grads, state, w)
 
     with jax.debug_infs(True):  # inside `jit` the skip hides it
         jax.jit(step)(jnp.zeros(3))

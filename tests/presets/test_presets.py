@@ -126,25 +126,27 @@ NOT_NAMED = {
 
 @cases("name", DEFAULTS)
 def test_names_in_errors_are_those_of_the_library(name):
-    parameters = inspect.signature(getattr(presets, name)).parameters.values()
-    arguments = {each.name for each in parameters if not isinstance(each.default, bool)}
-    for argument in arguments - set(NOT_NAMED.get(name, ())):
-        with pytest.raises(
-            ValueError, match=rf"^`presets\.{name}\({argument}=.* got -1"
-        ):
+    parameters = inspect.signature(getattr(presets, name)).parameters
+    for argument, parameter in parameters.items():
+        is_switch = isinstance(parameter.default, bool)
+        if is_switch or argument in NOT_NAMED.get(name, ()):
+            continue
+        message = rf"^`presets\.{name}\({argument}=.* got -1"
+        with pytest.raises(ValueError, match=message):
             make(name, **{argument: -1})
 
 
-def test_there_are_scalers_that_do_not_move():
-    fixed = jaxscale.FixedLossScale(8)
+def test_a_scaler_that_is_off_scales_nothing():
     none = jaxscale.NoOpLossScale()
-    assert presets.torch(enabled=False) == presets.paddle(enable=False) == none
+    assert presets.torch(enabled=False) == none
+    assert presets.paddle(enable=False) == none
+
+
+def test_a_scale_that_is_fixed_does_not_move():
+    fixed = jaxscale.FixedLossScale(8)
     assert presets.paddle(init_loss_scaling=8, use_dynamic_loss_scaling=False) == fixed
-    assert (
-        presets.tf_keras(dynamic=False, initial_scale=8)
-        == presets.chainer(scale=8)
-        == fixed
-    )
+    assert presets.tf_keras(dynamic=False, initial_scale=8) == fixed
+    assert presets.chainer(scale=8) == fixed
 
 
 # What a library saved.
@@ -227,7 +229,8 @@ def test_a_live_flax_scaler_is_read():
         live, _, _, _ = live.value_and_grad(jnp.square)(jnp.float32(1))
     policy, state = presets.from_flax(live)
     assert policy == presets.flax(growth_interval=2, scale=64.0, minimum_scale=None)
-    assert (state.loss_scale, state.growth_tracker) == (64, 2)
+    assert state.loss_scale == 64
+    assert state.growth_tracker == 2
     assert avals(state) == avals(policy.init())
     assert policy.adjust(state, True).loss_scale == 128
 
@@ -235,18 +238,23 @@ def test_a_live_flax_scaler_is_read():
 @pytest.mark.standard_promotion
 def test_a_live_jmp_scaler_is_read():
     jmp = pytest.importorskip("jmp")
+    scale = jnp.float16(64)
     live = jmp.DynamicLossScale(
-        jnp.float16(64), period=3, factor=4, min_loss_scale=jnp.float16(2)
+        scale, period=3, factor=4, min_loss_scale=jnp.float16(2)
     )
     policy, state = presets.from_jmp(live.adjust(jnp.array(True)))
-    assert policy == presets.jmp(
-        jnp.float16(64), period=3, factor=4, min_loss_scale=2.0
-    )
+    assert policy == presets.jmp(scale, period=3, factor=4, min_loss_scale=2.0)
     assert policy.max_scale == 65504
-    assert (state.loss_scale, state.growth_tracker) == (64, 1)
+    assert state.loss_scale == 64
+    assert state.growth_tracker == 1
+
+
+def test_jmps_scalers_that_do_not_move_are_read():
+    jmp = pytest.importorskip("jmp")
     fixed, _ = presets.from_jmp(jmp.StaticLossScale(jnp.float32(8)))
     assert fixed == jaxscale.FixedLossScale(8)
-    assert presets.from_jmp(jmp.NoOpLossScale())[0] == jaxscale.NoOpLossScale()
+    none, _ = presets.from_jmp(jmp.NoOpLossScale())
+    assert none == jaxscale.NoOpLossScale()
 
 
 class Bad(NamedTuple):

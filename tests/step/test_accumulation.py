@@ -13,7 +13,16 @@ import pytest
 import tables
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import INNERS, PARAMS, assert_same_bits, avals, cases, counters, step
+from tables import (
+    INNERS,
+    PARAMS,
+    assert_same_bits,
+    avals,
+    cases,
+    counters,
+    fused_step,
+    step,
+)
 from training import x64
 
 import jaxscale
@@ -77,15 +86,30 @@ def reference(kinds, length, drop, unit):
     return Expected(param, scale, streak, num_steps, len(window), num_bad)
 
 
+def make_batches(kinds):
+    """The gradients and the losses of micro-batches: the i-th gradient is i + 1."""
+    kinds = np.array(kinds)
+    numbers = np.arange(len(kinds)) + 1.0
+    grads = np.where(kinds == "good", numbers, np.inf)
+    losses = np.where(kinds == "loss", np.nan, 1.0)
+    return jnp.float32(grads), jnp.float32(losses)
+
+
 @functools.cache
-def scanned(length, drop, unit):
+def compile_training(length, drop, unit):
     tx = windowed(optax.sgd(1.0), length, drop=drop, growth_unit=unit)
 
-    def body(carry, batch):
-        return step(tx, *carry, batch["grad"], value=batch["loss"]), None
+    def advance(carry, batch):
+        grad, loss = batch
+        return step(tx, *carry, grad, value=loss), None
 
-    start = jnp.zeros(()), tx.init(jnp.zeros(()))
-    return jax.jit(lambda batches: jax.lax.scan(body, start, batches)[0])
+    def train(grads, losses):
+        param = jnp.zeros(())
+        start = param, tx.init(param)
+        end, _ = jax.lax.scan(advance, start, (grads, losses))
+        return end
+
+    return jax.jit(train)
 
 
 @cases(
@@ -99,12 +123,8 @@ def scanned(length, drop, unit):
     )
 )
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
-    batches = {"grad": [], "loss": []}
-    for i, kind in enumerate(kinds):
-        batches["grad"].append(i + 1.0 if kind == "good" else jnp.inf)
-        batches["loss"].append(jnp.nan if kind == "loss" else 1.0)
-    batches = {name: jnp.array(column) for name, column in batches.items()}
-    param, state = scanned(length, drop, unit)(batches)
+    train = compile_training(length, drop, unit)
+    param, state = train(*make_batches(kinds))
     expected = reference(kinds, length, drop, unit)
     # means of 3 are rounded
     np.testing.assert_allclose(param, expected.param, rtol=1e-5)
@@ -116,10 +136,7 @@ def test_it_does_what_the_rule_says(length, drop, unit, kinds):
 
 
 VALUES = [jnp.nan, jnp.inf, -jnp.inf, jnp.nan]
-LOST = [
-    tables.spoiled(*grads_and_bad)
-    for grads_and_bad in zip(GOOD[4:], VALUES, strict=True)
-]
+LOST = list(map(tables.spoiled, GOOD[4:], VALUES))
 # By what is dropped: how long a window is, and micro-batches that leave four of `GOOD`, in twos.
 MIXED = {
     "window": (
@@ -131,10 +148,8 @@ MIXED = {
 }
 
 
-SAFE, SCALED = (
-    jaxscale.skip_nonfinite,
-    functools.partial(jaxscale.loss_scaled, loss_scale=POLICY),
-)
+SAFE = jaxscale.skip_nonfinite
+SCALED = functools.partial(jaxscale.loss_scaled, loss_scale=POLICY)
 WINDOW = jaxscale.multi_steps
 NESTINGS = [
     (SCALED, WINDOW),
@@ -149,21 +164,20 @@ def nest(inner, wraps, length, drop):
     """An optimizer in some wrappers, the innermost first."""
     tx = inner
     for wrap in wraps:
-        arguments = {"every_k_schedule": length, "drop": drop} if wrap is WINDOW else {}
-        tx = wrap(tx, **arguments)
+        tx = wrap(tx, length, drop=drop) if wrap is WINDOW else wrap(tx)
     return tx
 
 
 def train_and_check(tx, sequence, length, compiled):
     """The parameters and the state after some micro-batches; checks what holds after each."""
-    step = functools.partial(jaxscale.apply_gradients, tx)
+    one_step = functools.partial(fused_step, tx)
     if compiled:
-        step = jax.jit(step, donate_argnums=(1, 2))
+        one_step = jax.jit(one_step, donate_argnums=(0, 1))
     params, state = jax.tree.map(jnp.copy, (PARAMS, tx.init(PARAMS)))
     types = avals(state)
     for i, grads in enumerate(sequence, 1):
         before = jax.tree.map(jnp.copy, params)
-        params, state = step(grads, state, params)
+        params, state = one_step(params, state, grads)
         assert avals(state) == types
         if i % length:  # the window is not full
             assert_same_bits(params, before)
@@ -180,39 +194,52 @@ def test_bad_micro_batches_leave_no_trace_in_any_nesting(inner, drop):
         for window_length, sequence, num_bad in ((length, mixed, 4), (2, GOOD[:4], 0)):
             tx = nest(INNERS[inner], wraps, window_length, drop)
             params, state = train_and_check(tx, sequence, window_length, compiled)
-            assert (state.total_notfinite, state.total_steps) == (
-                num_bad,
-                len(sequence),
-            )
+            assert state.total_notfinite == num_bad
+            assert state.total_steps == len(sequence)
             end = params, state.inner_state
             if expected is None:
                 expected = end
             assert_same_bits(end, expected)
 
 
+# The dtype of a parameter, and that of its sums.
+SUMS = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float64": "float64",
+    "complex64": "complex64",
+    "int32": None,
+}
+OWG = "_overwrite_with_gradient"
+IDENTITY = windowed(optax.identity(), 2)
+
+
+def params_of_each_type():
+    params = {dtype: jnp.ones(2, dtype) for dtype in SUMS}
+    params[OWG] = jnp.ones(2, jnp.float32)
+    return params | {"key": jax.random.key(0), "none": None}
+
+
 def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwrites():
-    kinds = dict.fromkeys(("float16", "bfloat16"), "float32") | {"int32": None}
-    kinds |= {name: name for name in ("float64", "complex64")}
-    owg = "_overwrite_with_gradient"
     with x64():
-        params = {kind: jnp.ones(2, kind) for kind in kinds} | {
-            owg: jnp.ones(2, jnp.float32)
-        }
-        params |= {"key": jax.random.key(0), "none": None}
-        tx = windowed(
-            optax.GradientTransformation(lambda _: (), lambda u, s, p=None: (u, s)), 2
-        )
-        state, update = tx.init(params), jax.jit(tx.update)
-        held = jax.tree.map(lambda leaf: leaf.dtype.name, state.inner_state.acc_grads)
-        assert held == kinds | {owg: "float32", "key": None, "none": None}
+        state = IDENTITY.init(params_of_each_type())
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, state.inner_state.acc_grads)
+    assert dtypes == SUMS | {OWG: "float32", "key": None, "none": None}
+
+
+def test_a_window_takes_gradients_of_each_type():
+    update = jax.jit(IDENTITY.update)
+    with x64():
+        params = params_of_each_type()
+        state = IDENTITY.init(params)
+        types = avals(state)
         grads = params | {"complex64": jnp.array([1 + 2j, 3 - 4j], jnp.complex64)}
-        for i in range(2):
-            grads[owg] = jnp.full(2, float(i), jnp.float32)
-            updates, new_state = update(grads, state, params)
-            assert avals(new_state) == avals(state)
-            state = new_state
+        for size in (0.0, 1.0):
+            grads[OWG] = jnp.full(2, size, jnp.float32)
+            updates, state = update(grads, state, params)
+            assert avals(state) == types
     assert updates["complex64"].tolist() == grads["complex64"].tolist()
-    assert updates[owg].tolist() == [0, 0]  # 1, the largest, as it was
+    assert updates[OWG].tolist() == [0, 0]  # 1, the largest, as it was
 
 
 class Run(NamedTuple):
@@ -228,9 +255,13 @@ class Run(NamedTuple):
 ONE_BAD = [1.0, jnp.inf, *[1.0] * 8]
 BY_TWO = [0, 0, -1, -1, -2, -2, -3, -3, -4, -4]  # the nine good ones make four windows
 BY_FOUR = [0, 0, 0, -1, -1, -1, -1, -2, -2, -2]
-INF_AT_ONE = optax.stateless(
-    lambda updates, _: jax.tree.map(lambda u: 1 / (u - 1), updates)
-)
+
+
+def divide_by_distance_from_one(updates, params):
+    return jax.tree.map(lambda update: 1 / (update - 1), updates)
+
+
+INF_AT_ONE = optax.stateless(divide_by_distance_from_one)
 OF_OPTAX = optax.MultiSteps(optax.sgd(1.0), 2)
 SKIPS_TOO = optax.MultiSteps(
     optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite
@@ -289,19 +320,18 @@ def test_a_step_is_made_when_the_window_is_full(name):
 
 
 def test_inner_is_given_the_mean_loss_of_what_counted():
-    seen = []
+    calls = []
 
     def update(updates, state, params=None, *, value, other):
-        seen.append((float(value), other))
+        calls.append((float(value), other))
         return updates, state
 
     tx = windowed(optax.GradientTransformationExtraArgs(lambda _: (), update), 4)
-    state = tx.init(jnp.zeros(()))
+    grad = jnp.ones(())
+    state = tx.init(grad)
     for value in [1.0, jnp.nan, 5.0, jnp.inf]:
-        _, state = tx.update(
-            jnp.ones(()), state, value=jnp.float16(value), other="text"
-        )
-    assert seen[-1] == (3.0, "text")
+        _, state = tx.update(grad, state, value=jnp.float16(value), other="text")
+    assert calls[-1] == (3.0, "text")
     assert state.total_notfinite_loss == 2
     assert state.inner_state.acc_value == 0
 
@@ -309,24 +339,26 @@ def test_inner_is_given_the_mean_loss_of_what_counted():
 @pytest.mark.parametrize("length", [0, -1, 0.5, 1.9, -(2**31), 1])
 def test_a_schedule_below_1_acts_as_1_and_drops_no_gradient(length):
     tx = jaxscale.multi_steps(optax.sgd(1.0), lambda step: length)
-    params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    grads = jnp.array([1.0, -2.0])
     for _ in range(3):
-        params, state = jaxscale.apply_gradients(
-            tx, jnp.array([1.0, -2.0]), state, params
-        )
+        params, state = fused_step(tx, params, state, grads)
     assert params.tolist() == [-3, 6]
     assert state.inner_state.gradient_step == 3
 
 
 def test_a_schedule_is_rounded_down_and_may_go_through_0():
     lengths = jnp.array([2.9, 0.0, 3.0])
-    tx = jaxscale.multi_steps(
-        optax.sgd(1.0), lambda step: lengths[jnp.minimum(step, 2)]
-    )
+
+    def schedule(step):
+        return lengths[jnp.minimum(step, 2)]
+
+    tx = jaxscale.multi_steps(optax.sgd(1.0), schedule)
     params = jnp.zeros(())
     state = tx.init(params)
     history = []
     for grad in (1.0, 3.0, 5.0, 1.0, 2.0, 6.0):
-        params, state = jaxscale.apply_gradients(tx, jnp.array(grad), state, params)
+        params, state = fused_step(tx, params, state, jnp.array(grad))
         history.append(float(params))
     assert history == [0, -2, -7, -7, -7, -10]

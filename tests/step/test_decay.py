@@ -47,15 +47,19 @@ W = jnp.zeros(())
 
 
 @functools.cache
-def runner(policy, retries):
+def compile_runs(policy, retries):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
     step = jaxscale.train_step(probe, tx, retries=retries)
 
-    def advance(opt_state, now):
-        opt_state = step(W, opt_state, *now)[1]
+    def advance(opt_state, limits):
+        _, opt_state, _ = step(W, opt_state, *limits)
         return opt_state, opt_state
 
-    return jax.jit(jax.vmap(lambda *steps: jax.lax.scan(advance, tx.init(W), steps)[1]))
+    def run(highest, sizes):
+        _, states = jax.lax.scan(advance, tx.init(W), (highest, sizes))
+        return states
+
+    return jax.jit(jax.vmap(run))
 
 
 def histories(policy, traces, retries=0):
@@ -63,20 +67,21 @@ def histories(policy, traces, retries=0):
     ceilings, sizes = zip(*traces.values(), strict=True)
     highest = np.ldexp(1.0, np.stack(ceilings))
     largest = np.exp2(np.float64(np.stack(sizes)))
-    run = runner(policy, retries)
+    run = compile_runs(policy, retries)
     states = jax.device_get(run(np.float32(highest), np.float32(largest)))
-    return {
-        name: jax.tree.map(operator.itemgetter(i), states)
-        for i, name in enumerate(traces)
-    }
+    by_name = {}
+    for i, name in enumerate(traces):
+        by_name[name] = jax.tree.map(operator.itemgetter(i), states)
+    return by_name
 
 
-def warned(states):
+def warns_of(states):
     """Whether `check` warns of any of some states: it takes them for a population."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jaxscale.check(states, max_consecutive=10**9)
-    return any(re.match(DECAYS_OR_EXHAUSTS, str(each.message)) for each in found)
+    texts = [str(warning.message) for warning in caught]
+    return any(re.match(DECAYS_OR_EXHAUSTS, text) for text in texts)
 
 
 def count_falls(policy, states):
@@ -93,7 +98,9 @@ def count_falls(policy, states):
             count = 0
         elif new_scale < scale and overflows and was_applied and i >= FREE:
             count += 1
-        scale, passes, was_applied = new_scale, new_passes, is_applied
+        scale = new_scale
+        passes = new_passes
+        was_applied = is_applied
         counts.append(count)
     return counts
 
@@ -104,9 +111,10 @@ def of_ceiling(ceiling):
 
 
 def falling(every, steps=4000, noise=0.3):
-    """The highest scale falls by a binade in so many steps."""
+    """The highest scale falls by a binade in each `every` steps."""
     noise = noise * np.random.default_rng(0).standard_normal(steps)
-    return of_ceiling(np.maximum(np.floor(16 - np.arange(steps) / every + noise), -20))
+    ceiling = np.floor(16 - np.arange(steps) / every + noise)
+    return of_ceiling(np.maximum(ceiling, -20))
 
 
 def at_any_scale(rate, steps=4000):
@@ -153,7 +161,7 @@ NAMES = ["`DynamicLossScale()`", "from 2**24", "**`AdaptiveLossScale()`**"]
 def test_a_healthy_run_is_never_warned_of(name, retries, binades):
     healthy = {run: shift(trace, binades) for run, trace in RECORDED.items()}
     for run, states in histories(POLICIES[name], healthy, retries).items():
-        assert not warned(states), run
+        assert not warns_of(states), run
         # Far from it: half of what it takes.
         assert states.backoff_count.max() <= 3, run
 
@@ -165,7 +173,7 @@ def test_a_healthy_run_is_never_warned_of(name, retries, binades):
 )
 def test_a_run_that_moves_once_and_stays_is_never_warned_of(name):
     for run, states in histories(POLICIES[name], MADE_UP).items():
-        assert not warned(states), run
+        assert not warns_of(states), run
 
 
 # Their scale grows in almost every finite step, so that no two falls are without a growth.
@@ -186,14 +194,14 @@ def test_a_scale_that_decays_is_warned_of(name, retries):
     if retries and "Adaptive" in name:  # between two slow falls it grows again
         decaying = {run: trace for run, trace in DECAYING.items() if "bad" in run}
     for run, states in histories(POLICIES[name], decaying, retries).items():
-        assert warned(states), run
+        assert warns_of(states), run
 
 
 @cases("name", GROWING)
 @pytest.mark.slow
 def test_a_scale_that_always_grows_is_not_warned_of(name):
     for run, states in histories(POLICIES[name], DECAYING).items():
-        assert not warned(states), run
+        assert not warns_of(states), run
 
 
 @cases("retries", [0, 8], fast=[0])
@@ -204,12 +212,11 @@ def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
     """
     paths = (simulator.FOLDER / "decays").glob("vit*.npz")
     runs = {path.stem: np.load(path) for path in paths}
-    traces = {
-        name: (run["ceiling"].astype(np.int32), run["largest"] / 256)
-        for name, run in runs.items()
-    }
+    traces = {}
+    for name, run in runs.items():
+        traces[name] = run["ceiling"].astype(np.int32), run["largest"] / 256
     states = histories(jaxscale.DynamicLossScale(), traces, retries)
-    assert warned(states["vit_wrong_labels"])
+    assert warns_of(states["vit_wrong_labels"])
     assert states["vit_memorised"].backoff_count.max() >= 5
 
 
@@ -228,6 +235,19 @@ COUNTED = {
 REPEATED = ("dynamic", "hysteresis", "tolerance")
 
 
+FALLS = {
+    "falling": falling(30, 600, noise=1.0),
+    "bad": at_any_scale(0.1, 600),
+    "still": falling(10_000, 600, noise=1.5),
+    # A policy that follows the gradients lowers the scale before anything overflows.
+    "gradients that grow": (np.full(600, 60), np.arange(600) / 40),
+    # The first fall that counts is in step 25.
+    "every second": of_ceiling([30, simulator.BAD] * 300),
+    "every third": of_ceiling([simulator.BAD, 30, 30] * 200),
+    "all": of_ceiling([simulator.BAD] * 600),
+}
+
+
 @cases(
     "name, retries",
     [*product(COUNTED, [0]), *product(REPEATED, [3])],
@@ -235,19 +255,9 @@ REPEATED = ("dynamic", "hysteresis", "tolerance")
 )
 def test_falls_are_counted(name, retries):
     """In steps that follow a good one, until the scale grows."""
-    traces = {
-        "falling": falling(30, 600, noise=1.0),
-        "bad": at_any_scale(0.1, 600),
-        "still": falling(10_000, 600, noise=1.5),
-        # A policy that follows the gradients lowers the scale before anything overflows.
-        "gradients that grow": (np.full(600, 60), np.arange(600) / 40),
-        # The first fall that counts is in step 25.
-        "every second": of_ceiling([30, simulator.BAD] * 300),
-        "every third": of_ceiling([simulator.BAD, 30, 30] * 200),
-        "all": of_ceiling([simulator.BAD] * 600),
-    }
-    for run, states in histories(COUNTED[name], traces, retries).items():
-        assert states.backoff_count.tolist() == count_falls(COUNTED[name], states), run
+    policy = COUNTED[name]
+    for run, states in histories(policy, FALLS, retries).items():
+        assert states.backoff_count.tolist() == count_falls(policy, states), run
         # it never gives up
         assert (states.notfinite_count[-1] == 600) == (run == "all"), run
 
@@ -260,7 +270,8 @@ WINDOW = jaxscale.multi_steps(TX, 4)
 @functools.cache
 def decayed(tx=TX, falls=6):
     """The state after falls with a finite step before each."""
-    update, state = jax.jit(tx.update), tx.init(GOOD)
+    update = jax.jit(tx.update)
+    state = tx.init(GOOD)
     for grads in [GOOD] * FREE + [GOOD, BAD] * falls:
         _, state = update(grads, state)
     return state
@@ -269,9 +280,8 @@ def decayed(tx=TX, falls=6):
 @functools.cache
 def decayed_from(exponent):
     """The state after six falls from a scale."""
-    return decayed(
-        jaxscale.loss_scaled(optax.sgd(0.1), presets.torch(init_scale=2.0**exponent))
-    )
+    policy = presets.torch(init_scale=2.0**exponent)
+    return decayed(jaxscale.loss_scaled(optax.sgd(0.1), policy))
 
 
 def population(fine, bad):
@@ -311,7 +321,7 @@ FORMS = {
 @cases("form", FORMS)
 def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form):
     make_state, is_warned_of = FORMS[form]
-    assert warned(make_state()) == is_warned_of
+    assert warns_of(make_state()) == is_warned_of
 
 
 def test_the_scales_of_these_forms_are_at_the_limit():
@@ -323,8 +333,9 @@ def test_updates_that_are_not_finite_after_retries_are_one_fall():
     tx = jaxscale.loss_scaled(optax.scale(np.inf), check_updates=True)
     state = tx.init(W)._replace(total_steps=jnp.int32(FREE))
     step = jaxscale.train_step(probe, tx, retries=3)
-    state = step(W, state, jnp.float32(2.0**12), jnp.float32(1))[1]
-    assert (state.backoff_count, state.scaling.loss_scale) == (1, 2.0**11)
+    _, state, _ = step(W, state, jnp.float32(2.0**12), jnp.float32(1))
+    assert state.backoff_count == 1
+    assert state.scaling.loss_scale == 2.0**11
 
 
 @cases(
@@ -336,17 +347,19 @@ def test_retries_that_do_not_help_are_warned_of_from_the_sixth_on(policy, steps)
     """Every second step is bad. At 10, an adaptive scale is warned of as one that decays."""
     trace = of_ceiling([30, simulator.BAD] * (steps // 2))
     states = histories(COUNTED[policy], {"bad": trace}, retries=3)["bad"]
-    # At its floor, to which so many failures drive an adaptive scale, no pass is repeated.
-    scales = np.concatenate([[2.0**8], np.asarray(states.scaling.loss_scale)[:-1]])
-    assert states.total_exhausted[-1] == np.sum(scales[1::2] > 1)
-    assert warned(states) == (steps == 12 or policy == "adaptive")
+    # At its floor, to which these failures drive an adaptive scale, no pass is repeated.
+    scales_before_bad_steps = states.scaling.loss_scale[:-1:2]
+    num_repeated = np.sum(scales_before_bad_steps > 1)
+    assert states.total_exhausted[-1] == num_repeated
+    assert warns_of(states) == (steps == 12 or policy == "adaptive")
 
 
 def test_it_is_shown_once_and_at_the_line_that_calls_check():
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        for each in [decayed(), decayed(falls=8)] * 5:
-            jaxscale.check(each)
-    (only,) = found
-    assert re.match(DECAYS, str(only.message))
-    assert (only.category, only.filename) == (UserWarning, __file__)
+        for state in [decayed(), decayed(falls=8)] * 5:
+            jaxscale.check(state)
+    (warning,) = caught
+    assert re.match(DECAYS, str(warning.message))
+    assert warning.category is UserWarning
+    assert warning.filename == __file__

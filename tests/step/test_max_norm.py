@@ -1,6 +1,6 @@
 """`max_norm`: clipping by optax's rule, with the norm from the pass that gives the verdict."""
 
-from functools import partial
+import functools
 from itertools import product
 
 import jax
@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, avals, cases
+from tables import (
+    assert_same_bits,
+    avals,
+    cases,
+    fused_step,
+    take_form_for_accelerators,
+)
 
 import jaxscale
 
@@ -33,20 +39,26 @@ def norm_of(tree):
 def gradients(seed, norm):
     """Gradients of a norm, with the shapes of PARAMS, in float32."""
     rng = np.random.default_rng(seed)
-    grads = jax.tree.map(
-        lambda p: np.asarray(rng.standard_normal(p.shape), np.float32), PARAMS
-    )
+
+    def draw(param):
+        return np.asarray(rng.standard_normal(param.shape), np.float32)
+
+    grads = jax.tree.map(draw, PARAMS)
     grads["phase"] = grads["phase"] * np.complex64(1 + 0.5j)
     factor = np.float32(norm / norm_of(grads))
     return jax.tree.map(lambda leaf: jnp.asarray(leaf * factor), grads)
 
 
-# Two roundings more or less: one product by max_norm / norm here, there two operations.
-assert_near = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=3e-7))
+def assert_near(actual, expected):
+    """Two roundings more or less: one product by max_norm / norm here, there two operations."""
+    close = functools.partial(np.testing.assert_allclose, rtol=3e-7)
+    jax.tree.map(close, actual, expected)
+
+
 skip_inside = jaxscale.skip_nonfinite(SGD, max_norm=7.0)
 CLIPPED = {
     "dynamic": jaxscale.loss_scaled(SGD, max_norm=MAX_NORM),
-    # needs the largest, too
+    # also needs the largest gradient
     "adaptive": jaxscale.loss_scaled(SGD, "adaptive", max_norm=MAX_NORM),
     "safe": jaxscale.skip_nonfinite(SGD, max_norm=MAX_NORM),
     "over": jaxscale.loss_scaled(skip_inside, max_norm=MAX_NORM),
@@ -55,47 +67,55 @@ CLIPPED = {
 WAYS = ["eager", "jit", "accelerator"]
 
 
-def clip(grads, debug_nans, way, name, monkeypatch):
+@functools.cache
+def clip(norm, debug_nans, way, name):
     """The updates and the state after one step of an optimizer of `CLIPPED`."""
-    if way == "accelerator":
-        monkeypatch.setattr(
-            jax.lax, "platform_dependent", lambda *, cpu, default: default()
-        )
-    if name == "adaptive":  # on one device nothing is squared that was not asked for
-        monkeypatch.setattr(jax, "device_count", lambda: 1)
     tx = CLIPPED[name]
     update = tx.update
     if way != "eager":
         update = jax.jit(update)
-    with jax.debug_nans(debug_nans):
-        return update(grads, tx.init(PARAMS), PARAMS)
+    with pytest.MonkeyPatch.context() as patch, jax.debug_nans(debug_nans):
+        if way == "accelerator":
+            take_form_for_accelerators(patch)
+        if (
+            name == "adaptive"
+        ):  # on one device nothing is squared that was not asked for
+            patch.setattr(jax, "device_count", lambda: 1)
+        return update(gradients(0, norm), tx.init(PARAMS), PARAMS)
 
 
-@cases(
+every_step = cases(
     "norm, debug_nans, way, name",
     product([0.0, 0.1, 3.0, 1e10], [False, True], WAYS, CLIPPED),
     fast=[
-        (3.0, False, "jit" if name != "dynamic" else "accelerator", name)
+        (3.0, False, "accelerator" if name == "dynamic" else "jit", name)
         for name in CLIPPED
     ],
 )
-def test_it_is_what_optax_does(norm, debug_nans, way, name, monkeypatch):
-    grads = gradients(0, norm)
-    updates, state = clip(grads, debug_nans, way, name, monkeypatch)
+
+
+@every_step
+def test_it_is_what_optax_does(norm, debug_nans, way, name):
+    updates, state = clip(norm, debug_nans, way, name)
     bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), SGD)
-    expected, _ = bare.update(grads, bare.init(PARAMS), PARAMS)
+    expected, _ = bare.update(gradients(0, norm), bare.init(PARAMS), PARAMS)
     assert_near(updates, expected)
     assert state.step_applied
-    np.testing.assert_allclose(jaxscale.metrics(state)["grad_norm"], norm, rtol=1e-6)
+
+
+@every_step
+def test_the_state_shows_the_norm(norm, debug_nans, way, name):
+    _, state = clip(norm, debug_nans, way, name)
+    shown = jaxscale.metrics(state)["grad_norm"]
+    np.testing.assert_allclose(shown, norm, rtol=1e-6)
     assert avals(state) == avals(CLIPPED[name].init(PARAMS))
 
 
 @pytest.mark.slow
 @cases("norm, debug_nans, way, name", product([0.0, 0.1], [False, True], WAYS, CLIPPED))
-def test_small_gradients_keep_their_bits(norm, debug_nans, way, name, monkeypatch):
-    grads = gradients(0, norm)
-    updates, _ = clip(grads, debug_nans, way, name, monkeypatch)
-    expected, _ = SGD.update(grads, SGD.init(PARAMS), PARAMS)
+def test_small_gradients_keep_their_bits(norm, debug_nans, way, name):
+    updates, _ = clip(norm, debug_nans, way, name)
+    expected, _ = SGD.update(gradients(0, norm), SGD.init(PARAMS), PARAMS)
     assert_same_bits(updates, expected)
 
 
@@ -104,9 +124,9 @@ def test_an_infinite_gradient_makes_no_nan():
     grads = gradients(1, 2.0)
     state = tx.init(PARAMS)
     for name in ("w", "half", "phase"):
-        bad = grads | {name: grads[name].at[-1].set(jnp.inf)}
+        bad_leaf = grads[name].at[-1].set(jnp.inf)
         with jax.debug_nans(True):  # which looks into each operation
-            params, state = jaxscale.apply_gradients(tx, bad, state, PARAMS)
+            params, state = fused_step(tx, PARAMS, state, grads | {name: bad_leaf})
         assert_same_bits(params, PARAMS)
         assert jaxscale.metrics(state)["grad_norm"] == jnp.inf, name
 
@@ -152,9 +172,10 @@ def triple(grads):
 
 def test_the_norm_is_that_of_what_a_hook_made_and_of_a_loss_that_is_bad():
     tx = CLIPPED["dynamic"]
-    params = PARAMS | {"half": PARAMS["half"].astype(jnp.float32)}
+    params = PARAMS | {"half": jnp.ones(5)}
+    start = tx.init(params)
     train_step = jax.jit(jaxscale.train_step(linear_loss, tx, on_grads=triple))
     for extra in (0.0, jnp.inf):
-        _, state, _ = train_step(params, tx.init(params), extra)
+        _, state, _ = train_step(params, start, extra)
         np.testing.assert_allclose(state.grad_norm, 6.0, rtol=1e-6)
         assert state.step_applied == (extra == 0)

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 import tables
-from references import trajectory
 from tables import (
     INNERS,
     PARAMS,
@@ -25,18 +23,14 @@ from tables import (
     step,
     wide,
 )
-from training import amplified, x64
+from training import x64
 
 import jaxscale
-from jaxscale import presets
 
 pytestmark = pytest.mark.standard_promotion
 
 GOOD = tables.gradients(0, 5)
-BADS = [
-    tables.spoiled(grads, bad)
-    for grads, bad in zip(tables.gradients(1, 3), tables.BAD.values(), strict=True)
-]
+BADS = list(map(tables.spoiled, tables.gradients(1, 3), tables.BAD.values()))
 MIXED = [GOOD[0], BADS[0], GOOD[1], GOOD[2], BADS[1], BADS[2], GOOD[3], GOOD[4]]
 IS_BAD = [False, True, False, False, True, True, False, False]
 
@@ -58,14 +52,15 @@ OTHERS = {  # with more arguments, or other types
 }
 WAYS = ["update", "apply", "eager", "accelerator"]
 USUAL = ("dynamic", "adam", "update")
-# A wrapper, an inner optimizer, a way to run: those that differ from the usual in at most two.
-IN_FLOAT32 = [
+# A wrapper, an inner optimizer, a way to run, and the dtype that parameters and gradients are
+# cast to: here none. In at most two of the others a row differs from the usual one.
+AS_THEY_ARE = [
     (*row, None)
     for row in product(WRAPPERS, INNERS, WAYS)
     if sum(a != b for a, b in zip(row, USUAL, strict=True)) < 3
 ]
-# The parameters in another dtype, and the loss as `value`.
-IN_OTHER_DTYPES = [
+# Rows with a dtype. Their steps get the loss as `value`.
+CAST = [
     *(("dynamic", inner, "apply", "bfloat16") for inner in OTHERS),
     *(("dynamic", inner, "update", "float16") for inner in list(OTHERS)[1:4]),
     # On accelerators both sides of the selection are computed: a line search runs on a bad step.
@@ -76,16 +71,14 @@ IN_OTHER_DTYPES = [
     ),
     ("dynamic", "lbfgs", "update", "float64"),
 ]
-FAST_IN_FLOAT32 = [
+FAST_AS_THEY_ARE = [
     ("dynamic", "adam", "eager", None),
     ("dynamic", "noisy", "accelerator", None),
     ("everything", "adam", "apply", None),
 ]
-FAST_IN_OTHER_DTYPES = [("dynamic", "adamw", "update", "complex64")]
+FAST_CAST = [("dynamic", "adamw", "update", "complex64")]
 ROW = "wrapper, inner, way, dtype"
-every_row = cases(
-    ROW, IN_FLOAT32 + IN_OTHER_DTYPES, fast=FAST_IN_FLOAT32 + FAST_IN_OTHER_DTYPES
-)
+every_row = cases(ROW, AS_THEY_ARE + CAST, fast=FAST_AS_THEY_ARE + FAST_CAST)
 
 
 class Trained(NamedTuple):
@@ -98,10 +91,11 @@ class Trained(NamedTuple):
 
 
 def value_fn(params):
-    squares = (jnp.sum(jnp.abs(leaf) ** 2) for leaf in jax.tree.leaves(params))
-    return sum(
-        leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in squares
-    )
+    value = 0
+    for leaf in jax.tree.leaves(params):
+        squares = jnp.sum(jnp.abs(leaf) ** 2)
+        value += squares.astype(jnp.promote_types(squares.dtype, jnp.float32))
+    return value
 
 
 def in_dtype(tree, dtype):
@@ -112,8 +106,8 @@ def in_dtype(tree, dtype):
     return jax.tree.map(lambda leaf: (leaf * factor).astype(dtype), tree)
 
 
-def precision_of(dtype):
-    """A context in which arrays of a dtype can be made."""
+def enable_dtype(dtype):
+    """Returns a context in which arrays of a dtype can be made."""
     return x64() if dtype == "float64" else contextlib.nullcontext()
 
 
@@ -122,7 +116,8 @@ def train(wrapper, inner, way, dtype):
     """Trains on good and bad gradients, and on the good ones alone."""
     policy, options = WRAPPERS[wrapper]
     tx = jaxscale.loss_scaled((INNERS | OTHERS)[inner], policy, **options)
-    traces, selections = [], []
+    traces = []
+    selections = []
 
     def one_step(params, state, grads):
         traces.append(None)
@@ -151,9 +146,8 @@ def train(wrapper, inner, way, dtype):
             history.append(one_step(*jax.tree.map(jnp.copy, history[-1]), grads))
         return history
 
-    with pytest.MonkeyPatch.context() as patch, precision_of(dtype):
-        # compiled here for the CPU, which otherwise takes the other form
-        if way == "accelerator":
+    with pytest.MonkeyPatch.context() as patch, enable_dtype(dtype):
+        if way == "accelerator":  # compiles for the CPU what other machines get
             patch.setattr(jax.lax, "platform_dependent", select)
         mixed, good = run(MIXED), run(GOOD)
     return Trained(mixed, good, num_traces=len(traces), num_selections=len(selections))
@@ -163,13 +157,11 @@ def train(wrapper, inner, way, dtype):
 def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype):
     """A run ends with the bits of one on its good steps, but for the scale and the counters."""
     trained = train(wrapper, inner, way, dtype)
-    (params, state), (expected_params, expected_state) = (
-        trained.mixed[-1],
-        trained.good[-1],
-    )
+    params, state = trained.mixed[-1]
+    expected_params, expected_state = trained.good[-1]
     end = params, state.inner_state
     assert_same_bits(end, (expected_params, expected_state.inner_state))
-    with precision_of(dtype):
+    with enable_dtype(dtype):
         assert jaxscale.all_finite(end)
 
 
@@ -183,81 +175,84 @@ def test_a_bad_step_changes_the_scale_and_the_counters_alone(
     for before, after in itertools.compress(itertools.pairwise(mixed), IS_BAD):
         params, state = before
         new_params, new_state = after
-        assert_same_bits(
-            (new_params, new_state.inner_state), (params, state.inner_state)
-        )
+        assert_same_bits(new_params, params)
+        assert_same_bits(new_state.inner_state, state.inner_state)
         assert_same_bits(new_state.scaling, adjust(state.scaling, jnp.array(False)))
-        counted, new_counted = tables.counters(state), tables.counters(new_state)
-        assert not new_counted["step_applied"]
-        assert new_counted["notfinite_count"] == counted["notfinite_count"] + 1
+        assert not new_state.step_applied
+        assert new_state.notfinite_count == state.notfinite_count + 1
         if "max_norm" in options:
-            assert new_counted["grad_norm"] == jnp.inf
+            assert new_state.grad_norm == jnp.inf
 
 
 @every_row
 def test_steps_are_counted(wrapper, inner, way, dtype):
     trained = train(wrapper, inner, way, dtype)
-    for history, is_bad in (
-        (trained.mixed, IS_BAD),
-        (trained.good, [False] * len(GOOD)),
-    ):
-        states = [state for _, state in history[1:]]
-        assert [state.total_steps for state in states] == list(
-            range(1, len(states) + 1)
-        )
-        assert [state.total_notfinite for state in states] == list(
-            itertools.accumulate(is_bad)
-        )
-        assert [state.total_notfinite_loss for state in states] == [0] * len(states)
+    runs = [(trained.mixed, IS_BAD), (trained.good, [False] * len(GOOD))]
+    for history, is_bad in runs:
+        num_bad = [0, *itertools.accumulate(is_bad)]
+        for number, (_, state) in enumerate(history):
+            assert state.total_steps == number
+            assert state.total_notfinite == num_bad[number], number
+            assert state.total_notfinite_loss == 0, number
 
 
 @every_row
-def test_types_stay_and_a_compiled_step_is_traced_once(wrapper, inner, way, dtype):
+def test_types_stay(wrapper, inner, way, dtype):
     trained = train(wrapper, inner, way, dtype)
     expected = avals(trained.good[0])
     for after in trained.mixed + trained.good:
         assert avals(after) == expected
+
+
+@every_row
+def test_a_compiled_step_is_traced_once(wrapper, inner, way, dtype):
+    trained = train(wrapper, inner, way, dtype)
     if way != "eager":
         assert trained.num_traces == 1
+    # The rows for accelerators did take their form, and the others did not.
     assert trained.num_selections == (way == "accelerator")
 
 
-@cases(ROW, IN_FLOAT32, fast=FAST_IN_FLOAT32)
+@cases(ROW, AS_THEY_ARE, fast=FAST_AS_THEY_ARE)
 def test_a_good_step_is_that_of_the_inner_optimizer_in_float32(
     wrapper, inner, way, dtype
 ):
     tx = INNERS[inner]
-    updates, inner_state = tx.update(wide(GOOD[0]), tx.init(wide(PARAMS)), wide(PARAMS))
-    expected = optax.apply_updates(PARAMS, updates), inner_state
+    params = wide(PARAMS)
+    updates, inner_state = tx.update(wide(GOOD[0]), tx.init(params), params)
+    expected = jax.tree.leaves((optax.apply_updates(PARAMS, updates), inner_state))
     params, state = train(wrapper, inner, way, dtype).good[1]
-    # In another program products and sums may be contracted differently.
-    assert_same = assert_same_bits if way == "eager" else tables.assert_close
-    assert_same(jax.tree.leaves((params, state.inner_state)), jax.tree.leaves(expected))
+    leaves = jax.tree.leaves((params, state.inner_state))
+    if way == "eager":
+        assert_same_bits(leaves, expected)
+    else:  # in another program products and sums may be contracted differently
+        tables.assert_close(leaves, expected)
 
 
-@cases(ROW, IN_OTHER_DTYPES, fast=FAST_IN_OTHER_DTYPES)
+@cases(ROW, CAST, fast=FAST_CAST)
 def test_parameters_of_every_dtype_are_trained(wrapper, inner, way, dtype):
     good = train(wrapper, inner, way, dtype).good
-    (start, _), (params, _) = good[0], good[-1]
-    for name in PARAMS:
-        assert not jnp.array_equal(params[name], start[name]), name
+    start, _ = good[0]
+    params, _ = good[-1]
+    for name, leaf in params.items():
+        assert not jnp.array_equal(leaf, start[name]), name
 
 
 # One of the optimizers asks for moments in half precision.
-WITH_WIDE_MOMENTS = [row for row in IN_OTHER_DTYPES if "half_moments" not in row]
+WITH_WIDE_MOMENTS = [row for row in CAST if "half_moments" not in row]
 
 
-@cases(ROW, WITH_WIDE_MOMENTS, fast=FAST_IN_OTHER_DTYPES)
+@cases(ROW, WITH_WIDE_MOMENTS, fast=FAST_CAST)
 def test_moments_are_float32_or_wider(wrapper, inner, way, dtype):
     _, state = train(wrapper, inner, way, dtype).good[-1]
-    least = max(32, jnp.finfo(dtype).bits)
+    least_bits = max(32, jnp.finfo(dtype).bits)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.inner_state):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            assert jnp.finfo(leaf.dtype).bits >= least, path
+            assert jnp.finfo(leaf.dtype).bits >= least_bits, path
 
 
 class Recorder:
-    """The `update` of an optimizer that changes nothing, and keeps what it was called with."""
+    """Keeps what an optimizer that changes nothing was called with."""
 
     def __init__(self):
         self.calls = []
@@ -270,7 +265,7 @@ class Recorder:
         return self.update(updates, state, params, loss=loss, **extra_args)
 
 
-def around(update):
+def wrap_update(update):
     """A wrapped optimizer without a state, given its update."""
     return jaxscale.loss_scaled(
         optax.GradientTransformationExtraArgs(lambda _: (), update)
@@ -279,7 +274,7 @@ def around(update):
 
 def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
     recorder = Recorder()
-    tx = around(recorder.update)
+    tx = wrap_update(recorder.update)
     extra_args = {"value": jnp.array(3.0), "value_fn": jnp.sum, "other": {"a": "text"}}
     # The parameters by keyword, as `optax.MultiSteps` passes them.
     tx.update(PARAMS, tx.init(PARAMS), params=PARAMS, **extra_args)
@@ -294,52 +289,65 @@ def test_the_inner_optimizer_sees_float32_and_extra_arguments_untouched():
 @cases("name", ["value", "loss"])
 def test_an_inner_optimizer_gets_the_loss_by_the_name_that_it_takes(name):
     recorder = Recorder()
-    tx = around(recorder.update_with_loss)
-    bad_loss = {name: jnp.array(jnp.nan)}
-    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **bad_loss)
-    assert (state.total_notfinite_loss, state.scaling.loss_scale) == (1, 2.0**15)
+    tx = wrap_update(recorder.update_with_loss)
     loss = {name: jnp.array(3.0)}
-    tx.update(PARAMS, state, PARAMS, **loss, other=1)
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, **loss, other=1)
     _, _, received = recorder.calls[-1]
     assert received == {"loss": 3.0, "value": 3.0, "other": 1}
+
+
+@cases("name", ["value", "loss"])
+def test_a_bad_loss_is_counted_by_either_name_and_the_scale_stays(name):
+    tx = wrap_update(Recorder().update_with_loss)
+    bad_loss = {name: jnp.array(jnp.nan)}
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **bad_loss)
+    assert state.total_notfinite_loss == 1
+    assert state.scaling.loss_scale == 2.0**15
 
 
 def test_an_inner_optimizer_that_takes_no_loss_gets_none():
     def update(updates, state, params=None, *, value_fn=None, other=None):
         return updates, state
 
-    tx = around(update)
+    tx = wrap_update(update)
     extra_args = {"value_fn": jnp.sum, "other": {"a": "text"}}
+    # With a loss, `update` would raise an error.
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.array(3.0), **extra_args)
-    tx = jaxscale.loss_scaled(optax.identity())  # which takes no extra arguments at all
-    tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.array(1.0))
-    tx.update(PARAMS, tx.init(PARAMS))
+
+
+def test_an_inner_optimizer_may_take_no_extra_arguments_at_all():
+    tx = jaxscale.loss_scaled(optax.identity())
+    state = tx.init(PARAMS)
+    tx.update(PARAMS, state, PARAMS, value=jnp.array(1.0))
+    tx.update(PARAMS, state)
 
 
 def test_weakly_typed_states_and_parameters_do_not_compile_twice():
     # As `optax.contrib.reduce_on_plateau` once had it: Python numbers in the first state.
-    inner = optax.GradientTransformation(
-        lambda _: (0, 1.0, jnp.asarray(1.0)),
-        lambda u, s, p=None: (jax.tree.map(lambda leaf: -0.5 * leaf, u), s),
-    )
-    tx = jaxscale.loss_scaled(inner)
+    def init(params):
+        return 0, 1.0, jnp.asarray(1.0)
+
+    def update(updates, state, params=None):
+        return -0.5 * updates, state
+
+    tx = jaxscale.loss_scaled(optax.GradientTransformation(init, update))
+    compiled_step = jax.jit(functools.partial(fused_step, tx))
     params = jnp.asarray(1.0)
-    apply = jax.jit(lambda g, s, p: jaxscale.apply_gradients(tx, g, s, p))
-    moved, state = apply(jnp.asarray(1.0), tx.init(params), params)
+    start = tx.init(params)
+    moved, state = compiled_step(params, start, jnp.asarray(1.0))
     assert moved == 0.5
-    assert avals(state) == avals(tx.init(params))
-    kept, state = apply(jnp.asarray(jnp.nan), state, params)
+    assert avals(state) == avals(start)
+    kept, _ = compiled_step(params, state, jnp.asarray(jnp.nan))
     assert kept == 1
-    assert apply._cache_size() == 1
+    assert compiled_step._cache_size() == 1
 
 
 def test_the_optimizer_is_an_ordinary_value():
-    # A GradientTransformation is a NamedTuple, so a tree: Flax NNX takes it apart, too.
+    # A GradientTransformation is a NamedTuple, so a tree, which Flax NNX takes apart.
     tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    ones = jnp.ones(2)
     for same in (jax.tree.map(lambda leaf: leaf, tx), copy.deepcopy(tx), tx._replace()):
-        params, _ = jaxscale.apply_gradients(
-            same, jnp.ones(2), same.init(jnp.ones(2)), jnp.ones(2)
-        )
+        params, _ = fused_step(same, ones, same.init(ones), ones)
         assert params.tolist() == [0.5, 0.5]
         assert type(same) is optax.GradientTransformationExtraArgs
 
@@ -355,303 +363,12 @@ def test_the_sum_of_parameter_and_update_is_rounded_once(dtype, way):
     params = rng.standard_normal(4096).astype(dtype)
     grads = np.float32(rng.standard_normal(4096) * 2.0**-9)
     tx = jaxscale.loss_scaled(optax.scale(-1.0))
-    moved, _ = way(
-        tx, jnp.asarray(params), tx.init(jnp.asarray(params)), jnp.asarray(grads)
-    )
-    # NumPy's sums, in float32, of which no product is taken.
+    start = jnp.asarray(params)
+    moved, _ = way(tx, start, tx.init(start), jnp.asarray(grads))
+    # By NumPy in float32, without a product, so without a fused multiply-add.
     wide_params = params.astype(np.float32)
     once = (wide_params - grads).astype(dtype)
     rounded_updates = (-grads).astype(dtype).astype(np.float32)
     twice = (wide_params + rounded_updates).astype(dtype)
     assert np.any(once != twice)
     assert_same_bits(moved, once)
-
-
-# What the wrapped transformation may be: it returns what it likes, and knows what it knows.
-
-TWO = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
-GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
-
-
-def nan_uphill(params, _):
-    """A gradient function that returns NaN where `GRADS` point, and otherwise `GRADS`."""
-    is_uphill = params["w"][0] > 1.001
-    return jax.tree.map(lambda grad: jnp.where(is_uphill, jnp.nan, grad), GRADS)
-
-
-def sam_step(mode, monkeypatch, grads, **options):
-    """One step of an optimizer that takes a gradient itself."""
-    if mode == "accelerator":
-        monkeypatch.setattr(
-            jax.lax, "platform_dependent", lambda *, cpu, default: default()
-        )
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
-    tx = jaxscale.loss_scaled(sam, **options)
-    one_step = functools.partial(
-        fused_step, tx, value=jnp.float32(1), grad_fn=nan_uphill
-    )
-    if mode != "eager":
-        one_step = jax.jit(one_step)
-    return one_step(TWO, tx.init(TWO), grads)
-
-
-every_mode = cases("mode", ["eager", "jit", "accelerator"], fast=["jit"])
-
-
-@every_mode
-def test_the_verdict_does_not_see_a_gradient_that_the_inner_takes_itself(
-    mode, monkeypatch
-):
-    params, state = sam_step(mode, monkeypatch, GRADS)
-    assert state.step_applied
-    assert jnp.isnan(params["b"])
-
-
-@every_mode
-def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(
-    mode, monkeypatch
-):
-    params, state = sam_step(mode, monkeypatch, GRADS, check_updates=True)
-    assert_same_bits(params, TWO)
-    assert jaxscale.all_finite(state.inner_state)
-    assert (state.step_applied, state.total_notfinite, state.total_notfinite_loss) == (
-        False,
-        1,
-        0,
-    )
-    # as by any overflow that the loss is not part of
-    assert state.scaling.loss_scale == 2.0**14
-
-
-@every_mode
-def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
-    downhill = jax.tree.map(jnp.negative, GRADS)
-    params, state = sam_step(mode, monkeypatch, downhill, check_updates=True)
-    assert state.step_applied
-    assert not jnp.array_equal(params["w"], TWO["w"])
-
-
-@cases("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite])
-def test_the_state_is_kept_where_updates_are_not_finite(wrap):
-    """The gradients are finite: Adam's moments take them, and then the rate is not."""
-    inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
-    tx = wrap(inner, check_updates=True)
-    before = tx.init(TWO)
-    params, after = jax.jit(functools.partial(jaxscale.apply_gradients, tx))(
-        GRADS, before, TWO
-    )
-    assert not after.step_applied
-    assert_same_bits(params, TWO)
-    assert_same_bits(after.inner_state, before.inner_state)
-
-
-@cases("wrap", [jaxscale.loss_scaled, lambda tx: jaxscale.multi_steps(tx, 1)])
-def test_no_loss_in_is_no_loss_out(wrap):
-    """What `multi_steps` must not make up: with a loss of 0 the optimizer stands still."""
-    inner = optax.polyak_sgd()
-    tx = wrap(inner)
-    with pytest.raises((TypeError, ValueError), match="value"):  # optax has both
-        tx.update(GRADS, tx.init(TWO), TWO)
-    updates, _ = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
-    expected, _ = inner.update(GRADS, inner.init(TWO), TWO, value=jnp.float32(2))
-    tables.assert_close(updates, expected)
-
-
-def test_a_loss_may_go_to_a_window_whose_optimizer_takes_none():
-    tx = jaxscale.multi_steps(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), 1)
-    _, state = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
-    assert state.step_applied
-
-
-@cases(
-    "max_norm, window, size",
-    product([1e39, math.inf, 3.4e38, 1e-300], [False, True], [1.0, 1e30, 0.0]),
-    fast=[(math.inf, False, 1e30), (1e-300, False, 1.0)],
-)
-def test_any_largest_norm_is_a_number_to_clip_to(max_norm, window, size):
-    tx = jaxscale.loss_scaled(optax.sgd(1.0), max_norm=max_norm)
-    if window:
-        tx = jaxscale.multi_steps(tx, 1)
-    grads = jax.tree.map(lambda grad: grad * size, GRADS)
-    updates, state = jax.jit(tx.update)(grads, tx.init(TWO), TWO)
-    assert state.step_applied
-    assert jaxscale.all_finite(updates)
-    if max_norm > 3.5e38:  # which is above all that float32 holds
-        for name, grad in grads.items():
-            assert jnp.array_equal(updates[name], -grad), name
-    squares = [np.sum(np.float64(update) ** 2) for update in updates.values()]
-    # float32's smallest normal number at least.
-    assert np.sqrt(sum(squares)) <= max(max_norm * (1 + 1e-6), 2e-38)
-
-
-@cases(
-    "length, dtype, num_bad",
-    product([10, 22], ["float32", "bfloat16", "complex64"], [0, 1]),
-    fast=[(10, "float32", 0), (10, "float32", 1)],
-)
-def test_a_mean_of_the_largest_numbers_is_finite(length, dtype, num_bad):
-    """So many of the window are bad, and do not count."""
-    largest = float(jnp.finfo(dtype).max)
-    number = complex(largest, -largest) if dtype == "complex64" else -largest
-    tx = jaxscale.multi_steps(optax.identity(), length)
-    params = jnp.zeros(2, dtype)
-    good, bad = jnp.full(2, number, dtype), jnp.full(2, jnp.nan, dtype)
-    loss = jnp.float32(3e38)
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for grads in [bad] * num_bad + [good] * (length - num_bad):
-        updates, state = update(grads, state, params, value=loss)
-    assert state.inner_state.gradient_step == 1
-    # In NumPy, as XLA cannot divide by so large a number.
-    result = np.asarray(updates, np.complex128) / largest
-    np.testing.assert_allclose(result, np.full(2, number) / largest, rtol=1e-5)
-
-
-def test_what_fills_its_state_later_is_told_where_to_go():
-    def update(updates, state, params=None):
-        return updates, updates
-
-    tx = jaxscale.loss_scaled(optax.GradientTransformation(lambda _: None, update))
-    with pytest.raises(
-        ValueError, match=r"optax.chain\(loss_scaled\(...\), optax.monitor"
-    ):
-        tx.update(GRADS, tx.init(TWO), TWO)
-
-
-def test_optax_can_tell_parameters_from_flags():
-    tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True)
-    state = tx.init(TWO)
-    mapped = optax.tree_map_params(tx, lambda leaf: "a parameter", state)
-    assert mapped.inner_state[0].mu == {"w": "a parameter", "b": "a parameter"}
-    assert_same_bits(mapped.nonfinite_leaves, state.nonfinite_leaves)
-    assert_same_bits(mapped.scaling, state.scaling)
-
-
-# Faults at random: after each batch a run has the bits of one on its good batches alone.
-
-STEPS = 500
-# Where a fault is born. The first two make the loss itself non-finite.
-PLACES = ["input", "loss", "cotangent", "gradient"]
-VALUES = np.float32([np.inf, -np.inf, np.nan])
-# Policies with bounds within which float32 gradients neither overflow nor underflow.
-APEX = presets.apex(scale_window=50, min_loss_scale=2.0**-10)
-COLOSSAL = presets.colossalai(growth_interval=20, min_scale=1.0, max_scale=2.0**20)
-TOLERANT = presets.ToleranceLossScale(
-    growth_interval=5, tolerance=0.25, max_scale=2.0**20
-)
-RUNS = {
-    "no scale, masked": (tables.POLICIES["noop"], INNERS["masked"]),
-    "fixed, momentum": (tables.POLICIES["fixed"], INNERS["momentum"]),
-    "dynamic, clipped adamw": (tables.POLICIES["dynamic"], INNERS["adamw_clipped"]),
-    "dynamic, MultiSteps": (tables.POLICIES["dynamic"], INNERS["multi_steps"]),
-    "hysteresis, inject_hyperparams": (
-        tables.POLICIES["hysteresis"],
-        INNERS["inject_hyperparams"],
-    ),
-    "apex, adam with a schedule": (
-        APEX,
-        optax.adam(optax.cosine_decay_schedule(0.1, 10**6)),
-    ),
-    "colossalai, noise": (COLOSSAL, INNERS["noisy"]),
-    "tolerance, clipped lion": (TOLERANT, INNERS["lion_clipped"]),
-}
-
-
-def drawn(rng, rate):
-    """The place of each step's fault, "" for none; by place, what is added to each leaf there."""
-    added = {
-        place: {
-            name: np.zeros((STEPS, *leaf.shape), np.float32)
-            for name, leaf in PARAMS.items()
-        }
-        for place in PLACES
-    }
-    places = np.where(rng.random(STEPS) < rate, rng.choice(PLACES, STEPS), "")
-    for i in np.flatnonzero(places):
-        leaf = added[places[i]][rng.choice(list(PARAMS))].reshape(STEPS, -1)
-        leaf[i, rng.integers(leaf.shape[1])] = rng.choice(VALUES)
-    return places, added
-
-
-def spoiled(tree, added):
-    return jax.tree.map(lambda x, bad: (x + bad).astype(x.dtype), tree, added)
-
-
-def total(tree):
-    return sum(map(jnp.sum, jax.tree.leaves(tree)))
-
-
-@functools.cache
-def run(name):
-    """What a run holds before each step, and what the metrics say after it."""
-    policy, inner = RUNS[name]
-    tx = jaxscale.loss_scaled(inner, policy)
-
-    def distance(params, target, factor):
-        squares = jax.tree.map(
-            lambda p, t: jnp.mean((jnp.float32(p) - t) ** 2), params, target
-        )
-        return amplified(total(squares), factor)
-
-    def advance(carry, batch):
-        params, opt_state = carry
-        target, added = batch
-        target = spoiled(target, added["input"])
-        factor = 1 + total(added["cotangent"])
-        loss, grads = jaxscale.value_and_grad(distance, opt_state)(
-            params, target, factor
-        )
-        grads = spoiled(grads, added["gradient"])
-        loss = loss + total(added["loss"])
-        new_params, new_opt_state = step(tx, params, opt_state, grads, value=loss)
-        kept = params, opt_state.inner_state
-        return (new_params, new_opt_state), (kept, jaxscale.metrics(new_opt_state))
-
-    start = PARAMS, tx.init(PARAMS)
-    return jax.jit(lambda batches: jax.lax.scan(advance, start, batches)[1])
-
-
-@cases(
-    "name, rate",
-    product(RUNS, [0.02, 0.1, 0.5]),
-    fast=[("dynamic, clipped adamw", rate) for rate in (0.02, 0.1, 0.5)],
-)
-def test_faults_leave_no_trace(name, rate):
-    policy, _ = RUNS[name]
-    rng = np.random.default_rng(0)
-    places, added = drawn(rng, rate)
-    assert set(places) == {"", *PLACES}
-    bad = places != ""
-    bad_loss = np.isin(places, PLACES[:2])
-    targets = {
-        key: np.float32(rng.normal(size=bad.shape + param.shape))
-        for key, param in PARAMS.items()
-    }
-    batches = targets, added
-    # The good batches, then some of them again: as many steps, so one program for both.
-    chosen = np.resize(np.flatnonzero(~bad), STEPS)
-    good_batches = jax.tree.map(lambda x: x[chosen], batches)
-    kept, metrics = run(name)(batches)
-    alone, _ = run(name)(good_batches)
-    # So many good steps came before each but the first.
-    number = np.cumsum(~bad)[:-1]
-    assert_same_bits(
-        jax.tree.map(lambda x: x[1:], kept), jax.tree.map(lambda x: x[number], alone)
-    )
-    assert jaxscale.all_finite(alone)
-
-    steps = np.arange(1, STEPS + 1)
-    start = policy.init()
-    # If the loss is to blame, the scale is not.
-    verdicts = np.where(bad_loss, None, ~bad)
-    states = trajectory(policy, tuple(leaf.item() for leaf in start), verdicts)
-    expected = {
-        "step_applied": ~bad,
-        "notfinite_count": steps - np.maximum.accumulate(np.where(bad, 0, steps)),
-        "total_notfinite": np.cumsum(bad),
-        "total_notfinite_loss": np.cumsum(bad_loss),
-        "total_steps": steps,
-    }
-    expected |= dict(zip(start._fields, np.array(states).T, strict=True))
-    for key, values in expected.items():
-        np.testing.assert_array_equal(metrics[key], values, key)

@@ -39,13 +39,14 @@ class Run(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def simulated(tx, *steps):
-    def advance(state, now):
-        highest, loss, size = now
+    def advance(state, row):
+        highest, loss, size = row
         grad = jnp.where(state.scaling.loss_scale > highest, jnp.inf, size)
         _, state = tx.update(grad, state, W, value=loss)
         return state, state
 
-    return jax.lax.scan(advance, tx.init(W), steps)[1]
+    _, states = jax.lax.scan(advance, tx.init(W), steps)
+    return states
 
 
 def states_of(run):
@@ -55,19 +56,19 @@ def states_of(run):
 
 
 def after(states, step):
-    """The state after so many steps."""
+    """The state after a number of steps."""
     return jax.tree.map(operator.itemgetter(step - 1), states)
 
 
-def told(state, tx=None, **options):
+def texts_of_check(state, tx=None, **options):
     """The texts that `check` says of a state."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             jaxscale.check(state, tx=tx, **options)
         except jaxscale.LossScaleStuckError as error:
             return [str(error)]
-    return [str(each.message) for each in found]
+    return [str(warning.message) for warning in caught]
 
 
 def some(share, seed=0, steps=STEPS):
@@ -150,12 +151,12 @@ CLOSE = {"50 in a row", "down from 2**40"}
 )
 def test_a_healthy_run_hears_nothing_however_often_it_asks(name):
     states = states_of(HEALTHY[name])
-    assert told(states) == []
+    assert texts_of_check(states) == []
     assert states.skip_rate.max() < (0.049 if name in CLOSE else 0.045)
 
 
 def test_where_gradients_are_lost_at_any_scale_three_in_a_hundred_are_told_as_a_decay():
-    (text,) = told(states_of(Run(TX, overflowing(every(0.03)))))
+    (text,) = texts_of_check(states_of(Run(TX, overflowing(every(0.03)))))
     assert "fell again and again" in text
 
 
@@ -172,7 +173,7 @@ class Broken(NamedTuple):
     """A run that loses too many steps, and what is said of it."""
 
     run: Run
-    within: int  # after so many steps at the latest
+    within: int  # how many steps
     says: list[str]
     says_not: list[str]
 
@@ -231,7 +232,7 @@ def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
     assert (states.skip_rate[within - 1 :] >= 0.05).all()
     for period in (1, 7, 100, 2500, STEPS):
         first = period * math.ceil(within / period)
-        texts = told(after(states, first), run.tx)
+        texts = texts_of_check(after(states, first), run.tx)
         (text,) = [text for text in texts if "skipped lately" in text]
         for words in says:
             assert re.search(words, text), period
@@ -255,15 +256,19 @@ MIXED = {
 @cases("name", MIXED)
 def test_the_cause_is_that_of_the_present_row(name):
     begins_with_loss, says, says_not = MIXED[name]
-    early, late = rows(300, [0], 1000), rows(60, [940], 1000)
-    bad_loss, bad_grads = (early, late) if begins_with_loss else (late, early)
-    run = Run(SAFE, overflowing(bad_grads), np.where(bad_loss, np.nan, 0.0))
-    states = states_of(run)
-    (text,) = told(after(states, 1000))
+    bad_loss = rows(300, [0], 1000)
+    bad_grads = rows(60, [940], 1000)
+    expected_counts = [300, 0, 0]
+    if not begins_with_loss:
+        bad_loss = rows(60, [940], 1000)
+        bad_grads = rows(300, [0], 1000)
+        expected_counts = [0, 0, 60]
+    states = states_of(Run(SAFE, overflowing(bad_grads), nan_where(bad_loss)))
+    (text,) = texts_of_check(after(states, 1000))
     assert says in text
     assert says_not not in text
-    row = [int(after(states, step).row_notfinite_loss) for step in (300, 301, 1000)]
-    assert row == ([300, 0, 0] if begins_with_loss else [0, 0, 60])
+    counts = states.row_notfinite_loss[[299, 300, 999]]
+    assert counts.tolist() == expected_counts
 
 
 UNSCALED_FROM = 18_000  # by then the policy, which grows every 2000 steps, is at 2**24
@@ -279,10 +284,12 @@ def test_that_nothing_is_scaled_is_told_however_often_it_asks(period):
     states = states_without_overflow(TX)
     last_before = period * (UNSCALED_FROM // period)
     first_from = period * math.ceil(UNSCALED_FROM / period)
-    for step in (last_before, first_from, period * (24_000 // period)):
-        texts = told(after(states, step))
-        is_told = ["nothing scales the backward pass" in text for text in texts]
-        assert is_told == ([True] if step >= UNSCALED_FROM else []), step
+    last = period * (24_000 // period)
+    for step in (last_before, first_from, last):
+        texts = texts_of_check(after(states, step))
+        assert len(texts) == (step >= UNSCALED_FROM), step
+        for text in texts:
+            assert "nothing scales the backward pass" in text
 
 
 # The optimizer, the number of steps that never overflow, and whether it is told after them.
@@ -297,11 +304,11 @@ GROWN = {
 
 @cases("name", GROWN)
 def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far(name):
-    tx, steps, is_told = GROWN[name]
+    tx, steps, is_warned_of = GROWN[name]
     states = states_without_overflow(tx)
-    assert len(told(after(states, steps))) == is_told
-    if not is_told:  # nor in any step before
-        assert told(jax.tree.map(lambda leaf: leaf[:steps], states)) == []
+    assert len(texts_of_check(after(states, steps))) == is_warned_of
+    if not is_warned_of:  # nor in any step before
+        assert texts_of_check(jax.tree.map(lambda leaf: leaf[:steps], states)) == []
 
 
 def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
@@ -311,8 +318,8 @@ def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
     ):
         states = states_of(Run(tx, np.full(51 * 64, np.inf), 0.0, 0.0))
         for step in (51, 64, 50 * 64):
-            assert told(after(states, step)) == []
-        (text,) = told(after(states, 51 * 64))
+            assert texts_of_check(after(states, step)) == []
+        (text,) = texts_of_check(after(states, 51 * 64))
         assert "All gradients were 0 in 51 steps" in text
 
 
@@ -323,21 +330,20 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     lossy = states_of(Run(ADAPTIVE, overflowing(every(0.6, 100))))
 
     def population(*members):
-        grid = jax.tree.map(
-            lambda *leaves: np.stack(leaves), *(after(m, 100) for m in members)
+        """The members after 100 steps, two by two."""
+        return jax.tree.map(
+            lambda *leaves: np.stack(leaves)[:, -1].reshape(2, 2, *leaves[0].shape[1:]),
+            *members,
         )
-        return jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), grid)
 
-    assert told(population(fine, fine, skipping, fine)) == []
-    (text,) = told(population(fine, skipping, blind, fine))
-    assert text.startswith(
-        "Of a population of shape (2, 2), the member at [1, 0]: All gradients"
-    )
-    (text,) = told(population(fine, skipping, blind, fine), max_consecutive=29)
-    assert text.startswith(
-        "Of a population of shape (2, 2), the member at [0, 1]: 30 steps in a"
-    )
-    (text,) = told(population(fine, skipping, lossy, fine))
+    assert texts_of_check(population(fine, fine, skipping, fine)) == []
+    start = "Of a population of shape (2, 2), the member at"
+    blind_population = population(fine, skipping, blind, fine)
+    (text,) = texts_of_check(blind_population)
+    assert text.startswith(f"{start} [1, 0]: All gradients")
+    (text,) = texts_of_check(blind_population, max_consecutive=29)
+    assert text.startswith(f"{start} [0, 1]: 30 steps in a")
+    (text,) = texts_of_check(population(fine, skipping, lossy, fine))
     assert "skipped lately" in text
 
 
@@ -374,30 +380,31 @@ def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
     tx = jaxscale.skip_nonfinite(SGD, spikes=rule)
     noise = 1 + 0.1 * np.random.default_rng(0).standard_normal(2000)
     rises = noise + 3 * (np.arange(2000) >= 1000)
-    silent = states_of(Run(tx, np.full(2000, np.inf), rises))
-    assert after(silent, 1100).spikes.level_count >= 16
-    assert told(after(silent, 1100)) == []
+    states = states_of(Run(tx, np.full(2000, np.inf), rises))
+    raised = after(states, 1100)
+    assert raised.spikes.level_count >= 16
+    assert texts_of_check(raised) == []
     bad = rows(60, [1100], 2000)
-    speaking = states_of(Run(tx, overflowing(bad), rises))
-    (text,) = told(after(speaking, 1160))
+    states = states_of(Run(tx, overflowing(bad), rises))
+    (text,) = texts_of_check(after(states, 1160))
     assert re.search(
         r"60 steps in a row.*above that of its past\. Most often .* new mix of", text
     )
-    (good,) = map(int, re.findall(r"a checkpoint from step (\d+) or before", text))
-    assert 900 <= good <= 1000
+    (good,) = re.findall(r"a checkpoint from step (\d+) or before", text)
+    assert 900 <= int(good) <= 1000
     # It stays the same text as steps pass, so that Python shows it once.
-    often = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
-    texts = {tuple(told(after(often, step))) for step in (1100, 1200, 1300)}
-    assert len(texts) == 1
-    assert "new mix of data" in texts.pop()[-1]
+    states = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
+    texts = texts_of_check(after(states, 1100))
+    assert "new mix of data" in texts[-1]
+    assert texts_of_check(after(states, 1200)) == texts
+    assert texts_of_check(after(states, 1300)) == texts
 
 
 def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
     tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
-    states = states_of(
-        Run(tx, np.full(100, np.inf), 0.0, np.where(np.arange(100) < 40, 1.0, 1e25))
-    )
-    assert told(after(states, 59)) == []
-    (text,) = told(after(states, 60))
+    size = np.where(np.arange(100) < 40, 1.0, 1e25)
+    states = states_of(Run(tx, np.full(100, np.inf), size=size))
+    assert texts_of_check(after(states, 59)) == []
+    (text,) = texts_of_check(after(states, 60))
     assert "again and again" in text
     assert "norm is inf in float32" in text

@@ -89,8 +89,10 @@ def test_only_good_steps_are_made(entry, optimizer):
     """The reference makes the good steps by hand, in any order of arithmetic: to rounding."""
     tx = OPTIMIZERS[optimizer]
     train_step = jax.jit(ENTRIES[entry](tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
-    expected, inner_state = PARAMS, MOMENTUM.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
+    expected = PARAMS
+    inner_state = MOMENTUM.init(PARAMS)
     types = avals(opt_state)
     for i, batch in enumerate(STREAM):
         params_before = params
@@ -104,7 +106,7 @@ def test_only_good_steps_are_made(entry, optimizer):
         else:
             assert_same_bits(params, params_before)
             assert_same_bits(opt_state.inner_state, before.inner_state)
-        if i in SPIKES:  # says nothing about the scale, and its growth waits, too
+        if i in SPIKES:  # says nothing about the scale, whose growth also waits
             assert_same_bits(opt_state.scaling, before.scaling)
         if i in BAD:  # enters no window
             assert_same_bits(opt_state.spikes, before.spikes)
@@ -127,13 +129,14 @@ SIZES = [OVERFLOWING, 1.0, *[OVERFLOWING] * 21]
 def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrapper, one_step):
     tx = WRAPPERS[wrapper](optax.adam(0.01), spikes=RULE)
     compiled_step = jax.jit(partial(one_step, tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
+    loss = jnp.float32(1)
     for i, size in enumerate(SIZES):
         params_before = params
         before = opt_state
-        params, opt_state = compiled_step(
-            params, opt_state, params_times(size), value=jnp.float32(1)
-        )
+        grads = params_times(size)
+        params, opt_state = compiled_step(params, opt_state, grads, value=loss)
         assert opt_state.step_applied == (size != OVERFLOWING), i
         if size == OVERFLOWING:
             assert jnp.isinf(opt_state.grad_norm), i
@@ -152,16 +155,15 @@ def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrapper, one
 def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
     tx = OPTIMIZERS[optimizer]
     compiled_step = jax.jit(partial(step, tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
     for factor, offset in HEALTHY:
-        value = jnp.float32(offset)
-        params, opt_state = compiled_step(
-            params, opt_state, params_times(factor), value=value
-        )
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    params_after, after = compiled_step(
-        params, opt_state, zeros, value=jnp.float32(1e6)
-    )
+        grads = params_times(factor)
+        loss = jnp.float32(offset)
+        params, opt_state = compiled_step(params, opt_state, grads, value=loss)
+    zeros = params_times(0.0)
+    loss = jnp.float32(1e6)
+    params_after, after = compiled_step(params, opt_state, zeros, value=loss)
     assert after.step_applied
     assert after.total_steps == opt_state.total_steps + 1
     assert_same_bits(after.spikes, opt_state.spikes)
@@ -171,7 +173,8 @@ def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
 def test_micro_batches_are_judged_one_by_one():
     tx = jaxscale.multi_steps(OPTIMIZERS["safe"], 2)
     train_step = jax.jit(by_hand(tx))
-    params, opt_state = PARAMS, tx.init(PARAMS)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
     for i, batch in enumerate(STREAM[:10]):
         params, opt_state = train_step(params, opt_state, batch)
         assert opt_state.step_applied == (i not in SPIKES), i
@@ -185,12 +188,11 @@ def test_a_loss_is_judged_by_the_largest_of_all_devices():
     def train(last_loss):
         """Six steps, in the last of which the second device has another loss than -1."""
         state = tx.init(PARAMS)
+        loss = jnp.float32(-1)
         for size in (1.0, 1.1, 0.9, 1.0, 1.1):
-            _, state = tx.update(
-                params_times(size), state, PARAMS, value=jnp.float32(-1)
-            )
-        loss = jnp.where(jax.lax.axis_index("d") == 1, last_loss, -1.0)
-        _, state = tx.update(params_times(1.0), state, PARAMS, value=loss)
+            _, state = tx.update(params_times(size), state, PARAMS, value=loss)
+        loss = jnp.where(jax.lax.axis_index("d") == 1, last_loss, loss)
+        _, state = tx.update(PARAMS, state, PARAMS, value=loss)
         return state.step_applied, state.spikes.loss_threshold
 
     run = jax.jit(jax.vmap(train, axis_name="d", in_axes=None, axis_size=2))
@@ -206,10 +208,11 @@ def test_a_loss_is_judged_by_the_largest_of_all_devices():
 def test_nans_that_are_errors_are_not_made(scale, shown):
     tx = OPTIMIZERS["safe"]
     state = tx.init(PARAMS)
+    update = jax.jit(tx.update)
     with jax.debug_nans(True):
         for _ in range(4):
-            _, state = jax.jit(tx.update)(params_times(1.0), state, PARAMS)
-        _, state = jax.jit(tx.update)(params_times(scale), state, PARAMS)
+            _, state = update(PARAMS, state, PARAMS)
+        _, state = update(params_times(scale), state, PARAMS)
     np.testing.assert_allclose(state.grad_norm, shown, rtol=1e-6)
 
 
@@ -218,8 +221,9 @@ def test_check_warns_of_spikes_without_end(counter, value):
     state = OPTIMIZERS["safe"].init(PARAMS)
     jaxscale.check(state)
     spikes = state.spikes._replace(**{counter: jnp.array(value)})
+    state = state._replace(spikes=spikes, total_steps=jnp.array(1000))
     with pytest.warns(UserWarning, match="again and again"):
-        jaxscale.check(state._replace(spikes=spikes, total_steps=jnp.array(1000)))
+        jaxscale.check(state)
 
 
 @cases(

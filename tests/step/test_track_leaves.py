@@ -7,18 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tables import NESTED as PARAMS
 from tables import assert_same_bits, avals, cases, fused_step, step
 
 import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
-PARAMS = {
-    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.bfloat16)},
-    "phase": jnp.ones(2, jnp.complex64),
-    "none": None,
-    "_overwrite_with_gradient": {"amax": jnp.array(1.0)},
-}
 ALL_LEAVES = ["dense/bias", "dense/kernel", "phase"]
 INNER = optax.sgd(0.1)
 TRACKING = jaxscale.loss_scaled(INNER, track_leaves=True)

@@ -47,6 +47,16 @@ PARAMS = {
     "half": jnp.array([0.25, -1.5], jnp.bfloat16),
     "b": jnp.array(0.5, jnp.float32),
 }
+# Fewer of them, and gradients for these.
+TWO = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.5)}
+GRADS = {"w": jnp.array([0.3, -0.1, 0.2]), "b": jnp.array(1.0)}
+# Of each kind of leaf that has a gradient, and of those that have none.
+NESTED = {
+    "dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.bfloat16)},
+    "phase": jnp.ones(2, jnp.complex64),
+    "none": None,
+    "_overwrite_with_gradient": {"amax": jnp.array(1.0)},
+}
 # Leaves that are no gradients.
 PASSIVE = {
     "int": jnp.arange(3),
@@ -115,6 +125,13 @@ def run(tx, grads, compiled=True, params=PARAMS):
     for g in grads:
         params, opt_state = one_step(params, opt_state, g)
     return params, opt_state
+
+
+def take_form_for_accelerators(monkeypatch):
+    """Compiles what other machines get for the CPU, which otherwise takes the other form."""
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *, cpu, default: default()
+    )
 
 
 def _numbers(leaf):

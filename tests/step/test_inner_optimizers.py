@@ -1,0 +1,178 @@
+"""Unusual inner optimizers, unusual numbers, and what `loss_scaled` makes of them."""
+
+import functools
+import math
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tables
+from tables import (
+    GRADS,
+    TWO,
+    assert_same_bits,
+    cases,
+    fused_step,
+    take_form_for_accelerators,
+)
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def nan_uphill(params, _):
+    """A gradient function that returns NaN where `GRADS` point, and otherwise `GRADS`."""
+    is_uphill = params["w"][0] > 1.001
+    return jax.tree.map(lambda grad: jnp.where(is_uphill, jnp.nan, grad), GRADS)
+
+
+def sam_step(mode, monkeypatch, grads, **options):
+    """One step of an optimizer that takes a gradient itself."""
+    if mode == "accelerator":
+        take_form_for_accelerators(monkeypatch)
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+    tx = jaxscale.loss_scaled(sam, **options)
+    one_step = functools.partial(
+        fused_step, tx, value=jnp.float32(1), grad_fn=nan_uphill
+    )
+    if mode != "eager":
+        one_step = jax.jit(one_step)
+    return one_step(TWO, tx.init(TWO), grads)
+
+
+every_mode = cases("mode", ["eager", "jit", "accelerator"], fast=["jit"])
+
+
+@every_mode
+def test_the_verdict_does_not_see_a_gradient_that_the_inner_takes_itself(
+    mode, monkeypatch
+):
+    params, state = sam_step(mode, monkeypatch, GRADS)
+    assert state.step_applied
+    assert jnp.isnan(params["b"])
+
+
+@every_mode
+def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(
+    mode, monkeypatch
+):
+    params, state = sam_step(mode, monkeypatch, GRADS, check_updates=True)
+    assert_same_bits(params, TWO)
+    assert jaxscale.all_finite(state.inner_state)
+    assert not state.step_applied
+    assert state.total_notfinite == 1
+    assert state.total_notfinite_loss == 0
+    # The loss is fine, so the scale falls as after any overflow.
+    assert state.scaling.loss_scale == 2.0**14
+
+
+@every_mode
+def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
+    downhill = jax.tree.map(jnp.negative, GRADS)
+    params, state = sam_step(mode, monkeypatch, downhill, check_updates=True)
+    assert state.step_applied
+    assert not jnp.array_equal(params["w"], TWO["w"])
+
+
+@cases("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite])
+def test_the_state_is_kept_where_updates_are_not_finite(wrap):
+    """The gradients are finite, and Adam's moments take them. The learning rate is inf."""
+    inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
+    tx = wrap(inner, check_updates=True)
+    before = tx.init(TWO)
+    compiled_step = jax.jit(functools.partial(fused_step, tx))
+    params, after = compiled_step(TWO, before, GRADS)
+    assert not after.step_applied
+    assert_same_bits(params, TWO)
+    assert_same_bits(after.inner_state, before.inner_state)
+
+
+@cases("wrap", [jaxscale.loss_scaled, lambda tx: jaxscale.multi_steps(tx, 1)])
+def test_no_loss_in_is_no_loss_out(wrap):
+    """`multi_steps` must not make one up: with a loss of 0 this optimizer stands still."""
+    inner = optax.polyak_sgd()
+    tx = wrap(inner)
+    state = tx.init(TWO)
+    with pytest.raises((TypeError, ValueError), match="value"):  # optax has both
+        tx.update(GRADS, state, TWO)
+    loss = jnp.float32(2)
+    updates, _ = tx.update(GRADS, state, TWO, value=loss)
+    expected, _ = inner.update(GRADS, inner.init(TWO), TWO, value=loss)
+    tables.assert_close(updates, expected)
+
+
+def test_multi_steps_takes_a_loss_that_its_optimizer_does_not():
+    tx = jaxscale.multi_steps(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), 1)
+    _, state = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
+    assert state.step_applied
+
+
+@cases(
+    "max_norm, window, size",
+    product([1e39, math.inf, 3.4e38, 1e-300], [False, True], [1.0, 1e30, 0.0]),
+    fast=[(math.inf, False, 1e30), (1e-300, False, 1.0)],
+)
+def test_max_norm_may_be_any_positive_number(max_norm, window, size):
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), max_norm=max_norm)
+    if window:
+        tx = jaxscale.multi_steps(tx, 1)
+    grads = jax.tree.map(lambda grad: grad * size, GRADS)
+    updates, state = jax.jit(tx.update)(grads, tx.init(TWO), TWO)
+    assert state.step_applied
+    assert jaxscale.all_finite(updates)
+    if max_norm > 3.5e38:  # which is above all that float32 holds
+        expected = jax.tree.map(jnp.negative, grads)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    numbers = np.concatenate([np.ravel(update) for update in updates.values()])
+    norm = np.linalg.norm(np.float64(numbers))
+    # float32's smallest normal number at least.
+    assert norm <= max(max_norm * (1 + 1e-6), 2e-38)
+
+
+@cases(
+    "length, dtype, num_bad",
+    product([10, 22], ["float32", "bfloat16", "complex64"], [0, 1]),
+    fast=[(10, "float32", 0), (10, "float32", 1)],
+)
+def test_a_mean_of_the_largest_numbers_is_finite(length, dtype, num_bad):
+    """The bad micro-batches of the window do not count."""
+    largest = float(jnp.finfo(dtype).max)
+    number = -largest
+    if dtype == "complex64":
+        number = complex(largest, -largest)
+    good = jnp.full(2, number, dtype)
+    bad = jnp.full(2, jnp.nan, dtype)
+    loss = jnp.float32(3e38)
+    tx = jaxscale.multi_steps(optax.identity(), length)
+    state = tx.init(good)
+    update = jax.jit(tx.update)
+    for grads in [bad] * num_bad + [good] * (length - num_bad):
+        updates, state = update(grads, state, good, value=loss)
+    assert state.inner_state.gradient_step == 1
+    # In NumPy, as XLA cannot divide by so large a number.
+    mean = np.asarray(updates, np.complex128)
+    np.testing.assert_allclose(mean / largest, number / largest, rtol=1e-5)
+
+
+def test_an_optimizer_that_fills_its_state_at_its_first_update_is_told_where_to_go():
+    def update(updates, state, params=None):
+        return updates, updates
+
+    tx = jaxscale.loss_scaled(optax.GradientTransformation(lambda _: None, update))
+    with pytest.raises(
+        ValueError, match=r"optax.chain\(loss_scaled\(...\), optax.monitor"
+    ):
+        tx.update(GRADS, tx.init(TWO), TWO)
+
+
+def test_optax_can_tell_parameters_from_flags():
+    tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True)
+    state = tx.init(TWO)
+    mapped = optax.tree_map_params(tx, lambda leaf: "a parameter", state)
+    assert mapped.inner_state[0].mu == {"w": "a parameter", "b": "a parameter"}
+    assert_same_bits(mapped.nonfinite_leaves, state.nonfinite_leaves)
+    assert_same_bits(mapped.scaling, state.scaling)
