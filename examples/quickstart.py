@@ -149,9 +149,8 @@ def train(dtype, loss_scale, photo, num_steps, show):
     tx = jaxscale.loss_scaled(optax.adam(LEARNING_RATE), loss_scale)  # 1
     params = init_params(jax.random.key(0))
     opt_state = tx.init(params)
-    step_on_crops = jaxscale.train_step(
-        jaxscale.autocast(loss_fn, dtype=dtype), tx
-    )  # 2
+    half_loss = jaxscale.autocast(loss_fn, dtype=dtype)
+    step_on_crops = jaxscale.train_step(half_loss, tx)  # 2
 
     @jax.jit
     def train_step(params, opt_state, key):
@@ -186,19 +185,17 @@ def psnr(image, truth):
 
 def draw_losses(axis, results):
     """Draws the losses of each run, smoothed."""
+    num_steps = len(results["float32"].losses)
+    window = max(1, num_steps // 10)
+    steps = np.arange(window, num_steps + 1)
+    # They differ in grey too.
     styles = [("black", "-", 4), ("#d55e00", "--", 2), ("#56b4e9", "-", 1.6)]
-    window = 1
-    # The styles differ in grey too.
-    for (name, result), (color, line, width) in zip(
-        results.items(), styles, strict=True
-    ):
-        window = max(1, len(result.losses) // 10)
+    for (name, result), style in zip(results.items(), styles, strict=True):
+        color, line, width = style
         smooth = np.convolve(result.losses, np.ones(window) / window, "valid")
-        steps = np.arange(window, len(result.losses) + 1)
         axis.plot(steps, smooth, line, color=color, linewidth=width, label=name)
-    axis.set(
-        xlabel="step", ylabel=f"loss, mean of {window} steps", title="Training loss"
-    )
+    axis.set(xlabel="step", ylabel=f"loss, mean of {window} steps")
+    axis.set_title("Training loss")
     axis.legend()
 
 
