@@ -182,7 +182,7 @@ def supervise(seed):
 
 
 class Programs(NamedTuple):
-    """What is compiled once for the seeds of a run, and the optimizer."""
+    """An optimizer, and the programs that are compiled once for all seeds."""
 
     tx: optax.GradientTransformation
     sample: Callable
@@ -213,14 +213,14 @@ def make_programs(dtype, wrap, retries):
 
 
 class Result(NamedTuple):
-    """What came of a run with one seed."""
+    """The figures of a run with one seed, and two curves by step."""
 
     figures: dict
     mismatch: np.ndarray  # the RMS of log(ratio) in each step
-    rewards: np.ndarray  # the mean of each step
+    rewards: np.ndarray  # the mean reward of each step
 
 
-def weigh(is_right):
+def compute_advantages(is_right):
     """Returns the advantage of each answer over the others to the same prompt."""
     by_prompt = is_right.reshape(PROMPTS, ANSWERS)
     mean = by_prompt.mean(1, keepdims=True)
@@ -241,7 +241,7 @@ def reinforce(name, params, seed, num_steps, programs):
         answers = jnp.repeat(answers, ANSWERS, 0)
         tokens, sampled = programs.sample(params, prompts, sample_key)
         is_right = jnp.all(tokens[:, LENGTH + 1 :] == answers, 1)
-        batch = tokens, sampled, weigh(is_right)
+        batch = tokens, sampled, compute_advantages(is_right)
         params, opt_state, (_, log_probs) = programs.train_step(
             params, opt_state, *batch
         )

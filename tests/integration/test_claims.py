@@ -31,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def without_code(path):
-    """The words of a page, without programs and without where links lead."""
+    """Returns the words of a page, without its programs and the targets of its links."""
     words = re.sub(r"(?ms)^```.*?^```$", "", path.read_text()).replace("\\*", "*")
     return " ".join(re.sub(r"\]\([^)]*\)", "]", words).split())
 
@@ -83,7 +83,7 @@ def short(version):
 
 
 def oldest(*names):
-    """The versions of Python and of these packages that are required."""
+    """Returns the oldest versions of Python and of these packages that are allowed."""
     required = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["flax"]
     versions = dict(requirement.split(">=") for requirement in required)
     return [
@@ -93,7 +93,7 @@ def oldest(*names):
 
 
 def newest_of_oldest_python():
-    """The oldest version of Python, and the newest JAX that there is for it."""
+    """Returns the oldest version of Python, and the newest JAX for it."""
     newest = "0.10"  # JAX 0.11 dropped it
     if sys.version_info[:2] == (3, 11):
         assert jax.__version_info__[:2] <= tuple(map(int, newest.split(".")))
@@ -114,7 +114,7 @@ def first_judged_step():
 
 
 def steps_to_idle():
-    """The steps in which the default rule gets to the scale of which `check` tells."""
+    """Returns after how many steps the default rule is at a scale that `check` warns of."""
     growths = math.log(limits.HIGH_SCALE / RULE.init_scale, RULE.growth_factor)
     return max(limits.MANY_STEPS, round(growths) * RULE.growth_interval)
 
@@ -126,7 +126,7 @@ def default_rule():
 
 
 def room_for_growth():
-    """By how much gradients may grow before the first scale of `scale_backward` is too high."""
+    """Returns how much gradients may grow before the first scale of `scale_backward` overflows."""
 
     def fits(exponent):
         first = jnp.exp2(jnp.float16(exponent // 2))
@@ -143,7 +143,7 @@ def room_for_growth():
 
 
 def scalers():
-    """How many functions make the rule of another scaler. OLMo's is a rule for spikes."""
+    """Counts the functions that make the rule of another scaler. OLMo's is a rule for spikes."""
     number = 0
     for name in jaxscale.presets.__all__:
         is_class = inspect.isclass(getattr(jaxscale.presets, name))
@@ -156,7 +156,7 @@ def scalers():
 
 
 def pixels():
-    """Millions of numbers in a batch of square crops in three colors, the same in both examples."""
+    """Returns the millions of numbers in a batch of square crops, the same in both examples."""
     quickstart = text("examples/quickstart.py")
     gradients = text("examples/gradients.py")
     batch_size = number_after("BATCH_SIZE = ", quickstart)
@@ -172,14 +172,14 @@ def number_after(pattern, program):
 
 
 def quickstart(run):
-    """The cells of a row of the table that the quickstart printed."""
+    """Returns the cells of a row of the table that the quickstart printed."""
     rows = [line for line in QUICKSTART["printed"] if "│" in line]
     (cells,) = (row.split("│")[2:-1] for row in rows if f" {run} " in row)
     return [re.sub(" dB| steps", "", cell).strip() for cell in cells]
 
 
 def mismatch(name):
-    """What bfloat16 and float16 have of it in the example of reinforcement learning, on average."""
+    """Returns the mean of a figure of the reinforcement learning, in bfloat16 and in float16."""
     return [np.mean(RL[dtype][name]) for dtype in ("bfloat16", "float16")]
 
 
@@ -199,7 +199,7 @@ def parity():
 
 
 def backward_passes():
-    """Those of `scale_backward`, around the loss and around the network. None was repeated."""
+    """Counts the backward passes of `scale_backward`. None was repeated, and no step skipped."""
     rows = RESULTS["parity-cpu"]["rows"]
     passes = 0
     for row in rows:
@@ -212,7 +212,7 @@ def backward_passes():
 
 
 def trainers():
-    """How much larger losses are without a scale: the second table of the trainers' README."""
+    """Returns how much larger losses are without a scale, in the trainers' README."""
     _, table = text("tests/trainers/README.md").split("| float32 | float16 |")
     ratios = []
     for line in table.splitlines()[2:7]:
@@ -244,7 +244,7 @@ def faults():
 
 
 def part(name):
-    """Times relative to plain Optax by the dtype of the gradients, then kernels."""
+    """Returns times relative to plain Optax, by the dtype of the gradients, and kernels."""
     times = {}
     for row in RESULTS["step-cpu"]["rows"]:
         if not row["clipped"]:
@@ -257,7 +257,7 @@ def part(name):
 
 
 def compiled(chips):
-    """The step, plain Optax and that with clipping, compiled for so many TPU chips in float32."""
+    """Returns three float32 programs for this many TPU chips: ours, Optax, and it with clipping."""
     wanted = {"target": "TPU v5e", "dtype": "float32", "devices": chips, "width": 2048}
     rows = [
         row
@@ -275,7 +275,7 @@ def bytes_moved_by_one():
 
 
 def messages(chips):
-    """How many chips; the bytes that they move; what they exchange more, in how many messages."""
+    """Returns the chips, the bytes that they move, and what they exchange in addition."""
     ours, plain, clipped = compiled(chips)
     assert exchanged(ours) == exchanged(clipped)
     our_bytes, our_messages = exchanged(ours)
@@ -285,14 +285,14 @@ def messages(chips):
 
 
 def exchanged(report):
-    """How many bytes the devices exchange, and in how many messages."""
+    """Counts the bytes that devices exchange, and their messages."""
     numbers = report["collectives"]["all-reduce"]
     total = sum(int(size) * number for size, number in numbers.items())
     return total, sum(numbers.values())
 
 
 def autocast(name):
-    """What is kept, and the memory on an H100, relative to float32; all products are in half."""
+    """Returns what is kept, and the memory on an H100, relative to float32."""
     unrolled, scanned, *_ = RESULTS["autocast-cpu"]["rows"]
     for row in (unrolled, scanned):
         for direction in ("forward", "backward"):
@@ -304,14 +304,14 @@ def autocast(name):
 
 
 def memory(row, name):
-    """What a program compiled for an H100 takes, relative to float32."""
+    """Returns the memory of a program compiled for an H100, relative to float32."""
     methods = RESULTS["autocast-cpu"]["rows"][row]["methods"]
     in_float32 = methods["float32"]["h100"]["temporary_bytes"]
     return methods[name]["h100"]["temporary_bytes"] / in_float32
 
 
 def whole(name):
-    """How long a whole step takes, relative to plain Optax."""
+    """Returns how long a whole step takes, relative to plain Optax."""
     methods = RESULTS["transformer-cpu"]["rows"][0]["methods"]
     return methods[name]["to_bare"]["median"]
 
@@ -330,8 +330,8 @@ LINES = "jaxscale optax wrapper"
 
 FLUSHED = "float16 flushes {:.1%} of these gradients"
 
-# Pieces of the pages; a function, and its arguments. What it computes, one number or several, is
-# formatted into the fields.
+# A piece of a page; a function, and its arguments. The numbers that the function returns belong
+# into the fields.
 CLAIMS = {
     "from the {}th step on neither": (first_judged_step,),
     "a mean over {:.1f} million numbers ends": (pixels,),
@@ -447,7 +447,7 @@ CLAIMS = {
 
 
 def spans(claim):
-    """Where pages have the numbers of a claim, by page. At least one has it, and none twice."""
+    """Returns where each page has the numbers of a claim. One page must have it, and none twice."""
     words = FIELD.sub("", claim)
     assert not re.search(NUMBER, words), f"a number that nothing computes: {claim}"
     literals = [re.escape(literal) for literal in FIELD.split(claim)]
@@ -478,7 +478,7 @@ def test_every_number_comes_from_somewhere(page):
         assert is_claimed(number), context
 
 
-# 3 million gradients take long.
+# The example computes 3 million gradients, which takes long.
 @cases("claim", CLAIMS, fast=[claim for claim in CLAIMS if claim != FLUSHED])
 def test_a_number_is_what_its_source_says(claim):
     source, *args = CLAIMS[claim]

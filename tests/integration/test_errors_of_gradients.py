@@ -1,4 +1,4 @@
-"""Wrong calls of what differentiates, and operations that cannot be transformed."""
+"""Wrong calls of the functions that differentiate; operations that cannot be transformed."""
 
 import re
 from collections.abc import Callable
@@ -209,7 +209,7 @@ def test_bad_input(name):
 
 
 class Transform(NamedTuple):
-    """A transformation of a function, and the way out that its error names, as a pattern."""
+    """A transformation of a function, and a pattern for the way out that its error names."""
 
     wrap: Callable
     way_out: str

@@ -1,4 +1,4 @@
-"""What the guides for contributors name is there: files, tests, functions, fields and links.
+"""The files, tests, functions, fields and links in the guides for contributors are there.
 
 The guides are `CONTRIBUTING.md` and the READMEs of the folders. The README of the project and the
 pages of the site are read by `test_package.py` and `test_site.py`.
@@ -29,8 +29,7 @@ def find_guides() -> list[pathlib.Path]:
 
 
 GUIDES = {str(guide.relative_to(ROOT)): guide for guide in find_guides()}
-# What these name is code of the project, so each name is one of the code. Guides of tests also
-# name what other libraries have.
+# Each name in these is one of the code. Guides of tests also name what other libraries have.
 OF_OUR_CODE = [name for name in GUIDES if name.startswith(("jaxscale/", ".github/"))]
 
 FILE = re.compile(r"[\w.][\w./-]*\.(?:py|md|json|npz|ipynb|jinja)")
@@ -127,7 +126,7 @@ class Code:
 SOURCES = [
     path for folder in ("jaxscale", "tests") for path in (ROOT / folder).rglob("*.py")
 ]
-# This file has names that are not there.
+# This file itself names what is not there.
 NO_SOURCES = {pathlib.Path(__file__), *OTHERS.rglob("*.py")}
 CODE = Code([path for path in SOURCES if path not in NO_SOURCES])
 

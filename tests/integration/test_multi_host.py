@@ -40,7 +40,7 @@ def example():
 def started(number, *options, command=(EXAMPLE, "--local")):
     """Starts some processes by the launcher. When it is left, whatever happened, none lives."""
     flags = f"--xla_force_host_platform_device_count={DEVICES // number}"
-    # What takes long here is compilation; and without the second flag float16 might be float32.
+    # Compilation takes most of the time. Without the second flag float16 might be float32.
     flags += " --xla_backend_optimization_level=0 --xla_allow_excess_precision=false"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"}
     command = [sys.executable, *map(str, [*command, number, *options])]
@@ -55,14 +55,14 @@ def started(number, *options, command=(EXAMPLE, "--local")):
 
 
 def kill_group(launcher):
-    """Whether there was anything to kill."""
+    """Returns whether there was anything to kill."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(launcher.pid, signal.SIGKILL)
         return True
 
 
 def run(number, *options, **command):
-    """The exit code and the output, of all processes, of a run that leaves no process behind."""
+    """Returns the exit code and the output of all processes. None of them may be left."""
     with started(number, *options, **command) as launcher:
         output, _ = launcher.communicate(timeout=300)
         assert not kill_group(launcher), output
@@ -70,7 +70,7 @@ def run(number, *options, **command):
 
 
 def train(number, directory, *options):
-    """The output of a run that reaches its last step, and the digest on which processes agree."""
+    """Returns the output of a run to its last step, and what all processes say at the end."""
     code, output = run(number, "--steps", STEPS, "--checkpoints", directory, *options)
     assert code == 0, output
     end = r"process (\d): repeated (\d+), skipped (\d+), scale (\d+), digest of the state (\w{8})"
@@ -87,7 +87,7 @@ def train(number, directory, *options):
 
 
 def restore(directory, step):
-    """Parameters and optimizer state as a process restores them that saw no other one."""
+    """Returns parameters and optimizer state, restored by this process alone."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     avals = jax.eval_shape(example()["init"], jax.random.key(0))
     avals = jax.tree.map(lambda aval: aval.update(sharding=sharding), avals)
@@ -122,7 +122,7 @@ def assert_the_nan_is_skipped(checkpoints, agreed):
 
 
 def assert_a_lost_process_costs_some_steps(number, victim, checkpoints, *options):
-    """All stop if one is killed. Returns what they agree on when they have gone on."""
+    """Kills a process, and sees all stop. Returns what they say at the end when they went on."""
     killed = "--steps", STEPS, "--checkpoints", checkpoints, "--kill", KILL_STEP, victim
     code, output = run(number, *options, *killed)
     (codes,) = re.findall(r"Exit codes: \[(.*)\]", output)

@@ -66,7 +66,7 @@ def test_the_address_of_the_repository_is_written_once():
 
 
 def define(cell, **names):
-    """Returns the functions and classes of a cell, which runs nothing else, with these names."""
+    """Runs only the imports, functions and classes of a cell. Returns its names."""
     tree = ast.parse(CODE[cell])
     kinds = (ast.FunctionDef, ast.ClassDef, ast.ImportFrom)
     tree.body = [node for node in tree.body if isinstance(node, kinds)]
@@ -205,7 +205,7 @@ def test_a_peak_that_did_not_rise_is_a_limit(name):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What the notebook prints, run from its first cell to its last as a program of its own."""
+    """Runs all cells as a program of its own, and returns what it prints."""
     folder = tmp_path_factory.mktemp("notebook")
     program = folder / "gpu.py"
     program.write_text("\n\n".join(CODE.values()))
@@ -246,7 +246,7 @@ def test_it_runs_on_a_cpu_and_prints_its_table(printed):
         assert 0 < low <= median <= high, name
         assert re.fullmatch(r"\d+\.\d MB", row["memory of a step"]), name
         assert row["peak on the device"] == "not counted", name
-        # The same data and the same start: precision alone differs.
+        # Data and start are the same: only the precision differs.
         assert abs(float(row["last loss"]) - plain) < 0.05, name
     assert plain < first_loss / 2
 
@@ -256,7 +256,7 @@ def test_each_method_computes_in_its_precision(printed):
     counts = dict(re.findall(r"^    (.*): (\{.*\})$", printed, re.MULTILINE))
     assert list(counts) == METHODS
     for name, count in counts.items():
-        # Six in each of two blocks and one at the end, and two more backward for each.
+        # Six in each of two blocks, one at the end, and two backward for each of these.
         assert ast.literal_eval(count) == {name.split(",")[0]: 39}, name
 
 

@@ -151,7 +151,7 @@ PUBLIC = set(public_names())
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of the site, built as CONTRIBUTING.md says."""
+    """Builds the site as CONTRIBUTING.md says, and returns its folder."""
     guide = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
     (command,) = re.findall(r"^python (-m mkdocs build .*)$", guide, re.MULTILINE)
     folder = tmp_path_factory.mktemp("site")
@@ -302,10 +302,10 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def browser(address, folder):
-    """A headless Chromium at an address."""
+    """Opens an address in a headless Chromium."""
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
     flags += " --disable-background-networking --disable-component-update"
-    # Without a port for a debugger it would end at once.
+    # Without a port for a debugger it ends at once.
     flags += f" --user-data-dir={folder} --remote-debugging-port=0"
     command = [shutil.which("chromium"), *flags.split(), address]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}

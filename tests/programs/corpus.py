@@ -85,7 +85,7 @@ def load() -> dict[str, Row]:
 
 
 def normal(*shape: int, seed: int = 0, size: float = 1.0) -> jax.Array:
-    """Returns normal random numbers, the same with every version of everything."""
+    """Returns normal random numbers, which are the same with every version of JAX and NumPy."""
     numbers = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(numbers * size, jnp.float32)
 

@@ -253,7 +253,7 @@ def _by_nnx(case: Case) -> Differentiate:
 
 
 def _kept_by_nnx(optimizer: nnx.Optimizer) -> list[Any]:
-    """The gradients in the state of `_keeping_gradients`, as NNX holds it."""
+    """Returns the gradients in the state of `_keeping_gradients`, as NNX holds it."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
     return [leaf for path, leaf in leaves if "'trace'" in jax.tree_util.keystr(path)]
 

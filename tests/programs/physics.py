@@ -1,4 +1,4 @@
-"""Physics and what is given by an equation: derivatives, solvers, fixed points, integrators."""
+"""Physics and equations: derivatives, solvers, fixed points, integrators."""
 
 import dataclasses
 import functools

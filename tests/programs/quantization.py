@@ -219,7 +219,7 @@ def adapter_on_frozen_attention():
 
 @program("haiku")
 def prefix_tuning():
-    """Only a prefix of keys and values is trained, of a frozen attention layer of Haiku."""
+    """Only a prefix of keys and values is trained; the attention layer of Haiku is frozen."""
 
     def network(x, prefix):
         prefixes = jnp.broadcast_to(prefix, (len(x), *prefix.shape))

@@ -26,7 +26,7 @@ from flax import nnx
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Transitions:
-    """What a replay buffer gives. It looks at its shapes, as many such classes do."""
+    """A batch from a replay buffer. It checks its shapes, as many such classes do."""
 
     observations: jax.Array
     actions: jax.Array
@@ -70,7 +70,7 @@ class Values:
 
 @program("jax")
 def deep_q_learning():
-    """DQN: the value of the action that was taken, by `take_along_axis`; everything a class."""
+    """DQN: the value of the action that was taken, by `take_along_axis`. All trees are classes."""
     params = Values(dense(6, 32, seed=1), dense(32, 4, seed=2))
     target = Values(dense(6, 32, seed=3), dense(32, 4, seed=4))
 
@@ -87,7 +87,7 @@ def deep_q_learning():
 
 @program("jax")
 def categorical_q_learning():
-    """C51: a distribution of returns, the labels of its bins sure, the head with a bias."""
+    """C51: a distribution of returns, sure of the labels of its bins, with a biased head."""
     atoms = 9
     params = {"hidden": dense(6, 32, seed=1), "head": dense(32, 2 * atoms, seed=2)}
     batch = make_transitions(6, 2)
@@ -197,7 +197,7 @@ def advantage_actor_critic():
 
 @program("nnx")
 def soft_actor_critic():
-    """SAC: a squashed normal policy with its log-probability, two critics of which the least."""
+    """SAC: a squashed normal policy with its log-probability, and the lower of two critics."""
 
     class MLP(nnx.Module):
         def __init__(self, inputs, outputs, rngs):

@@ -117,7 +117,7 @@ def transducer():
 
 @program("haiku")
 def wavenet():
-    """Dilated causal convolutions with gates and skips; samples are classes, sure of them."""
+    """Dilated causal convolutions with gates and skips, sure of the class of each sample."""
 
     def network(classes):
         x = hk.Embed(8, 16)(classes)

@@ -39,7 +39,7 @@ def test_each_program_through_two_entries(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "entry"), plan.FAST.items())
 def test_what_is_recorded_is_what_is_found(name, entry):
-    """To within what another CPU or another version of JAX rounds differently."""
+    """Up to the rounding of another CPU or another version of JAX."""
     if entry == plan.DOCTOR:
         return
     recorded = Trial.recorded(ROWS[name], entry)
@@ -103,7 +103,7 @@ def by_hand(x, w):
 
 @jax.custom_vjp
 def thrice(x, w):
-    """A product with the wrong derivative: it is three times too large."""
+    """A product whose derivative by `w` is three times too large."""
     return x @ w
 
 
