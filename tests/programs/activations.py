@@ -6,7 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from corpus import Program, apply_dense, dense, integers, normal, program, weight
+from corpus import (
+    Program,
+    apply_dense,
+    dense,
+    integers,
+    mean_squared_error,
+    normal,
+    program,
+    weight,
+)
 
 # Between two layers, as any activation.
 ACTIVATIONS = (
@@ -61,7 +70,7 @@ def network_with(activation: Callable[[Any], Any], width: int = 24) -> Program:
         x = activation(apply_dense(first, x))
         x = activation(apply_dense(second, x))
         outputs = apply_dense(last, x)
-        return jnp.mean((outputs - wanted) ** 2), {}
+        return mean_squared_error(outputs, wanted), {}
 
     batch = normal(8, 10, seed=4), normal(8, 3, seed=5)
     return Program(loss, params, batch, scale=2.0**6)
@@ -120,7 +129,7 @@ def one_hot():
         tokens, wanted = batch
         x = jax.nn.one_hot(tokens, 6) @ params["embedding"]
         outputs = apply_dense(params["head"], jax.nn.relu(x))
-        return jnp.mean((outputs - wanted) ** 2), {}
+        return mean_squared_error(outputs, wanted), {}
 
     batch = integers(6, 8, seed=3), normal(8, 3, seed=4)
     return Program(loss, params, batch)

@@ -6,7 +6,16 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from corpus import Program, accuracy, apply_dense, dense, integers, normal, program
+from corpus import (
+    Program,
+    accuracy,
+    apply_dense,
+    dense,
+    integers,
+    normal,
+    program,
+    two_layers,
+)
 from flax import nnx
 
 
@@ -179,7 +188,7 @@ def triplets():
 @program("jax")
 def distillation():
     """A student learns the soft labels of a teacher, at a temperature, and the hard ones."""
-    params = {"hidden": dense(16, 32, seed=1), "head": dense(32, 6, seed=2)}
+    params = two_layers(16, 32, 6)
     teacher = dense(16, 6, seed=3)
     batch = normal(16, 16, seed=4), integers(6, 16, seed=5)
 

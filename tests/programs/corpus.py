@@ -105,6 +105,15 @@ def dense(rows: int, columns: int, seed: int = 0) -> dict[str, jax.Array]:
     return {"w": weight(rows, columns, seed), "b": bias}
 
 
+def two_layers(
+    inputs: int, width: int, outputs: int
+) -> dict[str, dict[str, jax.Array]]:
+    return {
+        "hidden": dense(inputs, width, seed=1),
+        "head": dense(width, outputs, seed=2),
+    }
+
+
 def apply_dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return x @ layer["w"] + layer["b"]
 
@@ -133,3 +142,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]
     """Returns the mean over integer labels, and how many of them are right."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean(), {"accuracy": accuracy(logits, labels)}
+
+
+def mean_squared_error(outputs: jax.Array, wanted: jax.Array) -> jax.Array:
+    return jnp.mean((outputs - wanted) ** 2)

@@ -11,10 +11,10 @@ from corpus import (
     accuracy,
     apply_dense,
     confident_head,
-    dense,
     integers,
     normal,
     program,
+    two_layers,
 )
 from optax import losses
 
@@ -31,7 +31,7 @@ def behind_layers(
     loss_of: Callable[[Any, Any], Any], targets: Any, outputs: int
 ) -> Program:
     """Returns a program with a loss of the outputs of two layers, and of targets."""
-    params = {"hidden": dense(8, 24, seed=1), "head": dense(24, outputs, seed=2)}
+    params = two_layers(8, 24, outputs)
 
     def loss(params, batch):
         x, targets = batch
@@ -46,7 +46,7 @@ def confident(
     loss_of: Callable[[Any, Any], Any], margin: float, is_one_hot: bool
 ) -> Program:
     """Returns a classifier that is sure of its labels."""
-    params = {"hidden": dense(8, 24, seed=1), "head": dense(24, 6, seed=2)}
+    params = two_layers(8, 24, 6)
     x = normal(ROWS, 8, seed=3)
     labels = integers(6, ROWS, seed=4)
 

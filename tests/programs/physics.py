@@ -7,7 +7,15 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from corpus import Program, apply_dense, dense, normal, program, weight
+from corpus import (
+    Program,
+    apply_dense,
+    dense,
+    mean_squared_error,
+    normal,
+    program,
+    weight,
+)
 from flax import nnx
 from jax.experimental.ode import odeint
 
@@ -133,7 +141,7 @@ def hamiltonian_network():
     def loss(params, batch):
         q, p, wanted = batch
         paths = jax.vmap(roll_out, in_axes=(None, 0, 0))(params, q, p)
-        return jnp.mean((paths - wanted) ** 2), {}
+        return mean_squared_error(paths, wanted), {}
 
     batch = normal(4, 2, seed=3), normal(4, 2, seed=4), normal(4, 3, 2, seed=5)
     return Program(loss, params, batch, integrates=True)
@@ -190,7 +198,7 @@ def deep_equilibrium():
         x, wanted = batch
         z = fixed_point(layer, params["inside"], x)
         outputs = apply_dense(params["out"], z)
-        return jnp.mean((outputs - wanted) ** 2), {}
+        return mean_squared_error(outputs, wanted), {}
 
     return Program(loss, params, (normal(8, 12, seed=4), normal(8, 2, seed=5)))
 
@@ -209,7 +217,7 @@ def ridge_regression_inside():
         gram = f.T @ f + jnp.eye(16)
         head = jnp.linalg.solve(gram, f.T @ y)
         outputs = features(params, new_x) @ head
-        return jnp.mean((outputs - new_y) ** 2), {}
+        return mean_squared_error(outputs, new_y), {}
 
     batch = (
         normal(24, 6, seed=2),

@@ -14,8 +14,10 @@ from corpus import (
     cross_entropy,
     dense,
     integers,
+    mean_squared_error,
     normal,
     program,
+    two_layers,
     weight,
 )
 from flax import nnx
@@ -33,7 +35,7 @@ rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,)
 @program("jax")
 def quantization_aware():
     """Weights and activations on 8 bits, rounded with a custom derivative, labels integers."""
-    params = {"hidden": dense(12, 32, seed=1), "head": dense(32, 5, seed=2)}
+    params = two_layers(12, 32, 5)
     batch = normal(16, 12, seed=3), integers(5, 16, seed=4)
 
     def quantize(x, axis):
@@ -124,7 +126,7 @@ def learned_step_size():
         layer = params["head"]
         w = quantize(layer["w"], params["steps"][1])
         outputs = hidden @ w + layer["b"]
-        return jnp.mean((outputs - wanted) ** 2), {}
+        return mean_squared_error(outputs, wanted), {}
 
     return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))
 
@@ -262,13 +264,13 @@ compressed_product.defvjp(_compressed_forward, _compressed_backward)
 @program("jax")
 def compressed_activations():
     """A layer with a backward rule of its own, in which there are more products."""
-    params = {"hidden": dense(12, 24, seed=1), "head": dense(24, 3, seed=2)}
+    params = two_layers(12, 24, 3)
 
     def loss(params, batch):
         x, wanted = batch
         layer = params["hidden"]
         hidden = compressed_product(x, layer["w"], 8) + layer["b"]
         outputs = apply_dense(params["head"], jax.nn.tanh(hidden))
-        return jnp.mean((outputs - wanted) ** 2), {}
+        return mean_squared_error(outputs, wanted), {}
 
     return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))

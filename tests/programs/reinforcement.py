@@ -18,6 +18,7 @@ from corpus import (
     nnx_list,
     normal,
     program,
+    two_layers,
     weight,
 )
 from flax import nnx
@@ -89,7 +90,7 @@ def deep_q_learning():
 def categorical_q_learning():
     """C51: a distribution of returns, sure of the labels of its bins, with a biased head."""
     atoms = 9
-    params = {"hidden": dense(6, 32, seed=1), "head": dense(32, 2 * atoms, seed=2)}
+    params = two_layers(6, 32, 2 * atoms)
     batch = make_transitions(6, 2)
     bins = integers(atoms, 16, seed=7)
 

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
 import jax.scipy.spatial.transform  # which `jax.scipy` does not import by itself
-from corpus import Program, apply_dense, dense, normal, program, weight
+from corpus import (
+    Program,
+    apply_dense,
+    dense,
+    normal,
+    program,
+    two_layers,
+    weight,
+)
 from jax.scipy import special
 
 
@@ -16,7 +24,7 @@ def behind_layers(
     loss_of: Callable[[Any], Any], outputs: int = 8, rows: int = 8
 ) -> Program:
     """Returns a program with a loss of the outputs of two layers."""
-    params = {"hidden": dense(6, 24, seed=1), "head": dense(24, outputs, seed=2)}
+    params = two_layers(6, 24, outputs)
 
     def loss(params, x):
         hidden = jnp.tanh(apply_dense(params["hidden"], x))

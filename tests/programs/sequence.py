@@ -16,6 +16,7 @@ from corpus import (
     cross_entropy,
     dense,
     integers,
+    mean_squared_error,
     normal,
     program,
     weight,
@@ -360,7 +361,7 @@ def recurrent_adder():
 
         h, _ = jax.lax.scan(turn, jnp.zeros((8, 12)), xs)
         outputs = apply_dense(params["out"], h)[:, 0]
-        return jnp.mean((outputs - sums) ** 2), {}
+        return mean_squared_error(outputs, sums), {}
 
     return Program(loss, params, (xs, xs.sum((0, 2))))
 

@@ -16,6 +16,7 @@ from corpus import (
     integers,
     normal,
     program,
+    two_layers,
     weight,
 )
 from flax import nnx
@@ -52,7 +53,7 @@ def connectionist_classification():
 @program("jax")
 def masked_ctc():
     """CTC whose logits of letters that a language lacks are masked with -1e9."""
-    params = {"hidden": dense(8, 24, seed=1), "head": dense(24, 6, seed=2)}
+    params = two_layers(8, 24, 6)
     allowed = jnp.array([True, True, True, False, True, True])
     labels = jnp.array([[1, 2, 4], [5, 5, 1]])
 

@@ -12,7 +12,7 @@ from flowjax.flows import coupling_flow
 from flowjax.train import fit_to_data
 from flowjax.train.losses import MaximumLikelihoodLoss
 from runs import BATCH, FACTOR
-from watch import Journal, in_precision
+from watch import Journal, in_precision, train_by
 
 STEPS = 160
 BAD_ROW = 7
@@ -30,18 +30,6 @@ def moons(batch):
     if batch == "bad":
         x[BAD_ROW, 0] = np.nan
     return x
-
-
-def train(dtype, scaled, skips, batch, left_out=()):
-    if batch is None:
-        return train(dtype, scaled, skips, "good", bad_steps(dtype, scaled, skips))
-    loss, journal = fit(dtype, scaled, skips, batch, left_out)
-    return loss, journal.skipped
-
-
-def bad_steps(*run):
-    _, journal = fit(*run, "bad")
-    return journal.bad
 
 
 def fit(dtype, scaled, skips, batch, left_out=()):
@@ -74,3 +62,6 @@ def fit(dtype, scaled, skips, batch, left_out=()):
         show_progress=False,
     )
     return -float(flow.log_prob(moons("good")).mean()), journal
+
+
+train = train_by(fit)

@@ -12,7 +12,7 @@ from gpjax.kernels.base import AbstractKernel
 from gpjax.kernels.computations import DenseKernelComputation
 from gpjax.parameters import Real
 from runs import FACTOR, FEATURES, examples
-from watch import Journal, in_precision
+from watch import Journal, in_precision, train_by
 
 STEPS = 100
 BATCH = 32
@@ -72,11 +72,4 @@ def fit(dtype, scaled, skips, batch, left_out=()):
     return loss, journal
 
 
-def train(dtype, scaled, skips, batch):
-    left_out = ()
-    if batch is None:  # leaves out the steps that drew the bad row
-        _, journal = fit(dtype, scaled, skips, "bad")
-        left_out = journal.bad
-        batch = "good"
-    loss, journal = fit(dtype, scaled, skips, batch, left_out)
-    return loss, journal.skipped
+train = train_by(fit)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jinns
 import optax
 from runs import BATCH, FACTOR, WIDTH
-from watch import Journal, in_precision
+from watch import Journal, in_precision, train_by
 
 STEPS = 300
 FIRST = 0.3
@@ -93,11 +93,4 @@ def fit(dtype, scaled, skips, batch, left_out=()):
     return float(jnp.mean((learned - solution) ** 2)), journal
 
 
-def train(dtype, scaled, skips, batch):
-    left_out = ()
-    if batch is None:  # leaves out the step that drew the bad time
-        _, journal = fit(dtype, scaled, skips, "bad")
-        left_out = journal.bad
-        batch = "good"
-    loss, journal = fit(dtype, scaled, skips, batch, left_out)
-    return loss, journal.skipped
+train = train_by(fit)

@@ -76,3 +76,22 @@ class Journal:
             return updates, WatchedState(state.step + 1, inner)
 
         return optax.GradientTransformationExtraArgs(init, update)
+
+
+def train_by(fit):
+    """Returns the `train` of a program whose trainer draws its batches itself.
+
+    `fit` takes the arguments of `train`, and the steps that the optimizer leaves out. A bad batch
+    is left out by leaving out the steps that were bad in a run with it.
+    """
+
+    def train(dtype, scaled, skips, batch):
+        left_out = ()
+        if batch is None:
+            _, journal = fit(dtype, scaled, skips, "bad")
+            left_out = journal.bad
+            batch = "good"
+        loss, journal = fit(dtype, scaled, skips, batch, left_out)
+        return loss, journal.skipped
+
+    return train
