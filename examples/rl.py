@@ -94,7 +94,8 @@ def predict(params, tokens, positions, attend):
         query, key, value = jnp.moveaxis(heads, -3, 0)
         attended = attend(index, query, key, value).reshape(x.shape)
         x = x + attended @ layer["mix"]
-        x = x + jax.nn.relu(jax.nn.standardize(x) @ layer["up"]) @ layer["down"]
+        hidden = jax.nn.relu(jax.nn.standardize(x) @ layer["up"])
+        x = x + hidden @ layer["down"]
     return jax.nn.log_softmax(jax.nn.standardize(x) @ params["head"])
 
 

@@ -13,6 +13,7 @@ from corpus import (
     cross_entropy,
     dense,
     integers,
+    mean_squared_error,
     normal,
     program,
     weight,
@@ -177,8 +178,8 @@ def molecule_with_forces():
             return energy, -slope
 
         energy, force = jax.vmap(differentiate)(positions, kinds)
-        error = jnp.mean((energy - energies) ** 2) + jnp.mean((force - forces) ** 2)
-        return error, {}
+        error = mean_squared_error(energy, energies)
+        return error + mean_squared_error(force, forces), {}
 
     batch = (
         normal(4, 5, 3, seed=1, size=1.5),

@@ -187,7 +187,10 @@ def linalg_of_shapes():
     def loss(x):
         blocks = jsp.linalg.block_diag(x[:2, :2], x[2:5, 2:5])
         bands = jsp.linalg.toeplitz(x[0])
-        return jnp.sum((blocks @ bands[:5, :3]) ** 2) + jnp.sum((bands @ x.T) ** 2)
+        product = blocks @ bands[:5, :3]
+        total = jnp.sum(product**2)
+        product = bands @ x.T
+        return total + jnp.sum(product**2)
 
     return behind_layers(loss)
 

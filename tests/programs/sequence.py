@@ -124,7 +124,8 @@ def llama():
         angles = jnp.arange(len(x))[:, None] * 100.0 ** (-jnp.arange(half) / half)
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         a, b = x[..., :half], x[..., half:]
-        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        rotated = [a * cos - b * sin, a * sin + b * cos]
+        return jnp.concatenate(rotated, axis=-1)
 
     @jax.checkpoint
     def block(x, layer):
