@@ -27,11 +27,12 @@ BATCH_SIZE = 128
 def init_params(key):
     """Returns float32 weights and biases, one pair per layer."""
     init = jax.nn.initializers.he_normal()
-    keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
-    return [
-        (init(next(keys), shape), jnp.zeros(shape[1]))
-        for shape in pairwise(LAYER_SIZES)
-    ]
+    keys = jax.random.split(key, len(LAYER_SIZES) - 1)
+    params = []
+    for layer_key, (inputs, outputs) in zip(keys, pairwise(LAYER_SIZES), strict=True):
+        weight = init(layer_key, (inputs, outputs))
+        params.append((weight, jnp.zeros(outputs)))
+    return params
 
 
 @jaxscale.autocast
@@ -40,7 +41,8 @@ def loss_fn(params, batch):
     activations, labels = batch
     for weight, bias in params[:-1]:
         activations = jax.nn.relu(activations @ weight + bias)
-    logits = activations @ params[-1][0] + params[-1][1]
+    weight, bias = params[-1]
+    logits = activations @ weight + bias
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
 
 
@@ -48,46 +50,65 @@ def train(loss_scale, retries, batches):
     """Returns the metrics of a run, and the loss of its last step."""
     tx = jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale)
     train_step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=retries))
-    params, loss = init_params(jax.random.key(0)), jnp.inf
+    params = init_params(jax.random.key(0))
     opt_state = tx.init(params)
+    loss = jnp.inf
     for batch in batches:
         params, opt_state, loss = train_step(params, opt_state, batch)
     jaxscale.check(opt_state, tx=tx)
     return jaxscale.metrics(opt_state), float(loss)
 
 
-def main(num_steps: int = 300) -> float:
-    """Trains with each rule and each start, prints a table, and returns the last loss."""
+def make_batches(num_steps):
+    """Returns a batch of images and labels for each step."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     rng = np.random.default_rng(0)
-    chosen = [
-        rng.choice(len(images), BATCH_SIZE, replace=False) for _ in range(num_steps)
-    ]
-    batches = [(images[indices], labels[indices]) for indices in chosen]
+    batches = []
+    for _ in range(num_steps):
+        chosen = rng.choice(len(images), BATCH_SIZE, replace=False)
+        batches.append((images[chosen], labels[chosen]))
+    return batches
 
-    found = diagnostics.calibrate(loss_fn, init_params(jax.random.key(0)), batches[:1])
-    calibrated = jaxscale.AdaptiveLossScale(init_scale=found.init_scale or 1.0)
-    runs = {
-        "dynamic": (jaxscale.DynamicLossScale(), 0),
-        "adaptive": (jaxscale.AdaptiveLossScale(), 0),
+
+def power_of_two(scale):
+    """Writes a loss scale as a power."""
+    return f"2**{np.log2(scale):.0f}"
+
+
+def main(num_steps: int = 300) -> float:
+    """Trains with each rule and each start, prints a table, and returns the last loss."""
+    batches = make_batches(num_steps)
+    params = init_params(jax.random.key(0))
+    calibration = diagnostics.calibrate(loss_fn, params, batches[:1])
+
+    dynamic = jaxscale.DynamicLossScale()
+    adaptive = jaxscale.AdaptiveLossScale()
+    calibrated = jaxscale.AdaptiveLossScale(init_scale=calibration.init_scale or 1.0)
+    high = jaxscale.AdaptiveLossScale(init_scale=2.0**24)
+    runs = {  # the rule, and the retries
+        "dynamic": (dynamic, 0),
+        "adaptive": (adaptive, 0),
         "adaptive, from a first batch": (calibrated, 0),
-        "adaptive, from 2**24": (jaxscale.AdaptiveLossScale(init_scale=2.0**24), 0),
-        "adaptive, from 2**24, with retries": (
-            jaxscale.AdaptiveLossScale(init_scale=2.0**24),
-            30,
-        ),
+        "adaptive, from 2**24": (high, 0),
+        "adaptive, from 2**24, with retries": (high, 30),
     }
     table = Table("rule", "from", "skipped", "retries", "to", "level", "last loss")
     loss = float("nan")
     for name, (policy, retries) in runs.items():
-        now, loss = train(policy, retries, batches)
-        start, end = (
-            f"2**{np.log2(s):.0f}" for s in (policy.init_scale, now["loss_scale"])
+        metrics, loss = train(policy, retries, batches)
+        level = ""
+        if "level" in metrics:
+            level = f"{metrics['level']:.2f}"
+        table.add_row(
+            name,
+            power_of_two(policy.init_scale),
+            str(metrics["total_notfinite"]),
+            str(metrics["total_retries"]),
+            power_of_two(metrics["loss_scale"]),
+            level,
+            f"{loss:.3f}",
         )
-        level = f"{now['level']:.2f}" if "level" in now else ""
-        counts = str(now["total_notfinite"]), str(now["total_retries"])
-        table.add_row(name, start, *counts, end, level, f"{loss:.3f}")
     Console(width=100).print(table)
     return loss
 

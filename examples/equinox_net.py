@@ -15,7 +15,8 @@ from sklearn.datasets import load_digits
 
 import jaxscale
 
-BATCH_SIZE, NUM_TEST = 128, 360
+BATCH_SIZE = 128
+NUM_TEST = 360
 
 # The scale grows early, so that even a short run meets an overflow.
 loss_scale = jaxscale.DynamicLossScale(growth_interval=12)
@@ -42,7 +43,7 @@ class Net(eqx.Module):
 
 
 def predict(model, state, images):
-    """Returns logits and the new state."""
+    """Returns the logits of a batch, and the new state."""
     of_batch = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
     return of_batch(images, state)
 
@@ -50,7 +51,8 @@ def predict(model, state, images):
 def loss_fn(model, state, images, labels):
     """Returns the mean cross-entropy of a batch, and the new state."""
     logits, state = predict(model, state, images)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), state
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return loss, state
 
 
 train_step = eqx.filter_jit(
@@ -74,20 +76,23 @@ def main(num_steps: int = 150) -> float:
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
     for step in range(1, num_steps + 1):
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
-        batch = images[chosen], labels[chosen]
         scale = jaxscale.metrics(opt_state)["loss_scale"]
-        model, opt_state, state, loss = train_step(model, opt_state, state, *batch)
-        now = jaxscale.metrics(opt_state)
-        if not now["step_applied"]:
+        model, opt_state, state, loss = train_step(
+            model, opt_state, state, images[chosen], labels[chosen]
+        )
+        metrics = jaxscale.metrics(opt_state)
+        new_scale = metrics["loss_scale"]
+        if not metrics["step_applied"]:
             print(
-                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {new_scale:.0f}"
             )
         if step % 50 == 0:
             jaxscale.check(opt_state, tx=tx)
-            print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
+            print(f"step {step}: loss {loss:.4f}, scale {new_scale:.0f}")
 
     logits, _ = predict(eqx.nn.inference_mode(model), state, images[num_train:])
-    accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
+    guesses = logits.argmax(-1)
+    accuracy = float(np.mean(guesses == labels[num_train:]))
     print(f"equinox_net: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

@@ -16,7 +16,8 @@ from sklearn.datasets import load_digits
 import jaxscale
 import jaxscale.flax
 
-BATCH_SIZE, NUM_TEST = 64, 360
+BATCH_SIZE = 64
+NUM_TEST = 360
 
 
 class TrainState(jaxscale.flax.TrainState):
@@ -35,8 +36,9 @@ class ConvNet(nn.Module):
         activations = images
         for features in (16, 32):
             activations = nn.Conv(features, (3, 3))(activations)
-            norm = nn.BatchNorm(not train, momentum=0.9)
-            activations = nn.max_pool(nn.relu(norm(activations)), (2, 2), (2, 2))
+            activations = nn.BatchNorm(not train, momentum=0.9)(activations)
+            activations = nn.relu(activations)
+            activations = nn.max_pool(activations, (2, 2), (2, 2))
         activations = activations.reshape(len(activations), -1)
         activations = nn.Dropout(0.1, deterministic=not train)(activations)
         return nn.Dense(10)(activations)
@@ -48,9 +50,8 @@ model = ConvNet()
 def loss_fn(params, fields, images, labels):
     """Returns the mean cross-entropy of a batch, and the new fields of the training state."""
     key, dropout_key = jax.random.split(fields["key"])
-    variables = {"params": params, "batch_stats": fields["batch_stats"]}
     logits, mutated = model.apply(
-        variables,
+        {"params": params, "batch_stats": fields["batch_stats"]},
         images,
         train=True,
         mutable="batch_stats",
@@ -80,25 +81,27 @@ def main(num_steps: int = 150) -> float:
     state = TrainState.create(
         apply_fn=model.apply, tx=tx, key=jax.random.key(1), **variables
     )
-    for step in range(1, num_steps + 1):  # `state.step` counts applied steps only
+    # `state.step` only counts the steps that were applied.
+    for step in range(1, num_steps + 1):
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         scale = jaxscale.metrics(state)["loss_scale"]
         state, loss = train_step(state, images[chosen], labels[chosen])
-        now = jaxscale.metrics(state)
-        if not now["step_applied"]:
+        metrics = jaxscale.metrics(state)
+        new_scale = metrics["loss_scale"]
+        if not metrics["step_applied"]:
             print(
-                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {new_scale:.0f}"
             )
         if step % 50 == 0:
             jaxscale.check(state)
-            print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
+            print(f"step {step}: loss {loss:.4f}, scale {new_scale:.0f}")
 
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, images[num_train:], train=False)
-    accuracy = float(np.mean(logits.argmax(-1) == labels[num_train:]))
-    print(
-        f"flax_linen: accuracy {accuracy:.3f} after {num_steps} steps, {state.step} applied"
-    )
+    guesses = logits.argmax(-1)
+    accuracy = float(np.mean(guesses == labels[num_train:]))
+    steps = f"{num_steps} steps, {state.step} applied"
+    print(f"flax_linen: accuracy {accuracy:.3f} after {steps}")
     return accuracy
 
 

@@ -15,7 +15,8 @@ from sklearn.datasets import load_digits
 import jaxscale
 import jaxscale.nnx
 
-BATCH_SIZE, NUM_TEST = 64, 360
+BATCH_SIZE = 64
+NUM_TEST = 360
 
 
 class ConvNet(nnx.Module):
@@ -39,7 +40,8 @@ class ConvNet(nnx.Module):
 
 def loss_fn(model, images, labels):
     """Returns the mean cross-entropy of a batch."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+    logits = model(images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 train_step = nnx.jit(jaxscale.nnx.train_step(jaxscale.autocast(loss_fn)))
@@ -61,19 +63,19 @@ def main(num_steps: int = 150) -> float:
         chosen = rng.choice(num_train, BATCH_SIZE, replace=False)
         scale = jaxscale.metrics(optimizer)["loss_scale"]
         loss = train_step(model, optimizer, images[chosen], labels[chosen])
-        now = jaxscale.metrics(optimizer)
-        if not now["step_applied"]:
+        metrics = jaxscale.metrics(optimizer)
+        new_scale = metrics["loss_scale"]
+        if not metrics["step_applied"]:
             print(
-                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {new_scale:.0f}"
             )
         if step % 50 == 0:
             jaxscale.check(optimizer)
-            print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
+            print(f"step {step}: loss {loss:.4f}, scale {new_scale:.0f}")
 
     model.eval()
-    accuracy = float(
-        np.mean(model(images[num_train:]).argmax(-1) == labels[num_train:])
-    )
+    guesses = model(images[num_train:]).argmax(-1)
+    accuracy = float(np.mean(guesses == labels[num_train:]))
     print(f"flax_nnx: accuracy {accuracy:.3f} after {num_steps} steps")
     return accuracy
 

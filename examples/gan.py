@@ -14,8 +14,10 @@ from sklearn.datasets import load_digits
 
 import jaxscale
 
-BATCH_SIZE, NOISE_SIZE = 128, 16
-GENERATOR_SIZES, DISCRIMINATOR_SIZES = (NOISE_SIZE, 128, 128, 64), (64, 128, 128, 1)
+BATCH_SIZE = 128
+NOISE_SIZE = 16
+GENERATOR_SIZES = (NOISE_SIZE, 128, 128, 64)
+DISCRIMINATOR_SIZES = (64, 128, 128, 1)
 
 # The scale grows early, so that even a short run meets overflows.
 loss_scale = jaxscale.DynamicLossScale(growth_interval=150)
@@ -26,8 +28,12 @@ disc_tx = jaxscale.loss_scaled(optax.adam(1e-3, b1=0.5), loss_scale)
 def init_params(key, sizes):
     """Returns float32 weights and biases, one pair per layer."""
     init = jax.nn.initializers.he_normal()
-    keys = iter(jax.random.split(key, len(sizes) - 1))
-    return [(init(next(keys), shape), jnp.zeros(shape[1])) for shape in pairwise(sizes)]
+    keys = jax.random.split(key, len(sizes) - 1)
+    params = []
+    for layer_key, (inputs, outputs) in zip(keys, pairwise(sizes), strict=True):
+        weight = init(layer_key, (inputs, outputs))
+        params.append((weight, jnp.zeros(outputs)))
+    return params
 
 
 def perceptron(params, activations):
@@ -36,7 +42,8 @@ def perceptron(params, activations):
     activations = activations.astype(jnp.float16)
     for weight, bias in params[:-1]:
         activations = jax.nn.leaky_relu(activations @ weight + bias, 0.2)
-    return (activations @ params[-1][0] + params[-1][1]).astype(jnp.float32)
+    weight, bias = params[-1]
+    return (activations @ weight + bias).astype(jnp.float32)
 
 
 def generate(gen_params, noise):
@@ -61,15 +68,33 @@ gen_step = jax.jit(jaxscale.train_step(generator_loss, gen_tx))
 disc_step = jax.jit(jaxscale.train_step(discriminator_loss, disc_tx))
 
 
+def make_noise(rng):
+    """Returns what the generator makes a batch of images from."""
+    return rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
+
+
+def report(step, name, tx, opt_state, loss):
+    """Prints that an optimizer skipped a step, and its loss now and then."""
+    metrics = jaxscale.metrics(opt_state)
+    scale = metrics["loss_scale"]
+    if not metrics["step_applied"]:
+        print(f"step {step}: {name}: overflow, skipped, scale now {scale:.0f}")
+    if step % 250 == 0:
+        jaxscale.check(opt_state, tx=tx)
+        print(f"step {step}: {name}: loss {loss:.4f}, scale {scale:.0f}")
+
+
 def main(num_steps: int = 1000) -> float:
     """Trains for a number of steps and returns the generator's loss on fresh noise."""
-    images = load_digits(return_X_y=True)[0].astype(np.float32) / 16
+    images, _ = load_digits(return_X_y=True)
+    images = images.astype(np.float32) / 16
     rng = np.random.default_rng(0)
     gen_params = init_params(jax.random.key(0), GENERATOR_SIZES)
+    gen_state = gen_tx.init(gen_params)
     disc_params = init_params(jax.random.key(1), DISCRIMINATOR_SIZES)
-    gen_state, disc_state = gen_tx.init(gen_params), disc_tx.init(disc_params)
+    disc_state = disc_tx.init(disc_params)
     for step in range(1, num_steps + 1):
-        noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
+        noise = make_noise(rng)
         batch = images[rng.choice(len(images), BATCH_SIZE, replace=False)]
         gen_params, gen_state, gen_loss = gen_step(
             gen_params, gen_state, disc_params, noise
@@ -77,24 +102,10 @@ def main(num_steps: int = 1000) -> float:
         disc_params, disc_state, disc_loss = disc_step(
             disc_params, disc_state, gen_params, batch, noise
         )
-        players = (
-            ("generator", gen_tx, gen_state, gen_loss),
-            ("discriminator", disc_tx, disc_state, disc_loss),
-        )
-        for name, tx, opt_state, loss in players:
-            now = jaxscale.metrics(opt_state)
-            if not now["step_applied"]:
-                print(
-                    f"step {step}: {name}: overflow, skipped, scale now {now['loss_scale']:.0f}"
-                )
-            if step % 250 == 0:
-                jaxscale.check(opt_state, tx=tx)
-                print(
-                    f"step {step}: {name}: loss {loss:.4f}, scale {now['loss_scale']:.0f}"
-                )
+        report(step, "generator", gen_tx, gen_state, gen_loss)
+        report(step, "discriminator", disc_tx, disc_state, disc_loss)
 
-    noise = rng.normal(size=(BATCH_SIZE, NOISE_SIZE)).astype(np.float32)
-    loss = float(generator_loss(gen_params, disc_params, noise))
+    loss = float(generator_loss(gen_params, disc_params, make_noise(rng)))
     print(f"gan: generator loss {loss:.3f} after {num_steps} steps")
     return loss
 

@@ -27,7 +27,10 @@ def gradients(batch_size):
     """Returns the gradients of the loss at the prediction, in float32, where none is lost."""
     flower = jnp.asarray(load_sample_images().images[1], jnp.float32) / 255
     corners = jax.random.randint(jax.random.key(0), (batch_size, 2), 0, 427 - CROP)
-    crops = jnp.stack([flower[y : y + CROP, x : x + CROP] for y, x in corners.tolist()])
+    crops = []
+    for y, x in corners.tolist():
+        crops.append(flower[y : y + CROP, x : x + CROP])
+    crops = jnp.stack(crops)
     small = crops.reshape(batch_size, CROP // 2, 2, CROP // 2, 2, 3).mean((2, 4))
     prediction = jax.image.resize(small, crops.shape, "cubic")
     return jax.grad(mean_squared_error)(prediction, crops)

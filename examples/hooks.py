@@ -7,8 +7,6 @@
 """
 
 import argparse
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +14,34 @@ import optax
 
 import jaxscale
 
-BATCH_SIZE, WIDTH = 64, 32
+BATCH_SIZE = 64
+WIDTH = 32
 
 
 def init_params():
     """Returns float32 parameters of a perceptron with two hidden layers."""
-    weight, last, *hidden = jax.random.normal(jax.random.key(0), (2 + WIDTH, WIDTH))
+    numbers = jax.random.normal(jax.random.key(0), (2 + WIDTH, WIDTH))
     return {
-        "weight": weight,
+        "weight": numbers[0],
         "bias": jnp.zeros(WIDTH),
-        "hidden": jnp.stack(hidden) / WIDTH**0.5,
-        "last": last / WIDTH**0.5,
+        "hidden": numbers[2:] / WIDTH**0.5,
+        "last": numbers[1] / WIDTH**0.5,
     }
 
 
 def network(params, x):
     """Returns the output of a perceptron for a number, or for each number of an array."""
     y = jnp.tanh(x[..., None] * params["weight"] + params["bias"])
-    return jnp.tanh(y @ params["hidden"]) @ params["last"]
+    y = jnp.tanh(y @ params["hidden"])
+    return y @ params["last"]
 
 
 def equation_loss(params, x):
     """Returns the mean error of the equation at some points, and that of u(0) = 0."""
-    curvature = jax.vmap(jax.grad(jax.grad(network, 1), 1), (None, 0))(params, x)
-    return jnp.mean((curvature + jnp.sin(x)) ** 2) + network(params, 0 * x[0]) ** 2
+    second_derivative = jax.grad(jax.grad(network, 1), 1)
+    curvature = jax.vmap(second_derivative, (None, 0))(params, x)
+    at_zero = network(params, 0 * x[0])
+    return jnp.mean((curvature + jnp.sin(x)) ** 2) + at_zero**2
 
 
 def example_loss(params, x):
@@ -49,9 +51,9 @@ def example_loss(params, x):
 
 def value_loss(params, state, x):
     """Returns the error of the values of some places, and the state as it was."""
-    return jnp.mean(
-        (network(params, x) - x - 0.9 * network(state["target"], x / 2)) ** 2
-    ), state
+    values = network(params, x)
+    next_values = network(state["target"], x / 2)
+    return jnp.mean((values - x - 0.9 * next_values) ** 2), state
 
 
 def by_example(fun, **kwargs):
@@ -65,14 +67,22 @@ def by_example(fun, **kwargs):
     return value_and_grad
 
 
+def mean_over_devices(grads):
+    """Returns the mean of the gradients of all devices."""
+    return jax.lax.pmean(grads, axis_name="devices")
+
+
 def clipped_mean(grads):
     """Returns the mean of gradients by example, each of a norm of at most 1."""
-    norms = jnp.sqrt(
-        sum(jnp.sum(g.reshape(len(g), -1) ** 2, -1) for g in jax.tree.leaves(grads))
-    )
-    return jax.tree.map(
-        lambda g: jnp.tensordot(1 / jnp.maximum(norms, 1), g, 1) / len(g), grads
-    )
+    squares = 0
+    for leaf in jax.tree.leaves(grads):
+        squares += jnp.sum(leaf.reshape(len(leaf), -1) ** 2, -1)
+    factors = 1 / jnp.maximum(jnp.sqrt(squares), 1)
+
+    def mean(leaf):
+        return jnp.tensordot(factors, leaf, 1) / len(leaf)
+
+    return jax.tree.map(mean, grads)
 
 
 def move_target(params, state):
@@ -80,44 +90,68 @@ def move_target(params, state):
     return state | {"target": optax.incremental_update(params, state["target"], 0.05)}
 
 
-def train(name, tx, step, num_steps, *state):
+def train(name, step, carry, num_steps):
     """Trains on random numbers, the second batch bad, and returns the last loss."""
-    carry, loss = [init_params(), tx.init(init_params()), *state], jnp.inf
+    loss = jnp.inf
     for i in range(num_steps):
         x = jax.random.uniform(jax.random.key(i), (BATCH_SIZE,), minval=-1.0)
-        *carry, loss = step(*carry, x.at[0].set(jnp.nan) if i == 1 else x)
-    print(
-        f"{name}: loss {jnp.mean(loss):.5f}, skipped {carry[1].total_notfinite} of {num_steps}"
+        if i == 1:
+            x = x.at[0].set(jnp.nan)
+        *carry, loss = step(*carry, x)
+    loss = jnp.mean(loss)
+    skipped = jaxscale.metrics(carry)["total_notfinite"]
+    print(f"{name}: loss {loss:.5f}, skipped {skipped} of {num_steps}")
+    return loss
+
+
+def train_on_equation(num_steps):
+    """Trains on all devices: each differentiates at points of its own."""
+    tx = jaxscale.loss_scaled(optax.adam(1e-2))
+    step = jaxscale.train_step(
+        jaxscale.autocast(equation_loss), tx, retries=5, on_grads=mean_over_devices
     )
-    return jnp.mean(loss)
+    axes = (None, None, 0)
+    device_step = jax.pmap(step, "devices", in_axes=axes, out_axes=axes)
+
+    def split_and_step(params, opt_state, x):
+        return device_step(params, opt_state, x.reshape(jax.local_device_count(), -1))
+
+    params = init_params()
+    return train("equation", split_and_step, [params, tx.init(params)], num_steps)
+
+
+def train_privately(num_steps):
+    """Trains with clipped gradients and noise. A skipped step keeps the key of the noise."""
+    noisy_sgd = optax.chain(optax.add_noise(1e-4, 0.0, 0), optax.sgd(0.05))
+    tx = jaxscale.loss_scaled(noisy_sgd)
+    step = jaxscale.train_step(
+        jaxscale.autocast(example_loss),
+        tx,
+        transform=by_example,
+        retries=5,
+        on_grads=clipped_mean,
+    )
+    params = init_params()
+    return train("private", jax.jit(step), [params, tx.init(params)], num_steps)
+
+
+def train_values(num_steps):
+    """Trains with a target network."""
+    tx = jaxscale.loss_scaled(optax.adam(1e-2))
+    step = jaxscale.train_step(
+        jaxscale.autocast(value_loss), tx, has_state=True, after=move_target
+    )
+    params = init_params()
+    state = {"target": params}
+    return train("values", jax.jit(step), [params, tx.init(params), state], num_steps)
 
 
 def main(num_steps: int = 300) -> float:
     """Trains three programs for a number of steps and returns the sum of their last losses."""
-    half, tx = jaxscale.autocast, jaxscale.loss_scaled(optax.adam(1e-2))
-    mean = partial(jax.lax.pmean, axis_name="devices")
-    step = jaxscale.train_step(half(equation_loss), tx, retries=5, on_grads=mean)
-    mapped: Any = jax.pmap(
-        step, "devices", in_axes=(None, None, 0), out_axes=(None, None, 0)
-    )
-    shape = jax.local_device_count(), -1
-    total = train(
-        "equation", tx, lambda *c: mapped(*c[:2], c[2].reshape(shape)), num_steps
-    )
-    # a skip keeps its key
-    noisy = optax.chain(optax.add_noise(1e-4, 0.0, 0), optax.sgd(0.05))
-    noisy, options = (
-        jaxscale.loss_scaled(noisy),
-        {"transform": by_example, "retries": 5},
-    )
-    step = jaxscale.train_step(
-        half(example_loss), noisy, on_grads=clipped_mean, **options
-    )
-    total += train("private", noisy, jax.jit(step), num_steps)
-    step = jaxscale.train_step(half(value_loss), tx, has_state=True, after=move_target)
-    return float(
-        total + train("values", tx, jax.jit(step), num_steps, {"target": init_params()})
-    )
+    total = train_on_equation(num_steps)
+    total += train_privately(num_steps)
+    total += train_values(num_steps)
+    return float(total)
 
 
 if __name__ == "__main__":

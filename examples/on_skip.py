@@ -13,7 +13,8 @@ import optax
 
 import jaxscale
 
-BATCH_SIZE, BAD_BATCH = 64, 1
+BATCH_SIZE = 64
+BAD_BATCH = 1
 
 
 def fit(loss_fn, tx, params, batches):
@@ -32,22 +33,22 @@ def fit(loss_fn, tx, params, batches):
 def loss_fn(params, x):
     """Returns the mean squared error of a small network that learns a sine."""
     hidden = jnp.tanh(x[:, None] @ params["in"] + params["bias"])
-    return jnp.mean(((hidden @ params["out"])[:, 0] - jnp.sin(3 * x)) ** 2)
+    y = (hidden @ params["out"])[:, 0]
+    return jnp.mean((y - jnp.sin(3 * x)) ** 2)
 
 
 def main(num_steps: int = 300) -> float:
     """Trains for a number of steps, with a bad second batch, and returns the last loss."""
     skipped = []
 
-    def on_skip(numbers):
-        """Is called on the host, with what `jaxscale.metrics` shows."""
-        skipped.append(numbers["total_steps"])
-        print(
-            f"batch {numbers['total_steps'] - 1} is bad: {numbers['total_notfinite']} skipped"
-        )
+    def on_skip(metrics):
+        """Runs on the host, with what `jaxscale.metrics` shows."""
+        batch = metrics["total_steps"] - 1
+        skipped.append(batch)
+        print(f"batch {batch} is bad: {metrics['total_notfinite']} skipped")
 
     # The trainer takes the gradients by itself: the loss brings its scale, and the optimizer skips.
-    scaled = jaxscale.scale_backward(jaxscale.autocast(loss_fn))
+    scaled_loss = jaxscale.scale_backward(jaxscale.autocast(loss_fn))
     tx = jaxscale.skip_nonfinite(optax.adam(1e-2), on_skip=on_skip)
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
@@ -57,9 +58,11 @@ def main(num_steps: int = 300) -> float:
     }
     batches = jax.random.uniform(keys[2], (num_steps, BATCH_SIZE), minval=-1.0)
     batches = batches.at[BAD_BATCH, 0].set(jnp.nan)
-    _, losses = jax.jit(fit, static_argnums=(0, 1))(scaled, tx, params, batches)
+    run = jax.jit(fit, static_argnums=(0, 1))
+    _, losses = run(scaled_loss, tx, params, batches)
     losses.block_until_ready()
-    jax.effects_barrier()  # the host may hear of a step a little later
+    # `on_skip` may run a little after the losses are there.
+    jax.effects_barrier()
     print(f"loss {losses[-1]:.5f}, skipped {len(skipped)} of {num_steps}")
     return float(losses[-1])
 

@@ -16,7 +16,8 @@ from sklearn.datasets import load_digits
 import jaxscale
 
 LAYER_SIZES = [64, 256, 128, 10]
-BATCH_SIZE, NUM_TEST = 128, 360
+BATCH_SIZE = 128
+NUM_TEST = 360
 
 # The scale grows early, so that even a short run meets an overflow.
 loss_scale = jaxscale.DynamicLossScale(growth_interval=25)
@@ -26,18 +27,21 @@ tx = jaxscale.loss_scaled(optax.adamw(1e-3), loss_scale)  # 1
 def init_params(key):
     """Returns float32 weights and biases, one pair per layer."""
     init = jax.nn.initializers.he_normal()
-    keys = iter(jax.random.split(key, len(LAYER_SIZES) - 1))
-    return [
-        (init(next(keys), shape), jnp.zeros(shape[1]))
-        for shape in pairwise(LAYER_SIZES)
-    ]
+    keys = jax.random.split(key, len(LAYER_SIZES) - 1)
+    params = []
+    for layer_key, (inputs, outputs) in zip(keys, pairwise(LAYER_SIZES), strict=True):
+        weight = init(layer_key, (inputs, outputs))
+        params.append((weight, jnp.zeros(outputs)))
+    return params
 
 
 def predict(params, images):
     """Returns logits."""
+    activations = images
     for weight, bias in params[:-1]:
-        images = jax.nn.relu(images @ weight + bias)
-    return images @ params[-1][0] + params[-1][1]
+        activations = jax.nn.relu(activations @ weight + bias)
+    weight, bias = params[-1]
+    return activations @ weight + bias
 
 
 def loss_fn(params, images, labels):
@@ -64,15 +68,17 @@ def main(num_steps: int = 300) -> float:
         params, opt_state, loss = train_step(
             params, opt_state, images[chosen], labels[chosen]
         )
-        now = jaxscale.metrics(opt_state)
-        # waits for the device: a real loop would look rarely
-        if not now["step_applied"]:
+        # Waits for the device: a real loop would look rarely.
+        metrics = jaxscale.metrics(opt_state)
+        new_scale = metrics["loss_scale"]
+        if not metrics["step_applied"]:
             print(
-                f"step {step}: overflow, skipped, scale {scale:.0f} -> {now['loss_scale']:.0f}"
+                f"step {step}: overflow, skipped, scale {scale:.0f} -> {new_scale:.0f}"
             )
         if step % 100 == 0:
-            jaxscale.check(opt_state, tx=tx)  # raises an error if all steps are skipped
-            print(f"step {step}: loss {loss:.4f}, scale {now['loss_scale']:.0f}")
+            # Raises an error if all steps are skipped.
+            jaxscale.check(opt_state, tx=tx)
+            print(f"step {step}: loss {loss:.4f}, scale {new_scale:.0f}")
 
     guesses = predict(params, images[num_train:]).argmax(-1)
     accuracy = float(np.mean(guesses == labels[num_train:]))

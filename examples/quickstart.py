@@ -9,15 +9,15 @@ network only learns from its largest errors. The program prints a table and writ
 """
 
 import argparse
+import functools
 import os
 import pathlib
+from typing import NamedTuple
 
 # Set before JAX starts. Otherwise XLA on CPU may keep float32 between float16 operations.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
 )
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -38,11 +39,14 @@ from sklearn.datasets import load_sample_images
 
 import jaxscale
 
-BATCH_SIZE, CROP, WIDTH, LEARNING_RATE = 64, 128, 16, 1e-3
+BATCH_SIZE = 64
+CROP = 128
+WIDTH = 16
+LEARNING_RATE = 1e-3
 # The scale grows every 3 steps instead of every 2000, and beyond 2**24, so that sixty steps
 # show what thousands would: it climbs until something overflows, and backs off.
 LOSS_SCALE = jaxscale.DynamicLossScale(growth_interval=3, max_scale=2.0**40)
-RUNS = {
+RUNS = {  # the dtype to compute in, and the rule
     "float32": (jnp.float32, None),
     "float16": (jnp.float16, None),
     "float16, scaled": (jnp.float16, LOSS_SCALE),
@@ -61,9 +65,12 @@ def random_crops(key, photo):
     limits = jnp.array([height - CROP + 1, width - CROP + 1])
     corners = jax.random.randint(key, (BATCH_SIZE, 2), 0, limits)
     size = (CROP, CROP, channels)
-    return jax.vmap(
-        lambda yx: jax.lax.dynamic_slice(photo[0], (yx[0], yx[1], 0), size)
-    )(corners)
+
+    def crop(corner):
+        y, x = corner
+        return jax.lax.dynamic_slice(photo[0], (y, x, 0), size)
+
+    return jax.vmap(crop)(corners)
 
 
 def halve(images):
@@ -87,25 +94,30 @@ def init_params(key):
     params = []
     for inputs, outputs in [(3, WIDTH), (WIDTH, WIDTH), (WIDTH, 12)]:
         key, subkey = jax.random.split(key)
-        weights = jax.random.normal(subkey, (3, 3, inputs, outputs)) * np.sqrt(
-            2 / (9 * inputs)
-        )
+        weights = jax.random.normal(subkey, (3, 3, inputs, outputs))
+        weights = weights * np.sqrt(2 / (9 * inputs))
         params.append({"weights": weights, "bias": jnp.zeros(outputs)})
     params[-1]["weights"] = jnp.zeros_like(params[-1]["weights"])
     return params
 
 
+def apply_convolution(layer, images):
+    """Returns the convolution of images with the weights of a layer, plus its bias."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    convolved = jax.lax.conv_general_dilated(
+        images, layer["weights"], (1, 1), "SAME", dimension_numbers=layout
+    )
+    return convolved + layer["bias"]
+
+
 def upscale(params, images):
     """Returns images of twice the size: cubic interpolation plus learned detail."""
-    hidden = images - 0.5
-    for layer, (weights, bias) in enumerate((p["weights"], p["bias"]) for p in params):
-        hidden = jax.nn.relu(hidden) if layer else hidden
-        layout = ("NHWC", "HWIO", "NHWC")
-        hidden = jax.lax.conv_general_dilated(
-            hidden, weights, (1, 1), "SAME", dimension_numbers=layout
-        )
-        hidden = hidden + bias
-    number, height, width, _ = hidden.shape  # 12 channels are 2 x 2 pixels of 3 colors
+    first, *others = params
+    hidden = apply_convolution(first, images - 0.5)
+    for layer in others:
+        hidden = apply_convolution(layer, jax.nn.relu(hidden))
+    number, height, width, _ = hidden.shape
+    # The 12 channels are 2 x 2 pixels of 3 colors.
     detail = hidden.reshape(number, height, width, 2, 2, 3).transpose(0, 1, 3, 2, 4, 5)
     return interpolate(images) + detail.reshape(number, 2 * height, 2 * width, 3)
 
@@ -117,45 +129,55 @@ def loss_fn(params, crops):
 
 def flushed_share(params, opt_state, crops, dtype):
     """Returns the share of the gradients that are zero, among those nonzero in float32."""
-    grads = jaxscale.grad(jaxscale.autocast(loss_fn, dtype=dtype), opt_state)(
-        params, crops
-    )
-    exact = jax.grad(loss_fn)(params, crops)
-    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True))
-    flushed = sum(jnp.sum((grad == 0) & (true != 0)) for grad, true in pairs)
-    return flushed / sum(jnp.sum(true != 0) for _, true in pairs)
+    half_loss = jaxscale.autocast(loss_fn, dtype=dtype)
+    grads, _ = ravel_pytree(jaxscale.grad(half_loss, opt_state)(params, crops))
+    exact, _ = ravel_pytree(jax.grad(loss_fn)(params, crops))
+    is_flushed = (grads == 0) & (exact != 0)
+    return jnp.sum(is_flushed) / jnp.sum(exact != 0)
+
+
+class Result(NamedTuple):
+    """A run: what was trained, and what happened in each step."""
+
+    params: list
+    losses: np.ndarray
+    scales: np.ndarray  # what the loss of each step was scaled by
+    applied: np.ndarray  # whether each step was applied
+    flushed: float  # the mean share of the gradients that were flushed
+    metrics: dict  # after the last step
 
 
 def train(dtype, loss_scale, photo, num_steps, show):
-    """Returns the parameters, and the losses and metrics of every step."""
+    """Trains for a number of steps. Calls `show` with the loss of each."""
     tx = jaxscale.loss_scaled(optax.adam(LEARNING_RATE), loss_scale)  # 1
     params = init_params(jax.random.key(0))
     opt_state = tx.init(params)
-    train_on = jaxscale.train_step(jaxscale.autocast(loss_fn, dtype=dtype), tx)  # 2
+    half_loss = jaxscale.autocast(loss_fn, dtype=dtype)
+    step_on_crops = jaxscale.train_step(half_loss, tx)  # 2
 
     @jax.jit
     def train_step(params, opt_state, key):
-        return train_on(params, opt_state, random_crops(key, photo))
+        return step_on_crops(params, opt_state, random_crops(key, photo))
 
     measure = jax.jit(functools.partial(flushed_share, dtype=dtype))
-    measured = set(np.linspace(0, num_steps - 1, 6).astype(int))
-    history, flushed = [], []
+    measured_steps = set(np.linspace(0, num_steps - 1, 6).astype(int))
+    losses, scales, applied, flushed = [], [], [], []
     for step in range(num_steps):
         key = jax.random.fold_in(jax.random.key(1), step)
-        if step in measured:
+        if step in measured_steps:
             flushed.append(measure(params, opt_state, random_crops(key, photo)))
-        scale = jaxscale.metrics(opt_state)["loss_scale"]
+        scales.append(jaxscale.metrics(opt_state)["loss_scale"])
         params, opt_state, loss = train_step(params, opt_state, key)
-        history.append((loss, scale, jaxscale.metrics(opt_state)["step_applied"]))
+        losses.append(loss)
+        applied.append(jaxscale.metrics(opt_state)["step_applied"])
         show(loss=float(loss))  # waits for the device: a real loop would do so rarely
-    losses, scales, applied = (
-        np.array(values) for values in zip(*history, strict=True)
-    )
-    result = {"params": params, "losses": losses, "scales": scales, "applied": applied}
-    return (
-        result
-        | {"flushed": np.mean(flushed)}
-        | jax.device_get(jaxscale.metrics(opt_state))
+    return Result(
+        params=params,
+        losses=np.array(losses),
+        scales=np.array(scales),
+        applied=np.array(applied),
+        flushed=float(np.mean(flushed)),
+        metrics=jax.device_get(jaxscale.metrics(opt_state)),
     )
 
 
@@ -164,55 +186,76 @@ def psnr(image, truth):
     return float(-10 * jnp.log10(jnp.mean((image - truth) ** 2)))
 
 
+def draw_losses(axis, results):
+    """Draws the losses of each run, smoothed."""
+    num_steps = len(results["float32"].losses)
+    window = max(1, num_steps // 10)
+    steps = np.arange(window, num_steps + 1)
+    # They differ in grey too.
+    styles = [("black", "-", 4), ("#d55e00", "--", 2), ("#56b4e9", "-", 1.6)]
+    for (name, result), style in zip(results.items(), styles, strict=True):
+        color, line, width = style
+        smooth = np.convolve(result.losses, np.ones(window) / window, "valid")
+        axis.plot(steps, smooth, line, color=color, linewidth=width, label=name)
+    axis.set(xlabel="step", ylabel=f"loss, mean of {window} steps")
+    axis.set_title("Training loss")
+    axis.legend()
+
+
+def draw_scales(axis, result):
+    """Draws the loss scale of a run, and which steps it skipped."""
+    steps = np.arange(1, len(result.scales) + 1)
+    axis.step(steps, result.scales, where="mid", color="black", label="loss scale")
+    skipped = ~result.applied
+    label = f"skipped step ({skipped.sum()})"
+    axis.plot(steps[skipped], result.scales[skipped], "X", color="#d55e00", label=label)
+    axis.set_yscale("log", base=2)
+    axis.set(xlabel="step", ylabel="loss scale", title="Loss scale of the last run")
+    axis.legend(loc="lower right")
+
+
+def draw_errors(axes, images, truth):
+    """Draws the truth, and how far each image is from it."""
+    axes[0].imshow(truth[0])
+    axes[0].set_title("truth", fontsize=9)
+    for axis, (name, image) in zip(axes[1:], images.items(), strict=True):
+        error = jnp.abs(image - truth)[0].mean(-1)
+        axis.imshow(error, cmap="gray", vmin=0, vmax=0.06)
+        axis.set_title(f"{name}: {psnr(image, truth):.2f} dB", fontsize=9)
+    for axis in axes:
+        axis.set_axis_off()
+
+
 def draw(results, images, truth, path):
     """Draws the losses, the loss scale and the errors of each image into a file."""
     figure = plt.figure(figsize=(12, 7.6), layout="constrained")
     rows = figure.add_gridspec(2, 1, height_ratios=[1, 1.05])
-    upper, lower = rows[0].subgridspec(1, 2), rows[1].subgridspec(1, len(images) + 1)
-    left, right = figure.add_subplot(upper[0]), figure.add_subplot(upper[1])
-    scaled = list(results.values())[-1]
-    num_steps = len(scaled["losses"])
-    window = max(1, num_steps // 10)
-    # differ in grey too
-    styles = [("black", "-", 4), ("#d55e00", "--", 2), ("#56b4e9", "-", 1.6)]
-    for (name, result), (color, line, width) in zip(
-        results.items(), styles, strict=True
-    ):
-        smooth = np.convolve(result["losses"], np.ones(window) / window, "valid")
-        left.plot(
-            np.arange(window, num_steps + 1),
-            smooth,
-            line,
-            color=color,
-            linewidth=width,
-            label=name,
-        )
-    left.set(
-        xlabel="step", ylabel=f"loss, mean of {window} steps", title="Training loss"
-    )
-    left.legend()
-
-    steps = np.arange(1, num_steps + 1)
-    right.step(steps, scaled["scales"], where="mid", color="black", label="loss scale")
-    skipped = ~scaled["applied"]
-    label = f"skipped step ({skipped.sum()})"
-    right.plot(
-        steps[skipped], scaled["scales"][skipped], "X", color="#d55e00", label=label
-    )
-    right.set_yscale("log", base=2)
-    right.set(xlabel="step", ylabel="loss scale", title="Loss scale of the last run")
-    right.legend(loc="lower right")
-
+    upper = rows[0].subgridspec(1, 2)
+    lower = rows[1].subgridspec(1, len(images) + 1)
+    draw_losses(figure.add_subplot(upper[0]), results)
+    draw_scales(figure.add_subplot(upper[1]), list(results.values())[-1])
     figure.supxlabel("The test half, and the errors: black is 0, white is 0.06 or more")
     axes = [figure.add_subplot(lower[column]) for column in range(len(images) + 1)]
-    axes[0].imshow(truth[0])
-    axes[0].set_title("truth", fontsize=9)
-    for axis, (name, image) in zip(axes[1:], images.items(), strict=True):
-        axis.imshow(jnp.abs(image - truth)[0].mean(-1), cmap="gray", vmin=0, vmax=0.06)
-        axis.set_title(f"{name}: {psnr(image, truth):.2f} dB", fontsize=9)
-    for axis in axes:
-        axis.set_axis_off()
+    draw_errors(axes, images, truth)
     figure.savefig(path, dpi=100)
+
+
+def train_all(photo, num_steps, console):
+    """Returns the result of each run by its name. Shows a bar of progress for each."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.6f}"),
+        TimeElapsedColumn(),
+    )
+    results = {}
+    with Progress(*columns, console=console) as progress:
+        for name, (dtype, loss_scale) in RUNS.items():
+            task = progress.add_task(f"{name:18}", total=num_steps, loss=float("nan"))
+            show = functools.partial(progress.update, task, advance=1)
+            results[name] = train(dtype, loss_scale, photo, num_steps, show)
+    return results
 
 
 def main(num_steps=60, picture="quickstart.png"):
@@ -221,34 +264,31 @@ def main(num_steps=60, picture="quickstart.png"):
     matplotlib.use("agg")  # draws into a file, even on machines without a screen
     photo, held_out = load_photo()
     small = halve(held_out)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    columns += (TextColumn("loss {task.fields[loss]:.6f}"), TimeElapsedColumn())
     console.print(f"Training on {jax.devices()[0].platform}, {num_steps} steps each")
-    results = {}
-    with Progress(*columns, console=console) as progress:
-        for name, (dtype, loss_scale) in RUNS.items():
-            task = progress.add_task(f"{name:18}", total=num_steps, loss=float("nan"))
-            show = functools.partial(progress.update, task, advance=1)
-            results[name] = train(dtype, loss_scale, photo, num_steps, show)
+    results = train_all(photo, num_steps, console)
 
-    images = {"cubic interpolation": interpolate(small)}
+    cubic = interpolate(small)
+    images = {"cubic interpolation": cubic}
     table = Table("run", "final loss", "test PSNR", "flushed to 0", "skipped", "scale")
-    cubic = psnr(images["cubic interpolation"], held_out)
-    table.add_row("(cubic alone)", "", f"{cubic:.2f} dB")
+    table.caption = "flushed to 0: gradient elements that are 0, but not in float32"
+    table.add_row("(cubic alone)", "", f"{psnr(cubic, held_out):.2f} dB")
     decibels = float("nan")
     for name, result in results.items():
-        images[name] = upscale(result["params"], small)  # in float32, for all three
-        loss = np.mean(result["losses"][-max(1, num_steps // 10) :])
+        images[name] = upscale(result.params, small)  # in float32, for all three
+        loss = np.mean(result.losses[-max(1, num_steps // 10) :])
         decibels = psnr(images[name], held_out)
-        row = f"{loss:.6f}", f"{decibels:.2f} dB", f"{result['flushed']:.1%}"
-        scale = f"2**{np.log2(result['loss_scale']):.0f}"
-        table.add_row(name, *row, f"{result['total_notfinite']} steps", scale)
-    table.caption = "flushed to 0: gradient elements that are 0, but not in float32"
+        table.add_row(
+            name,
+            f"{loss:.6f}",
+            f"{decibels:.2f} dB",
+            f"{result.flushed:.1%}",
+            f"{result.metrics['total_notfinite']} steps",
+            f"2**{np.log2(result.metrics['loss_scale']):.0f}",
+        )
     console.print(table)
     draw(results, images, held_out, picture)
-    console.print(
-        f"The picture is in {pathlib.Path(picture).resolve()}", soft_wrap=True
-    )
+    path = pathlib.Path(picture).resolve()
+    console.print(f"The picture is in {path}", soft_wrap=True)
     return decibels
 
 

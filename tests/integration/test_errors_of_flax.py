@@ -39,17 +39,17 @@ def apply_fields(grads=ONES, **fields):
 
 
 def run_linen(loss_fn, **options):
-    """One step from a state that is right."""
+    """Makes a step from a right state."""
     return flax.train_step(loss_fn, **options)(flax_state())
 
 
 def linen_from(state, **options):
-    """One step from a state that is wrong, which is said before a trace."""
+    """Makes a step from a wrong state, which is an error before anything is traced."""
     return flax.train_step(never_traced, **options)(state, W)
 
 
 def return_fields(fields, **options):
-    """One step with a loss that returns these fields of the state."""
+    """Makes a step with a loss that returns these fields of the state."""
 
     def loss_fn(params, state):
         return linen_loss(params), fields
@@ -58,7 +58,7 @@ def return_fields(fields, **options):
 
 
 def nnx_pair(tx=TX, size=2):
-    """A model and its optimizer."""
+    """Returns a model and its optimizer."""
     model = nnx.Linear(2, size, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -75,12 +75,12 @@ def nnx_loss_and_output(model, x):
 
 
 def run_nnx(loss_fn, *more, tx=TX, **options):
-    """One step of a model and an optimizer that are right."""
+    """Makes a step of a right model and optimizer."""
     return nnx_train_step(loss_fn, **options)(*nnx_pair(tx), *more)
 
 
 def nnx_from(model, optimizer):
-    """One step from what is wrong, which is said before a trace."""
+    """Makes a step of a wrong pair, which is an error before anything is traced."""
     return nnx_train_step(never_traced)(model, optimizer, W)
 
 

@@ -1,4 +1,4 @@
-"""Wrong calls of what differentiates, and operations that cannot be transformed."""
+"""Wrong calls of the functions that differentiate; operations that cannot be transformed."""
 
 import re
 from collections.abc import Callable
@@ -209,7 +209,7 @@ def test_bad_input(name):
 
 
 class Transform(NamedTuple):
-    """A transformation of a function, and the way out that its error names, as a pattern."""
+    """A transformation of a function, and a pattern for the way out that its error names."""
 
     wrap: Callable
     way_out: str
@@ -228,7 +228,7 @@ class Strange(NamedTuple):
     Attributes:
       name: of the operation.
       params: its parameters.
-      reason: what the error says of them, as a pattern.
+      reason: what the error says about them, as a pattern.
     """
 
     name: str
@@ -261,9 +261,10 @@ STRANGE = {
 def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(name):
     case = STRANGE[name]
     transform, _, _ = name.partition(":")
+    wrap, way_out = TRANSFORMS[transform]
     strange = forged(case.name, case.params, jnp.tanh)
 
-    @TRANSFORMS[transform].wrap
+    @wrap
     def loss(w):
         return jnp.sum(jax.jit(lambda w: strange(w @ w))(w))
 
@@ -273,9 +274,10 @@ def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(name):
     line = re.escape(f"{code.co_filename}:{code.co_firstlineno} (in `<lambda>`)")
     expected = (
         rf"`{transform}\(fun\)` cannot transform the operation `{case.name}` at {line}, .*"
-        rf"\({case.reason}\)\. .*{TRANSFORMS[transform].way_out}.*JAX {jax.__version__}\."
+        rf"\({case.reason}\)\. .*{way_out}.*JAX {jax.__version__}\."
     )
-    assert re.fullmatch(expected, str(raised.value)), str(raised.value)
+    message = str(raised.value)
+    assert re.fullmatch(expected, message), message
 
 
 @cases("transform", TRANSFORMS)
@@ -290,9 +292,12 @@ def test_an_error_of_a_rule_of_the_user_is_left_alone(error, transform):
     product.defjvp(fail)
 
     @TRANSFORMS[transform].wrap
-    def loss(w):
+    def half_loss(w):
         return jnp.sum(jax.jit(product)(w.astype(jnp.float16))) * 1.0
 
+    def loss(w):
+        return half_loss(w).astype(jnp.float32)
+
     with pytest.raises(type(error)) as raised:
-        jax.grad(lambda w: loss(w).astype(jnp.float32))(jnp.ones((2, 2)))
+        jax.grad(loss)(jnp.ones((2, 2)))
     assert raised.value is error

@@ -1,4 +1,4 @@
-"""Wrong arguments of what makes an optimizer: `loss_scaled` and `multi_steps`."""
+"""Wrong arguments of `loss_scaled` and `multi_steps`, which make optimizers."""
 
 import optax
 import pytest

@@ -186,7 +186,7 @@ each_policy = cases("name", OWN, fast=["dynamic", "adaptive"])
 
 
 def state_of(policy, method):
-    """How an error names the state that a method of a policy got."""
+    """Returns how an error names the state that a method of a policy got."""
     return f"`{type(policy).__name__}.{method}(state="
 
 

@@ -1,4 +1,4 @@
-"""Wrong calls of `train_step`, of the step that it makes, and wrong losses and hooks."""
+"""Wrong calls of `train_step` and of the step that it returns; wrong losses and hooks."""
 
 import functools
 
@@ -34,12 +34,12 @@ SAM = jaxscale.skip_nonfinite(optax.contrib.sam(SGD, SGD, opaque_mode=True))
 
 
 def run(loss_fn, *more, tx=TX, **options):
-    """One step from parameters and a state that are right."""
+    """Makes a step from right parameters and a right state."""
     return train_step(loss_fn, tx, **options)(W, tx.init(W), *more)
 
 
 def step_from(params, opt_state, tx=TX):
-    """One step from parameters or a state that are wrong, which is said before a trace."""
+    """Makes a step from wrong parameters or a wrong state: an error before anything is traced."""
     return train_step(never_traced, tx)(params, opt_state)
 
 
@@ -390,7 +390,7 @@ def test_bad_input(name):
 
 
 def with_data(fun):
-    """A function that is given its data here, though it has the signature of `fun`."""
+    """Returns a function with the signature of `fun` that passes it one more argument."""
     return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, W, **kwargs))
 
 

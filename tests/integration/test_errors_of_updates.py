@@ -22,7 +22,7 @@ MEMBERS = jax.vmap(lambda _: OPT_STATE)(jnp.arange(4))
 
 
 def changing_state():
-    """An optimizer whose state has another structure after an update."""
+    """Returns an optimizer whose state has another structure after an update."""
 
     def update(updates, state, params):
         return updates, (1,)

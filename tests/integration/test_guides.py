@@ -1,4 +1,4 @@
-"""What the guides for contributors name is there: files, tests, functions, fields and links.
+"""The files, tests, functions, fields and links in the guides for contributors are there.
 
 The guides are `CONTRIBUTING.md` and the READMEs of the folders. The README of the project and the
 pages of the site are read by `test_package.py` and `test_site.py`.
@@ -20,7 +20,7 @@ FILES_OF_OTHERS = {"tests/trainers/README.md": ["examples/vae.py", "ppo.py"]}
 
 
 def find_guides() -> list[pathlib.Path]:
-    """The guides within the project; what is built or installed there has guides of its own."""
+    """Returns the guides of the project, without those of what is built or installed in it."""
     guides = list((ROOT / ".github").glob("*.md"))
     for folder in ("jaxscale", "tests"):
         guides += sorted((ROOT / folder).rglob("README.md"))
@@ -29,8 +29,7 @@ def find_guides() -> list[pathlib.Path]:
 
 
 GUIDES = {str(guide.relative_to(ROOT)): guide for guide in find_guides()}
-# What these name is code of the project, so each name is one of the code. Guides of tests also
-# name what other libraries have.
+# Each name in these is one of the code. Guides of tests also name what other libraries have.
 OF_OUR_CODE = [name for name in GUIDES if name.startswith(("jaxscale/", ".github/"))]
 
 FILE = re.compile(r"[\w.][\w./-]*\.(?:py|md|json|npz|ipynb|jinja)")
@@ -39,18 +38,18 @@ NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
 
 def in_backticks(text: str) -> list[str]:
-    """The code within the sentences of a text, without its blocks."""
+    """Returns the code within the sentences of a text, without its blocks."""
     sentences = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     return re.findall(r"`([^`\n]+)`", sentences)
 
 
 def folders_around(text: str, guide: pathlib.Path) -> list[pathlib.Path]:
-    """The folder of a guide, those that it names, and those of the paths that it names."""
+    """Returns the folder of a guide, those that it names, and those of the files that it names."""
     starts = [ROOT, ROOT / "jaxscale", guide.parent, guide.parent.parent]
     folders = list(starts)
-    for named in {*PATH.findall(text), *in_backticks(text)}:
+    for name in {*PATH.findall(text), *in_backticks(text)}:
         for start in starts:
-            path = start / named
+            path = start / name
             if path.is_dir():
                 folders.append(path)
             elif path.is_file():
@@ -59,15 +58,14 @@ def folders_around(text: str, guide: pathlib.Path) -> list[pathlib.Path]:
 
 
 def missing_files(text: str, guide: pathlib.Path) -> list[str]:
-    """Files and folders that a text names and that are not there.
+    """Returns the files and folders that a text names and that are not there.
 
-    A name without a folder may lie in any folder that the text names, and below the guide.
+    A file that is named without its folder may be in any folder that the text names, or below
+    the guide.
     """
-    paths = set(PATH.findall(text))
-    for code in in_backticks(text):
-        program = code.split()[0]  # of a command
-        if FILE.fullmatch(program):
-            paths.add(program)
+    programs = [code.split()[0] for code in in_backticks(text)]
+    paths = {program for program in programs if FILE.fullmatch(program)}
+    paths.update(PATH.findall(text))
     folders = folders_around(text, guide)
 
     def is_there(path: str) -> bool:
@@ -79,52 +77,47 @@ def missing_files(text: str, guide: pathlib.Path) -> list[str]:
 
 
 def missing_links(text: str, guide: pathlib.Path) -> list[str]:
+    """Returns the links of a text that lead to no file."""
     links = re.findall(r"\]\((?!https?:|#)([^)#]*)", text)
     return [link for link in links if not (guide.parent / link).exists()]
 
 
 def words_of(node: ast.AST) -> Iterator[str]:
-    """The names that a node of a program has."""
+    """Yields the names that a node of a program has."""
     for field in ("id", "attr", "arg", "name", "asname", "module"):
         word = getattr(node, field, None)
         if isinstance(word, str):
             yield from word.split(".")
-    if (
-        isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value.isidentifier()
-    ):
-        yield node.value  # such as the name of a primitive
+    if isinstance(node, ast.Constant):
+        text = node.value
+        if isinstance(text, str) and text.isidentifier():
+            yield text  # such as the name of a primitive
 
 
 class Code:
     """The names in programs, without comments and docstrings."""
 
     def __init__(self, files: list[pathlib.Path]):
-        self.words = {path.stem for path in files} | {
-            path.parent.name for path in files
-        }
-        self.members = {}  # of each class, with those of the classes it comes from
-        self.tests = set()
+        self.words = set()
+        self.members = {}  # the words of each class
         for path in files:
-            for node in ast.walk(ast.parse(path.read_text())):
-                self.words.update(words_of(node))
-                if isinstance(node, ast.ClassDef):
-                    self.members[node.name] = self.members_of(node)
-                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                    self.tests.add(node.name)
+            self.words.update([path.stem, path.parent.name])
+            self.read(ast.parse(path.read_text()))
 
-    def members_of(self, node: ast.ClassDef) -> set[str]:
-        members = set()
-        for part in ast.walk(node):
-            members.update(words_of(part))
-        return members
+    def read(self, program: ast.Module):
+        for node in ast.walk(program):
+            self.words.update(words_of(node))
+            if isinstance(node, ast.ClassDef):
+                members = set()
+                for part in ast.walk(node):
+                    members.update(words_of(part))
+                self.members[node.name] = members
 
     def has(self, name: str) -> bool:
-        """Whether a name, with or without points, is one of the code."""
+        """Returns whether a name, with or without points, is one of the code."""
         first, *rest = name.split(".")
         if first.startswith("test_"):
-            return first in self.tests or first in self.words
+            return first in self.words
         if first in self.members and rest:
             return set(rest) <= self.members[first]
         return {first, *rest} <= self.words
@@ -133,13 +126,13 @@ class Code:
 SOURCES = [
     path for folder in ("jaxscale", "tests") for path in (ROOT / folder).rglob("*.py")
 ]
-# This file has names that are not there.
+# This file itself names what is not there.
 NO_SOURCES = {pathlib.Path(__file__), *OTHERS.rglob("*.py")}
 CODE = Code([path for path in SOURCES if path not in NO_SOURCES])
 
 
 def missing_names(text: str) -> list[str]:
-    """Functions, classes, fields and tests that a text names and that the code does not have."""
+    """Returns functions, classes, fields and tests that a text names and the code does not have."""
     missing = []
     for code in in_backticks(text):
         name = re.sub(r"\(.*\)$", "", code)
@@ -166,16 +159,20 @@ def test_tests_that_a_guide_names_are_there(name):
     assert not [test for test in named if not CODE.has(test)]
 
 
-def test_what_is_not_there_is_found():
-    guide = ROOT / "jaxscale" / "_step" / "README.md"
-    files = "`plan.py`, `gone.py`, `_trees/leaf.py --slow`, `_trees/gone.py` and tests/step/gone.py"
-    assert missing_files(files, guide) == [
-        "_trees/gone.py",
-        "gone.py",
-        "tests/step/gone.py",
-    ]
-    assert missing_links("[a](plan.py) [b](gone.md) [c](https://jax.dev)", guide) == [
-        "gone.md"
-    ]
+GUIDE = ROOT / "jaxscale" / "_step" / "README.md"
+
+
+def test_a_file_that_is_not_there_is_found():
+    text = "`plan.py`, `gone.py`, `_trees/leaf.py --slow`, `_trees/gone.py` and tests/step/gone.py"
+    expected = ["_trees/gone.py", "gone.py", "tests/step/gone.py"]
+    assert missing_files(text, GUIDE) == expected
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    text = "[a](plan.py) [b](gone.md) [c](https://jax.dev)"
+    assert missing_links(text, GUIDE) == ["gone.md"]
+
+
+def test_a_name_that_is_not_there_is_found():
     names = "`apply_step`, `StepPlan.gone`, `StepPlan.differentiate`, `wholly_gone(x)`, `test_gone`"
     assert missing_names(names) == ["StepPlan.gone", "wholly_gone", "test_gone"]

@@ -38,9 +38,9 @@ def example():
 
 @contextlib.contextmanager
 def started(number, *options, command=(EXAMPLE, "--local")):
-    """The launcher of some processes. When it is left, whatever happened, none of them lives."""
+    """Starts some processes by the launcher. When it is left, whatever happened, none lives."""
     flags = f"--xla_force_host_platform_device_count={DEVICES // number}"
-    # What takes long here is compilation; and without the second flag float16 might be float32.
+    # Compilation takes most of the time. Without the second flag float16 might be float32.
     flags += " --xla_backend_optimization_level=0 --xla_allow_excess_precision=false"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"}
     command = [sys.executable, *map(str, [*command, number, *options])]
@@ -55,14 +55,14 @@ def started(number, *options, command=(EXAMPLE, "--local")):
 
 
 def kill_group(launcher):
-    """Whether there was anything to kill."""
+    """Returns whether there was anything to kill."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(launcher.pid, signal.SIGKILL)
         return True
 
 
 def run(number, *options, **command):
-    """The exit code and the output, of all processes, of a run that leaves no process behind."""
+    """Returns the exit code and the output of all processes. None of them may be left."""
     with started(number, *options, **command) as launcher:
         output, _ = launcher.communicate(timeout=300)
         assert not kill_group(launcher), output
@@ -70,7 +70,7 @@ def run(number, *options, **command):
 
 
 def train(number, directory, *options):
-    """The output of a run that reaches its last step, and the digest on which processes agree."""
+    """Returns the output of a run to its last step, and what all processes say at the end."""
     code, output = run(number, "--steps", STEPS, "--checkpoints", directory, *options)
     assert code == 0, output
     end = r"process (\d): repeated (\d+), skipped (\d+), scale (\d+), digest of the state (\w{8})"
@@ -87,7 +87,7 @@ def train(number, directory, *options):
 
 
 def restore(directory, step):
-    """Parameters and optimizer state as a process restores them that saw no other one."""
+    """Returns parameters and optimizer state, restored by this process alone."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     avals = jax.eval_shape(example()["init"], jax.random.key(0))
     avals = jax.tree.map(lambda aval: aval.update(sharding=sharding), avals)
@@ -95,70 +95,83 @@ def restore(directory, step):
         return checkpointer.restore(directory / str(step) / "default", avals)
 
 
-@cases("name", HOSTS)
-def test_all_skip_the_nan_of_one_process_and_a_lost_one_costs_some_steps(
-    name, tmp_path
-):
-    (number, victim), every, some = HOSTS[name], tmp_path / "every", tmp_path / "some"
-    _, agreed = train(number, every, "--save-every", 1, "--nan", NAN_STEP, victim)
-    params_before, state_before = example()["init"](jax.random.key(0))
-    bad_loss = []
+def assert_the_nan_is_skipped(checkpoints, agreed):
+    """The step with the NaN changes nothing, and all others make a step."""
+    old_params, old_state = example()["init"](jax.random.key(0))
+    bad_steps = []
     for step in range(1, STEPS + 1):
-        params, opt_state = restore(every, step)
+        params, opt_state = restore(checkpoints, step)
         if opt_state.step_applied:
-            assert not np.array_equal(params[0][0], params_before[0][0])
+            assert not np.array_equal(params[0][0], old_params[0][0]), step
         else:
-            bad_loss.append(step)
-            assert_same_bits(params, params_before)
-            assert_same_bits(opt_state.inner_state, state_before.inner_state)
+            bad_steps.append(step)
+            assert_same_bits(params, old_params)
+            assert_same_bits(opt_state.inner_state, old_state.inner_state)
         assert opt_state.total_steps == step
-        assert (
-            opt_state.total_notfinite == opt_state.total_notfinite_loss == len(bad_loss)
-        )
-        params_before, state_before = params, opt_state
-    assert bad_loss == [NAN_STEP]
+        assert opt_state.total_notfinite == len(bad_steps), step
+        assert opt_state.total_notfinite_loss == len(bad_steps), step
+        old_params = params
+        old_state = opt_state
+    assert bad_steps == [NAN_STEP]
     retries, skipped, scale = map(int, agreed[:3])
     assert retries, "no real overflow was met"
-    assert retries == opt_state.total_retries
-    assert (skipped, scale) == (len(bad_loss), opt_state.scaling.loss_scale)
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert retries == old_state.total_retries
+    assert skipped == len(bad_steps)
+    assert scale == old_state.scaling.loss_scale
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(old_params))
 
-    # Another process has the NaN than in this run, which must not matter.
-    options = "--save-every", SAVE_EVERY, "--nan", NAN_STEP, (victim + 1) % number
-    killed = "--kill", KILL_STEP, victim
-    code, output = run(
-        number, "--steps", STEPS, "--checkpoints", some, *options, *killed
-    )
+
+def assert_a_lost_process_costs_some_steps(number, victim, checkpoints, *options):
+    """Kills a process, and sees all stop. Returns what they say at the end when they went on."""
+    killed = "--steps", STEPS, "--checkpoints", checkpoints, "--kill", KILL_STEP, victim
+    code, output = run(number, *options, *killed)
     (codes,) = re.findall(r"Exit codes: \[(.*)\]", output)
     assert code == 1
     assert codes.split(", ")[victim] == str(-signal.SIGKILL)
     assert "digest of the state" not in output  # which says that a process has finished
-    output, resumed = train(number, some, *options)
-    # The last one may not have been complete when the process was lost.
-    assert int(re.search(r"from step (\d+)", output).group(1)) in (
-        SAVE_EVERY,
-        2 * SAVE_EVERY,
-    )
+    output, resumed = train(number, checkpoints, *options)
+    # The last checkpoint may not have been complete when the process was lost.
+    start = int(re.search(r"from step (\d+)", output).group(1))
+    assert start in (SAVE_EVERY, 2 * SAVE_EVERY)
+    return resumed
+
+
+@cases("name", HOSTS)
+def test_all_skip_the_nan_of_one_process_and_a_lost_one_costs_some_steps(
+    name, tmp_path
+):
+    number, victim = HOSTS[name]
+    every = tmp_path / "every"
+    some = tmp_path / "some"
+    options = "--save-every", 1, "--nan", NAN_STEP, victim
+    _, agreed = train(number, every, *options)
+    assert_the_nan_is_skipped(every, agreed)
+
+    # Another process has the NaN than before, which must not matter.
+    options = "--save-every", SAVE_EVERY, "--nan", NAN_STEP, (victim + 1) % number
+    resumed = assert_a_lost_process_costs_some_steps(number, victim, some, *options)
     assert resumed == agreed
 
 
 def test_processes_agree_by_themselves_on_the_scale_of_a_backward_pass():
-    """Where only one of them overflows, too: otherwise it would wait for the others for ever."""
-    code, output = run(
-        4, command=(EXAMPLE.parent.parent / "tests" / "support" / "hosts.py",)
-    )
+    """Even if only one of them overflows: otherwise it would wait for the others for ever."""
+    program = EXAMPLE.parent.parent / "tests" / "support" / "hosts.py"
+    code, output = run(4, command=(program,))
     assert code == 0, output
-    forms = re.findall(r"form (.+?) at (\S+?): error ([\d.]+), digest (\w{8})", output)
-    agreed = {(form, scale): (error, digest) for form, scale, error, digest in forms}
-    assert len(forms) == 4 * len(set(forms)) == 4 * len(agreed) == 4 * 8, output
-    assert all(float(error) < 2e-3 for error, _ in agreed.values()), output
+    lines = re.findall(r"form (.+?) at (\S+?): error ([\d.]+), digest (\w{8})", output)
+    assert len(lines) == 4 * 8, output
+    agreed = {}
+    for form, scale, error, digest in lines:
+        assert float(error) < 2e-3, (form, scale)
+        first = agreed.setdefault((form, scale), (error, digest))
+        assert (error, digest) == first, (form, scale)
+    assert len(agreed) == 8, output
 
 
 def test_the_launcher_takes_its_processes_with_it():
     with started(2, "--steps", 20_000) as launcher:
-        assert "2 processes" in next(
-            line for line in launcher.stdout if "from step" in line
-        )
+        start = next(line for line in launcher.stdout if "from step" in line)
+        assert "2 processes" in start
         launcher.terminate()
         launcher.communicate(timeout=60)
         assert not kill_group(launcher)

@@ -37,17 +37,22 @@ ROWS = [
     "_gradients",
     "_policies",
     "_step",
+    "_progress",
+    "diagnostics flax nnx presets",
+    "_doctor",
 ]
-ROWS += ["_progress", "diagnostics flax nnx presets", "_doctor"]
 ROW = {name: i for i, row in enumerate(ROWS) for name in row.split()}
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PACKAGE = pathlib.Path(jaxscale.__file__).parent
 
 
 def public(module, prefix=""):
-    names = [name for name in vars(module) if not name.startswith("_")]
-    named = {f"{prefix}{name}": getattr(module, name) for name in names}
-    return {name: value for name, value in named.items() if not inspect.ismodule(value)}
+    """Returns what is public in a module, by name, without its modules."""
+    return {
+        f"{prefix}{name}": value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
 
 
 PUBLIC = public(jaxscale) | {"nnx.train_step": jaxscale.nnx.train_step}
@@ -59,68 +64,83 @@ ALL = (
     | public(jaxscale.presets, "presets.")
     | public(jaxscale.diagnostics, "diagnostics.")
 )
-METHODS = {
-    f"{name}.{method}": function
-    for name, cls in ALL.items()
-    if inspect.isclass(cls) and not hasattr(cls, "_fields")
-    for method, function in vars(cls).items()
-    if not method.startswith("_") and callable(getattr(cls, method))
-}
+
+
+def find_methods():
+    """Yields the public methods of all classes that are no NamedTuples, by name."""
+    for name, cls in ALL.items():
+        if not inspect.isclass(cls) or hasattr(cls, "_fields"):
+            continue
+        for method, function in vars(cls).items():
+            if not method.startswith("_") and callable(getattr(cls, method)):
+                yield f"{name}.{method}", function
+
+
+METHODS = dict(find_methods())
 
 
 def module_of(file):
-    """A file as `diagnostics._trace.places`; a folder's `__init__` as the folder."""
+    """Returns the module of a file, such as `diagnostics._trace.places`."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts = parts[:-1]
+    return ".".join(parts)
 
 
 def imports(file):
-    """The modules of the package that a file imports, and the packages of others."""
-    package, found = (
-        ".".join(["jaxscale", *file.parent.relative_to(PACKAGE).parts]),
-        set(),
-    )
+    """Yields the modules that a file imports."""
+    package = ".".join(["jaxscale", *file.parent.relative_to(PACKAGE).parts])
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            for alias in node.names:
+                yield alias.name
         if isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name(
-                "." * node.level + (node.module or ""), package
-            )
+            path = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(path, package)
             for alias in node.names:
                 below = f"{base}.{alias.name}"
-                found.add(below if below.removeprefix("jaxscale.") in MODULES else base)
-    own = {
-        name.removeprefix("jaxscale.") for name in found if name.startswith("jaxscale.")
-    }
-    others = {name.split(".")[0] for name in found} - {"jaxscale"}
-    return own, others - sys.stdlib_module_names
+                is_module = below.removeprefix("jaxscale.") in MODULES
+                yield below if is_module else base
 
 
 MODULES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
-IMPORTS = {module: imports(file) for module, file in MODULES.items()}
+IMPORTS = {module: set(imports(file)) for module, file in MODULES.items()}
+EXTRAS = {
+    "flax": {"flax"},
+    "nnx": {"flax"},
+    "diagnostics._pictures": {"matplotlib"},
+    "_doctor.page": {"jinja2"},
+}
 
 
-def test_imports_run_one_way_and_nothing_else_is_imported():
-    graph = {
-        module: own for module, (own, _) in IMPORTS.items() if module != "__init__"
+def own_imports(module):
+    """Returns the modules of the package that one of them imports."""
+    start = "jaxscale."
+    return {
+        name.removeprefix(start) for name in IMPORTS[module] if name.startswith(start)
     }
+
+
+def row_of(module):
+    return ROW[module.split(".")[0]]
+
+
+def test_imports_never_run_in_a_circle():
+    graph = {module: own_imports(module) for module in MODULES if module != "__init__"}
     graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle
-    assert not [
-        f"{module} imports {other}"
-        for module, own in graph.items()
-        if module != "__main__"
-        for other in own
-        if ROW[other.split(".")[0]] > ROW[module.split(".")[0]]
-    ]
-    extras = {
-        "flax": {"flax"},
-        "nnx": {"flax"},
-        "diagnostics._pictures": {"matplotlib"},
-    }
-    extras |= {"_doctor.page": {"jinja2"}}
-    for module, (_, others) in IMPORTS.items():
-        assert others <= {"jax", "numpy", "optax"} | extras.get(module, set()), module
+
+
+@cases("module", [name for name in MODULES if name not in ("__init__", "__main__")])
+def test_a_module_imports_from_its_own_row_and_those_above(module):
+    for other in own_imports(module):
+        assert row_of(other) <= row_of(module), other
+
+
+@cases("module", MODULES)
+def test_a_module_imports_no_other_packages_than_those_declared(module):
+    packages = {name.split(".")[0] for name in IMPORTS[module]}
+    declared = {"jaxscale", "jax", "numpy", "optax"} | EXTRAS.get(module, set())
+    assert packages - sys.stdlib_module_names <= declared
 
 
 CONTRACT = """
@@ -139,49 +159,42 @@ FIELDS = {
 }
 
 
-def test_names_and_dependencies_are_those_of_the_contract():
+def test_names_are_those_of_the_contract():
     assert set(PUBLIC) == set(CONTRACT.split())
     for name, fields in FIELDS.items():
-        assert PUBLIC[name]._fields == tuple(fields.split())
+        assert PUBLIC[name]._fields == tuple(fields.split()), name
     update = inspect.signature(jaxscale.loss_scaled(optax.sgd(0.1)).update)
-    assert list(update.parameters) == [
-        "updates",
-        "state",
-        "params",
-        "value",
-        "extra_args",
-    ]
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "dependencies"
-    ]
-    assert {re.match(r"\w+", line).group() for line in declared} == {
-        "jax",
-        "jaxlib",
-        "optax",
-    }
+    names = "updates state params value extra_args"
+    assert list(update.parameters) == names.split()
 
 
-def test_options_are_keyword_only():
-    # The exceptions are `loss_scaled(inner, 128)`, `autocast(fun, jnp.bfloat16)`,
-    # `scale_backward(fun, 128)` and the last two fields of a NamedTuple; and an exception has the
-    # signature of all exceptions: none.
-    assert not [
-        f"{name}({parameter})"
-        for name, obj in ALL.items()
-        if name != "LossScaleStuckError"
-        for parameter in inspect.signature(obj).parameters.values()
-        if parameter.default is not parameter.empty
-        and parameter.name
-        not in (
-            "loss_scale",
-            "scale",
-            "dtype",
-            "spikes",
-            "nonfinite_leaves",
-            "grad_norm",
-        )
-        and parameter.kind is not parameter.KEYWORD_ONLY
-    ]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_dependencies_are_those_of_the_contract():
+    names = {re.match(r"\w+", line).group() for line in PROJECT["dependencies"]}
+    assert names == {"jax", "jaxlib", "optax"}
+
+
+# `loss_scaled(inner, 128)`, `scale_backward(fun, 128)`, `autocast(fun, jnp.bfloat16)`, and the last
+# fields of a NamedTuple.
+POSITIONAL = (
+    "loss_scale",
+    "scale",
+    "dtype",
+    "spikes",
+    "nonfinite_leaves",
+    "grad_norm",
+)
+
+
+# An exception has the signature of all exceptions, which is none.
+@cases("name", [name for name in ALL if name != "LossScaleStuckError"])
+def test_options_are_keyword_only(name):
+    for parameter in inspect.signature(ALL[name]).parameters.values():
+        is_option = parameter.default is not parameter.empty
+        if is_option and parameter.name not in POSITIONAL:
+            assert parameter.kind is parameter.KEYWORD_ONLY, parameter
 
 
 @cases("module", [module for module in MODULES if not module.endswith("__main__")])
@@ -194,33 +207,33 @@ def test_examples_in_docstrings_run(module):
 @pytest.mark.slow
 def test_pyright_finds_each_typo_of_a_users_program_and_nothing_else(tmp_path):
     program = (ROOT / "tests" / "support" / "typed_program.py").read_text()
-    # JAX and optax are judged by their own types, which strict mode finds fault with.
-    config = {"typeCheckingMode": "strict", "pythonVersion": "3.11"}
-    config |= {"reportMissingTypeStubs": "none", "extraPaths": [str(ROOT)]}
+    # Strict mode would also find fault with the types of JAX and Optax.
+    config = {
+        "typeCheckingMode": "strict",
+        "pythonVersion": "3.11",
+        "reportMissingTypeStubs": "none",
+        "extraPaths": [str(ROOT)],
+    }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
     (tmp_path / "program.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "pyright",
-        "--pythonpath",
-        sys.executable,
-        "--outputjson",
-    ]
-    result = subprocess.run(
-        [*command, "-p", str(tmp_path)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    command += ["--outputjson", "-p", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
     report = json.loads(result.stdout)
     assert report["summary"]["filesAnalyzed"] == 1
-    errors = {
-        e["range"]["start"]["line"]: e["message"] for e in report["generalDiagnostics"]
-    }
-    marks = [re.search(r'# error: "(\w+)"', line) for line in program.splitlines()]
-    expected = {i: mark.group(1) for i, mark in enumerate(marks) if mark}
+    errors = {}
+    for error in report["generalDiagnostics"]:
+        line = error["range"]["start"]["line"]
+        assert line not in errors, f"two errors in line {line}"
+        errors[line] = error["message"]
+    expected = {}
+    for line, text in enumerate(program.splitlines()):
+        for word in re.findall(r'# error: "(\w+)"', text):
+            expected[line] = word
     assert len(expected) == 8
     assert errors.keys() == expected.keys()
-    assert len(errors) == len(report["generalDiagnostics"])
-    assert not [word for line, word in expected.items() if word not in errors[line]]
+    for line, word in expected.items():
+        assert word in errors[line], line
 
 
 FIRST = ["loss_scaled", "train_step", "metrics", "check"]
@@ -242,13 +255,15 @@ CLASSES = {
 
 
 def resolves(name):
-    """Whether attributes, modules or fields lead along these names, where they must."""
+    """Returns whether a name leads to an attribute, module or field, if it has to."""
     first, _, rest = name.partition(".")
     if first in CLASSES and rest:
         fields = getattr(CLASSES[first], "__dataclass_fields__", ())
         return hasattr(CLASSES[first], rest) or rest in fields
+    if first not in PACKAGES:
+        return True
     try:
-        return first not in PACKAGES or bool(pkgutil.resolve_name(name))
+        return bool(pkgutil.resolve_name(name))
     except (AttributeError, ImportError):
         return False
 
@@ -257,100 +272,72 @@ def test_help_starts_with_what_most_people_need():
     doc = inspect.getdoc(jaxscale)
     assert re.findall(r"^- `(\w+)\(", doc, flags=re.MULTILINE) == FIRST
     assert jaxscale.__all__[:4] == FIRST
-    assert not set(jaxscale.__all__) - set(
-        re.findall(r"`(?:jaxscale\.)?(\w+)[`(.]", doc)
-    )
+    named = set(re.findall(r"`(?:jaxscale\.)?(\w+)[`(.]", doc))
+    assert set(jaxscale.__all__) <= named
 
 
 def test_all_is_what_is_public():
     core = {name for name in PUBLIC if "." not in name}
     assert set(jaxscale.__all__) == core | {"diagnostics", "flax", "nnx", "presets"}
     assert dir(jaxscale) == sorted(jaxscale.__all__)
-    with pytest.raises(
-        AttributeError, match=r"^module 'jaxscale' has no attribute 'nothing'$"
-    ):
+
+
+@cases("module", [jaxscale.diagnostics, jaxscale.presets])
+def test_all_of_a_module_is_what_is_public_in_it(module):
+    assert set(module.__all__) == set(public(module))
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    message = r"^module 'jaxscale' has no attribute 'nothing'$"
+    with pytest.raises(AttributeError, match=message):
         _ = jaxscale.nothing
-    for module in (jaxscale.diagnostics, jaxscale.presets):
-        prefix = module.__name__.removeprefix("jaxscale.") + "."
-        public = {name.removeprefix(prefix) for name in ALL if name.startswith(prefix)}
-        assert set(module.__all__) == public
 
 
 def test_names_in_docstrings_resolve():
     for name, doc in DOCS.items():
-        assert not [each for each in NAME.findall(doc) if not resolves(each)], name
-    wrong = (
+        for inner in NAME.findall(doc):
+            assert resolves(inner), f"{name}: {inner}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
         "jaxscale.presets.pytorch",
         "LossScaledState.scale",
         "optax.apply_if",
         "jax.nunpy",
-    )
-    assert not any(map(resolves, wrong))
+    ],
+)
+def test_a_name_that_is_wrong_does_not_resolve(name):
+    assert not resolves(name)
 
 
-PROGRAMS = {
-    "lazy": """
-import optax, sys
-before = set(sys.modules)
-import jaxscale
-added = {name.split(".")[0] for name in set(sys.modules) - before} - {"jaxscale", "jax"}
-assert not added - set(sys.stdlib_module_names), added
-names = ["diagnostics", "flax", "nnx", "presets"]
-modules = [f"jaxscale.{name}" for name in names]
-assert set(names) <= set(dir(jaxscale))
-assert not set(modules) & set(sys.modules) and "flax" not in sys.modules
-assert [getattr(jaxscale, name) for name in names] == [sys.modules[m] for m in modules]
-""",
-    "without Flax": """
-import importlib.util, pydoc, pytest, sys
-own = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *args: None if name == "flax" else own(name, *args)
-sys.modules["flax"] = None
-import jaxscale
-assert not {"flax", "nnx"} & {*jaxscale.__all__, *dir(jaxscale)}
-for statement in (
-    "jaxscale.flax",
-    "from jaxscale import flax",
-    "import jaxscale.flax",
-    "jaxscale.nnx",
-    "import jaxscale.nnx",
-):
-    module = statement.split()[-1].removeprefix("jaxscale.")
-    message = f"`jaxscale.{module}` needs Flax, which is not installed: pip install flax$"
-    with pytest.raises(ImportError, match=message):
-        exec(statement)
-exec("from jaxscale import *")
-assert "four functions" in pydoc.render_doc(jaxscale)
-""",
-}
-
-
-@cases("name", PROGRAMS, fast=["lazy"])
-def test_modules_are_imported_when_used_and_without_flax_it_is_said_what_to_install(
-    name,
-):
-    subprocess.run([sys.executable, "-c", PROGRAMS[name]], check=True)
+@cases("program", ["imports_lazily", "without_flax"], fast=["imports_lazily"])
+def test_a_program_imports_the_package(program):
+    path = ROOT / "tests" / "support" / f"{program}.py"
+    subprocess.run([sys.executable, str(path)], check=True)
 
 
 @cases("flags", ["", "--xla_a=1", "--xla_allow_excess_precision=true"])
 def test_the_command_sets_the_flag_first(monkeypatch, flags):
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    seen = []
+    calls = []
+
+    def main(argv):
+        calls.append((argv, os.environ["XLA_FLAGS"].split()))
+        return 7
 
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(sys, "argv", ["jaxscale", "doctor", "a:b"])
-    main = "jaxscale._doctor.cli.main"
-    monkeypatch.setattr(
-        main, lambda argv: seen.append((argv, os.environ["XLA_FLAGS"])) or 7
-    )
-    assert pkgutil.resolve_name(scripts["jaxscale"])() == 7
-    ((argv, flags_then),) = seen
-    own = [] if "excess" in flags else ["--xla_allow_excess_precision=false"]
-    assert (argv, flags_then.split()) == (["doctor", "a:b"], flags.split() + own)
+    monkeypatch.setattr("jaxscale._doctor.cli.main", main)
+    assert pkgutil.resolve_name(PROJECT["scripts"]["jaxscale"])() == 7
+    expected = flags.split()
+    if "excess" not in flags:
+        expected.append("--xla_allow_excess_precision=false")
+    assert calls == [(["doctor", "a:b"], expected)]
 
 
 def prints(word, run, argv, monkeypatch, capsys):
-    """Whether a command ends well and says this, in this process: another takes long to start."""
+    """Returns whether a command succeeds and prints a word. A new process would start slowly."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as exit_:
@@ -367,7 +354,7 @@ SITE = ROOT / ".github" / "site" / "pages"
 GUIDE = "\n".join([README, *(page.read_text() for page in sorted(SITE.rglob("*.md")))])
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
-# the examples that print a table and write a picture, and words of that table
+# The examples that print a table and write a picture, and words of that table.
 DRAWN = {
     "quickstart": ["float32", "float16", "scaled", "skipped", "flushed"],
     "rl": [
@@ -406,7 +393,7 @@ def test_readme_and_site_name_what_is_there():
 
 
 def place_of(heading):
-    """The anchor of a heading, as GitHub and the site make it."""
+    """Returns the anchor of a heading, as GitHub and the site make it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
@@ -424,7 +411,8 @@ def test_readme_says_how_a_run_begun_with_plain_optax_goes_on():
     ((there, back),) = re.findall(
         r"`opt_state = (tx\.init\(params\).*?)`; back: `(.*?)`", README
     )
-    params, bare = jnp.ones(3), optax.adam(0.1)
+    params = jnp.ones(3)
+    bare = optax.adam(0.1)
     names = {
         "tx": jaxscale.loss_scaled(bare),
         "params": params,
@@ -446,34 +434,24 @@ def test_example_runs(name):
 @cases("name", DRAWN)
 def test_drawn_example_runs_end_to_end(name, tmp_path):
     # As a user runs it: it sets XLA flags of its own, before JAX is imported.
-    environment = {
-        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-    }
+    environment = dict(os.environ)
+    environment.pop("XLA_FLAGS", None)
     picture = tmp_path / "picture.png"
-    command = [
-        sys.executable,
-        str(EXAMPLES[name]),
-        "--steps",
-        "3",
-        "--picture",
-        str(picture),
-    ]
-    command += ["--seeds", "1"] if name == "rl" else []
-    options = {
-        "env": environment,
-        "cwd": tmp_path,
-        "capture_output": True,
-        "text": True,
-    }
-    result = subprocess.run(command, **options)
+    command = [sys.executable, str(EXAMPLES[name])]
+    command += ["--steps", "3", "--picture", str(picture)]
+    if name == "rl":
+        command += ["--seeds", "1"]
+    result = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert not [word for word in DRAWN[name] if word not in result.stdout]
+    for word in DRAWN[name]:
+        assert word in result.stdout, word
     if name == "rl":  # 8 times with rounding errors of random signs, 3 bits apart
         figures = json.loads(picture.with_suffix(".json").read_text())
-        (half,), (bfloat,) = (
-            figures[f]["RMS of log(ratio)"] for f in ("float16", "bfloat16")
-        )
+        (half,) = figures["float16"]["RMS of log(ratio)"]
+        (bfloat,) = figures["bfloat16"]["RMS of log(ratio)"]
         assert bfloat > 3 * half > 0
 
 

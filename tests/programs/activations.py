@@ -6,7 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from corpus import Program, apply_dense, dense, integers, normal, program, weight
+from corpus import (
+    Program,
+    apply_dense,
+    dense,
+    integers,
+    mean_squared_error,
+    normal,
+    program,
+    weight,
+)
 
 # Between two layers, as any activation.
 ACTIVATIONS = (
@@ -17,17 +26,23 @@ ACTIVATIONS = (
     "sparse_plus",
     "sparse_sigmoid",
     "soft_sign",
-)
-ACTIVATIONS += (
     "silu",
     "log_sigmoid",
     "leaky_relu",
     "hard_sigmoid",
     "hard_silu",
     "hard_tanh",
+    "elu",
+    "celu",
+    "selu",
+    "gelu",
+    "squareplus",
+    "mish",
+    "tanh",
+    "softmax",
+    "log_softmax",
+    "standardize",
 )
-ACTIVATIONS += ("elu", "celu", "selu", "gelu", "squareplus", "mish", "tanh")
-ACTIVATIONS += ("softmax", "log_softmax", "standardize")
 
 LEFT_OUT = {
     "identity": "nothing happens",
@@ -42,7 +57,6 @@ LEFT_OUT = {
 
 def network_with(activation: Callable[[Any], Any], width: int = 24) -> Program:
     """Returns a network of three biased layers with an activation that may change the width."""
-    x = normal(8, 10, seed=4)
     after = jax.eval_shape(activation, jnp.zeros((8, width))).shape[-1]
     params = [
         dense(10, width, seed=1),
@@ -55,9 +69,11 @@ def network_with(activation: Callable[[Any], Any], width: int = 24) -> Program:
         first, second, last = params
         x = activation(apply_dense(first, x))
         x = activation(apply_dense(second, x))
-        return jnp.mean((apply_dense(last, x) - wanted) ** 2), {}
+        outputs = apply_dense(last, x)
+        return mean_squared_error(outputs, wanted), {}
 
-    return Program(loss, params, (x, normal(8, 3, seed=5)), scale=2.0**6)
+    batch = normal(8, 10, seed=4), normal(8, 3, seed=5)
+    return Program(loss, params, batch, scale=2.0**6)
 
 
 for _name in ACTIVATIONS:
@@ -112,14 +128,22 @@ def one_hot():
     def loss(params, batch):
         tokens, wanted = batch
         x = jax.nn.one_hot(tokens, 6) @ params["embedding"]
-        return jnp.mean((apply_dense(params["head"], jax.nn.relu(x)) - wanted) ** 2), {}
+        outputs = apply_dense(params["head"], jax.nn.relu(x))
+        return mean_squared_error(outputs, wanted), {}
 
-    return Program(loss, params, (integers(6, 8, seed=3), normal(8, 3, seed=4)))
+    batch = integers(6, 8, seed=3), normal(8, 3, seed=4)
+    return Program(loss, params, batch)
 
 
-def project(params: Any, x: Any) -> tuple[Any, Any, Any]:
-    """Queries, keys and values. Keys have no bias: softmax drops it, and its gradient is 0."""
-    return apply_dense(params["q"], x), x @ params["k"], apply_dense(params["v"], x)
+def project(params: Any, x: Any, width: int) -> list[Any]:
+    """Returns queries, keys and values of heads that are this wide.
+
+    Keys have no bias: softmax drops it, and its gradient is 0.
+    """
+    q = apply_dense(params["q"], x)
+    k = x @ params["k"]
+    v = apply_dense(params["v"], x)
+    return [y.reshape(2, 6, -1, width) for y in (q, k, v)]
 
 
 @program("jax")
@@ -129,12 +153,12 @@ def dot_product_attention():
         "q": dense(8, 32, seed=1),
         "k": weight(8, 16, seed=2),
         "v": dense(8, 16, seed=3),
+        "bias": normal(1, 4, 6, 6, seed=4),
     }
-    params["bias"] = normal(1, 4, 6, 6, seed=4)
 
     def loss(params, batch):
         x, lengths, wanted = batch
-        q, k, v = (each.reshape(2, 6, -1, 8) for each in project(params, x))
+        q, k, v = project(params, x, 8)
         y = jax.nn.dot_product_attention(
             q, k, v, bias=params["bias"], key_value_seq_lengths=lengths, scale=0.5
         )
@@ -155,8 +179,9 @@ def attention_with_large_logits():
 
     def loss(params, batch):
         x, wanted = batch
-        q, k, v = (each.reshape(2, 6, 1, 16) for each in project(params, x))
+        q, k, v = project(params, x, 16)
         y = jax.nn.dot_product_attention(128.0 * q, 128.0 * k, v, scale=1.0 / 128.0**2)
         return jnp.mean((y.reshape(2, 6, 16) - wanted) ** 2), {}
 
-    return Program(loss, params, (normal(2, 6, 8, seed=4), normal(2, 6, 16, seed=5)))
+    batch = normal(2, 6, 8, seed=4), normal(2, 6, 16, seed=5)
+    return Program(loss, params, batch)

@@ -1,7 +1,7 @@
 """The law of additions: which sums in half precision have a summand that is no product.
 
-A product is rounded to half precision anyway, and nothing is lost if two of them are added so.
-Whatever else is added in half precision was exact before, and is lost where the sum cancels.
+A product is rounded to half precision anyway, so nothing more is lost if two of them are added in
+it. Any other summand was exact before, and loses digits where the sum cancels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,12 @@ ADDITIONS = (
     "scatter-add",
     "scatter-sub",
     "psum",
-)
-ADDITIONS += (
     "reduce_window_sum",
     "select_and_scatter_add",
     "psum_invariant",
     "add_jaxvals",
 )
-# They move numbers, round them, or turn their signs. What they return is from where they have it.
+# They move numbers, round them, or turn their signs. Their results come from where their inputs do.
 MOVES = (
     "convert_element_type",
     "reshape",
@@ -36,8 +34,6 @@ MOVES = (
     "broadcast_in_dim",
     "slice",
     "squeeze",
-)
-MOVES += (
     "dynamic_slice",
     "dynamic_update_slice",
     "rev",
@@ -45,8 +41,6 @@ MOVES += (
     "pad",
     "gather",
     "select_n",
-)
-MOVES += (
     "copy",
     "copy_p",
     "scatter",
@@ -54,16 +48,12 @@ MOVES += (
     "neg",
     "name",
     "expand_dims",
-)
-MOVES += (
     "split",
     "sharding_constraint",
     "pvary",
     "reduce_precision",
     "stop_gradient",
     "pbroadcast",
-)
-MOVES += (
     "device_put",
     "all_gather",
     "all_to_all",
@@ -73,8 +63,8 @@ MOVES += (
     "unstack",
 )
 
-# Where a value comes from: it is 0, another number of the program's text, or comes from a product
-# or from elsewhere. What is joined of several is from the last of these.
+# The origin of a value: it is 0, another number in the program, the result of a product, or comes
+# from elsewhere. A value made from several has the origin that is last in this list.
 ZERO, NUMBER, PRODUCT, OTHER = range(4)
 
 
@@ -86,10 +76,10 @@ def find_foreign_additions(program: Any) -> list[str]:
     return list(found)
 
 
-def _walk(jaxpr: Any, given: Sequence[int], found: dict[str, None]) -> list[int]:
-    """Returns where the outputs of a program come from, and notes its additions."""
+def _walk(jaxpr: Any, inputs: Sequence[int], found: dict[str, None]) -> list[int]:
+    """Returns the origins of a program's outputs, and notes its foreign additions in `found`."""
     origins = dict.fromkeys(jaxpr.constvars, OTHER)
-    origins |= zip(jaxpr.invars, given, strict=True)
+    origins |= zip(jaxpr.invars, inputs, strict=True)
 
     def read(atom: Any) -> int:
         if not hasattr(atom, "val"):
@@ -114,20 +104,21 @@ def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int
     if name == "optimization_barrier":  # each output is one of the inputs
         return inputs
     is_half = [_is_half(atom) for atom in eqn.outvars]
-    # Indices and masks say nothing of where numbers come from.
-    floating = [
-        o for o, atom in zip(inputs, eqn.invars, strict=True) if _is_floating(atom)
-    ]
-    joined = max(floating, default=ZERO)
+    # Indices and masks do not count: numbers do not come from them.
+    floating = []
+    for origin, atom in zip(inputs, eqn.invars, strict=True):
+        if _is_floating(atom):
+            floating.append(origin)
+    origin = max(floating, default=ZERO)
     if name in ADDITIONS and any(is_half):
+        # A sum with 0 is exact.
         is_with_zero = len(floating) == 2 and ZERO in floating and "scatter" not in name
-        if joined == OTHER and not is_with_zero:  # a sum with 0 is exact
+        if origin == OTHER and not is_with_zero:
             found[_describe(eqn, inputs)] = None
-            return [PRODUCT] * len(is_half)  # noted once
-        return [joined] * len(is_half)
-    if name in MOVES or all(is_half):
-        return [joined] * len(is_half)
-    return [OTHER] * len(is_half)
+            origin = PRODUCT  # so that it is noted once
+    elif name not in MOVES and not all(is_half):
+        origin = OTHER
+    return [origin] * len(is_half)
 
 
 def _origins_of_call(
@@ -141,13 +132,14 @@ def _origins_of_call(
         consts, carries = _parts_of_scan(eqn)
         return _walk_loop(programs[0], inputs, consts, carries, found)
     if name == "while":
-        tested = eqn.params["cond_nconsts"]
-        inside, carries = inputs[tested:], len(eqn.outvars)
-        return _walk_loop(programs[-1], inside, len(inside) - carries, carries, found)
+        of_body = inputs[eqn.params["cond_nconsts"] :]
+        carries = len(eqn.outvars)
+        consts = len(of_body) - carries
+        return _walk_loop(programs[-1], of_body, consts, carries, found)
     fitting = [p for p in programs if len(p.invars) == len(inputs)]
     if len(fitting) == 1 and len(fitting[0].outvars) == len(eqn.outvars):
         return _walk(fitting[0], inputs, found)
-    # of a form that is not known here: as if everything came from afar
+    # The form is not known: nothing is taken for a product.
     for program in programs:
         _walk(program, [OTHER] * len(program.invars), found)
     return [OTHER] * len(eqn.outvars)
@@ -156,16 +148,16 @@ def _origins_of_call(
 def _walk_loop(
     body: Any, inputs: list[int], consts: int, carries: int, found: dict[str, None]
 ) -> list[int]:
-    """Walks through a loop until nothing new comes round."""
-    given = list(inputs)
+    """Walks through a loop until the origins of its carries stay the same."""
+    inputs = list(inputs)
+    carried = slice(consts, consts + carries)
     while True:
-        outputs = _walk(body, given, {})
-        after = [
-            max(pair) for pair in zip(given[consts:], outputs[:carries], strict=False)
-        ]
-        if after == given[consts : consts + carries]:
-            return _walk(body, given, found)
-        given[consts : consts + carries] = after
+        outputs = _walk(body, inputs, {})
+        pairs = zip(inputs[carried], outputs[:carries], strict=True)
+        joined = [max(pair) for pair in pairs]
+        if joined == inputs[carried]:
+            return _walk(body, inputs, found)
+        inputs[carried] = joined
 
 
 def _parts_of_scan(eqn: Any) -> tuple[int, int]:
@@ -177,10 +169,11 @@ def _parts_of_scan(eqn: Any) -> tuple[int, int]:
 
 def _programs(eqn: Any) -> Iterator[Any]:
     for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(each, "jaxpr", each)
-            if hasattr(inner, "eqns"):
-                yield inner
+        values = value if isinstance(value, tuple | list) else (value,)
+        for program in values:
+            jaxpr = getattr(program, "jaxpr", program)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
 
 
 def _is_half(atom: Any) -> bool:
@@ -195,12 +188,11 @@ def _is_floating(atom: Any) -> bool:
 def _describe(eqn: Any, inputs: list[int]) -> str:
     words = ("0", "a number", "a product", "elsewhere")
     summands = ", ".join(words[origin] for origin in inputs)
-    user = [
-        f
-        for f in getattr(eqn.source_info.traceback, "frames", ())
-        if "/programs/" in f.file_name
-    ]
-    place = (
-        f"{user[0].file_name.rsplit('/', 1)[-1]}:{user[0].line_num}" if user else "?"
-    )
-    return f"{eqn.primitive.name} {eqn.outvars[0].aval.str_short()} at {place}: from {summands}"
+    place = "?"
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if "/programs/" in frame.file_name:
+            file = frame.file_name.rsplit("/", 1)[-1]
+            place = f"{file}:{frame.line_num}"
+            break
+    aval = eqn.outvars[0].aval.str_short()
+    return f"{eqn.primitive.name} {aval} at {place}: from {summands}"

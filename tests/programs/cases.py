@@ -11,11 +11,11 @@ from flax import nnx
 
 
 class Case(NamedTuple):
-    """A program, and how its model is made of a tree of parameters.
+    """A program in two forms, whatever its framework.
 
-    `loss(params, state, batch) -> (loss, (state, aux))` is the program with parameters that are a
-    tree of arrays, whatever the framework. `written(model, batch) -> (loss, aux)` is the program
-    as it is written, with what `build(params)` returns.
+    `loss(params, state, batch) -> (loss, (state, aux))` takes the parameters as a tree of arrays.
+    `written(model, batch) -> (loss, aux)` is the program as it was written. It takes the model
+    that `build(params)` returns.
     """
 
     name: str
@@ -32,52 +32,54 @@ class Case(NamedTuple):
 
 
 def make_case(row: corpus.Row) -> Case:
-    made = row.make()
+    program = row.make()
     if row.framework == "nnx":
-        return _case_of_nnx(row, made)
+        return _case_of_nnx(row, program)
     if row.framework == "equinox":
-        params, static = eqx.partition(made.model, eqx.is_inexact_array)
+        params, static = eqx.partition(program.model, eqx.is_inexact_array)
         transform = eqx.filter_value_and_grad
 
         def build(params: Any) -> Any:
             return eqx.combine(params, static)
 
     else:
-        params, transform = made.model, jax.value_and_grad
+        params, transform = program.model, jax.value_and_grad
 
         def build(params: Any) -> Any:
             return params
 
-    state = {"seen": jnp.zeros((), jnp.int32)} if made.state is None else made.state
+    state = (
+        {"seen": jnp.zeros((), jnp.int32)} if program.state is None else program.state
+    )
 
     def loss(params: Any, state: Any, batch: Any) -> Any:
-        if made.state is None:
-            value, aux = made.loss(build(params), batch)
+        if program.state is None:
+            value, aux = program.loss(build(params), batch)
             return value, ({"seen": state["seen"] + 1}, aux)
-        return made.loss(build(params), state, batch)
+        return program.loss(build(params), state, batch)
 
     def written(model: Any, batch: Any) -> Any:
-        if made.state is None:
-            return made.loss(model, batch)
-        return made.loss(model, made.state, batch)
+        if program.state is None:
+            return program.loss(model, batch)
+        return program.loss(model, program.state, batch)
 
     return Case(
         name=row.name,
         framework=row.framework,
         params=params,
         state=state,
-        batch=made.batch,
+        batch=program.batch,
         loss=loss,
         build=build,
         written=written,
         transform=transform,
-        scale=made.scale,
-        integrates=made.integrates,
+        scale=program.scale,
+        integrates=program.integrates,
     )
 
 
-def _case_of_nnx(row: corpus.Row, made: corpus.Program) -> Case:
-    graphdef, params, rest = nnx.split(made.model, nnx.Param, ...)
+def _case_of_nnx(row: corpus.Row, program: corpus.Program) -> Case:
+    graphdef, params, rest = nnx.split(program.model, nnx.Param, ...)
 
     def merge(params: Any, state: Any) -> Any:
         # With new variables, that belong to where they are traced.
@@ -88,7 +90,7 @@ def _case_of_nnx(row: corpus.Row, made: corpus.Program) -> Case:
 
     def loss(params: Any, state: Any, batch: Any) -> Any:
         model = merge(params, state)
-        value, aux = made.loss(model, batch)
+        value, aux = program.loss(model, batch)
         return value, (nnx.split(model, nnx.Param, ...)[2], aux)
 
     return Case(
@@ -96,11 +98,11 @@ def _case_of_nnx(row: corpus.Row, made: corpus.Program) -> Case:
         framework=row.framework,
         params=params,
         state=rest,
-        batch=made.batch,
+        batch=program.batch,
         loss=loss,
         build=build,
-        written=made.loss,
+        written=program.loss,
         transform=nnx.value_and_grad,
-        scale=made.scale,
-        integrates=made.integrates,
+        scale=program.scale,
+        integrates=program.integrates,
     )

@@ -6,7 +6,16 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from corpus import Program, accuracy, apply_dense, dense, integers, normal, program
+from corpus import (
+    Program,
+    accuracy,
+    apply_dense,
+    dense,
+    integers,
+    normal,
+    program,
+    two_layers,
+)
 from flax import nnx
 
 
@@ -17,8 +26,11 @@ def unit(x):
 @program("jax")
 def clip_by_diagonal():
     """CLIP, its loss as `logsumexp(logits) - diag(logits)`, with a learned temperature."""
-    params = {"image": dense(24, 16, seed=1), "text": dense(24, 16, seed=2)}
-    params["temperature"] = jnp.log(12.0)
+    params = {
+        "image": dense(24, 16, seed=1),
+        "text": dense(24, 16, seed=2),
+        "temperature": jnp.log(12.0),
+    }
     images = normal(8, 24, seed=3)
     # Texts whose embeddings are close to those of their images, as after training.
     wanted = apply_dense(params["image"], images) + 0.1 * normal(8, 16, seed=4)
@@ -31,9 +43,8 @@ def clip_by_diagonal():
         logits = jnp.exp(params["temperature"]) * images @ texts.T
         by_row = jax.nn.logsumexp(logits, axis=1) - jnp.diag(logits)
         by_column = jax.nn.logsumexp(logits, axis=0) - jnp.diag(logits)
-        return jnp.mean(by_row + by_column) / 2, {
-            "right": accuracy(logits, jnp.arange(8))
-        }
+        value = jnp.mean(by_row + by_column) / 2
+        return value, {"right": accuracy(logits, jnp.arange(8))}
 
     return Program(loss, params, (images, texts))
 
@@ -46,7 +57,8 @@ def clip_by_labels():
         @nn.compact
         def __call__(self, images, texts):
             images = nn.Dense(16)(nn.gelu(nn.Dense(32)(images)))
-            texts = nn.Dense(16)(nn.Embed(20, 16)(texts).mean(1))
+            texts = nn.Embed(20, 16)(texts).mean(1)
+            texts = nn.Dense(16)(texts)
             scale = self.param("scale", nn.initializers.constant(2.0), ())
             return jnp.exp(scale) * unit(images) @ unit(texts).T
 
@@ -55,7 +67,8 @@ def clip_by_labels():
     params = model.init(jax.random.key(0), *batch)
 
     def loss(params, batch):
-        logits, labels = model.apply(params, *batch), jnp.arange(8)
+        logits = model.apply(params, *batch)
+        labels = jnp.arange(8)
         one = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
         other = optax.softmax_cross_entropy_with_integer_labels(logits.T, labels).mean()
         return (one + other) / 2, {"right": accuracy(logits, labels)}
@@ -85,12 +98,14 @@ def siglip():
     batch = normal(8, 12, seed=1), normal(8, 12, seed=2)
 
     def loss(model, batch):
-        one, other = (
-            jax.vmap(tower)(x) for tower, x in zip(model["towers"], batch, strict=True)
-        )
+        one, other = batch
+        one_tower, other_tower = model["towers"]
+        one = jax.vmap(one_tower)(one)
+        other = jax.vmap(other_tower)(other)
         logits = jnp.exp(model["scale"]) * one @ other.T + model["bias"]
         signs = 2 * jnp.eye(8) - 1
-        return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * logits), axis=1)), {}
+        log_probs = jax.nn.log_sigmoid(signs * logits)
+        return -jnp.mean(jnp.sum(log_probs, axis=1)), {}
 
     return Program(loss, model, batch)
 
@@ -136,11 +151,10 @@ def byol():
 
     def loss(params, target, batch):
         one, other = batch
-        found = unit(
-            predict.apply(params["predictor"], encode.apply(params["encoder"], one))
-        )
+        encoded = encode.apply(params["encoder"], one)
+        predicted = unit(predict.apply(params["predictor"], encoded))
         wanted = jax.lax.stop_gradient(unit(encode.apply(target, other)))
-        value = jnp.mean(2 - 2 * jnp.sum(found * wanted, axis=-1))
+        value = jnp.mean(2 - 2 * jnp.sum(predicted * wanted, axis=-1))
         new = optax.incremental_update(params["encoder"], target, 0.01)
         norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(target)))
         return value, (jax.lax.stop_gradient(new), {"norm": norm})
@@ -161,7 +175,7 @@ def triplets():
             return unit(self.out(nnx.silu(self.hidden(x))))
 
     def loss(model, batch):
-        anchors, positives, negatives = map(model, batch)
+        anchors, positives, negatives = [model(x) for x in batch]
         losses = optax.losses.triplet_margin_loss(
             anchors, positives, negatives, margin=1.0
         )
@@ -174,17 +188,18 @@ def triplets():
 @program("jax")
 def distillation():
     """A student learns the soft labels of a teacher, at a temperature, and the hard ones."""
-    params = {"hidden": dense(16, 32, seed=1), "head": dense(32, 6, seed=2)}
+    params = two_layers(16, 32, 6)
     teacher = dense(16, 6, seed=3)
     batch = normal(16, 16, seed=4), integers(6, 16, seed=5)
 
     def loss(params, batch):
         x, labels = batch
-        logits = apply_dense(params["head"], jnp.tanh(apply_dense(params["hidden"], x)))
+        hidden = jnp.tanh(apply_dense(params["hidden"], x))
+        logits = apply_dense(params["head"], hidden)
         taught = jax.lax.stop_gradient(apply_dense(teacher, x))
-        soft = optax.losses.kl_divergence(
-            jax.nn.log_softmax(logits / 3), jax.nn.softmax(taught / 3)
-        )
+        log_probs = jax.nn.log_softmax(logits / 3)
+        wanted = jax.nn.softmax(taught / 3)
+        soft = optax.losses.kl_divergence(log_probs, wanted)
         hard = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.mean(9 * soft + 0.5 * hard), {"accuracy": accuracy(logits, labels)}
 
@@ -199,11 +214,14 @@ def barlow_twins():
     batch = one, one + 0.3 * normal(16, 12, seed=4)
 
     def embed(params, x):
-        z = apply_dense(params["out"], jax.nn.relu(apply_dense(params["hidden"], x)))
+        hidden = jax.nn.relu(apply_dense(params["hidden"], x))
+        z = apply_dense(params["out"], hidden)
         return (z - z.mean(0)) / (z.std(0) + 1e-4)
 
     def loss(params, batch):
-        one, other = (embed(params, x) for x in batch)
+        one, other = batch
+        one = embed(params, one)
+        other = embed(params, other)
         correlation = one.T @ other / len(one)
         diagonal = jnp.sum((jnp.diag(correlation) - 1) ** 2)
         rest = jnp.sum(correlation**2) - jnp.sum(jnp.diag(correlation) ** 2)

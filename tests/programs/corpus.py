@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 FAMILIES = (
@@ -30,7 +31,7 @@ FAMILIES = (
 
 FRAMEWORKS = ("jax", "linen", "nnx", "equinox", "haiku")
 
-nnx_list = getattr(nnx, "List", list)  # since Flax 0.12 a list of modules is one itself
+nnx_list = getattr(nnx, "List", list)  # since Flax 0.12 lists of modules are modules
 
 
 class Program(NamedTuple):
@@ -45,14 +46,14 @@ class Program(NamedTuple):
     batch: Any
     state: Any = None
     scale: float = 2.0**10  # what the loss is scaled by, where that is fixed
-    # whether its loops are steps of an ODE: not for `half_carries`
+    # Whether its loops are steps of an ODE, for which `half_carries` is not made.
     integrates: bool = False
 
 
 class Row(NamedTuple):
     """A program that is not made yet."""
 
-    name: str  # with its family: `vision.vit`
+    name: str  # begins with the family: `vision.vit`
     family: str
     framework: str
     make: Callable[[], Program]
@@ -62,10 +63,11 @@ _ROWS: dict[str, Row] = {}
 
 
 def program(framework: str, name: str = "") -> Callable[[Any], Any]:
-    """Enters a function that makes a program, under its own name or another one."""
+    """Enters a function that makes a program, under `name` or its own name."""
 
     def enter(make: Callable[[], Program]) -> Callable[[], Program]:
-        family = getattr(make, "func", make).__module__  # of a partial function, too
+        # A partial function has no module of its own.
+        family = getattr(make, "func", make).__module__
         full_name = f"{family}.{name or make.__name__}"
         if full_name in _ROWS:
             raise ValueError(f"there are two programs {full_name}")
@@ -83,7 +85,7 @@ def load() -> dict[str, Row]:
 
 
 def normal(*shape: int, seed: int = 0, size: float = 1.0) -> jax.Array:
-    """Returns normal random numbers, the same with every version of everything."""
+    """Returns normal random numbers, which are the same with every version of JAX and NumPy."""
     numbers = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(numbers * size, jnp.float32)
 
@@ -101,6 +103,15 @@ def dense(rows: int, columns: int, seed: int = 0) -> dict[str, jax.Array]:
     """Returns the parameters of a layer with a bias."""
     bias = normal(columns, seed=seed + 1000, size=0.1)
     return {"w": weight(rows, columns, seed), "b": bias}
+
+
+def two_layers(
+    inputs: int, width: int, outputs: int
+) -> dict[str, dict[str, jax.Array]]:
+    return {
+        "hidden": dense(inputs, width, seed=1),
+        "head": dense(width, outputs, seed=2),
+    }
 
 
 def apply_dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -125,3 +136,13 @@ def confident_head(
 
 def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jnp.argmax(logits, -1) == labels)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+    """Returns the mean over integer labels, and how many of them are right."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), {"accuracy": accuracy(logits, labels)}
+
+
+def mean_squared_error(outputs: jax.Array, wanted: jax.Array) -> jax.Array:
+    return jnp.mean((outputs - wanted) ** 2)

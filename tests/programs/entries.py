@@ -1,6 +1,6 @@
-"""The entries of jaxscale: each makes gradients of a program, in half precision.
+"""The entries of jaxscale: each differentiates a program in half precision.
 
-An entry takes a case and returns a function `(params, batch) -> Made` that can be traced.
+An entry takes a case and returns a function `(params, batch) -> Result` that can be traced.
 """
 
 from collections.abc import Callable
@@ -19,79 +19,88 @@ import jaxscale.flax
 import jaxscale.nnx
 
 
-class Made(NamedTuple):
-    """What an entry made: the loss, the gradients as a list, and what must be true."""
+class Result(NamedTuple):
+    """What an entry computes: the loss, the gradients as a list, and what must be true."""
 
     loss: Any
     grads: list[Any]
     checks: dict[str, Any]
 
 
+Differentiate = Callable[[Any, Any], Result]
+
+
 class Entry(NamedTuple):
-    name: str
-    make: Callable[[Case], Callable[[Any, Any], Made]]
+    make: Callable[[Case], Differentiate]
     dtype: str = "float16"
     half_carries: bool = False
 
 
-def in_float32(case: Case) -> Callable[[Any, Any], Made]:
-    """The gradients that all others are compared with."""
-    return _differentiated(case, lambda fun: fun)
+def in_float32(case: Case) -> Differentiate:
+    """Differentiates in float32, which all others are compared with."""
+    return _differentiate(case, case.written)
 
 
-def with_loss_scale(case: Case) -> Callable[[Any, Any], Made]:
-    """The gradients at the loss scale of the program, for the reference, by plain JAX."""
+def with_loss_scale(case: Case) -> Differentiate:
+    """Differentiates by plain JAX at the loss scale of the program, for the reference."""
 
-    def make(params: Any, batch: Any) -> Made:
+    def differentiate(params: Any, batch: Any) -> Result:
         def loss(params: Any) -> Any:
             value, _ = case.loss(params, case.state, batch)
             return value * case.scale, value
 
         grads, value = jax.grad(loss, has_aux=True)(params)
-        return Made(value, [leaf / case.scale for leaf in jax.tree.leaves(grads)], {})
+        return Result(value, [leaf / case.scale for leaf in jax.tree.leaves(grads)], {})
 
-    return make
+    return differentiate
 
 
-def _differentiated(
-    case: Case, wrap: Callable[[Any], Any]
-) -> Callable[[Any, Any], Made]:
-    def make(params: Any, batch: Any) -> Made:
-        transform = case.transform
-        fun = wrap(case.written)
-        (value, _), grads = transform(fun, has_aux=True)(case.build(params), batch)
-        return Made(value, jax.tree.leaves(grads), {})
+def _differentiate(case: Case, fun: Callable[..., Any]) -> Differentiate:
+    """Differentiates a form of the program as its framework does."""
 
-    return make
+    def differentiate(params: Any, batch: Any) -> Result:
+        backward = case.transform(fun, has_aux=True)
+        (value, _), grads = backward(case.build(params), batch)
+        return Result(value, jax.tree.leaves(grads), {})
+
+    return differentiate
 
 
 def _by_value_and_grad(dtype: str, half_carries: bool = False) -> Any:
-    def entry(case: Case) -> Callable[[Any, Any], Made]:
-        def make(params: Any, batch: Any) -> Made:
-            fun = jaxscale.autocast(case.written, dtype, half_carries=half_carries)
-            scaling = jaxscale.FixedLossScale(case.scale).init()
-            options = {"transform": case.transform, "has_aux": True}
-            backward = jaxscale.value_and_grad(fun, scaling, **options)
+    def entry(case: Case) -> Differentiate:
+        def differentiate(params: Any, batch: Any) -> Result:
+            backward = jaxscale.value_and_grad(
+                jaxscale.autocast(case.written, dtype, half_carries=half_carries),
+                jaxscale.FixedLossScale(case.scale).init(),
+                transform=case.transform,
+                has_aux=True,
+            )
             (value, _), grads = backward(case.build(params), batch)
-            return Made(value, jax.tree.leaves(grads), {})
+            return Result(value, jax.tree.leaves(grads), {})
 
-        return make
+        return differentiate
 
     return entry
 
 
 def _outside(dtype: str) -> Any:
-    def wrap(fun: Any) -> Any:
-        return jaxscale.scale_backward(jaxscale.autocast(fun, dtype))
+    """Puts `scale_backward` around `autocast`."""
 
-    return lambda case: _differentiated(case, wrap)
+    def entry(case: Case) -> Differentiate:
+        half = jaxscale.autocast(case.written, dtype)
+        return _differentiate(case, jaxscale.scale_backward(half))
+
+    return entry
 
 
 def _inside(dtype: str) -> Any:
-    def wrap(fun: Any) -> Any:
-        return jaxscale.autocast(jaxscale.scale_backward(fun), dtype)
+    """Puts `autocast` around `scale_backward`."""
 
-    return lambda case: _differentiated(case, wrap)
+    def entry(case: Case) -> Differentiate:
+        scaled = jaxscale.scale_backward(case.written)
+        return _differentiate(case, jaxscale.autocast(scaled, dtype))
+
+    return entry
 
 
 def _keeping_gradients() -> optax.GradientTransformation:
@@ -100,60 +109,54 @@ def _keeping_gradients() -> optax.GradientTransformation:
 
 
 def _kept(opt_state: Any) -> list[Any]:
-    (trace,) = (
-        each
-        for each in jax.tree.leaves(
-            opt_state, is_leaf=lambda x: isinstance(x, optax.TraceState)
-        )
-        if isinstance(each, optax.TraceState)
-    )
-    return jax.tree.leaves(trace.trace)
+    """Returns the gradients that `_keeping_gradients` holds."""
+    trace = optax.tree.get(opt_state, "trace")
+    return jax.tree.leaves(trace)
 
 
-def _trained(case: Case) -> Callable[[Any, Any], Made]:
-    """A whole step with state and aux, from a scale that is too high: it has to retry."""
+def _by_train_step(case: Case) -> Differentiate:
+    """Makes a whole step with state and aux. Its scale is too high at first: it has to retry."""
+    is_equinox = case.framework == "equinox"
 
-    def make(params: Any, batch: Any) -> Made:
+    def loss(model: Any, state: Any, batch: Any) -> Any:
+        params = model
+        if is_equinox:
+            params = eqx.filter(model, eqx.is_inexact_array)
+        return case.loss(params, state, batch)
+
+    def differentiate(params: Any, batch: Any) -> Result:
         policy = jaxscale.DynamicLossScale(init_scale=2.0**24)
         tx = jaxscale.loss_scaled(_keeping_gradients(), policy)
-        options = {"has_state": True, "has_aux": True, "retries": 30}
-        if case.framework == "equinox":
+        options: dict[str, Any] = {"has_state": True, "has_aux": True, "retries": 30}
+        model = params
+        if is_equinox:
             options["transform"] = eqx.filter_value_and_grad
-
-        def loss(model: Any, state: Any, batch: Any) -> Any:
-            params = eqx.filter(model, eqx.is_inexact_array) if is_equinox else model
-            return case.loss(params, state, batch)
-
-        is_equinox = case.framework == "equinox"
+            model = case.build(params)
         step = jaxscale.train_step(jaxscale.autocast(loss), tx, **options)
-        new, opt_state, state, (value, _) = step(
-            case.build(params) if is_equinox else params,
-            tx.init(params),
-            case.state,
-            batch,
-        )
+        opt_state = tx.init(params)
+        model, opt_state, state, (value, _) = step(model, opt_state, case.state, batch)
         same = jax.tree.structure(state) == jax.tree.structure(case.state)
         checks = {
             "a state of the same structure": same,
             "the step was made": opt_state.step_applied,
-            "parameters that moved": _have_moved(new, params),
+            "parameters that moved": _have_moved(model, params),
         }
-        return Made(value, _kept(opt_state), checks)
+        return Result(value, _kept(opt_state), checks)
 
-    return make
+    return differentiate
 
 
 def _have_moved(new: Any, old: Any) -> Any:
-    """Returns whether any parameter is another one, of those that are trained."""
+    """Returns whether any of the trained parameters is different."""
     leaves = [leaf for leaf in jax.tree.leaves(new) if eqx.is_inexact_array(leaf)]
     pairs = zip(leaves, jax.tree.leaves(old), strict=True)
     return jnp.any(jnp.array([jnp.any(one != other) for one, other in pairs]))
 
 
-def _skipping(case: Case) -> Callable[[Any, Any], Made]:
-    """A loop of one's own: a good step, and one with a NaN, which leaves everything as it was."""
+def _by_skip_nonfinite(case: Case) -> Differentiate:
+    """Makes a good step in a hand-written loop, and one with a NaN, which must change nothing."""
 
-    def make(params: Any, batch: Any) -> Made:
+    def differentiate(params: Any, batch: Any) -> Result:
         tx = jaxscale.skip_nonfinite(_keeping_gradients())
 
         def loss(params: Any, factor: Any) -> Any:
@@ -171,108 +174,102 @@ def _skipping(case: Case) -> Callable[[Any, Any], Made]:
 
         factors = jnp.array([1.0, jnp.nan])
         carry = params, tx.init(params)
-        (_, opt_state), (values, seen) = jax.lax.scan(step, carry, factors)
-        kept = jnp.array([jnp.all(leaf[0] == leaf[1]) for leaf in seen])
+        (_, opt_state), (values, params_by_step) = jax.lax.scan(step, carry, factors)
+        is_same = jnp.array([jnp.all(leaf[0] == leaf[1]) for leaf in params_by_step])
         checks = {
-            "parameters that a NaN left alone": jnp.all(kept),
+            "parameters that a NaN left alone": jnp.all(is_same),
             "one step that was skipped": opt_state.total_notfinite == 1,
         }
-        return Made(values[0], _kept(opt_state), checks)
+        return Result(values[0], _kept(opt_state), checks)
 
-    return make
+    return differentiate
 
 
 class _State(jaxscale.flax.TrainState):
     extra: Any
 
 
-def _by_linen(case: Case) -> Callable[[Any, Any], Made]:
-    def make(params: Any, batch: Any) -> Made:
-        def loss(params: Any, fields: Any, batch: Any) -> Any:
-            value, (extra, aux) = case.loss(params["model"], fields["extra"], batch)
-            return value, ({"extra": extra}, aux)
+def _by_linen(case: Case) -> Differentiate:
+    def loss(params: Any, fields: Any, batch: Any) -> Any:
+        value, (extra, aux) = case.loss(params["model"], fields["extra"], batch)
+        return value, ({"extra": extra}, aux)
 
+    def differentiate(params: Any, batch: Any) -> Result:
         tx = jaxscale.loss_scaled(_keeping_gradients(), case.scale)
-        options = {"has_state": True, "has_aux": True}
-        step = jaxscale.flax.train_step(jaxscale.autocast(loss), **options)
+        half = jaxscale.autocast(loss)
+        step = jaxscale.flax.train_step(half, has_state=True, has_aux=True)
         # In a dict, as Flax looks for keys in it.
-        fields = {"params": {"model": params}, "extra": case.state}
-        state = _State.create(apply_fn=None, tx=tx, **fields)
+        params = {"model": params}
+        state = _State.create(apply_fn=None, tx=tx, params=params, extra=case.state)
         state, (value, _) = step(state, batch)
-        return Made(
-            value, _kept(state.opt_state), {"the step was made": state.step == 1}
-        )
+        checks = {"the step was made": state.step == 1}
+        return Result(value, _kept(state.opt_state), checks)
 
-    return make
+    return differentiate
 
 
 class _Model(nnx.Module):
-    """A model of another framework, as one of NNX."""
+    """An NNX model that holds the parameters and the state of another framework."""
 
     def __init__(self, params: Any, state: Any) -> None:
         self.leaves = nnx_list([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
         self.state = nnx_list([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
 
 
-def _by_nnx(case: Case) -> Callable[[Any, Any], Made]:
-    treedefs = [jax.tree.structure(tree) for tree in (case.params, case.state)]
+def _unflatten(tree: Any, variables: Any) -> Any:
+    """Returns the values of some variables, as a tree of the structure of another one."""
+    values = [variable[...] for variable in variables]
+    return jax.tree.structure(tree).unflatten(values)
+
+
+def _by_nnx(case: Case) -> Differentiate:
     batch_treedef = jax.tree.structure(case.batch)
 
     def loss_of_leaves(model: Any, batch: Any) -> Any:
-        params, state = (
-            treedef.unflatten([leaf[...] for leaf in leaves])
-            for treedef, leaves in zip(
-                treedefs, (model.leaves, model.state), strict=True
-            )
-        )
+        params = _unflatten(case.params, model.leaves)
+        state = _unflatten(case.state, model.state)
         value, (state, aux) = case.loss(params, state, batch_treedef.unflatten(batch))
         for variable, leaf in zip(model.state, jax.tree.leaves(state), strict=True):
             variable[...] = leaf
         return value, aux
 
-    def make(params: Any, batch: Any) -> Made:
+    def differentiate(params: Any, batch: Any) -> Result:
         if case.framework == "nnx":
-            model, loss = case.build(params), case.written
+            model = case.build(params)
+            loss = case.written
         else:
-            model, loss = _Model(params, case.state), loss_of_leaves
-            # NNX itself makes trees of what is no array, which some classes refuse.
+            model = _Model(params, case.state)
+            loss = loss_of_leaves
+            # NNX puts objects that are no arrays into trees, which some classes refuse.
             batch = jax.tree.leaves(batch)
         tx = jaxscale.loss_scaled(_keeping_gradients(), case.scale)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         step = jaxscale.nnx.train_step(jaxscale.autocast(loss), has_aux=True)
         value, _ = step(model, optimizer, batch)
-        return Made(
-            value,
-            _kept_by_nnx(optimizer),
-            {"the step was made": _has_stepped(optimizer)},
-        )
+        checks = {"the step was made": jaxscale.metrics(optimizer)["step_applied"]}
+        return Result(value, _kept_by_nnx(optimizer), checks)
 
-    return make
+    return differentiate
 
 
 def _kept_by_nnx(optimizer: nnx.Optimizer) -> list[Any]:
-    """The gradients in the state of `_keeping_gradients`, as NNX holds it."""
+    """Returns the gradients in the state of `_keeping_gradients`, as NNX holds it."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
     return [leaf for path, leaf in leaves if "'trace'" in jax.tree_util.keystr(path)]
 
 
-def _has_stepped(optimizer: nnx.Optimizer) -> Any:
-    return jaxscale.metrics(optimizer)["step_applied"]
-
-
 ENTRIES = {
-    entry.name: entry
-    for entry in (
-        Entry("value_and_grad", _by_value_and_grad("float16")),
-        Entry("value_and_grad, bfloat16", _by_value_and_grad("bfloat16"), "bfloat16"),
-        Entry("half_carries", _by_value_and_grad("float16", True), "float16", True),
-        Entry("train_step", _trained),
-        Entry("scale_backward outside", _outside("float16")),
-        Entry("scale_backward inside", _inside("float16")),
-        Entry("scale_backward, bfloat16", _outside("bfloat16"), "bfloat16"),
-        Entry("skip_nonfinite", _skipping),
-        Entry("flax", _by_linen),
-        Entry("nnx", _by_nnx),
-    )
+    "value_and_grad": Entry(_by_value_and_grad("float16")),
+    "value_and_grad, bfloat16": Entry(_by_value_and_grad("bfloat16"), "bfloat16"),
+    "half_carries": Entry(
+        _by_value_and_grad("float16", half_carries=True), half_carries=True
+    ),
+    "train_step": Entry(_by_train_step),
+    "scale_backward outside": Entry(_outside("float16")),
+    "scale_backward inside": Entry(_inside("float16")),
+    "scale_backward, bfloat16": Entry(_outside("bfloat16"), "bfloat16"),
+    "skip_nonfinite": Entry(_by_skip_nonfinite),
+    "flax": Entry(_by_linen),
+    "nnx": Entry(_by_nnx),
 }
 DOCTOR = "doctor"

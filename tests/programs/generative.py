@@ -17,7 +17,8 @@ def vae():
     def network(images, noise):
         x = hk.Flatten()(images)
         x = jax.nn.relu(hk.Linear(32)(x))
-        mean, log_std = hk.Linear(4)(x), hk.Linear(4)(x)
+        mean = hk.Linear(4)(x)
+        log_std = hk.Linear(4)(x)
         z = mean + jnp.exp(log_std) * noise
         logits = hk.Linear(16)(jax.nn.relu(hk.Linear(32)(z)))
         return mean, log_std, logits.reshape(images.shape)
@@ -28,14 +29,12 @@ def vae():
 
     def loss(params, batch):
         images, key = batch
-        mean, log_std, logits = model.apply(
-            params, images, jax.random.normal(key, (8, 4))
-        )
+        noise = jax.random.normal(key, (8, 4))
+        mean, log_std, logits = model.apply(params, images, noise)
         likelihood = optax.sigmoid_binary_cross_entropy(logits, images).sum((1, 2))
         divergence = -log_std - 0.5 * (1 - jnp.exp(2 * log_std) - mean**2)
-        return jnp.mean(likelihood + divergence.sum(-1)), {
-            "divergence": divergence.mean()
-        }
+        value = jnp.mean(likelihood + divergence.sum(-1))
+        return value, {"divergence": divergence.mean()}
 
     return Program(loss, params, (images, jax.random.key(3)))
 
@@ -50,8 +49,9 @@ class Denoiser(nnx.Module):
 
     def __call__(self, x, t):
         angles = t[:, None] * jnp.exp(-jnp.arange(8) * 0.5)
-        t = nnx.silu(self.time(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)))
-        scale, shift = jnp.split(self.shift(t)[:, None, None], 2, axis=-1)
+        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+        embedded = self.shift(nnx.silu(self.time(waves)))
+        scale, shift = jnp.split(embedded[:, None, None], 2, axis=-1)
         x = self.norm(self.inside(x)) * (1 + scale) + shift
         return self.outside(nnx.silu(x))
 
@@ -66,8 +66,8 @@ def diffusion():
         images, times, noise = batch
         level = kept[times][:, None, None, None]
         noisy = jnp.sqrt(level) * images + jnp.sqrt(1 - level) * noise
-        found = model(noisy, times.astype(jnp.float32))
-        return jnp.mean(jnp.square(found - noise)), {}
+        predicted = model(noisy, times.astype(jnp.float32))
+        return jnp.mean(jnp.square(predicted - noise)), {}
 
     batch = (
         normal(4, 6, 6, 2, seed=1),
@@ -100,25 +100,29 @@ def score_matching():
             x = x + jax.vmap(self.hidden, in_axes=1, out_axes=1)(x)
             return jax.vmap(self.out, in_axes=1, out_axes=1)(x)
 
-    def one(model, x, t, noise):
+    def loss_of_one(model, x, t, noise):
         mean = x * jnp.exp(-0.5 * t)
         std = jnp.sqrt(jnp.maximum(1 - jnp.exp(-t), 1e-5))
-        found = model(t, mean + std * noise)
-        return (1 - jnp.exp(-t)) * jnp.mean((found + noise / std) ** 2)
+        score = model(t, mean + std * noise)
+        return (1 - jnp.exp(-t)) * jnp.mean((score + noise / std) ** 2)
 
     def loss(model, batch):
-        losses = jax.vmap(one, in_axes=(None, 0, 0, 0))(model, *batch)
+        losses = jax.vmap(loss_of_one, in_axes=(None, 0, 0, 0))(model, *batch)
         return losses.mean(), {"largest": losses.max()}
 
-    batch = normal(8, 7, 4, seed=1), jnp.linspace(0.2, 8.0, 8), normal(8, 7, 4, seed=2)
+    times = jnp.linspace(0.2, 8.0, 8)
+    batch = normal(8, 7, 4, seed=1), times, normal(8, 7, 4, seed=2)
     return Program(loss, Mixer(jax.random.key(0)), batch)
 
 
 @program("jax")
 def flow_matching():
     """Rectified flow: a straight path from noise to data, and the velocity along it."""
-    params = {"hidden": dense(9, 32, seed=1), "middle": dense(32, 32, seed=2)}
-    params["out"] = dense(32, 8, seed=3)
+    params = {
+        "hidden": dense(9, 32, seed=1),
+        "middle": dense(32, 32, seed=2),
+        "out": dense(32, 8, seed=3),
+    }
 
     def velocity(params, x, t):
         x = jnp.concatenate([x, t[:, None]], axis=-1)
@@ -129,32 +133,28 @@ def flow_matching():
     def loss(params, batch):
         data, noise, t = batch
         x = t[:, None] * data + (1 - t[:, None]) * noise
-        return jnp.mean((velocity(params, x, t) - (data - noise)) ** 2), {}
+        error = velocity(params, x, t) - (data - noise)
+        return jnp.mean(error**2), {}
 
-    return Program(
-        loss,
-        params,
-        (normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16),
-    )
+    batch = normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16
+    return Program(loss, params, batch)
 
 
 @program("jax")
 def affine_coupling_flow():
     """RealNVP: two coupling layers with their log determinants, the likelihood of a normal."""
-    params = [
-        {
-            "hidden": dense(4, 24, seed=i),
-            "out": {"w": weight(24, 8, seed=i + 9), "b": jnp.zeros(8)},
-        }
-        for i in range(2)
-    ]
+    params = []
+    for i in range(2):
+        out = {"w": weight(24, 8, seed=i + 9), "b": jnp.zeros(8)}
+        params.append({"hidden": dense(4, 24, seed=i), "out": out})
 
     def loss(params, x):
         total = 0.0
         for layer in params:
             kept, changed = jnp.split(x, 2, axis=-1)
             hidden = jnp.tanh(apply_dense(layer["hidden"], kept))
-            log_scale, shift = jnp.split(apply_dense(layer["out"], hidden), 2, axis=-1)
+            out = apply_dense(layer["out"], hidden)
+            log_scale, shift = jnp.split(out, 2, axis=-1)
             log_scale = 0.5 * jnp.tanh(log_scale)
             total += log_scale.sum(-1)
             x = jnp.concatenate([changed * jnp.exp(log_scale) + shift, kept], axis=-1)
@@ -176,8 +176,10 @@ def adversarial_networks():
             x = nn.leaky_relu(nn.Dense(32)(x), 0.2)
             return nn.Dense(self.out)(nn.leaky_relu(nn.Dense(32)(x), 0.2))
 
-    generator, discriminator = MLP(6), MLP(1)
-    noise, real = normal(16, 4, seed=1), normal(16, 6, seed=2)
+    generator = MLP(6)
+    discriminator = MLP(1)
+    noise = normal(16, 4, seed=1)
+    real = normal(16, 6, seed=2)
     params = {
         "generator": generator.init(jax.random.key(0), noise),
         "discriminator": discriminator.init(jax.random.key(1), real),
@@ -192,8 +194,8 @@ def adversarial_networks():
             params["discriminator"], jax.lax.stop_gradient(fake)
         )
         on_real = discriminator.apply(params["discriminator"], real)
-        seen = jax.nn.softplus(on_fake).mean() + jax.nn.softplus(-on_real).mean()
-        return fooled + seen, {"right": jnp.mean(on_real > 0)}
+        told = jax.nn.softplus(on_fake).mean() + jax.nn.softplus(-on_real).mean()
+        return fooled + told, {"right": jnp.mean(on_real > 0)}
 
     return Program(loss, params, (noise, real))
 
@@ -201,8 +203,11 @@ def adversarial_networks():
 @program("jax")
 def wasserstein_with_gradient_penalty():
     """A critic whose gradient at points between the real and the fake has norm 1."""
-    params = {"hidden": dense(6, 32, seed=1), "middle": dense(32, 32, seed=2)}
-    params["out"] = dense(32, 1, seed=3)
+    params = {
+        "hidden": dense(6, 32, seed=1),
+        "middle": dense(32, 32, seed=2),
+        "out": dense(32, 1, seed=3),
+    }
 
     def critic(params, x):
         x = jnp.tanh(apply_dense(params["hidden"], x))
@@ -212,14 +217,12 @@ def wasserstein_with_gradient_penalty():
     def loss(params, batch):
         real, fake, mix = batch
         score = jax.vmap(critic, in_axes=(None, 0))
+        slope = jax.vmap(jax.grad(critic, argnums=1), in_axes=(None, 0))
         between = mix[:, None] * real + (1 - mix[:, None]) * fake
-        slopes = jax.vmap(jax.grad(critic, argnums=1), in_axes=(None, 0))(
-            params, between
-        )
-        penalty = jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
-        return score(params, fake).mean() - score(
-            params, real
-        ).mean() + 10 * penalty, {}
+        norms = jnp.linalg.norm(slope(params, between), axis=-1)
+        penalty = jnp.mean((norms - 1) ** 2)
+        distance = score(params, fake).mean() - score(params, real).mean()
+        return distance + 10 * penalty, {}
 
     batch = normal(8, 6, seed=4), normal(8, 6, seed=5), jnp.linspace(0, 1, 8)
     return Program(loss, params, batch, scale=2.0**8)
@@ -228,16 +231,21 @@ def wasserstein_with_gradient_penalty():
 @program("jax")
 def vector_quantized_autoencoder():
     """VQ-VAE: the nearest code by argmin, straight through, with a commitment loss."""
-    params = {"encoder": dense(12, 8, seed=1), "decoder": dense(8, 12, seed=2)}
-    params["codes"] = normal(10, 8, seed=3)
+    params = {
+        "encoder": dense(12, 8, seed=1),
+        "decoder": dense(8, 12, seed=2),
+        "codes": normal(10, 8, seed=3),
+    }
 
     def loss(params, x):
         z = apply_dense(params["encoder"], x)
-        distances = jnp.sum((z[:, None] - params["codes"][None]) ** 2, axis=-1)
+        differences = z[:, None] - params["codes"][None]
+        distances = jnp.sum(differences**2, axis=-1)
         chosen = jnp.argmin(distances, axis=-1)
         codes = params["codes"][chosen]
         straight = z + jax.lax.stop_gradient(codes - z)
-        error = jnp.mean((apply_dense(params["decoder"], straight) - x) ** 2)
+        decoded = apply_dense(params["decoder"], straight)
+        error = jnp.mean((decoded - x) ** 2)
         codebook = jnp.mean((jax.lax.stop_gradient(z) - codes) ** 2)
         commitment = jnp.mean((z - jax.lax.stop_gradient(codes)) ** 2)
         used = jnp.zeros(10).at[chosen].add(1.0)
@@ -248,7 +256,7 @@ def vector_quantized_autoencoder():
 
 @jax.custom_jvp
 def watch(x):
-    """Sends an array to a log, and returns nothing, which has no derivative."""
+    """Sends an array to a log. Its result has nothing to differentiate."""
     jax.debug.callback(lambda x: None, x)
     return ()
 
@@ -262,10 +270,11 @@ def _watch_jvp(primals, tangents):
 def masked_autoregression():
     """MADE over pixels of 4 values, with masked matrices; its author prints what goes on."""
     degrees = jnp.arange(24) % 5 + 1
-    inner = (degrees[None, :] >= jnp.arange(1, 7)[:, None]).astype(jnp.float32)
-    outer = (jnp.repeat(jnp.arange(1, 7), 4)[None, :] > degrees[:, None]).astype(
-        jnp.float32
-    )
+    places = jnp.arange(1, 7)
+    inner = degrees[None, :] >= places[:, None]
+    inner = inner.astype(jnp.float32)
+    outer = jnp.repeat(places, 4)[None, :] > degrees[:, None]
+    outer = outer.astype(jnp.float32)
     params = {"hidden": dense(6, 24, seed=1), "out": dense(24, 24, seed=2)}
     pixels = integers(4, 16, 6, seed=3)
 
@@ -274,7 +283,7 @@ def masked_autoregression():
         hidden = params["hidden"]
         x = jax.nn.relu(x @ (hidden["w"] * inner) + hidden["b"])
         watch(x)
-        # to a log, which is short
+        # The log gets fewer digits.
         jax.debug.callback(lambda x: None, x.astype(jnp.float16))
         logits = x @ (params["out"]["w"] * outer)
         jax.debug.print("the first logits: {}", logits[0, 0])

@@ -5,14 +5,15 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import optax
 from corpus import (
     Program,
     accuracy,
     apply_dense,
     confident_head,
+    cross_entropy,
     dense,
     integers,
+    mean_squared_error,
     normal,
     program,
     weight,
@@ -23,22 +24,17 @@ NODES, EDGES = 12, 30
 
 
 def random_graph(seed):
-    """Nodes with features, and edges as two lists of integers."""
+    """Returns nodes with features, and edges as two lists of integers."""
     return normal(NODES, 8, seed=seed), integers(NODES, 2, EDGES, seed=seed)
-
-
-def cross_entropy(logits, labels):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), {"accuracy": accuracy(logits, labels)}
 
 
 @program("jax")
 def graph_convolution():
     """GraphSAGE: a node beside the mean of its neighbours, a biased head and integer labels."""
     x, (senders, receivers) = random_graph(1)
-    adjacency = (
-        jnp.eye(NODES).at[senders, receivers].set(1.0).at[receivers, senders].set(1.0)
-    )
+    adjacency = jnp.eye(NODES)
+    adjacency = adjacency.at[senders, receivers].set(1.0)
+    adjacency = adjacency.at[receivers, senders].set(1.0)
     adjacency = adjacency / adjacency.sum(1, keepdims=True)
     labels = integers(4, NODES, seed=2)
     params = {"first": dense(16, 32, seed=3), "head": dense(32, 4, seed=4)}
@@ -66,9 +62,8 @@ def message_passing():
     def network(x, senders, receivers):
         x = hk.Linear(16)(x)
         for _ in range(2):
-            messages = hk.nets.MLP([16, 16])(
-                jnp.concatenate([x[senders], x[receivers]], -1)
-            )
+            ends = jnp.concatenate([x[senders], x[receivers]], -1)
+            messages = hk.nets.MLP([16, 16])(ends)
             received = jax.ops.segment_sum(messages, receivers, num_segments=NODES)
             x = hk.LayerNorm(-1, True, True)(x + hk.Linear(16)(received))
         return hk.Linear(1)(x.mean(0))[0]
@@ -94,20 +89,23 @@ def graph_attention():
             h = nn.Dense(2 * 8)(x).reshape(NODES, 2, 8)
             ours = self.param("ours", nn.initializers.normal(0.3), (2, 8))
             theirs = self.param("theirs", nn.initializers.normal(0.3), (2, 8))
-            scores = jnp.sum(h * ours, -1)[receivers] + jnp.sum(h * theirs, -1)[senders]
-            scores = nn.leaky_relu(scores, 0.2)
+            at_receivers = jnp.sum(h * ours, -1)[receivers]
+            at_senders = jnp.sum(h * theirs, -1)[senders]
+            scores = nn.leaky_relu(at_receivers + at_senders, 0.2)
             peak = jax.ops.segment_max(scores, receivers, num_segments=NODES)
             weights = jnp.exp(scores - peak[receivers])
             total = jax.ops.segment_sum(weights, receivers, num_segments=NODES)
             weights = weights / (total[receivers] + 1e-9)
-            out = jax.ops.segment_sum(weights[..., None] * h[senders], receivers, NODES)
+            messages = weights[..., None] * h[senders]
+            out = jax.ops.segment_sum(messages, receivers, NODES)
             return nn.elu(out.reshape(NODES, 16))
 
     class Network(nn.Module):
         @nn.compact
         def __call__(self, x, edges):
             x = Attention()(x, *edges)
-            return nn.Dense(3)(Attention()(x, *edges))
+            x = Attention()(x, *edges)
+            return nn.Dense(3)(x)
 
     model = Network()
     x, edges = random_graph(4)
@@ -133,13 +131,15 @@ def deep_sets():
 
         def __call__(self, points, present):
             summed = jnp.sum(self.inner(points) * present[..., None], axis=1)
-            return self.outer(nnx.relu(summed / present.sum(1, keepdims=True)))
+            mean = summed / present.sum(1, keepdims=True)
+            return self.outer(nnx.relu(mean))
 
     def loss(model, batch):
         points, present, labels = batch
         return cross_entropy(model(points, present), labels)
 
-    present = jnp.asarray(jnp.arange(6) < integers(4, 8, 1, seed=1) + 3, jnp.float32)
+    counts = integers(4, 8, 1, seed=1) + 3
+    present = jnp.asarray(jnp.arange(6) < counts, jnp.float32)
     batch = normal(8, 6, 4, seed=2), present, integers(5, 8, seed=3)
     return Program(loss, Sets(nnx.Rngs(0)), batch)
 
@@ -160,13 +160,11 @@ def molecule_with_forces():
             self.out = eqx.nn.MLP(8, "scalar", 16, 1, jax.nn.softplus, key=keys[2])
 
         def __call__(self, positions, kinds):
-            apart = (
-                positions[:, None]
-                - positions[None]
-                + 10 * jnp.eye(len(kinds))[..., None]
-            )
-            distances = jnp.sqrt(jnp.sum(apart**2, axis=-1))
-            basis = jnp.exp(-((distances[..., None] - jnp.linspace(0.5, 4.0, 8)) ** 2))
+            apart = positions[:, None] - positions[None]
+            apart = apart + 10 * jnp.eye(len(kinds))[..., None]
+            distances = jnp.sqrt(jnp.sum(apart**2, axis=-1))[..., None]
+            centers = jnp.linspace(0.5, 4.0, 8)
+            basis = jnp.exp(-((distances - centers) ** 2))
             filters = jax.vmap(jax.vmap(self.filters))(basis)
             x = jax.vmap(self.atoms)(kinds)
             x = x + jnp.sum(filters * x[None], axis=1)
@@ -175,12 +173,13 @@ def molecule_with_forces():
     def loss(model, batch):
         positions, kinds, energies, forces = batch
 
-        def found(positions, kinds):
+        def differentiate(positions, kinds):
             energy, slope = jax.value_and_grad(model)(positions, kinds)
             return energy, -slope
 
-        energy, force = jax.vmap(found)(positions, kinds)
-        return jnp.mean((energy - energies) ** 2) + jnp.mean((force - forces) ** 2), {}
+        energy, force = jax.vmap(differentiate)(positions, kinds)
+        error = mean_squared_error(energy, energies)
+        return error + mean_squared_error(force, forces), {}
 
     batch = (
         normal(4, 5, 3, seed=1, size=1.5),
@@ -197,8 +196,8 @@ def link_prediction():
     params = {
         "in": normal(20, 16, seed=1, size=0.5),
         "out": normal(20, 16, seed=2, size=0.5),
+        "mix": weight(16, 16, seed=3),
     }
-    params["mix"] = weight(16, 16, seed=3)
     batch = (
         integers(20, 12, seed=4),
         integers(20, 12, seed=5),
@@ -222,11 +221,13 @@ def sinkhorn_matching():
     params = {"embed": dense(8, 16, seed=1)}
     one, _ = random_graph(6)
     shuffled = jax.random.permutation(jax.random.key(0), NODES)
-    batch = one, one[shuffled] + 0.1 * normal(NODES, 8, seed=7), jnp.argsort(shuffled)
+    other = one[shuffled] + 0.1 * normal(NODES, 8, seed=7)
+    batch = one, other, jnp.argsort(shuffled)
 
     def loss(params, batch):
         one, other, partners = batch
-        one, other = (jnp.tanh(apply_dense(params["embed"], x)) for x in (one, other))
+        one = jnp.tanh(apply_dense(params["embed"], one))
+        other = jnp.tanh(apply_dense(params["embed"], other))
         scores = one @ other.T / 0.5
 
         def normalize(_, scores):

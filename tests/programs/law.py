@@ -20,7 +20,7 @@ import numpy as np
 from additions import find_foreign_additions
 from cases import Case, make_case
 from doctor_targets import target_of
-from entries import DOCTOR, ENTRIES, Made
+from entries import DOCTOR, ENTRIES, Result
 from reference import half_products
 
 from jaxscale._doctor.cli import main as command
@@ -28,8 +28,8 @@ from jaxscale._doctor.cli import main as command
 # No worse than the reference by this factor, or than this.
 FACTOR, ROUNDING = 1.25, 2e-4
 
-# One number may be right by chance. So all gradients are made of the parameters and of others that
-# are close to them, and the error of a leaf is the root of the mean square of its errors.
+# One number may be right by chance. So all gradients are computed at the parameters and at others
+# close to them, and the error of a leaf is the root of the mean square of its errors.
 DRAWS, APART = 4, 0.02
 
 # A leaf that is smaller than this part of the whole gradient counts as this large. One that is 0
@@ -42,20 +42,20 @@ FILE = pathlib.Path(__file__).with_name("recorded.npz")
 
 
 class Verdict(NamedTuple):
-    """What is wrong with an entry's gradients of a program, in words, and how far it went."""
+    """What is wrong with an entry's gradients of a program, in words, and their largest error."""
 
     wrong: list[str]
-    # the largest error beside that of the reference, or beside `ROUNDING`
+    # The largest error, relative to that of the reference, or to `ROUNDING`.
     ratio: float = 0.0
 
 
 class Trial:
-    """A program with its gradients in float32 and the errors of the reference, made when needed."""
+    """A program. Its float32 gradients and the reference's errors are computed when needed."""
 
     def __init__(self, row: corpus.Row) -> None:
         self.row = row
         self.case = make_case(row)
-        self._exact: list[Made] | None = None
+        self._exact: list[Result] | None = None
         self._reference: dict[tuple[str, bool], list[float]] = {}
 
     @classmethod
@@ -69,34 +69,38 @@ class Trial:
             stacked = [file[f"{row.name} exact {i}"] for i in range(count)]
             kind = ENTRIES[entry]
             reference = file[f"{row.name} reference"].tolist()
-        trial._exact = [
-            Made(None, [leaf[draw] for leaf in stacked], {}) for draw in range(DRAWS)
-        ]
+        trial._exact = []
+        for draw in range(DRAWS):
+            grads = [leaf[draw] for leaf in stacked]
+            trial._exact.append(Result(loss=None, grads=grads, checks={}))
         trial._reference[kind.dtype, kind.half_carries] = reference
         return trial
 
     def record(self, entry: str) -> dict[str, np.ndarray]:
         """Returns what `recorded` reads."""
         kind = ENTRIES[entry]
-        leaves = zip(*(made.grads for made in self.exact()), strict=True)
-        found = {
-            f"{self.row.name} exact {i}": np.stack(each)
-            for i, each in enumerate(leaves)
-        }
+        name = self.row.name
+        arrays = {}
+        draws = [result.grads for result in self.exact()]
+        for i, leaf_by_draw in enumerate(zip(*draws, strict=True)):
+            arrays[f"{name} exact {i}"] = np.stack(leaf_by_draw)
         reference = self.reference_errors(kind.dtype, kind.half_carries)
-        return found | {f"{self.row.name} reference": np.array(reference)}
+        arrays[f"{name} reference"] = np.array(reference)
+        return arrays
 
-    def exact(self) -> list[Made]:
+    def exact(self) -> list[Result]:
+        """Returns the results in float32, one for each draw."""
         if self._exact is None:
             self._exact, _ = run(entries.in_float32(self.case), self.case)
         return self._exact
 
     def reference_errors(self, dtype: str, half_carries: bool = False) -> list[float]:
+        """Returns the error of each leaf with products in half precision alone."""
         key = dtype, half_carries
         if key not in self._reference:
             with half_products(dtype, half_carries):
-                made, _ = run(entries.with_loss_scale(self.case), self.case)
-            self._reference[key] = errors(made, self.exact())
+                results, _ = run(entries.with_loss_scale(self.case), self.case)
+            self._reference[key] = find_errors(results, self.exact())
         return self._reference[key]
 
     def judge(self, name: str) -> Verdict:
@@ -107,53 +111,48 @@ class Trial:
         with warnings.catch_warnings():
             if entry.half_carries:  # which is right of programs without a loop
                 warnings.filterwarnings("ignore", ".*carries nothing in half precision")
-            made, program = run(entry.make(self.case), self.case)
-        wrong = [
-            f"not so: {text}"
-            for text, is_so in made[0].checks.items()
-            if not np.all(is_so)
-        ]
-        if not np.all(np.isfinite([each.loss for each in made])):
-            wrong.append("the loss is not finite")
-        # which its documentation advises against
+            results, program = run(entry.make(self.case), self.case)
+        wrong = _broken_promises(results)
         if entry.half_carries and self.case.integrates:
-            finite = all(
-                np.all(np.isfinite(leaf)) for each in made for leaf in each.grads
-            )
-            return Verdict(
-                wrong if finite else [*wrong, "gradients that are not finite"]
-            )
-        found = errors(made, self.exact())
+            # `half_carries` is not made for such loops: its documentation says so.
+            if not _all_finite([result.grads for result in results]):
+                wrong.append("gradients that are not finite")
+            return Verdict(wrong)
+        errors = find_errors(results, self.exact())
         reference = self.reference_errors(entry.dtype, entry.half_carries)
-        verdict = _compare(leaf_names(self.case), found, reference)
-        # What a loop carries in half precision by request is no product, and is added.
-        foreign = [] if entry.half_carries else find_foreign_additions(program)
-        return Verdict([*wrong, *verdict.wrong, *foreign], verdict.ratio)
+        verdict = _compare(leaf_names(self.case), errors, reference)
+        wrong += verdict.wrong
+        # With `half_carries` loops add what comes from no product, as was asked for.
+        if not entry.half_carries:
+            wrong += find_foreign_additions(program)
+        return Verdict(wrong, verdict.ratio)
 
 
-def run(fun: Any, case: Case) -> tuple[list[Made], Any]:
-    """Returns what a function makes of all draws, and its program."""
+def run(fun: Any, case: Case) -> tuple[list[Result], Any]:
+    """Returns the results of a function for all draws, and its program."""
     leaves, treedef = jax.tree.flatten(case.params)
     others, other_treedef = jax.tree.flatten(case.batch)
 
-    # Of leaves, as `trace` puts what is no array into trees of its arguments.
-    def of_leaves(leaves: Any, others: Any) -> Made:
+    # Takes leaves, as `trace` puts objects that are no arrays into trees of its arguments.
+    def of_leaves(leaves: Any, others: Any) -> Result:
         return fun(treedef.unflatten(leaves), other_treedef.unflatten(others))
 
     traced = jax.jit(of_leaves).trace(leaves, others)
     compiled = traced.lower().compile()
-    draws = [_move(leaves, draw) for draw in range(DRAWS)]
-    return [jax.device_get(compiled(moved, others)) for moved in draws], traced.jaxpr
+    results = []
+    for draw in range(DRAWS):
+        results.append(jax.device_get(compiled(_move(leaves, draw), others)))
+    return results, traced.jaxpr
 
 
 def _move(leaves: Sequence[Any], draw: int) -> list[Any]:
-    """Returns the parameters, and for another number than 0 some that are close to them."""
+    """Returns the parameters for draw 0, and others that are close to them for later draws."""
     rng = np.random.default_rng(draw)
-    factors = [
-        1 + APART * rng.standard_normal(leaf.shape) * (draw > 0) for leaf in leaves
-    ]
-    pairs = zip(leaves, factors, strict=True)
-    return [leaf * jnp.asarray(factor, leaf.dtype) for leaf, factor in pairs]
+    moved = []
+    for leaf in leaves:
+        factor = 1 + APART * rng.standard_normal(leaf.shape) * (draw > 0)
+        moved.append(leaf * jnp.asarray(factor, leaf.dtype))
+    return moved
 
 
 def leaf_names(case: Case) -> list[str]:
@@ -161,51 +160,68 @@ def leaf_names(case: Case) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def errors(found: Sequence[Made], exact: Sequence[Made]) -> list[float]:
+def find_errors(results: Sequence[Result], exact: Sequence[Result]) -> list[float]:
     """Returns the error of each leaf, as the law has it, over all draws."""
     squares = []
-    for one, other in zip(found, exact, strict=True):
-        norms = [_square(leaf) for leaf in other.grads]
+    for result, exact_result in zip(results, exact, strict=True):
+        norms = [_square(leaf) for leaf in exact_result.grads]
         least = SMALLEST**2 * sum(norms)
-        differences = [
-            _square(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-            for a, b in zip(one.grads, other.grads, strict=True)
-        ]
-        pairs = zip(differences, norms, strict=True)
-        squares.append(
-            [square / max(norm, least) if square else 0.0 for square, norm in pairs]
-        )
-    return [float(root) for root in np.sqrt(np.mean(squares, axis=0))]
+        of_leaves = []
+        leaves = zip(result.grads, exact_result.grads, norms, strict=True)
+        for leaf, exact_leaf, norm in leaves:
+            difference = np.asarray(leaf, np.float64) - np.asarray(
+                exact_leaf, np.float64
+            )
+            square = _square(difference)
+            of_leaves.append(square / max(norm, least) if square else 0.0)
+        squares.append(of_leaves)
+    return np.sqrt(np.mean(squares, axis=0)).tolist()
 
 
 def _square(array: Any) -> float:
     return float(np.sum(np.abs(np.asarray(array)).astype(np.float64) ** 2))
 
 
+def _all_finite(tree: Any) -> bool:
+    return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
+
+
+def _broken_promises(results: Sequence[Result]) -> list[str]:
+    """Returns in words which checks of an entry fail, and whether a loss is not finite."""
+    wrong = []
+    for text, is_so in results[0].checks.items():
+        if not np.all(is_so):
+            wrong.append(f"not so: {text}")
+    if not _all_finite([result.loss for result in results]):
+        wrong.append("the loss is not finite")
+    return wrong
+
+
 def _compare(
-    names: Sequence[str], found: Sequence[float], reference: Sequence[float]
+    names: Sequence[str], errors: Sequence[float], reference: Sequence[float]
 ) -> Verdict:
-    wrong, ratio = [], 0.0
+    """Compares the errors of an entry with those of the reference, leaf by leaf."""
     if not np.all(np.isfinite(reference)):
         raise ValueError("the reference overflows: give the program a lower scale")
-    for name, error, beside in zip(names, found, reference, strict=True):
-        bound = max(FACTOR * beside, ROUNDING)
+    wrong = []
+    ratio = 0.0
+    for name, error, expected in zip(names, errors, reference, strict=True):
+        bound = max(FACTOR * expected, ROUNDING)
         ratio = max(ratio, FACTOR * error / bound if np.isfinite(error) else np.inf)
         if not error <= bound:  # also where it is NaN
             wrong.append(
-                f"{name}: error {error:.2g}, that of the reference is {beside:.2g}"
+                f"{name}: error {error:.2g}, that of the reference is {expected:.2g}"
             )
     return Verdict(wrong, ratio)
 
 
 def _ask_doctor(row: corpus.Row) -> Verdict:
-    """Returns what the command says of a program in float16, if it finds anything."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = command(
-            ["doctor", "--quick", "--autocast", "float16", target_of(row.name)]
-        )
+    """Returns what the command says about a program in float16, if it finds anything."""
+    arguments = ["doctor", "--quick", "--autocast", "float16", target_of(row.name)]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        status = command(arguments)
     if status == 0:
         return Verdict([])
-    lines = [line for line in said.getvalue().splitlines() if line.strip()]
+    lines = [line for line in printed.getvalue().splitlines() if line.strip()]
     return Verdict([f"status {status}: {' '.join(lines)[-600:]}"])

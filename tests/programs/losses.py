@@ -11,10 +11,10 @@ from corpus import (
     accuracy,
     apply_dense,
     confident_head,
-    dense,
     integers,
     normal,
     program,
+    two_layers,
 )
 from optax import losses
 
@@ -31,12 +31,13 @@ def behind_layers(
     loss_of: Callable[[Any, Any], Any], targets: Any, outputs: int
 ) -> Program:
     """Returns a program with a loss of the outputs of two layers, and of targets."""
-    params = {"hidden": dense(8, 24, seed=1), "head": dense(24, outputs, seed=2)}
+    params = two_layers(8, 24, outputs)
 
     def loss(params, batch):
         x, targets = batch
         hidden = jnp.tanh(apply_dense(params["hidden"], x))
-        return jnp.mean(loss_of(apply_dense(params["head"], hidden), targets)), {}
+        outputs = apply_dense(params["head"], hidden)
+        return jnp.mean(loss_of(outputs, targets)), {}
 
     return Program(loss, params, (normal(ROWS, 8, seed=3), targets))
 
@@ -45,8 +46,9 @@ def confident(
     loss_of: Callable[[Any, Any], Any], margin: float, is_one_hot: bool
 ) -> Program:
     """Returns a classifier that is sure of its labels."""
-    params = {"hidden": dense(8, 24, seed=1), "head": dense(24, 6, seed=2)}
-    x, labels = normal(ROWS, 8, seed=3), integers(6, ROWS, seed=4)
+    params = two_layers(8, 24, 6)
+    x = normal(ROWS, 8, seed=3)
+    labels = integers(6, ROWS, seed=4)
 
     def features(params, x):
         return jnp.tanh(apply_dense(params["hidden"], x))
@@ -56,7 +58,9 @@ def confident(
     def loss(params, batch):
         x, labels = batch
         logits = apply_dense(params["head"], features(params, x))
-        wanted = jax.nn.one_hot(labels, 6) if is_one_hot else labels
+        wanted = labels
+        if is_one_hot:
+            wanted = jax.nn.one_hot(labels, 6)
         return jnp.mean(loss_of(logits, wanted)), {"accuracy": accuracy(logits, labels)}
 
     return Program(loss, params, (x, labels))
@@ -133,7 +137,8 @@ def poly_loss_cross_entropy():
 @program("jax")
 def smooth_labels():
     def loss(logits, labels):
-        return losses.softmax_cross_entropy(logits, losses.smooth_labels(labels, 0.1))
+        smooth = losses.smooth_labels(labels, 0.1)
+        return losses.softmax_cross_entropy(logits, smooth)
 
     return confident(loss, 7.0, is_one_hot=True)
 
@@ -262,8 +267,9 @@ def ranking_softmax_loss():
 def ctc_loss():
     def loss(outputs, labels):
         logits = outputs.reshape(2, ROWS // 2, 5)
-        paddings = jnp.zeros(labels.shape)
-        return losses.ctc_loss(logits, jnp.zeros(logits.shape[:2]), labels, paddings)
+        label_paddings = jnp.zeros(labels.shape)
+        paddings = jnp.zeros(logits.shape[:2])
+        return losses.ctc_loss(logits, paddings, labels, label_paddings)
 
     return behind_layers(loss, integers(4, 2, 3, seed=10) + 1, 5)
 
@@ -273,14 +279,18 @@ if hasattr(losses, "dice_loss"):
     @program("jax")
     def dice_loss():
         def loss(logits, labels):
-            return losses.dice_loss(logits.reshape(2, -1, 4), labels.reshape(2, -1, 4))
+            logits = logits.reshape(2, -1, 4)
+            labels = labels.reshape(2, -1, 4)
+            return losses.dice_loss(logits, labels)
 
         return behind_layers(loss, binary_labels(4), 4)
 
     @program("jax")
     def binary_dice_loss():
         def loss(logits, labels):
-            return losses.binary_dice_loss(logits.reshape(2, -1), labels.reshape(2, -1))
+            logits = logits.reshape(2, -1)
+            labels = labels.reshape(2, -1)
+            return losses.binary_dice_loss(logits, labels)
 
         return behind_layers(loss, binary_labels(4), 4)
 

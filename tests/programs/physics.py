@@ -1,4 +1,4 @@
-"""Physics and what is given by an equation: derivatives, solvers, fixed points, integrators."""
+"""Physics and equations: derivatives, solvers, fixed points, integrators."""
 
 import dataclasses
 import functools
@@ -7,7 +7,15 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from corpus import Program, apply_dense, dense, normal, program, weight
+from corpus import (
+    Program,
+    apply_dense,
+    dense,
+    mean_squared_error,
+    normal,
+    program,
+    weight,
+)
 from flax import nnx
 from jax.experimental.ode import odeint
 
@@ -15,8 +23,11 @@ from jax.experimental.ode import odeint
 @program("jax")
 def informed_network():
     """A network that solves the heat equation: derivatives of it in the loss, by `jax.grad`."""
-    params = {"first": dense(2, 24, seed=1), "second": dense(24, 24, seed=2)}
-    params["out"] = dense(24, 1, seed=3)
+    params = {
+        "first": dense(2, 24, seed=1),
+        "second": dense(24, 24, seed=2),
+        "out": dense(24, 1, seed=3),
+    }
 
     def solution(params, t, x):
         hidden = jnp.tanh(apply_dense(params["first"], jnp.stack([t, x])))
@@ -32,7 +43,9 @@ def informed_network():
         t, x = points.T
         inside = jax.vmap(residual, in_axes=(None, 0, 0))(params, t, x)
         start = jax.vmap(solution, in_axes=(None, None, 0))(params, 0.0, x)
-        return jnp.mean(inside**2) + jnp.mean((start - jnp.sin(3 * x)) ** 2), {}
+        error = jnp.mean(inside**2)
+        start_error = start - jnp.sin(3 * x)
+        return error + jnp.mean(start_error**2), {}
 
     return Program(loss, params, normal(16, 2, seed=4))
 
@@ -47,7 +60,8 @@ def laplacian_by_hessian():
             return jnp.trace(jax.hessian(model)(x))
 
         wanted = jnp.sin(points).sum(-1)
-        return jnp.mean((jax.vmap(laplacian)(points) - wanted) ** 2), {}
+        error = jax.vmap(laplacian)(points) - wanted
+        return jnp.mean(error**2), {}
 
     return Program(loss, model, normal(8, 2, seed=1))
 
@@ -59,7 +73,8 @@ def neural_ode():
     times = jnp.linspace(0.0, 1.0, 4)
 
     def field(x, t, params):
-        return apply_dense(params["out"], jnp.tanh(apply_dense(params["hidden"], x)))
+        hidden = jnp.tanh(apply_dense(params["hidden"], x))
+        return apply_dense(params["out"], hidden)
 
     def loss(params, batch):
         starts, ends = batch
@@ -109,7 +124,8 @@ def hamiltonian_network():
         return jnp.sum(p**2) / 2 + (hidden @ params["out"])[0]
 
     def roll_out(params, q, p):
-        by_q, by_p = (jax.grad(energy, argnums=i) for i in (1, 2))
+        by_q = jax.grad(energy, argnums=1)
+        by_p = jax.grad(energy, argnums=2)
 
         @jax.checkpoint
         def step(state, _):
@@ -119,12 +135,13 @@ def hamiltonian_network():
             p = p - 0.05 * by_q(params, q, p)
             return (q, p), q
 
-        return jax.lax.scan(step, (q, p), None, length=3)[1]
+        _, path = jax.lax.scan(step, (q, p), None, length=3)
+        return path
 
     def loss(params, batch):
         q, p, wanted = batch
         paths = jax.vmap(roll_out, in_axes=(None, 0, 0))(params, q, p)
-        return jnp.mean((paths - wanted) ** 2), {}
+        return mean_squared_error(paths, wanted), {}
 
     batch = normal(4, 2, seed=3), normal(4, 2, seed=4), normal(4, 3, 2, seed=5)
     return Program(loss, params, batch, integrates=True)
@@ -143,24 +160,25 @@ def fixed_point(f, params, x):
         return new, f(params, x, new), i + 1
 
     start = jnp.zeros_like(x)
-    _, found, _ = jax.lax.while_loop(
-        keep_going, step, (start + 1, f(params, x, start), 0)
-    )
-    return found
+    state = start + 1, f(params, x, start), 0
+    _, z, _ = jax.lax.while_loop(keep_going, step, state)
+    return z
 
 
 def _fixed_point_forward(f, params, x):
-    found = fixed_point(f, params, x)
-    return found, (params, x, found)
+    z = fixed_point(f, params, x)
+    return z, (params, x, z)
 
 
 def _fixed_point_backward(f, residuals, cotangent):
-    params, x, found = residuals
-    _, by_state = jax.vjp(lambda z: f(params, x, z), found)
-    solved = jax.lax.fori_loop(
-        0, 12, lambda _, u: cotangent + by_state(u)[0], cotangent
-    )
-    _, by_inputs = jax.vjp(lambda params, x: f(params, x, found), params, x)
+    params, x, z = residuals
+    _, by_state = jax.vjp(lambda z: f(params, x, z), z)
+
+    def step(_, u):
+        return cotangent + by_state(u)[0]
+
+    solved = jax.lax.fori_loop(0, 12, step, cotangent)
+    _, by_inputs = jax.vjp(lambda params, x: f(params, x, z), params, x)
     return by_inputs(solved)
 
 
@@ -170,10 +188,8 @@ fixed_point.defvjp(_fixed_point_forward, _fixed_point_backward)
 @program("jax")
 def deep_equilibrium():
     """A layer that is its own fixed point, by a while loop with a custom derivative."""
-    params = {
-        "inside": {"w": 0.3 * weight(12, 12, seed=1), "b": normal(12, seed=2, size=0.1)}
-    }
-    params["out"] = dense(12, 2, seed=3)
+    inside = {"w": 0.3 * weight(12, 12, seed=1), "b": normal(12, seed=2, size=0.1)}
+    params = {"inside": inside, "out": dense(12, 2, seed=3)}
 
     def layer(params, x, z):
         return jnp.tanh(apply_dense(params, z) + x)
@@ -181,7 +197,8 @@ def deep_equilibrium():
     def loss(params, batch):
         x, wanted = batch
         z = fixed_point(layer, params["inside"], x)
-        return jnp.mean((apply_dense(params["out"], z) - wanted) ** 2), {}
+        outputs = apply_dense(params["out"], z)
+        return mean_squared_error(outputs, wanted), {}
 
     return Program(loss, params, (normal(8, 12, seed=4), normal(8, 2, seed=5)))
 
@@ -199,7 +216,8 @@ def ridge_regression_inside():
         f = features(params, x)
         gram = f.T @ f + jnp.eye(16)
         head = jnp.linalg.solve(gram, f.T @ y)
-        return jnp.mean((features(params, new_x) @ head - new_y) ** 2), {}
+        outputs = features(params, new_x) @ head
+        return mean_squared_error(outputs, new_y), {}
 
     batch = (
         normal(24, 6, seed=2),
@@ -223,9 +241,8 @@ def neural_operator():
             real = self.param("real", nn.initializers.normal(0.2), shape)
             imaginary = self.param("imaginary", nn.initializers.normal(0.2), shape)
             spectrum = jnp.fft.rfft(x, axis=1)[:, : self.modes]
-            mixed = jnp.einsum(
-                "bki,kio->bko", spectrum, jax.lax.complex(real, imaginary)
-            )
+            kernel = jax.lax.complex(real, imaginary)
+            mixed = jnp.einsum("bki,kio->bko", spectrum, kernel)
             smooth = jnp.fft.irfft(mixed, n=x.shape[1], axis=1)
             return nn.gelu(smooth + nn.Dense(x.shape[-1])(x))
 
@@ -283,7 +300,10 @@ class Kernel:
 def gaussian_process():
     """The marginal likelihood of a Gaussian process; parameters, data and outputs are classes."""
     params = Kernel(
-        weight(3, 6, seed=1), normal(6, seed=2), jnp.array(0.5), jnp.array(-1.0)
+        features=weight(3, 6, seed=1),
+        bias=normal(6, seed=2),
+        length=jnp.array(0.5),
+        noise=jnp.array(-1.0),
     )
 
     def loss(params, data):

@@ -36,6 +36,6 @@ def two_entries(rows: dict[str, corpus.Row]) -> dict[str, tuple[str, str]]:
         names = [name for name, row in rows.items() if row.family == family]
         for i, name in enumerate(names):
             first = (2 * i + number) % len(ALL_ENTRIES)
-            second = (2 * i + number + 1) % len(ALL_ENTRIES)
+            second = (first + 1) % len(ALL_ENTRIES)
             chosen[name] = ALL_ENTRIES[first], BESIDES.get(name, ALL_ENTRIES[second])
     return chosen

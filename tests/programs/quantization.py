@@ -7,24 +7,20 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import optax
 from corpus import (
     Program,
-    accuracy,
     apply_dense,
     confident_head,
+    cross_entropy,
     dense,
     integers,
+    mean_squared_error,
     normal,
     program,
+    two_layers,
     weight,
 )
 from flax import nnx
-
-
-def cross_entropy(logits, labels):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), {"accuracy": accuracy(logits, labels)}
 
 
 @jax.custom_vjp
@@ -39,22 +35,21 @@ rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,)
 @program("jax")
 def quantization_aware():
     """Weights and activations on 8 bits, rounded with a custom derivative, labels integers."""
-    params = {"hidden": dense(12, 32, seed=1), "head": dense(32, 5, seed=2)}
+    params = two_layers(12, 32, 5)
     batch = normal(16, 12, seed=3), integers(5, 16, seed=4)
 
-    def fake(x, axis):
-        scale = (
-            jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True)) / 127
-        )
+    def quantize(x, axis):
+        largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+        scale = jax.lax.stop_gradient(largest) / 127
         return rounded(x / scale) * scale
 
-    def layer(layer, x):
-        return fake(x, -1) @ fake(layer["w"], 0) + layer["b"]
+    def apply_layer(layer, x):
+        return quantize(x, -1) @ quantize(layer["w"], 0) + layer["b"]
 
     def loss(params, batch):
         x, labels = batch
-        hidden = jax.nn.relu(layer(params["hidden"], x))
-        return cross_entropy(layer(params["head"], hidden), labels)
+        hidden = jax.nn.relu(apply_layer(params["hidden"], x))
+        return cross_entropy(apply_layer(params["head"], hidden), labels)
 
     return Program(loss, params, batch)
 
@@ -66,7 +61,8 @@ def sign(x):
 
 @sign.defjvp
 def _sign_jvp(primals, tangents):
-    (x,), (dx,) = primals, tangents
+    (x,) = primals
+    (dx,) = tangents
     return sign(x), jnp.where(jnp.abs(x) <= 1, dx, 0.0)
 
 
@@ -86,11 +82,14 @@ def binary_network():
     class Network(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.BatchNorm(use_running_average=False)(BinaryDense(32)(x))
-            return nn.Dense(4)(BinaryDense(32)(sign(x)))
+            x = BinaryDense(32)(x)
+            x = nn.BatchNorm(use_running_average=False)(x)
+            x = BinaryDense(32)(sign(x))
+            return nn.Dense(4)(x)
 
     model = Network()
-    x, labels = normal(16, 12, seed=1), integers(4, 16, seed=2)
+    x = normal(16, 12, seed=1)
+    labels = integers(4, 16, seed=2)
     variables = model.init(jax.random.key(0), x)
 
     def loss(params, stats, batch):
@@ -108,20 +107,26 @@ def binary_network():
 @program("jax")
 def learned_step_size():
     """LSQ: the step of a quantizer is a parameter with a gradient of its own."""
-    params = {"hidden": dense(12, 24, seed=1), "head": dense(24, 3, seed=2)}
-    params["steps"] = jnp.array([0.05, 0.04])
+    params = {
+        "hidden": dense(12, 24, seed=1),
+        "head": dense(24, 3, seed=2),
+        "steps": jnp.array([0.05, 0.04]),
+    }
 
-    def quantized(x, step):
+    def quantize(x, step):
         levels = jnp.clip(x / step, -8, 7)
         levels = levels + jax.lax.stop_gradient(jnp.round(levels) - levels)
         return levels * step
 
     def loss(params, batch):
         x, wanted = batch
-        hidden, head = params["hidden"], params["head"]
-        x = jax.nn.gelu(x @ quantized(hidden["w"], params["steps"][0]) + hidden["b"])
-        outputs = x @ quantized(head["w"], params["steps"][1]) + head["b"]
-        return jnp.mean((outputs - wanted) ** 2), {}
+        layer = params["hidden"]
+        w = quantize(layer["w"], params["steps"][0])
+        hidden = jax.nn.gelu(x @ w + layer["b"])
+        layer = params["head"]
+        w = quantize(layer["w"], params["steps"][1])
+        outputs = hidden @ w + layer["b"]
+        return mean_squared_error(outputs, wanted), {}
 
     return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))
 
@@ -132,14 +137,13 @@ def integer_weights_with_adapter():
     base = jnp.clip(jnp.round(weight(16, 16, seed=1) * 100), -127, 127).astype(jnp.int8)
     scales = jnp.full((16,), 0.01)
     params = {"down": weight(16, 4, seed=2), "up": 0.1 * normal(4, 16, seed=3)}
-    x, labels = normal(12, 16, seed=4), integers(6, 12, seed=5)
+    x = normal(12, 16, seed=4)
+    labels = integers(6, 12, seed=5)
 
     def features(params, x, base):
-        y = (
-            x @ (base.astype(jnp.float32) * scales)
-            + 2.0 * (x @ params["down"]) @ params["up"]
-        )
-        return x + jax.nn.silu(y)
+        frozen = x @ (base.astype(jnp.float32) * scales)
+        adapted = 2.0 * (x @ params["down"]) @ params["up"]
+        return x + jax.nn.silu(frozen + adapted)
 
     head = confident_head(features(params, x, base), labels, 6, margin=10.0)
 
@@ -201,11 +205,9 @@ def adapter_on_frozen_attention():
 
     keys = jax.random.split(jax.random.key(0), 4)
     attention = eqx.nn.MultiheadAttention(2, 16, key=keys[0])
-    adapted = tuple(
-        Adapter(each, key)
-        for each, key in zip(
-            (attention.query_proj, attention.value_proj), keys[1:3], strict=True
-        )
+    adapted = (
+        Adapter(attention.query_proj, keys[1]),
+        Adapter(attention.value_proj, keys[2]),
     )
     attention = eqx.tree_at(lambda a: (a.query_proj, a.value_proj), attention, adapted)
     model = Network(attention, eqx.nn.Linear(16, 4, key=keys[3]))
@@ -219,19 +221,18 @@ def adapter_on_frozen_attention():
 
 @program("haiku")
 def prefix_tuning():
-    """Only a prefix of keys and values is trained, of a frozen attention layer of Haiku."""
+    """Only a prefix of keys and values is trained; the attention layer of Haiku is frozen."""
 
     def network(x, prefix):
-        memory = jnp.concatenate(
-            [jnp.broadcast_to(prefix, (len(x), *prefix.shape)), x], axis=1
-        )
-        y = hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0))(
-            x, memory, memory
-        )
+        prefixes = jnp.broadcast_to(prefix, (len(x), *prefix.shape))
+        memory = jnp.concatenate([prefixes, x], axis=1)
+        w_init = hk.initializers.VarianceScaling(1.0)
+        y = hk.MultiHeadAttention(2, 8, w_init=w_init)(x, memory, memory)
         return hk.Linear(4)(jax.nn.relu(x + y).mean(1))
 
     model = hk.without_apply_rng(hk.transform(network))
-    x, prefix = normal(6, 5, 16, seed=1), normal(3, 16, seed=2)
+    x = normal(6, 5, 16, seed=1)
+    prefix = normal(3, 16, seed=2)
     frozen = model.init(jax.random.key(0), x, prefix)
 
     def loss(params, batch):
@@ -263,12 +264,13 @@ compressed_product.defvjp(_compressed_forward, _compressed_backward)
 @program("jax")
 def compressed_activations():
     """A layer with a backward rule of its own, in which there are more products."""
-    params = {"hidden": dense(12, 24, seed=1), "head": dense(24, 3, seed=2)}
+    params = two_layers(12, 24, 3)
 
     def loss(params, batch):
         x, wanted = batch
-        hidden = compressed_product(x, params["hidden"]["w"], 8) + params["hidden"]["b"]
+        layer = params["hidden"]
+        hidden = compressed_product(x, layer["w"], 8) + layer["b"]
         outputs = apply_dense(params["head"], jax.nn.tanh(hidden))
-        return jnp.mean((outputs - wanted) ** 2), {}
+        return mean_squared_error(outputs, wanted), {}
 
     return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))

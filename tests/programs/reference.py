@@ -37,9 +37,19 @@ ALGORITHMS = (
     "/jax/_src/lax/linalg.py",
     "/jax/_src/third_party/scipy/",
 )
-# What is a product by its name, though it stands in one of these files.
-ASKED_FOR = {"matmul", "multi_dot", "vecdot", "tensordot", "outer"}
-ASKED_FOR |= {"convolve", "convolve2d", "correlate", "correlate2d", "_convolve_nd"}
+# Functions in these files whose product a user asks for by name.
+ASKED_FOR = {
+    "matmul",
+    "multi_dot",
+    "vecdot",
+    "tensordot",
+    "outer",
+    "convolve",
+    "convolve2d",
+    "correlate",
+    "correlate2d",
+    "_convolve_nd",
+}
 
 
 @contextlib.contextmanager
@@ -48,65 +58,74 @@ def half_products(dtype: Any, half_carries: bool = False) -> Iterator[None]:
 
     With `half_carries`, what a `scan` carries from product to product is rounded with every turn.
     """
-    found = [
+    products = [
         getattr(primitives, name) for name in PRODUCTS if hasattr(primitives, name)
     ]
     scan = jax.lax.scan
-    # of functions of JAX that were traced before, such as `jnp.matmul`
+    # Functions of JAX may be traced already, such as `jnp.matmul`.
     jax.clear_caches()
-    for primitive in found:
-        primitive.bind = _half_bind(primitive, primitive.bind, jnp.dtype(dtype))
+    for primitive in products:
+        primitive.bind = _half_bind(primitive.bind, jnp.dtype(dtype))
     if half_carries:
         jax.lax.scan = _rounding_scan(scan, dtype)
     try:
         yield
     finally:
         jax.lax.scan = scan
-        for primitive in found:
-            del primitive.bind  # what remains is the method of its class
+        for primitive in products:
+            del primitive.bind  # which leaves the method of its class
         jax.clear_caches()
 
 
-def _half_bind(primitive: Any, bind: Any, dtype: Any) -> Any:
+def _half_bind(bind: Any, dtype: Any) -> Any:
+    """Returns a `bind` that rounds the operands and the result of a product of matrices."""
+
+    def round_operand(x: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return jax.lax.convert_element_type(x, dtype)
+        return x
+
     def bind_in_half(*operands: Any, **params: Any) -> Any:
-        floats = [
-            x for x in operands if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        ]
-        is_float32 = all(jnp.result_type(x) == jnp.float32 for x in floats)
-        if not (
-            is_float32 and _is_of_matrices(operands, params) and not _is_of_library()
+        if (
+            not _is_of_float32(operands)
+            or not _is_of_matrices(operands, params)
+            or _is_of_library()
         ):
             return bind(*operands, **params)
-        halves = [
-            jax.lax.convert_element_type(x, dtype) if any(x is y for y in floats) else x
-            for x in operands
-        ]
-        params["preferred_element_type"] = (
-            jnp.float32 if _is_logit_of_attention() else dtype
-        )
+        halves = [round_operand(x) for x in operands]
+        params["preferred_element_type"] = dtype
+        if _is_logit_of_attention():
+            params["preferred_element_type"] = jnp.float32
         return jax.lax.convert_element_type(bind(*halves, **params), jnp.float32)
 
     return bind_in_half
 
 
+def _is_of_float32(operands: Any) -> bool:
+    dtypes = [jnp.result_type(x) for x in operands]
+    return all(
+        dtype == jnp.float32 for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)
+    )
+
+
 def _is_of_matrices(operands: Any, params: Any) -> bool:
     """Returns whether a product sums over something, and has a row or a column left.
 
-    What is no more than a dot of vectors, or of many pairs of vectors, PyTorch too has as sums.
+    Dots of vectors, one or many, are sums in PyTorch as well.
     """
-    if "dimension_numbers" not in params or not isinstance(
-        params["dimension_numbers"], tuple
-    ):
+    numbers = params.get("dimension_numbers")
+    is_convolution = hasattr(numbers, "lhs_spec")
+    if not isinstance(numbers, tuple) or is_convolution:
         return True
-    if hasattr(params["dimension_numbers"], "lhs_spec"):  # a convolution
-        return True
-    contracted, batched = params["dimension_numbers"]
-    summed = math.prod(operands[0].shape[i] for i in contracted[0])
+    contracted, batched = numbers
+    summed = math.prod(operands[0].shape[axis] for axis in contracted[0])
     free = 1
-    for operand, one, other in zip(operands, contracted, batched, strict=True):
-        free *= math.prod(
-            n for i, n in enumerate(operand.shape) if i not in (*one, *other)
-        )
+    for operand, contracted_axes, batch_axes in zip(
+        operands, contracted, batched, strict=True
+    ):
+        for axis, size in enumerate(operand.shape):
+            if axis not in contracted_axes and axis not in batch_axes:
+                free *= size
     return summed > 1 and free > 1
 
 
@@ -123,12 +142,11 @@ def _is_of_library() -> bool:
 
 def _is_logit_of_attention() -> bool:
     """Returns whether this is the product that attention asks for in float32 itself."""
-    return any(
-        "attention" in function
-        and "logits" not in names
-        and file.endswith("nn/functions.py")
-        for file, function, names in _frames()
-    )
+    for file, function, names in _frames():
+        is_attention = file.endswith("nn/functions.py") and "attention" in function
+        if is_attention and "logits" not in names:
+            return True
+    return False
 
 
 def _frames() -> Iterator[tuple[str, str, Any]]:
@@ -138,11 +156,7 @@ def _frames() -> Iterator[tuple[str, str, Any]]:
         file = frame.f_code.co_filename.replace("\\", "/")
         if file != __file__:
             yield file, frame.f_code.co_name, frame.f_locals
-            if (
-                "/jax/" not in file
-                and "contextlib" not in file
-                and "functools" not in file
-            ):
+            if not any(word in file for word in ("/jax/", "contextlib", "functools")):
                 return
         frame = frame.f_back
 
@@ -153,21 +167,19 @@ def _rounding_scan(scan: Any, dtype: Any) -> Any:
     ) -> Any:
         is_rounded = _leads_to_itself(f, init, xs)
 
-        def rounded(carry: Any) -> Any:
+        def round_carry(carry: Any) -> Any:
             leaves, treedef = jax.tree.flatten(carry)
-            pairs = zip(leaves, is_rounded, strict=True)
-            return treedef.unflatten(
-                leaf.astype(dtype).astype(leaf.dtype) if is_in else leaf
-                for leaf, is_in in pairs
-            )
+            for i, leaf in enumerate(leaves):
+                if is_rounded[i]:
+                    leaves[i] = leaf.astype(dtype).astype(leaf.dtype)
+            return treedef.unflatten(leaves)
 
         def body(carry: Any, x: Any) -> Any:
             carry, y = f(carry, x)
-            return rounded(carry), y
+            return round_carry(carry), y
 
-        return scan(
-            body, rounded(jax.tree.map(jnp.asarray, init)), xs, *args, **options
-        )
+        start = round_carry(jax.tree.map(jnp.asarray, init))
+        return scan(body, start, xs, *args, **options)
 
     return scan_and_round
 
@@ -177,36 +189,40 @@ def _leads_to_itself(f: Any, init: Any, xs: Any) -> list[bool]:
     x = jax.tree.map(lambda leaf: leaf[0], xs)
     program = jax.make_jaxpr(f)(init, x).jaxpr
     carries = jax.tree.leaves(init)
-    given = [
-        {(i, False)} if i < len(carries) else set() for i in range(len(program.invars))
-    ]
-    reached = _reached(program, given)
+    sources = [set() for _ in program.invars]
+    for i in range(len(carries)):
+        sources[i] = {(i, False)}
+    sources = _find_sources(program, sources)
     return [
-        jnp.result_type(leaf) == jnp.float32 and (i, True) in reached[i]
+        jnp.result_type(leaf) == jnp.float32 and (i, True) in sources[i]
         for i, leaf in enumerate(carries)
     ]
 
 
-def _reached(program: Any, given: Any) -> list[Any]:
-    """Returns for each output which inputs it is computed from, and whether by a product."""
-    known = dict(zip(program.invars, given, strict=True))
+def _find_sources(program: Any, of_inputs: Any) -> list[Any]:
+    """Returns the sources of each output, from those of the inputs.
+
+    A source is the number of a carry, and whether a product is on the way from it.
+    """
+    sources = dict(zip(program.invars, of_inputs, strict=True))
 
     def read(atom: Any) -> Any:
-        return set() if hasattr(atom, "val") else known.get(atom, set())
+        return set() if hasattr(atom, "val") else sources.get(atom, set())
 
     for eqn in program.eqns:
         inputs = [read(atom) for atom in eqn.invars]
-        inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
-        inner = [
-            p for p in inner if hasattr(p, "eqns") and len(p.invars) == len(inputs)
-        ]
+        inner = []
+        for value in eqn.params.values():
+            jaxpr = getattr(value, "jaxpr", value)
+            if hasattr(jaxpr, "eqns") and len(jaxpr.invars) == len(inputs):
+                inner.append(jaxpr)
         if len(inner) == 1 and eqn.primitive.name not in ("scan", "while"):
-            outputs = _reached(inner[0], inputs)
+            outputs = _find_sources(inner[0], inputs)
         else:
             is_product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
-            from_any = set().union(*inputs)
+            of_any = set().union(*inputs)
             if is_product or inner:
-                from_any = {(i, True) for i, _ in from_any}
-            outputs = [from_any] * len(eqn.outvars)
-        known |= zip(eqn.outvars, outputs, strict=False)
+                of_any = {(i, True) for i, _ in of_any}
+            outputs = [of_any] * len(eqn.outvars)
+        sources |= zip(eqn.outvars, outputs, strict=False)
     return [read(atom) for atom in program.outvars]

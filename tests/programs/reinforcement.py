@@ -12,11 +12,13 @@ from corpus import (
     Program,
     apply_dense,
     confident_head,
+    cross_entropy,
     dense,
     integers,
     nnx_list,
     normal,
     program,
+    two_layers,
     weight,
 )
 from flax import nnx
@@ -25,7 +27,7 @@ from flax import nnx
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Transitions:
-    """What a replay buffer gives. It looks at its shapes, as many such classes do."""
+    """A batch from a replay buffer. It checks its shapes, as many such classes do."""
 
     observations: jax.Array
     actions: jax.Array
@@ -40,7 +42,7 @@ class Transitions:
             raise ValueError("an action and a reward for each transition")
 
 
-def transitions(seed, actions):
+def make_transitions(seed, actions):
     return Transitions(
         observations=normal(16, 6, seed=seed),
         actions=integers(actions, 16, seed=seed),
@@ -63,52 +65,49 @@ class Values:
             raise ValueError("layers that do not fit")
 
     def __call__(self, x):
-        return apply_dense(self.head, jax.nn.relu(apply_dense(self.hidden, x)))
+        hidden = jax.nn.relu(apply_dense(self.hidden, x))
+        return apply_dense(self.head, hidden)
 
 
 @program("jax")
 def deep_q_learning():
-    """DQN: the value of the action that was taken, by `take_along_axis`; everything a class."""
+    """DQN: the value of the action that was taken, by `take_along_axis`. All trees are classes."""
     params = Values(dense(6, 32, seed=1), dense(32, 4, seed=2))
     target = Values(dense(6, 32, seed=3), dense(32, 4, seed=4))
 
     def loss(params, target, batch):
-        taken = jnp.take_along_axis(
-            params(batch.observations), batch.actions[:, None], axis=-1
-        )
+        values = params(batch.observations)
+        taken = jnp.take_along_axis(values, batch.actions[:, None], axis=-1)
         after = jnp.max(target(batch.next_observations), axis=-1)
         wanted = batch.rewards + 0.99 * after * (1.0 - batch.done)
         error = optax.huber_loss(taken[:, 0], jax.lax.stop_gradient(wanted))
         return error.mean(), (target, {"value": taken.mean()})
 
-    return Program(loss, params, transitions(5, 4), state=target)
+    return Program(loss, params, make_transitions(5, 4), state=target)
 
 
 @program("jax")
 def categorical_q_learning():
-    """C51: a distribution of returns, the labels of its bins sure, the head with a bias."""
+    """C51: a distribution of returns, sure of the labels of its bins, with a biased head."""
     atoms = 9
-    params = {"hidden": dense(6, 32, seed=1), "head": dense(32, 2 * atoms, seed=2)}
-    batch = transitions(6, 2)
+    params = two_layers(6, 32, 2 * atoms)
+    batch = make_transitions(6, 2)
     bins = integers(atoms, 16, seed=7)
 
     def hidden(params, x):
         return jnp.tanh(apply_dense(params["hidden"], x))
 
-    chosen = confident_head(
-        hidden(params, batch.observations),
-        bins + atoms * batch.actions,
-        2 * atoms,
-        margin=9.0,
-    )
-    params["head"]["w"] = chosen
+    features = hidden(params, batch.observations)
+    labels = bins + atoms * batch.actions
+    params["head"]["w"] = confident_head(features, labels, 2 * atoms, margin=9.0)
 
     def loss(params, batch):
         data, bins = batch
         logits = apply_dense(params["head"], hidden(params, data.observations))
         logits = logits.reshape(-1, 2, atoms)[jnp.arange(16), data.actions]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, bins)
-        value = jnp.sum(jax.nn.softmax(logits) * jnp.linspace(-1, 1, atoms), axis=-1)
+        probabilities = jax.nn.softmax(logits)
+        value = jnp.sum(probabilities * jnp.linspace(-1, 1, atoms), axis=-1)
         return losses.mean(), {"value": value.mean()}
 
     return Program(loss, params, (batch, bins))
@@ -126,28 +125,31 @@ class ActorCritic(nn.Module):
 def proximal_policy():
     """PPO with clipped ratios and values, normalized advantages and an entropy bonus."""
     model = ActorCritic()
-    observations, actions = normal(16, 6, seed=1), integers(3, 16, seed=2)
+    observations = normal(16, 6, seed=1)
     params = model.init(jax.random.key(0), observations)
 
     def loss(params, batch):
         logits, values = model.apply(params, batch["observations"])
         log_probs = jax.nn.log_softmax(logits)
-        taken = jnp.take_along_axis(log_probs, batch["actions"][:, None], axis=1)[:, 0]
+        actions = batch["actions"][:, None]
+        taken = jnp.take_along_axis(log_probs, actions, axis=1)[:, 0]
         ratio = jnp.exp(taken - batch["log_probs"])
         advantages = batch["advantages"]
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         clipped = jnp.clip(ratio, 0.8, 1.2) * advantages
         actor = -jnp.minimum(ratio * advantages, clipped).mean()
         near = batch["values"] + jnp.clip(values - batch["values"], -0.2, 0.2)
-        returns = batch["returns"]
-        critic = jnp.maximum((values - returns) ** 2, (near - returns) ** 2).mean()
+        error = (values - batch["returns"]) ** 2
+        clipped_error = (near - batch["returns"]) ** 2
+        critic = jnp.maximum(error, clipped_error).mean()
         entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1).mean()
-        aux = {"clipped": jnp.mean(jnp.abs(ratio - 1) > 0.2), "entropy": entropy}
+        is_clipped = jnp.abs(ratio - 1) > 0.2
+        aux = {"clipped": jnp.mean(is_clipped), "entropy": entropy}
         return actor + 0.5 * critic - 0.01 * entropy, aux
 
     batch = {
         "observations": observations,
-        "actions": actions,
+        "actions": integers(3, 16, seed=2),
         "log_probs": -1.1 + 0.2 * normal(16, seed=3),
         "advantages": normal(16, seed=4),
         "values": normal(16, seed=5),
@@ -162,14 +164,16 @@ def advantage_actor_critic():
 
     def network(observations, done):
         core = hk.ResetCore(hk.LSTM(16))
-        inputs = jax.nn.relu(hk.Linear(16)(observations)), done
-        hs, _ = hk.dynamic_unroll(
-            core, inputs, core.initial_state(observations.shape[1])
-        )
-        return hk.Linear(3)(hs), hk.Linear(1)(hs)[..., 0]
+        inputs = jax.nn.relu(hk.Linear(16)(observations))
+        start = core.initial_state(observations.shape[1])
+        hs, _ = hk.dynamic_unroll(core, (inputs, done), start)
+        logits = hk.Linear(3)(hs)
+        values = hk.Linear(1)(hs)[..., 0]
+        return logits, values
 
     model = hk.without_apply_rng(hk.transform(network))
-    observations, done = normal(6, 4, 5, seed=1), integers(5, 6, 4, seed=2) == 0
+    observations = normal(6, 4, 5, seed=1)
+    done = integers(5, 6, 4, seed=2) == 0
     params = model.init(jax.random.key(0), observations, done)
 
     def loss(params, batch):
@@ -194,7 +198,7 @@ def advantage_actor_critic():
 
 @program("nnx")
 def soft_actor_critic():
-    """SAC: a squashed normal policy with its log-probability, two critics of which the least."""
+    """SAC: a squashed normal policy with its log-probability, and the lower of two critics."""
 
     class MLP(nnx.Module):
         def __init__(self, inputs, outputs, rngs):
@@ -217,11 +221,13 @@ def soft_actor_critic():
         raw = mean + jnp.exp(log_std) * noise
         action = jnp.tanh(raw)
         log_prob = jax.scipy.stats.norm.logpdf(noise) - log_std
-        log_prob = jnp.sum(log_prob - jnp.log(1 - action**2 + 1e-6), axis=-1)
+        squashing = jnp.log(1 - action**2 + 1e-6)
+        log_prob = jnp.sum(log_prob - squashing, axis=-1)
         x = jnp.concatenate([observations, action], axis=-1)
         values = jnp.concatenate([critic(x) for critic in agent.critics], axis=-1)
         temperature = jnp.exp(agent.temperature[...])
-        actor = jnp.mean(jax.lax.stop_gradient(temperature) * log_prob - values.min(-1))
+        entropy_cost = jax.lax.stop_gradient(temperature) * log_prob
+        actor = jnp.mean(entropy_cost - values.min(-1))
         critic = jnp.mean((values - rewards[:, None]) ** 2)
         tuned = -jnp.mean(temperature * jax.lax.stop_gradient(log_prob - 2.0))
         return actor + critic + tuned, {"entropy": -log_prob.mean()}
@@ -235,52 +241,44 @@ def decision_transformer():
     """Returns, states and actions as one sequence of tokens; vmapped, causal, labels integers."""
 
     class Agent(eqx.Module):
-        embed: list
+        embed_return: eqx.nn.Linear
+        embed_observation: eqx.nn.Linear
         attention: eqx.nn.MultiheadAttention
         norm: eqx.nn.LayerNorm
         head: eqx.nn.Linear
 
         def __init__(self, key):
             keys = jax.random.split(key, 5)
-            self.embed = [
-                eqx.nn.Linear(1, 16, key=keys[0]),
-                eqx.nn.Linear(6, 16, key=keys[1]),
-            ]
+            self.embed_return = eqx.nn.Linear(1, 16, key=keys[0])
+            self.embed_observation = eqx.nn.Linear(6, 16, key=keys[1])
             self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[2])
             self.norm = eqx.nn.LayerNorm(16)
             self.head = eqx.nn.Linear(16, 4, key=keys[3])
 
         def __call__(self, returns, observations):
-            pairs = (
-                jax.vmap(self.embed[0])(returns[:, None]),
-                jax.vmap(self.embed[1])(observations),
-            )
-            x = jnp.stack(pairs, axis=1).reshape(-1, 16)
+            returns = jax.vmap(self.embed_return)(returns[:, None])
+            observations = jax.vmap(self.embed_observation)(observations)
+            x = jnp.stack([returns, observations], axis=1).reshape(-1, 16)
             y = jax.vmap(self.norm)(x)
-            x = x + self.attention(
-                y, y, y, mask=jnp.tril(jnp.ones((len(x), len(x)), bool))
-            )
+            mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
+            x = x + self.attention(y, y, y, mask=mask)
             return jax.vmap(self.head)(x[1::2])
 
     def loss(model, batch):
         returns, observations, actions = batch
         logits = jax.vmap(model)(returns, observations)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, actions)
-        return losses.mean(), {"accuracy": jnp.mean(logits.argmax(-1) == actions)}
+        return cross_entropy(logits, actions)
 
     batch = normal(4, 5, seed=1), normal(4, 5, 6, seed=2), integers(4, 4, 5, seed=3)
     return Program(loss, Agent(jax.random.key(0)), batch)
 
 
 def sequence_log_probs(params, tokens):
-    """The log-probability of the sequence that follows each token, by indexing."""
-    x = (
-        jnp.cumsum(params["embedding"][tokens[:, :-1]], axis=1)
-        / jnp.arange(1, 6)[:, None]
-    )
-    log_probs = jax.nn.log_softmax(
-        apply_dense(params["head"], jnp.tanh(x @ params["mix"]))
-    )
+    """Returns the log-probability of each sequence, by indexing."""
+    sums = jnp.cumsum(params["embedding"][tokens[:, :-1]], axis=1)
+    x = sums / jnp.arange(1, 6)[:, None]
+    logits = apply_dense(params["head"], jnp.tanh(x @ params["mix"]))
+    log_probs = jax.nn.log_softmax(logits)
     rows, columns = jnp.arange(4)[:, None], jnp.arange(5)[None]
     return log_probs[rows, columns, tokens[:, 1:]].sum(-1)
 
@@ -288,9 +286,9 @@ def sequence_log_probs(params, tokens):
 @program("jax")
 def direct_preferences():
     """DPO: what is chosen against what is rejected, beside a reference that is frozen."""
-    names = {"embedding": normal(10, 16, seed=1), "mix": weight(16, 16, seed=2)}
-    params = names | {"head": dense(16, 10, seed=3)}
-    frozen = names | {"head": dense(16, 10, seed=4)}
+    body = {"embedding": normal(10, 16, seed=1), "mix": weight(16, 16, seed=2)}
+    params = body | {"head": dense(16, 10, seed=3)}
+    frozen = body | {"head": dense(16, 10, seed=4)}
 
     def loss(params, batch):
         chosen, rejected, frozen = batch
@@ -309,15 +307,20 @@ def direct_preferences():
 @program("jax")
 def group_relative_policy():
     """GRPO: rewards normalized in their group, a clipped ratio, a penalty for divergence."""
-    params = {"embedding": normal(10, 16, seed=1), "mix": weight(16, 16, seed=2)}
-    params["head"] = dense(16, 10, seed=3)
+    params = {
+        "embedding": normal(10, 16, seed=1),
+        "mix": weight(16, 16, seed=2),
+        "head": dense(16, 10, seed=3),
+    }
 
     def loss(params, batch):
         tokens, rewards, old = batch
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
         log_probs = sequence_log_probs(params, tokens)
         ratio = jnp.exp((log_probs - old) / 5)
-        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+        plain_gain = ratio * advantages
+        clipped_gain = jnp.clip(ratio, 0.8, 1.2) * advantages
+        gain = jnp.minimum(plain_gain, clipped_gain)
         difference = (old - log_probs) / 5
         divergence = jnp.exp(difference) - difference - 1
         return -jnp.mean(gain - 0.04 * divergence), {"ratio": ratio.mean()}

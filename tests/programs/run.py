@@ -35,19 +35,19 @@ from plan import ALL_ENTRIES, FAST, two_entries
 
 
 def try_out(trial: Trial, entry: str) -> Verdict:
-    """Returns the verdict, or the error that was raised, as one."""
+    """Returns the verdict. An error that is raised becomes one."""
     printed = io.StringIO()  # some programs print
     try:
         with contextlib.redirect_stdout(printed):
             return trial.judge(entry)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in frames if "jaxscale" in frame.filename] or frames
-        place = f"{'/'.join(ours[-1].filename.split('/')[-2:])}:{ours[-1].lineno}"
-        first_line = (str(error).splitlines() or [""])[0][:200]
-        return Verdict(
-            [f"{type(error).__name__}: {first_line} ({place})"], float("inf")
-        )
+        ours = [frame for frame in frames if "jaxscale" in frame.filename]
+        *_, last = ours or frames
+        file = "/".join(last.filename.split("/")[-2:])
+        first_line, *_ = str(error).splitlines() or [""]
+        words = f"{type(error).__name__}: {first_line[:200]} ({file}:{last.lineno})"
+        return Verdict([words], float("inf"))
 
 
 def table(results: dict[tuple[str, str], Verdict]) -> str:
@@ -55,22 +55,28 @@ def table(results: dict[tuple[str, str], Verdict]) -> str:
     cells = collections.defaultdict(list)
     for (name, entry), verdict in results.items():
         cells[name.split(".")[0], entry].append(verdict)
-    names = [entry for entry in ALL_ENTRIES if any(key[1] == entry for key in cells)]
+    tried = {entry for _, entry in cells}
+    names = [entry for entry in ALL_ENTRIES if entry in tried]
     lines = ["| family | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for family in corpus.FAMILIES:
-        row = [family]
-        for entry in names:
-            found = cells.get((family, entry), [])
-            right = sum(not verdict.wrong for verdict in found)
-            ratios = [verdict.ratio for verdict in found if not verdict.wrong]
-            ratio = f" {max(ratios):.2f}" if any(ratios) else ""
-            row.append(f"{right}/{len(found)}{ratio}" if found else "")
-        if any(row[1:]):
-            lines.append("| " + " | ".join(row) + " |")
+        row = [summarize(cells.get((family, entry), [])) for entry in names]
+        if any(row):
+            lines.append("| " + " | ".join([family, *row]) + " |")
     return "\n".join(lines)
 
 
-def main() -> int:
+def summarize(verdicts: list[Verdict]) -> str:
+    """Returns how many programs are right, of how many, and the largest ratio of these."""
+    if not verdicts:
+        return ""
+    ratios = [verdict.ratio for verdict in verdicts if not verdict.wrong]
+    cell = f"{len(ratios)}/{len(verdicts)}"
+    if any(ratios):
+        cell += f" {max(ratios):.2f}"
+    return cell
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--all", action="store_true", help="every entry, instead of two"
@@ -94,18 +100,30 @@ def main() -> int:
     parser.add_argument(
         "--again", nargs="+", help="what is wrong in such files, and no more"
     )
-    options = parser.parse_args()
+    return parser
+
+
+def read_results(paths: list[str]) -> dict[tuple[str, str], Verdict]:
+    """Returns what `--json` wrote into some files."""
+    results = {}
+    for path in paths:
+        for key, (wrong, ratio) in json.loads(pathlib.Path(path).read_text()).items():
+            name, entry = key.split(": ")
+            results[name, entry] = Verdict(wrong, ratio)
+    return results
+
+
+def main() -> int:
+    options = make_parser().parse_args()
     if options.record:
         return record()
-    rows, results = corpus.load(), {}
-    for path in options.table or options.again or ():
-        for key, (wrong, ratio) in json.loads(pathlib.Path(path).read_text()).items():
-            results[tuple(key.split(": "))] = Verdict(wrong, ratio)
-    for name, given in choose(options, rows, results).items():
-        run_program(rows[name], given, results)
+    rows = corpus.load()
+    results = read_results(options.table or options.again or [])
+    for name, entries in choose(options, rows, results).items():
+        run_program(rows[name], entries, results)
         if options.json:
-            found = {": ".join(key): verdict for key, verdict in results.items()}
-            pathlib.Path(options.json).write_text(json.dumps(found, indent=0))
+            by_text = {": ".join(key): verdict for key, verdict in results.items()}
+            pathlib.Path(options.json).write_text(json.dumps(by_text, indent=0))
     print(table(results))
     wrong = sum(bool(verdict.wrong) for verdict in results.values())
     print(f"{len(results) - wrong} of {len(results)} are right.")
@@ -120,51 +138,56 @@ def choose(
     """Returns the entries that each program is to go through."""
     if options.table:
         return {}
+    names = []
+    for name, row in rows.items():
+        if not options.only or name in options.only or row.family in options.only:
+            names.append(name)
+    planned = two_entries(rows)
+    wrong = {key for key, verdict in results.items() if verdict.wrong}
     part, parts = map(int, options.part.split("/"))
-    names = [
-        name
-        for name, row in rows.items()
-        if not options.only or name in options.only or row.family in options.only
-    ]
-    chosen = {name: list(two_entries(rows)[name]) for name in names[part - 1 :: parts]}
-    for name in chosen:
-        if options.entries or options.all:
-            chosen[name] = options.entries or list(ALL_ENTRIES)
+    chosen = {}
+    for name in names[part - 1 :: parts]:
+        entries = list(planned[name])
+        if options.all:
+            entries = list(ALL_ENTRIES)
+        if options.entries:
+            entries = options.entries
         if options.again:
-            chosen[name] = [
-                e
-                for e in ALL_ENTRIES
-                if (name, e) in results and results[name, e].wrong
-            ]
-    return {name: given for name, given in chosen.items() if given}
+            entries = [entry for entry in ALL_ENTRIES if (name, entry) in wrong]
+        if entries:
+            chosen[name] = entries
+    return chosen
 
 
 def record() -> int:
-    rows, found = corpus.load(), {}
+    rows = corpus.load()
+    arrays = {}
     for name, entry in FAST.items():
         if entry != DOCTOR:
-            found |= Trial(rows[name]).record(entry)
-    np.savez_compressed(FILE, **found)
+            arrays |= Trial(rows[name]).record(entry)
+    np.savez_compressed(FILE, **arrays)
     print(f"wrote {FILE}: {FILE.stat().st_size} bytes")
     return 0
 
 
 def run_program(
-    row: corpus.Row, given: list[str], results: dict[tuple[str, str], Verdict]
+    row: corpus.Row, entries: list[str], results: dict[tuple[str, str], Verdict]
 ) -> None:
-    start = time.perf_counter(), time.process_time()
+    """Takes a program through some entries, and adds the verdicts to the results."""
+    start = time.perf_counter()
+    cpu_start = time.process_time()
     trial = Trial(row)
-    for entry in given:
-        verdict = results[row.name, entry] = try_out(trial, entry)
+    for entry in entries:
+        verdict = try_out(trial, entry)
+        results[row.name, entry] = verdict
         if verdict.wrong:
             print(f"{row.name}, {entry}: ratio {verdict.ratio:.3g}", flush=True)
             for line in verdict.wrong[:8]:
                 print(f"    {line}", flush=True)
-    wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-    print(
-        f"{row.name} ({row.framework}): {len(given)} entries, {wall:.1f} s, CPU {cpu:.1f} s",
-        flush=True,
-    )
+    wall = time.perf_counter() - start
+    cpu = time.process_time() - cpu_start
+    times = f"{wall:.1f} s, CPU {cpu:.1f} s"
+    print(f"{row.name} ({row.framework}): {len(entries)} entries, {times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The functions of `jax.scipy` that have a derivative, behind a layer that is trained."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,18 +8,28 @@ import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
 import jax.scipy.spatial.transform  # which `jax.scipy` does not import by itself
-from corpus import Program, apply_dense, dense, normal, program, weight
+from corpus import (
+    Program,
+    apply_dense,
+    dense,
+    normal,
+    program,
+    two_layers,
+    weight,
+)
+from jax.scipy import special
 
 
 def behind_layers(
     loss_of: Callable[[Any], Any], outputs: int = 8, rows: int = 8
 ) -> Program:
     """Returns a program with a loss of the outputs of two layers."""
-    params = {"hidden": dense(6, 24, seed=1), "head": dense(24, outputs, seed=2)}
+    params = two_layers(6, 24, outputs)
 
     def loss(params, x):
         hidden = jnp.tanh(apply_dense(params["hidden"], x))
-        return jnp.mean(loss_of(apply_dense(params["head"], hidden))), {}
+        outputs = apply_dense(params["head"], hidden)
+        return jnp.mean(loss_of(outputs)), {}
 
     return Program(loss, params, normal(rows, 6, seed=3), scale=2.0**4)
 
@@ -28,7 +39,7 @@ def positive(x: jax.Array) -> jax.Array:
 
 
 def definite(x: jax.Array) -> jax.Array:
-    """A matrix that is symmetric and positive definite, of a matrix."""
+    """Returns a symmetric and positive definite matrix, made from any matrix."""
     return x.T @ x / len(x) + jnp.eye(x.shape[-1])
 
 
@@ -36,13 +47,9 @@ def definite(x: jax.Array) -> jax.Array:
 def special_of_gamma():
     def loss(x):
         x, y = positive(x), positive(-x)
-        sums = (
-            jsp.special.gammaln(x)
-            + jsp.special.digamma(y)
-            + jsp.special.polygamma(1, x)
-        )
-        sums += jsp.special.betaln(x, y) + jsp.special.gammainc(x, 1.5)
-        return sums + jsp.special.multigammaln(x + 2.0, 2)
+        sums = special.gammaln(x) + special.digamma(y) + special.polygamma(1, x)
+        sums += special.betaln(x, y) + special.gammainc(x, 1.5)
+        return sums + special.multigammaln(x + 2.0, 2)
 
     return behind_layers(loss)
 
@@ -50,8 +57,8 @@ def special_of_gamma():
 @program("jax")
 def special_of_errors():
     def loss(x):
-        sums = jsp.special.erf(x) + jsp.special.erfc(x) + jsp.special.log_ndtr(x)
-        return sums + jsp.special.ndtri(0.9 * jsp.special.ndtr(x) + 0.05)
+        sums = special.erf(x) + special.erfc(x) + special.log_ndtr(x)
+        return sums + special.ndtri(0.9 * special.ndtr(x) + 0.05)
 
     return behind_layers(loss)
 
@@ -59,12 +66,11 @@ def special_of_errors():
 @program("jax")
 def special_of_entropies():
     def loss(x):
-        p, q = jsp.special.expit(x), jsp.special.softmax(x, axis=-1)
-        sums = jsp.special.entr(p) + jsp.special.xlogy(p, q) + jsp.special.xlog1py(p, q)
-        sums += (
-            jsp.special.rel_entr(p, q) + jsp.special.kl_div(p, q) + jsp.special.logit(p)
-        )
-        return sums.sum(-1) + jsp.special.logsumexp(x, axis=-1)
+        p = special.expit(x)
+        q = special.softmax(x, axis=-1)
+        sums = special.entr(p) + special.xlogy(p, q) + special.xlog1py(p, q)
+        sums += special.rel_entr(p, q) + special.kl_div(p, q) + special.logit(p)
+        return sums.sum(-1) + special.logsumexp(x, axis=-1)
 
     return behind_layers(loss)
 
@@ -72,14 +78,9 @@ def special_of_entropies():
 @program("jax")
 def special_of_bessel():
     def loss(x):
-        sums = (
-            jsp.special.i0(x)
-            + jsp.special.i0e(x)
-            + jsp.special.i1(x)
-            + jsp.special.i1e(x)
-        )
-        sums += jsp.special.betainc(1.5, 2.5, jax.nn.sigmoid(x))
-        return sums + jsp.special.spence(0.3 + 0.5 * jax.nn.sigmoid(x))
+        sums = special.i0(x) + special.i0e(x) + special.i1(x) + special.i1e(x)
+        sums += special.betainc(1.5, 2.5, jax.nn.sigmoid(x))
+        return sums + special.spence(0.3 + 0.5 * jax.nn.sigmoid(x))
 
     return behind_layers(loss)
 
@@ -107,12 +108,10 @@ def stats_of_positives_and_counts():
         b = positive(x[:, 4:])
         y = jnp.linspace(0.2, 0.8, 4)
         counts = jnp.arange(4)
-        densities = jsp.stats.gamma.logpdf(y, a, scale=b) + jsp.stats.beta.logpdf(
-            y, a, b
-        )
-        densities += jsp.stats.expon.logpdf(y, scale=a) + jsp.stats.pareto.logpdf(
-            y + 4.0, b
-        )
+        densities = jsp.stats.gamma.logpdf(y, a, scale=b)
+        densities = densities + jsp.stats.beta.logpdf(y, a, b)
+        exponential = jsp.stats.expon.logpdf(y, scale=a)
+        densities += exponential + jsp.stats.pareto.logpdf(y + 4.0, b)
         densities += jsp.stats.chi2.logpdf(y, a) + jsp.stats.vonmises.logpdf(y, a)
         densities += jsp.stats.poisson.logpmf(counts, a)
         return -densities - jsp.stats.nbinom.logpmf(counts, b, 0.5)
@@ -146,17 +145,15 @@ def stats_of_kernels():
 @program("jax")
 def linalg_of_solutions():
     def loss(x):
-        matrix, right = definite(x), x.T
+        matrix = definite(x)
+        right = x.T
         lower = jsp.linalg.cholesky(matrix, lower=True)
         solved = jsp.linalg.solve(matrix, right, assume_a="pos")
         solved += jsp.linalg.cho_solve((lower, True), right)
         solved += jsp.linalg.lu_solve(jsp.linalg.lu_factor(matrix), right)
         solved += jsp.linalg.solve_triangular(lower, right, lower=True)
-        return (
-            jnp.sum(solved**2)
-            + jnp.log(jsp.linalg.det(matrix))
-            + jsp.linalg.inv(matrix).sum()
-        )
+        volume = jnp.sum(solved**2) + jnp.log(jsp.linalg.det(matrix))
+        return volume + jsp.linalg.inv(matrix).sum()
 
     return behind_layers(loss, outputs=6)
 
@@ -167,12 +164,8 @@ def linalg_of_factors():
         values, _ = jsp.linalg.eigh(definite(x) + jnp.diag(jnp.arange(5.0)))
         q, r = jsp.linalg.qr(x, mode="economic")
         singular = jsp.linalg.svd(x, compute_uv=False)
-        return (
-            jnp.sum(jnp.log(values))
-            + jnp.sum(r**2)
-            + jnp.sum(singular)
-            + jnp.sum(q[0] ** 2)
-        )
+        total = jnp.sum(jnp.log(values)) + jnp.sum(r**2)
+        return total + jnp.sum(singular) + jnp.sum(q[0] ** 2)
 
     return behind_layers(loss, outputs=5)
 
@@ -194,7 +187,10 @@ def linalg_of_shapes():
     def loss(x):
         blocks = jsp.linalg.block_diag(x[:2, :2], x[2:5, 2:5])
         bands = jsp.linalg.toeplitz(x[0])
-        return jnp.sum((blocks @ bands[:5, :3]) ** 2) + jnp.sum((bands @ x.T) ** 2)
+        product = blocks @ bands[:5, :3]
+        total = jnp.sum(product**2)
+        product = bands @ x.T
+        return total + jnp.sum(product**2)
 
     return behind_layers(loss)
 
@@ -204,10 +200,10 @@ def signal_of_filters():
     """Learned filters over signals, by convolutions that are asked for by name."""
 
     def loss(x):
-        filters, noise = x[:3, :5], normal(3, 20, seed=9)
-        filtered = jax.vmap(lambda a, b: jsp.signal.convolve(a, b, mode="same"))(
-            noise, filters
-        )
+        filters = x[:3, :5]
+        noise = normal(3, 20, seed=9)
+        convolve = functools.partial(jsp.signal.convolve, mode="same")
+        filtered = jax.vmap(convolve)(noise, filters)
         image = jsp.signal.convolve2d(normal(6, 6, seed=10), x[3:6, :3], mode="valid")
         lags = jsp.signal.correlate(filtered[0], x[6], mode="valid")
         return jnp.mean(filtered**2) + jnp.mean(jnp.abs(image)) + jnp.mean(lags**2)
@@ -219,12 +215,12 @@ def signal_of_filters():
 def signal_of_spectra():
     def loss(x):
         waves = x.reshape(2, -1)
-        _, _, found = jsp.signal.stft(waves, nperseg=8)
+        _, _, spectra = jsp.signal.stft(waves, nperseg=8)
         _, power = jsp.signal.welch(waves, nperseg=8)
-        quick = jsp.signal.fftconvolve(waves[0], x[0])
+        convolved = jsp.signal.fftconvolve(waves[0], x[0])
         steady = jsp.signal.detrend(waves)
-        powers = jnp.mean(jnp.abs(found) ** 2) + jnp.mean(jnp.log(power + 0.1))
-        return powers + jnp.mean(quick**2) + jnp.mean(steady**2)
+        powers = jnp.mean(jnp.abs(spectra) ** 2) + jnp.mean(jnp.log(power + 0.1))
+        return powers + jnp.mean(convolved**2) + jnp.mean(steady**2)
 
     return behind_layers(loss)
 
@@ -247,10 +243,12 @@ def warped_images():
     def loss(x):
         places = 3.5 + 2.0 * jnp.tanh(x)
         rows, columns = places[:, :4], places[:, 4:]
-        seen = jsp.ndimage.map_coordinates(image, [rows, columns], order=1)
+        pixels = jsp.ndimage.map_coordinates(image, [rows, columns], order=1)
         grid = (jnp.arange(8.0), jnp.arange(8.0))
-        lookup = jsp.interpolate.RegularGridInterpolator(grid, image, method="linear")
-        return seen**2 + lookup(jnp.stack([rows, columns], axis=-1))
+        interpolate = jsp.interpolate.RegularGridInterpolator(
+            grid, image, method="linear"
+        )
+        return pixels**2 + interpolate(jnp.stack([rows, columns], axis=-1))
 
     return behind_layers(loss)
 
@@ -268,9 +266,14 @@ def solution_by_conjugate_gradients():
     """`sparse.linalg.cg` with a product of the user, and its implicit derivative."""
 
     def loss(x):
-        matrix, right = definite(x), normal(6, seed=12)
-        solved, _ = jsp.sparse.linalg.cg(lambda v: matrix @ v, right, maxiter=12)
-        other, _ = jsp.sparse.linalg.bicgstab(lambda v: matrix @ v, right, maxiter=12)
+        matrix = definite(x)
+        right = normal(6, seed=12)
+
+        def multiply(v):
+            return matrix @ v
+
+        solved, _ = jsp.sparse.linalg.cg(multiply, right, maxiter=12)
+        other, _ = jsp.sparse.linalg.bicgstab(multiply, right, maxiter=12)
         return jnp.sum(solved**2) + jnp.sum(other**2)
 
     return behind_layers(loss, outputs=6)

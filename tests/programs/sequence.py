@@ -13,19 +13,15 @@ from corpus import (
     accuracy,
     apply_dense,
     confident_head,
+    cross_entropy,
     dense,
     integers,
+    mean_squared_error,
     normal,
     program,
     weight,
 )
 from flax import nnx
-
-
-def cross_entropy(logits, labels):
-    """The mean over tokens, and how many are right."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), {"accuracy": accuracy(logits, labels)}
 
 
 def rms_norm(x, scale):
@@ -38,8 +34,14 @@ def layer_norm(x, scale, bias):
     return (x - mean) / jnp.sqrt(variance + 1e-5) * scale + bias
 
 
+def split_heads(qkv, heads):
+    """Returns queries, keys and values by head, from one array that has them side by side."""
+    arrays = jnp.split(qkv, 3, axis=-1)
+    return [x.reshape(*x.shape[:-1], heads, -1) for x in arrays]
+
+
 def causal_attention(q, k, v):
-    """Attention of arrays [tokens, heads, features], with a mask of -1e9."""
+    """Returns the attention of arrays [tokens, heads, features], with a mask of -1e9."""
     logits = jnp.einsum("qhd,khd->hqk", q, k) / jnp.sqrt(q.shape[-1])
     mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1)
@@ -50,31 +52,31 @@ def causal_attention(q, k, v):
 def gpt2():
     """GPT-2: learned positions, biases everywhere but in the head, layers unrolled."""
     width, heads, vocabulary = 32, 2, 16
-    layers = [
-        {
+
+    def init_layer(seed):
+        return {
             "norm1": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
-            "qkv": dense(width, 3 * width, seed=10 * i),
-            "out": dense(width, width, seed=10 * i + 1),
+            "qkv": dense(width, 3 * width, seed=seed),
+            "out": dense(width, width, seed=seed + 1),
             "norm2": {"scale": jnp.ones(width), "bias": jnp.zeros(width)},
-            "up": dense(width, 64, seed=10 * i + 2),
-            "down": dense(64, width, seed=10 * i + 3),
+            "up": dense(width, 64, seed=seed + 2),
+            "down": dense(64, width, seed=seed + 3),
         }
-        for i in range(2)
-    ]
+
     params = {
         "embedding": normal(vocabulary, width, seed=90),
         "positions": normal(8, width, seed=91),
-        "layers": layers,
+        "layers": [init_layer(seed) for seed in (0, 10)],
     }
     tokens = integers(vocabulary, 2, 9)
 
     def block(layer, x):
-        q, k, v = jnp.split(
-            apply_dense(layer["qkv"], layer_norm(x, **layer["norm1"])), 3, axis=-1
-        )
-        q, k, v = (each.reshape(-1, heads, width // heads) for each in (q, k, v))
-        x = x + apply_dense(layer["out"], causal_attention(q, k, v).reshape(-1, width))
-        y = jax.nn.gelu(apply_dense(layer["up"], layer_norm(x, **layer["norm2"])))
+        y = layer_norm(x, **layer["norm1"])
+        q, k, v = split_heads(apply_dense(layer["qkv"], y), heads)
+        y = causal_attention(q, k, v).reshape(-1, width)
+        x = x + apply_dense(layer["out"], y)
+        y = layer_norm(x, **layer["norm2"])
+        y = jax.nn.gelu(apply_dense(layer["up"], y))
         return x + apply_dense(layer["down"], y)
 
     def features(params, tokens):
@@ -99,13 +101,21 @@ def gpt2():
 def llama():
     """Llama: rotary positions, RMS norms, gated layers; scanned, with `jax.checkpoint`."""
     width, heads, vocabulary, depth = 32, 2, 16, 2
-    shapes = {"q": (32, 32), "k": (32, 32), "v": (32, 32), "o": (32, 32)}
-    shapes |= {"gate": (32, 48), "up": (32, 48), "down": (48, 32)}
+
+    def init_weights(rows, columns, seed):
+        return jnp.stack([weight(rows, columns, seed + 20 * i) for i in range(depth)])
+
     layers = {
-        name: jnp.stack([weight(*shape, seed=20 * i + j) for i in range(depth)])
-        for j, (name, shape) in enumerate(shapes.items())
+        "q": init_weights(width, width, 0),
+        "k": init_weights(width, width, 1),
+        "v": init_weights(width, width, 2),
+        "o": init_weights(width, width, 3),
+        "gate": init_weights(width, 48, 4),
+        "up": init_weights(width, 48, 5),
+        "down": init_weights(48, width, 6),
+        "norm1": jnp.ones((depth, width)),
+        "norm2": jnp.ones((depth, width)),
     }
-    layers |= {"norm1": jnp.ones((depth, width)), "norm2": jnp.ones((depth, width))}
     params = {"embedding": normal(vocabulary, width, seed=5), "layers": layers}
     tokens = integers(vocabulary, 2, 9, seed=1)
 
@@ -114,22 +124,18 @@ def llama():
         angles = jnp.arange(len(x))[:, None] * 100.0 ** (-jnp.arange(half) / half)
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         a, b = x[..., :half], x[..., half:]
-        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        rotated = [a * cos - b * sin, a * sin + b * cos]
+        return jnp.concatenate(rotated, axis=-1)
 
     @jax.checkpoint
     def block(x, layer):
         y = rms_norm(x, layer["norm1"])
-        q, k, v = (
-            (y @ layer[name]).reshape(-1, heads, width // heads) for name in "qkv"
-        )
-        x = (
-            x
-            + causal_attention(rotate(q), rotate(k), v).reshape(-1, width) @ layer["o"]
-        )
+        q, k, v = [(y @ layer[name]).reshape(-1, heads, 16) for name in "qkv"]
+        y = causal_attention(rotate(q), rotate(k), v).reshape(-1, width)
+        x = x + y @ layer["o"]
         y = rms_norm(x, layer["norm2"])
-        return x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer[
-            "down"
-        ], None
+        y = jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])
+        return x + y @ layer["down"], None
 
     def features(params, tokens):
         x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
@@ -150,7 +156,8 @@ class Layer(nn.Module):
     def __call__(self, x, mask):
         y = nn.LayerNorm()(x)
         x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, mask=mask)
-        y = nn.gelu(nn.Dense(64)(nn.LayerNorm()(x)))
+        y = nn.LayerNorm()(x)
+        y = nn.gelu(nn.Dense(64)(y))
         return x + nn.Dense(32)(y), None
 
 
@@ -209,7 +216,8 @@ class MaskedLanguageModel(nnx.Module):
 def bert():
     """A masked language model of NNX: padding masks, and a loss over the masked tokens alone."""
     model = MaskedLanguageModel(nnx.Rngs(1))
-    tokens, present = integers(16, 2, 8, seed=3), jnp.arange(8) < jnp.array([[8], [6]])
+    tokens = integers(16, 2, 8, seed=3)
+    present = jnp.arange(8) < jnp.array([[8], [6]])
     chosen = (integers(3, 2, 8, seed=4) == 0) & present
     inputs = jnp.where(chosen, 0, tokens)
     mask = present[:, None, None, :] & present[:, None, :, None]
@@ -246,11 +254,13 @@ class Tagger(eqx.Module):
                 h = cell(x, h)
                 return h, h
 
-            return jax.lax.scan(turn, jnp.zeros(16), xs, reverse=reverse)[1]
+            _, hs = jax.lax.scan(turn, jnp.zeros(16), xs, reverse=reverse)
+            return hs
 
         xs = jax.vmap(self.embedding)(tokens)
-        both = run(self.forward, xs, False), run(self.backward, xs, True)
-        return jnp.concatenate(both, axis=-1)
+        forward = run(self.forward, xs, reverse=False)
+        backward = run(self.backward, xs, reverse=True)
+        return jnp.concatenate([forward, backward], axis=-1)
 
     def __call__(self, tokens):
         return jax.vmap(self.head)(self.features(tokens))
@@ -260,8 +270,10 @@ class Tagger(eqx.Module):
 def bigru():
     """A tagger of two GRUs, one of them from the end, with a biased head."""
     model = Tagger(jax.random.key(2))
-    tokens, tags = integers(16, 4, 6, seed=5), integers(6, 4, 6, seed=6)
-    matrix = confident_head(jax.vmap(model.features)(tokens), tags, 6, margin=7.0)
+    tokens = integers(16, 4, 6, seed=5)
+    tags = integers(6, 4, 6, seed=6)
+    features = jax.vmap(model.features)(tokens)
+    matrix = confident_head(features, tags, 6, margin=7.0)
     model = eqx.tree_at(lambda m: m.head.weight, model, matrix.T)
 
     def loss(model, batch):
@@ -279,7 +291,8 @@ def character_lstm():
         core = hk.LSTM(24)
         xs = jax.nn.one_hot(tokens[:, :-1], 12).swapaxes(0, 1)
         hs, _ = hk.dynamic_unroll(core, xs, core.initial_state(len(tokens)))
-        return hk.Linear(12)(jax.nn.relu(hk.Linear(24)(hs))).swapaxes(0, 1)
+        logits = hk.Linear(12)(jax.nn.relu(hk.Linear(24)(hs)))
+        return logits.swapaxes(0, 1)
 
     model = hk.without_apply_rng(hk.transform(network))
     tokens = integers(12, 4, 7, seed=7)
@@ -333,7 +346,7 @@ def sequence_to_sequence():
 
 @program("jax")
 def recurrent_adder():
-    """The plainest recurrent network, on the sum of what it saw."""
+    """The plainest recurrent network. It learns to add up its inputs."""
     params = {
         "in": weight(2, 12, seed=1),
         "turn": dense(12, 12, seed=2),
@@ -348,7 +361,8 @@ def recurrent_adder():
             return jnp.tanh(x @ params["in"] + apply_dense(params["turn"], h)), None
 
         h, _ = jax.lax.scan(turn, jnp.zeros((8, 12)), xs)
-        return jnp.mean((apply_dense(params["out"], h)[:, 0] - sums) ** 2), {}
+        outputs = apply_dense(params["out"], h)[:, 0]
+        return mean_squared_error(outputs, sums), {}
 
     return Program(loss, params, (xs, xs.sum((0, 2))))
 
@@ -374,7 +388,8 @@ def diagonal_state_space():
         decay = jnp.broadcast_to(jax.nn.sigmoid(params["decay"] + 2), inputs.shape)
         _, hidden = jax.lax.associative_scan(combine, (decay, inputs), axis=1)
         y = jax.nn.gelu(apply_dense(params["out"], hidden))
-        return jnp.mean(jnp.square(apply_dense(params["head"], y) - targets)), {}
+        outputs = apply_dense(params["head"], y)
+        return jnp.mean(jnp.square(outputs - targets)), {}
 
     return Program(loss, params, batch)
 
@@ -433,22 +448,23 @@ def conditional_random_field():
     batch = Tokens(integers(12, 4, 7, seed=4), integers(tags, 4, 7, seed=5))
 
     def log_likelihood(params, tokens, labels):
-        emissions = apply_dense(params["emission"], params["embedding"][tokens])
+        embedded = params["embedding"][tokens]
+        emissions = apply_dense(params["emission"], embedded)
 
         def turn(alpha, emission):
             scores = alpha[:, None] + params["transition"] + emission[None, :]
             return jax.nn.logsumexp(scores, axis=0), None
 
         alpha, _ = jax.lax.scan(turn, emissions[0], emissions[1:])
-        path = jnp.sum(jnp.take_along_axis(emissions, labels[:, None], axis=1))
-        path = path + jnp.sum(params["transition"][labels[:-1], labels[1:]])
+        taken = jnp.take_along_axis(emissions, labels[:, None], axis=1)
+        path = jnp.sum(taken)
+        moves = params["transition"][labels[:-1], labels[1:]]
+        path = path + jnp.sum(moves)
         return path - jax.nn.logsumexp(alpha)
 
     def loss(params, batch):
-        each = jax.vmap(log_likelihood, in_axes=(None, 0, 0))(
-            params, batch.inputs, batch.labels
-        )
-        return -jnp.mean(each), {}
+        of_batch = jax.vmap(log_likelihood, in_axes=(None, 0, 0))
+        return -jnp.mean(of_batch(params, batch.inputs, batch.labels)), {}
 
     return Program(loss, params, batch)
 
@@ -466,8 +482,7 @@ def fused_attention():
 
     def features(params, tokens):
         x = params["embedding"][tokens]
-        q, k, v = jnp.split(x @ params["qkv"], 3, axis=-1)
-        q, k, v = (each.reshape(*each.shape[:2], heads, -1) for each in (q, k, v))
+        q, k, v = split_heads(x @ params["qkv"], heads)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return x + apply_dense(params["out"], y.reshape(x.shape))
 
@@ -475,8 +490,7 @@ def fused_attention():
     params["head"] = confident_head(final, tokens[:, 1:], 16, margin=13.0)
 
     def loss(params, tokens):
-        return cross_entropy(
-            features(params, tokens[:, :-1]) @ params["head"], tokens[:, 1:]
-        )
+        final = features(params, tokens[:, :-1])
+        return cross_entropy(final @ params["head"], tokens[:, 1:])
 
     return Program(loss, params, tokens)

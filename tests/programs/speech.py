@@ -11,10 +11,12 @@ from corpus import (
     accuracy,
     apply_dense,
     confident_head,
+    cross_entropy,
     dense,
     integers,
     normal,
     program,
+    two_layers,
     weight,
 )
 from flax import nnx
@@ -28,11 +30,13 @@ def connectionist_classification():
         @nn.compact
         def __call__(self, frames):
             x = nn.relu(nn.Conv(16, (3,))(frames))
-            x = nn.LayerNorm()(x + nn.relu(nn.Conv(16, (3,))(x)))
+            x = x + nn.relu(nn.Conv(16, (3,))(x))
+            x = nn.LayerNorm()(x)
             return nn.Dense(6)(x)
 
     model = Recognizer()
-    frames, labels = normal(3, 10, 8, seed=1), integers(5, 3, 4, seed=2) + 1
+    frames = normal(3, 10, 8, seed=1)
+    labels = integers(5, 3, 4, seed=2) + 1
     frame_paddings = jnp.zeros((3, 10)).at[1, 8:].set(1.0)
     label_paddings = jnp.zeros((3, 4)).at[2, 3:].set(1.0)
     params = model.init(jax.random.key(0), frames)
@@ -49,15 +53,14 @@ def connectionist_classification():
 @program("jax")
 def masked_ctc():
     """CTC whose logits of letters that a language lacks are masked with -1e9."""
-    params = {"hidden": dense(8, 24, seed=1), "head": dense(24, 6, seed=2)}
+    params = two_layers(8, 24, 6)
     allowed = jnp.array([True, True, True, False, True, True])
     labels = jnp.array([[1, 2, 4], [5, 5, 1]])
 
     def loss(params, batch):
         frames, labels = batch
-        logits = apply_dense(
-            params["head"], jnp.tanh(apply_dense(params["hidden"], frames))
-        )
+        hidden = jnp.tanh(apply_dense(params["hidden"], frames))
+        logits = apply_dense(params["head"], hidden)
         logits = jnp.where(allowed, logits, -1e9)
         nothing = jnp.zeros(logits.shape[:2])
         losses = optax.ctc_loss(logits, nothing, labels, jnp.zeros(labels.shape))
@@ -77,12 +80,14 @@ def transducer():
 
     def log_likelihood(params, frames, labels):
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), labels])
-        x = (frames @ params["frames"])[:, None] + params["labels"][before][None]
-        log_probs = jax.nn.log_softmax(apply_dense(params["head"], jnp.tanh(x)))
+        embedded_frames = frames @ params["frames"]
+        x = embedded_frames[:, None] + params["labels"][before][None]
+        logits = apply_dense(params["head"], jnp.tanh(x))
+        log_probs = jax.nn.log_softmax(logits)
         blank = log_probs[:, :, 0]
-        emitted = jnp.take_along_axis(
-            log_probs[:, :-1], labels[None, :, None], axis=-1
-        )[..., 0]
+        before_last = log_probs[:, :-1]
+        letters = labels[None, :, None]
+        emitted = jnp.take_along_axis(before_last, letters, axis=-1)[..., 0]
 
         def along_labels(start, emission):
             def turn(left, step):
@@ -104,17 +109,16 @@ def transducer():
 
     def loss(params, batch):
         frames, labels = batch
-        each = jax.vmap(log_likelihood, in_axes=(None, 0, 0))(params, frames, labels)
-        return -each.mean(), {}
+        of_batch = jax.vmap(log_likelihood, in_axes=(None, 0, 0))
+        return -of_batch(params, frames, labels).mean(), {}
 
-    return Program(
-        loss, params, (normal(3, 6, 8, seed=4), integers(5, 3, 3, seed=5) + 1)
-    )
+    batch = normal(3, 6, 8, seed=4), integers(5, 3, 3, seed=5) + 1
+    return Program(loss, params, batch)
 
 
 @program("haiku")
 def wavenet():
-    """Dilated causal convolutions with gates and skips; samples are classes, sure of them."""
+    """Dilated causal convolutions with gates and skips, sure of the class of each sample."""
 
     def network(classes):
         x = hk.Embed(8, 16)(classes)
@@ -137,9 +141,8 @@ def wavenet():
     }
 
     def loss(params, classes):
-        logits = apply_dense(
-            params["head"], model.apply(params["body"], classes[:, :-1])
-        )
+        final = model.apply(params["body"], classes[:, :-1])
+        logits = apply_dense(params["head"], final)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, classes[:, 1:])
         return losses.mean(), {"accuracy": accuracy(logits, classes[:, 1:])}
 
@@ -154,16 +157,18 @@ def spectral_vocoder():
 
     def spectrum(wave):
         starts = jnp.arange(0, wave.shape[-1] - 15, 8)
-        frames = wave[..., starts[:, None] + jnp.arange(16)[None]]
+        places = starts[:, None] + jnp.arange(16)[None]
+        frames = wave[..., places]
         return jnp.abs(jnp.fft.rfft(frames * window)) + 1e-2
 
     def loss(params, batch):
         features, wanted = batch
         hidden = jax.nn.leaky_relu(apply_dense(params["hidden"], features))
         wave = apply_dense(params["out"], hidden).reshape(len(features), -1)
-        found, wanted = spectrum(wave), spectrum(wanted)
-        difference = jnp.abs(jnp.log(found) - jnp.log(wanted)).mean()
-        convergence = jnp.linalg.norm(wanted - found) / jnp.linalg.norm(wanted)
+        spoken = spectrum(wave)
+        wanted = spectrum(wanted)
+        difference = jnp.abs(jnp.log(spoken) - jnp.log(wanted)).mean()
+        convergence = jnp.linalg.norm(wanted - spoken) / jnp.linalg.norm(wanted)
         return difference + convergence, {}
 
     return Program(loss, params, (normal(2, 6, 8, seed=3), normal(2, 48, seed=4)))
@@ -181,8 +186,9 @@ def speaker_embedding():
 
         def __call__(self, frames):
             x = nnx.relu(self.conv(frames))
-            pooled = jnp.concatenate([x.mean(1), jnp.sqrt(x.var(1) + 1e-5)], axis=-1)
-            x = self.out(pooled)
+            mean = x.mean(1)
+            deviation = jnp.sqrt(x.var(1) + 1e-5)
+            x = self.out(jnp.concatenate([mean, deviation], axis=-1))
             x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
             speakers = self.speakers[...]
             return x @ (speakers / jnp.linalg.norm(speakers, axis=0, keepdims=True))
@@ -227,22 +233,25 @@ def conformer():
             x = x + 0.5 * jax.vmap(self.first)(x)
             y = jax.vmap(self.norm)(x)
             x = x + self.attention(y, y, y)
-            x = x + self.depthwise(jax.nn.glu(jax.vmap(self.gates)(x)).T).T
-            return jax.vmap(self.norm)(x + 0.5 * jax.vmap(self.second)(x))
+            gated = jax.nn.glu(jax.vmap(self.gates)(x))
+            x = x + self.depthwise(gated.T).T
+            x = x + 0.5 * jax.vmap(self.second)(x)
+            return jax.vmap(self.norm)(x)
 
         def __call__(self, x):
             return jax.vmap(self.head)(self.features(x))
 
     model = Block(jax.random.key(0))
-    frames, labels = normal(2, 7, 16, seed=1), integers(5, 2, 7, seed=2)
-    matrix = confident_head(jax.vmap(model.features)(frames), labels, 5, margin=8.0)
+    frames = normal(2, 7, 16, seed=1)
+    labels = integers(5, 2, 7, seed=2)
+    features = jax.vmap(model.features)(frames)
+    matrix = confident_head(features, labels, 5, margin=8.0)
     model = eqx.tree_at(lambda m: m.head.weight, model, matrix.T)
 
     def loss(model, batch):
         frames, labels = batch
         logits = jax.vmap(model)(frames)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), {"accuracy": accuracy(logits, labels)}
+        return cross_entropy(logits, labels)
 
     return Program(loss, model, (frames, labels))
 
@@ -256,12 +265,11 @@ def separation():
         "out": weight(32, 8, seed=3),
     }
 
-    def ratio(found, wanted):
-        scale = jnp.sum(found * wanted, -1, keepdims=True) / jnp.sum(
-            wanted**2, -1, keepdims=True
-        )
-        target = scale * wanted
-        noise = jnp.sum((found - target) ** 2, axis=-1) + 1e-4
+    def ratio(voices, wanted):
+        """Returns the ratio of signal to noise, in decibels, whatever the volume."""
+        product = jnp.sum(voices * wanted, -1, keepdims=True)
+        target = product / jnp.sum(wanted**2, -1, keepdims=True) * wanted
+        noise = jnp.sum((voices - target) ** 2, axis=-1) + 1e-4
         return 10 * jnp.log10(jnp.sum(target**2, axis=-1) / noise + 1e-4)
 
     def loss(params, voices):
@@ -269,12 +277,11 @@ def separation():
         hidden = jax.nn.relu(apply_dense(params["in"], frames))
         masks = jax.nn.sigmoid(apply_dense(params["masks"], hidden))
         masks = masks.reshape(*hidden.shape[:2], 2, 32)
-        found = (masks * hidden[:, :, None]) @ params["out"]
-        found = found.transpose(0, 2, 1, 3).reshape(voices.shape)
-        straight = ratio(found, voices).mean(-1)
-        crossed = ratio(found, voices[:, ::-1]).mean(-1)
-        return -jnp.maximum(straight, crossed).mean(), {
-            "swapped": jnp.mean(crossed > straight)
-        }
+        parts = (masks * hidden[:, :, None]) @ params["out"]
+        parts = parts.transpose(0, 2, 1, 3).reshape(voices.shape)
+        straight = ratio(parts, voices).mean(-1)
+        crossed = ratio(parts, voices[:, ::-1]).mean(-1)
+        value = -jnp.maximum(straight, crossed).mean()
+        return value, {"swapped": jnp.mean(crossed > straight)}
 
     return Program(loss, params, normal(4, 2, 32, seed=4))

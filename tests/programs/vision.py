@@ -6,7 +6,15 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from corpus import Program, accuracy, confident_head, integers, normal, program
+from corpus import (
+    Program,
+    accuracy,
+    confident_head,
+    cross_entropy,
+    integers,
+    normal,
+    program,
+)
 from flax import nnx
 
 
@@ -48,8 +56,7 @@ def vit():
     def loss(params, batch):
         images, labels = batch
         logits = model.apply({"params": params}, images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), {"accuracy": accuracy(logits, labels)}
+        return cross_entropy(logits, labels)
 
     return Program(loss, params, (images, labels))
 
@@ -59,9 +66,10 @@ class ResidualBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, train):
-        norm = lambda: nn.BatchNorm(use_running_average=not train, momentum=0.9)  # noqa: E731
-        y = nn.relu(norm()(nn.Conv(self.features, (3, 3))(x)))
-        y = norm()(nn.Conv(self.features, (3, 3))(y))
+        y = nn.Conv(self.features, (3, 3))(x)
+        y = nn.relu(nn.BatchNorm(not train, momentum=0.9)(y))
+        y = nn.Conv(self.features, (3, 3))(y)
+        y = nn.BatchNorm(not train, momentum=0.9)(y)
         if x.shape != y.shape:
             x = nn.Conv(self.features, (1, 1))(x)
         return nn.relu(x + y)
@@ -125,8 +133,7 @@ def mnist():
     def loss(model, batch):
         images, labels = batch
         logits = model(images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), {"accuracy": accuracy(logits, labels)}
+        return cross_entropy(logits, labels)
 
     return Program(loss, model, (images, labels))
 
@@ -161,7 +168,8 @@ def lenet():
     """The convolutional network of Equinox's tutorial: vmapped, its labels taken along an axis."""
     model = LeNet(jax.random.key(0))
     images, labels = normal(8, 1, 8, 8), integers(10, 8)
-    matrix = confident_head(jax.vmap(model.features)(images), labels, 10, margin=11.0)
+    features = jax.vmap(model.features)(images)
+    matrix = confident_head(features, labels, 10, margin=11.0)
     model = eqx.tree_at(lambda m: m.head.weight, model, matrix.T)
 
     def loss(model, batch):
@@ -179,7 +187,8 @@ def convnet_with_debug_print():
 
     def network(images):
         x = hk.Conv2D(8, 3, stride=2)(images)
-        x = jax.nn.relu(hk.LayerNorm(-1, create_scale=True, create_offset=True)(x))
+        x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+        x = jax.nn.relu(x)
         jax.debug.print("largest activation {}", jnp.max(x))
         x = hk.Flatten()(x)
         x = hk.Linear(24)(x)
@@ -193,8 +202,7 @@ def convnet_with_debug_print():
     def loss(params, batch):
         images, labels = batch
         logits = model.apply(params, images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), {"accuracy": accuracy(logits, labels)}
+        return cross_entropy(logits, labels)
 
     return Program(loss, params, (images, labels))
 
@@ -210,19 +218,19 @@ def unet():
         )
         return y + layer["b"]
 
-    def layer(size, inputs, outputs, seed):
-        w = normal(
-            size, size, inputs, outputs, seed=seed, size=(size * size * inputs) ** -0.5
-        )
+    def init_layer(width, inputs, outputs, seed):
+        size = (width * width * inputs) ** -0.5
+        w = normal(width, width, inputs, outputs, seed=seed, size=size)
         return {"w": w, "b": normal(outputs, seed=seed + 1, size=0.1)}
 
     params = {
-        "down": layer(3, 2, 8, 1),
-        "middle": layer(3, 8, 8, 3),
-        "up": layer(3, 16, 8, 5),
-        "out": layer(1, 8, 1, 7),
+        "down": init_layer(3, 2, 8, 1),
+        "middle": init_layer(3, 8, 8, 3),
+        "up": init_layer(3, 16, 8, 5),
+        "out": init_layer(1, 8, 1, 7),
     }
-    batch = normal(4, 8, 8, 2), jnp.asarray(integers(2, 4, 8, 8, 1), jnp.float32)
+    images = normal(4, 8, 8, 2)
+    masks = jnp.asarray(integers(2, 4, 8, 8, 1), jnp.float32)
 
     def loss(params, batch):
         images, masks = batch
@@ -236,4 +244,4 @@ def unet():
         overlap = jnp.mean((logits > 0) == (masks > 0.5))
         return losses.mean(), {"overlap": overlap}
 
-    return Program(loss, params, batch)
+    return Program(loss, params, (images, masks))

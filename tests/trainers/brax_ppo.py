@@ -18,9 +18,12 @@ from brax.training.agents.ppo import train as ppo
 from runs import BAD_STEP
 from watch import Journal, in_precision, small
 
-STEPS, UPDATES, ENVS, UNROLL = 40, 2, 32, 16
+STEPS = 40
+UPDATES = 2
+ENVS = 32
+UNROLL = 16
 BAD_STEPS = UPDATES
-# the gradients of 512 examples are large enough for that of the others
+# The sum over 512 examples is so large that float16 loses nothing at the factor of the others.
 FACTOR = 2.0**-26
 
 
@@ -47,8 +50,8 @@ class Point(envs.Env):
 
 
 def make_networks(*args, dtype, scaled, **kwargs):
-    """What brax makes, with an `apply` that runs as asked."""
-    made = networks.make_ppo_networks(
+    """Makes brax's networks, with an `apply` that runs in a precision."""
+    ppo_networks = networks.make_ppo_networks(
         *args, policy_hidden_layer_sizes=(32,), value_hidden_layer_sizes=(32,), **kwargs
     )
 
@@ -58,24 +61,25 @@ def make_networks(*args, dtype, scaled, **kwargs):
             network, apply=lambda *args: small(apply(*args), FACTOR)
         )
 
-    return made.replace(
-        policy_network=replace(made.policy_network),
-        value_network=replace(made.value_network),
+    return ppo_networks.replace(
+        policy_network=replace(ppo_networks.policy_network),
+        value_network=replace(ppo_networks.value_network),
     )
 
 
 def device_put_replicated(tree, devices):
-    """What brax calls and JAX 0.10 no longer has, for the one device."""
+    """Does what brax expects of JAX, which JAX 0.10 no longer has."""
     return jax.tree.map(lambda x: jnp.stack([x] * len(devices)), tree)
 
 
 def train(dtype, scaled, skips, batch):
-    """Minus the reward of the last evaluation, and how many updates were skipped."""
+    """Returns minus the reward of the last evaluation, and how many updates were skipped."""
     bad_time = BAD_STEP * UNROLL if batch == "bad" else -1
-    left_out = (
-        range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES) if batch is None else ()
-    )
-    journal, rewards = Journal(), []
+    left_out = ()
+    if batch is None:
+        left_out = range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES)
+    journal = Journal()
+    rewards = []
 
     def adam(learning_rate):
         return journal.optimizer(skips, left_out, optax.adam(learning_rate), FACTOR)
@@ -111,7 +115,7 @@ def train(dtype, scaled, skips, batch):
                     metrics["eval/episode_reward"]
                 ),
             )
-    # parameters that are NaN differ from themselves, as it finds at the end
+    # At the end it compares the parameters with themselves, and NaN differs from itself.
     except AssertionError:
         return float("nan"), journal.skipped
     return -float(rewards[-1]), journal.skipped

@@ -14,12 +14,15 @@ from others import diffrax_neural_ode as example
 from runs import BAD_STEP
 from watch import Journal, in_precision, small
 
-STEPS, BATCH, LENGTH = 60, 16, 0.2
-NeuralODE, load_all = example.NeuralODE, example.dataloader
+STEPS = 60
+BATCH = 16
+LENGTH = 0.2
+NeuralODE = example.NeuralODE
+load_all = example.dataloader
 
 
 def train(dtype, scaled, skips, batch):
-    """The last loss over all examples, and how many steps were skipped."""
+    """Returns the last loss over all examples, and how many steps were skipped."""
     journal = Journal()
 
     class Model(NeuralODE):
@@ -55,6 +58,8 @@ def train(dtype, scaled, skips, batch):
             )
     except RuntimeError:  # the solver refuses a field that is NaN
         return float("nan"), journal.skipped
-    ts, ys = ts[: int(len(ts) * LENGTH)], ys[:, : int(len(ts) * LENGTH)]
+    length = int(len(ts) * LENGTH)
+    ts = ts[:length]
+    ys = ys[:, :length]
     predictions = jax.vmap(lambda y: NeuralODE.__call__(model, ts, y))(ys[:, 0])
     return float(jnp.mean((predictions - ys) ** 2)), journal.skipped

@@ -23,9 +23,7 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
         x = nn.Dense(WIDTH, dtype=self.dtype)(x)
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=self.dtype)(
-            x
-        )
+        x = nn.BatchNorm(not train, momentum=0.9, dtype=self.dtype)(x)
         x = nn.Dense(1, dtype=self.dtype)(nn.tanh(x))
         return x.astype(jnp.float32)
 
@@ -36,7 +34,7 @@ def mean_squared_error(predictions, y):
 
 @jax.jit
 def train_step(state, x, y):
-    """What an example has; nothing in it knows of scaling."""
+    """Makes a step as an example does. Nothing in it knows of scaling."""
 
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -51,8 +49,11 @@ def train(dtype, scaled, skips, batch):
     x, y = examples()
     model = Model(jnp.dtype(dtype))
     variables = model.init(jax.random.key(0), x)
+    apply_fn = model.apply
+    if scaled:
+        apply_fn = jaxscale.scale_backward(model.apply)
     state = TrainState.create(
-        apply_fn=jaxscale.scale_backward(model.apply) if scaled else model.apply,
+        apply_fn=apply_fn,
         params=variables["params"],
         batch_stats=variables["batch_stats"],
         tx=optimizer(skips),

@@ -12,36 +12,28 @@ from flowjax.flows import coupling_flow
 from flowjax.train import fit_to_data
 from flowjax.train.losses import MaximumLikelihoodLoss
 from runs import BATCH, FACTOR
-from watch import Journal, in_precision
+from watch import Journal, in_precision, train_by
 
-STEPS, BAD_ROW = 160, 7
+STEPS = 160
+BAD_ROW = 7
 ROWS = (STEPS + 1) * BATCH  # one batch is for validation
 
 
 def moons(batch):
-    """Points on two half circles."""
+    """Returns points on two half circles."""
     rng = np.random.default_rng(0)
-    angle, side = rng.uniform(0, np.pi, ROWS), rng.choice([-1.0, 1.0], ROWS)
-    x = np.stack([side * (np.cos(angle) - 0.5), side * (np.sin(angle) - 0.25)], 1)
-    x = (x + 0.1 * rng.standard_normal((ROWS, 2))).astype("float32")
+    angle = rng.uniform(0, np.pi, ROWS)
+    side = rng.choice([-1.0, 1.0], ROWS)
+    circles = [side * (np.cos(angle) - 0.5), side * (np.sin(angle) - 0.25)]
+    noise = 0.1 * rng.standard_normal((ROWS, 2))
+    x = (np.stack(circles, 1) + noise).astype("float32")
     if batch == "bad":
         x[BAD_ROW, 0] = np.nan
     return x
 
 
-def train(dtype, scaled, skips, batch, left_out=()):
-    if batch is None:
-        return train(dtype, scaled, skips, "good", bad_steps(dtype, scaled, skips))
-    loss, journal = fit(dtype, scaled, skips, batch, left_out)
-    return loss, journal.skipped
-
-
-def bad_steps(*run):
-    return fit(*run, "bad")[1].bad
-
-
 def fit(dtype, scaled, skips, batch, left_out=()):
-    """The last loss over all examples, and what the optimizer met."""
+    """Returns the last loss over all examples, and what the optimizer met."""
     key, shuffles = jax.random.split(jax.random.key(0))
     flow = coupling_flow(
         key,
@@ -50,7 +42,8 @@ def fit(dtype, scaled, skips, batch, left_out=()):
         flow_layers=2,
         nn_width=32,
     )
-    likelihood, journal = MaximumLikelihoodLoss(), Journal()
+    likelihood = MaximumLikelihoodLoss()
+    journal = Journal()
 
     def small_loss(params, static, x, key):
         return FACTOR * likelihood(params, static, x, key=key)
@@ -69,3 +62,6 @@ def fit(dtype, scaled, skips, batch, left_out=()):
         show_progress=False,
     )
     return -float(flow.log_prob(moons("good")).mean()), journal
+
+
+train = train_by(fit)

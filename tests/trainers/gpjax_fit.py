@@ -11,25 +11,30 @@ import optax
 from gpjax.kernels.base import AbstractKernel
 from gpjax.kernels.computations import DenseKernelComputation
 from gpjax.parameters import Real
-from runs import FACTOR, examples
-from watch import Journal, in_precision
+from runs import FACTOR, FEATURES, examples
+from watch import Journal, in_precision, train_by
 
-STEPS, BATCH, WIDTH, BAD_ROW = 100, 32, 32, 7
-BAD_STEPS = 13  # so often the row is drawn
+STEPS = 100
+BATCH = 32
+WIDTH = 32
+BAD_ROW = 7
+BAD_STEPS = 13  # how often the row is drawn
 
 
 class DeepKernel(AbstractKernel):
     def __init__(self):
         super().__init__(compute_engine=DenseKernelComputation())
         self.base = gpx.kernels.RBF()
-        features = examples()[0].shape[1]
-        first, last = jax.random.split(jax.random.key(0))
-        self.first = Real(jax.random.normal(first, (features, WIDTH)) / features**0.5)
+        first_key, last_key = jax.random.split(jax.random.key(0))
+        first = jax.random.normal(first_key, (FEATURES, WIDTH))
+        self.first = Real(first / FEATURES**0.5)
         self.bias = Real(jnp.zeros(WIDTH))
-        self.last = Real(jax.random.normal(last, (WIDTH, 2)) / WIDTH**0.5)
+        last = jax.random.normal(last_key, (WIDTH, 2))
+        self.last = Real(last / WIDTH**0.5)
 
     def _features(self, x):
-        return jnp.tanh(x @ self.first[...] + self.bias[...]) @ self.last[...]
+        hidden = jnp.tanh(x @ self.first[...] + self.bias[...])
+        return hidden @ self.last[...]
 
     def __call__(self, x, y):
         return self.base(self._features(x), self._features(y))
@@ -41,11 +46,11 @@ def negative_likelihood(model, data):
 
 def fit(dtype, scaled, skips, batch, left_out=()):
     x, y = examples()
-    data = gpx.Dataset(jnp.array(x), jnp.array(y))
+    good_data = gpx.Dataset(jnp.array(x), jnp.array(y))
+    data = good_data
     if batch == "bad":
-        bad = x.copy()
-        bad[BAD_ROW, 0] = np.nan
-        data = gpx.Dataset(jnp.array(bad), jnp.array(y))
+        x[BAD_ROW, 0] = np.nan
+        data = gpx.Dataset(jnp.array(x), jnp.array(y))
     prior = gpx.gps.Prior(mean_function=gpx.mean_functions.Zero(), kernel=DeepKernel())
     posterior = prior * gpx.likelihoods.Gaussian(num_datapoints=len(x), obs_stddev=0.1)
     journal = Journal()
@@ -63,14 +68,8 @@ def fit(dtype, scaled, skips, batch, left_out=()):
         key=jax.random.key(0),
         verbose=False,
     )
-    return float(
-        negative_likelihood(model, gpx.Dataset(jnp.array(x), jnp.array(y)))
-    ) / len(x), journal
+    loss = float(negative_likelihood(model, good_data)) / len(x)
+    return loss, journal
 
 
-def train(dtype, scaled, skips, batch):
-    left_out = ()
-    if batch is None:  # the steps that drew the bad row
-        left_out, batch = fit(dtype, scaled, skips, "bad")[1].bad, "good"
-    loss, journal = fit(dtype, scaled, skips, batch, left_out)
-    return loss, journal.skipped
+train = train_by(fit)

@@ -4,6 +4,7 @@ The model's gradients are made that small. The names that the program imports ar
 transformation of its model, its optimizer, its data set, which is downloaded, and its log.
 """
 
+import itertools
 import sys
 import types
 from unittest import mock
@@ -17,38 +18,41 @@ from watch import Journal, in_precision, small
 sys.modules.setdefault("tensorflow_datasets", types.ModuleType("tensorflow_datasets"))
 from others import haiku_vae as vae  # noqa: E402
 
-STEPS, BATCH, SIDE = 60, 32, 8
+STEPS = 60
+BATCH = 32
+SIDE = 8
 
 
 def images(split, batch_size, seed, bad_step=None):
-    """Rings of two sizes, in noise."""
-    rng, step = np.random.default_rng([seed, len(split)]), 0
-    far = np.hypot(*np.mgrid[-1 : 1 : SIDE * 1j, -1 : 1 : SIDE * 1j])
-    while True:
+    """Yields batches of rings of two sizes, in noise."""
+    rng = np.random.default_rng([seed, len(split)])
+    places = np.linspace(-1, 1, SIDE)
+    radii = np.hypot(places[:, None], places)
+    for step in itertools.count():
         radius = rng.choice([0.4, 0.9], (batch_size, 1, 1))
-        image = (np.abs(far - radius) < 0.2) ^ (
-            rng.random((batch_size, SIDE, SIDE)) < 0.05
-        )
-        image = image[..., None].astype("float32")
+        ring = np.abs(radii - radius) < 0.2
+        noise = rng.random((batch_size, SIDE, SIDE)) < 0.05
+        image = (ring ^ noise)[..., None].astype("float32")
         # The program takes the first batch for the shapes alone.
         if step == bad_step and split == "train":
             image[0, 0, 0] = np.nan
         yield vae.Batch(image)
-        step += 1
 
 
 def train(dtype, scaled, skips, batch):
-    """The last loss of a batch for validation, and how many steps were skipped."""
-    journal, log = Journal(), []
+    """Returns the last loss of a batch for validation, and how many steps were skipped."""
+    journal = Journal()
+    log = []
     left_out = [BAD_STEP] if batch is None else []
+    bad_step = BAD_STEP + 1 if batch == "bad" else None
 
     def transform(fun):
-        made = hk.transform(fun)
-        apply = in_precision(made.apply, dtype, scaled)
-        return made._replace(apply=lambda *args: small(apply(*args)))
+        model = hk.transform(fun)
+        apply = in_precision(model.apply, dtype, scaled)
+        return model._replace(apply=lambda *args: small(apply(*args)))
 
     def load(split, batch_size, seed):
-        return images(split, batch_size, seed, BAD_STEP + 1 if batch == "bad" else None)
+        return images(split, batch_size, seed, bad_step)
 
     def adam(learning_rate):
         return journal.optimizer(skips, left_out, optax.adam(learning_rate))

@@ -14,6 +14,6 @@ def train(dtype, scaled, skips, batch):
         lambda params, data: loss(params, *data), optimizer(skips)
     )
     # The solver takes the first batch for the shapes of its state alone.
-    given = [examples(), *batches(STEPS, batch)]
-    params, state = solver.run_iterator(init(), iter(given))
+    data = [examples(), *batches(STEPS, batch)]
+    params, state = solver.run_iterator(init(), iter(data))
     return float(mean_squared_error(params, *examples())), skipped(state)

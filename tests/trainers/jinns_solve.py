@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import jinns
 import optax
 from runs import BATCH, FACTOR, WIDTH
-from watch import Journal, in_precision
+from watch import Journal, in_precision, train_by
 
-STEPS, FIRST = 300, 0.3
+STEPS = 300
+FIRST = 0.3
 
 
 class Driven(jinns.loss.ODE):
@@ -35,18 +36,23 @@ class SmallLoss(jinns.loss.LossODE):
         terms = super()._get_evaluate_by_terms_lambda(*args, **kwargs)
 
         def replace(term):
-            return in_precision(
-                lambda params: jax.tree.map(lambda x: FACTOR * x, term(params)),
-                *self.precision,
-            )
+            def small_term(params):
+                return jax.tree.map(lambda x: FACTOR * x, term(params))
+
+            return in_precision(small_term, *self.precision)
 
         return jax.tree.map(replace, terms)
 
 
 def fit(dtype, scaled, skips, batch, left_out=()):
-    """How far the network is from the solution, and what the optimizer met."""
-    network = ((eqx.nn.Linear, 1, WIDTH), (jnp.tanh,), (eqx.nn.Linear, WIDTH, WIDTH))
-    network += ((jnp.tanh,), (eqx.nn.Linear, WIDTH, 1))
+    """Returns how far the network is from the solution, and what the optimizer met."""
+    network = (
+        (eqx.nn.Linear, 1, WIDTH),
+        (jnp.tanh,),
+        (eqx.nn.Linear, WIDTH, WIDTH),
+        (jnp.tanh,),
+        (eqx.nn.Linear, WIDTH, 1),
+    )
     u, params = jinns.nn.PINN_MLP.create(
         key=jax.random.key(0), eqx_list=network, eq_type="ODE"
     )
@@ -59,9 +65,8 @@ def fit(dtype, scaled, skips, batch, left_out=()):
         temporal_batch_size=BATCH,
     )
     if batch == "bad":
-        times = eqx.tree_at(
-            lambda data: data.times, times, times.times.at[0].set(jnp.nan)
-        )
+        bad_times = times.times.at[0].set(jnp.nan)
+        times = eqx.tree_at(lambda data: data.times, times, bad_times)
     loss = SmallLoss(
         (dtype, scaled),
         u=u,
@@ -82,16 +87,10 @@ def fit(dtype, scaled, skips, batch, left_out=()):
     if journal.steps < STEPS:  # it stops at parameters that are NaN
         return float("nan"), journal
     t = jnp.linspace(0.0, 3.0, 100)
-    solution = (
-        jnp.sin(3 * t) - 3 * jnp.cos(3 * t) + (3 + 10 * FIRST) * jnp.exp(-t)
-    ) / 10
-    found = jax.vmap(lambda t: u(t[None], trained)[0])(t)
-    return float(jnp.mean((found - solution) ** 2)), journal
+    waves = jnp.sin(3 * t) - 3 * jnp.cos(3 * t)
+    solution = (waves + (3 + 10 * FIRST) * jnp.exp(-t)) / 10
+    learned = jax.vmap(lambda t: u(t[None], trained)[0])(t)
+    return float(jnp.mean((learned - solution) ** 2)), journal
 
 
-def train(dtype, scaled, skips, batch):
-    left_out = ()
-    if batch is None:  # the step that drew the bad time
-        left_out, batch = fit(dtype, scaled, skips, "bad")[1].bad, "good"
-    loss, journal = fit(dtype, scaled, skips, batch, left_out)
-    return loss, journal.skipped
+train = train_by(fit)

@@ -14,7 +14,7 @@ STEPS = 160
 
 
 class Optax(keras.optimizers.Optimizer):
-    """A transformation of Optax as an optimizer of Keras, its state in variables of Keras."""
+    """A transformation of Optax as an optimizer of Keras. Its state is in variables of Keras."""
 
     def __init__(self, tx, **kwargs):
         super().__init__(learning_rate=0.0, **kwargs)  # the rate is that of `tx`
@@ -24,23 +24,21 @@ class Optax(keras.optimizers.Optimizer):
         if self.built:
             return
         super().build(variables)
-        leaves, self._structure = jax.tree.flatten(
-            self.tx.init([v.value for v in variables])
-        )
-        self._leaves = [
-            keras.Variable(x, dtype=x.dtype.name, trainable=False) for x in leaves
-        ]
-        for variable in self._leaves:
+        state = self.tx.init([v.value for v in variables])
+        leaves, self._structure = jax.tree.flatten(state)
+        self._leaves = []
+        for leaf in leaves:
+            variable = keras.Variable(leaf, dtype=leaf.dtype.name, trainable=False)
             self._track_variable(variable)
+            self._leaves.append(variable)
 
     @property
     def state(self):
         return jax.tree.unflatten(self._structure, [v.value for v in self._leaves])
 
     def _backend_update_step(self, grads, variables, learning_rate):
-        updates, state = self.tx.update(
-            list(grads), self.state, [v.value for v in variables]
-        )
+        params = [v.value for v in variables]
+        updates, state = self.tx.update(list(grads), self.state, params)
         for variable, update in zip(variables, updates, strict=True):
             variable.assign_add(update)
         for variable, leaf in zip(self._leaves, jax.tree.leaves(state), strict=True):
@@ -65,5 +63,6 @@ def train(dtype, scaled, skips, batch):
     model.compile(Optax(optimizer(skips)), loss=small_loss, auto_scale_loss=False)
     steps = STEPS - (batch is None)
     model.fit(batches(STEPS, batch), steps_per_epoch=steps, shuffle=False, verbose=0)
-    loss = model.evaluate(*examples(), batch_size=len(examples()[0]), verbose=0)
+    x, y = examples()
+    loss = model.evaluate(x, y, batch_size=len(x), verbose=0)
     return loss / FACTOR, skipped(model.optimizer.state)

@@ -21,7 +21,8 @@ def init():
 
 def mean_squared_error(params, x, y):
     hidden = jnp.tanh(x @ params["first"]["w"] + params["first"]["b"])
-    return jnp.mean((hidden @ params["last"]["w"] + params["last"]["b"] - y) ** 2)
+    outputs = hidden @ params["last"]["w"] + params["last"]["b"]
+    return jnp.mean((outputs - y) ** 2)
 
 
 def small_loss(params, x, y):

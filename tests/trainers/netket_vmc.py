@@ -27,8 +27,9 @@ class LogAmplitude(nn.Module):
 
 
 def train(dtype, scaled, skips, batch):
-    """The energy above that of the ground state, of the wave function in float32."""
-    model, journal = LogAmplitude(), Journal()
+    """Returns the energy above the ground state's, in float32, and how many steps were skipped."""
+    model = LogAmplitude()
+    journal = Journal()
     state = nk.vqs.MCState(
         nk.sampler.ExactSampler(SPINS),
         init_fun=model.init,
@@ -38,15 +39,14 @@ def train(dtype, scaled, skips, batch):
         sampler_seed=1,
     )
     left_out = [BAD_STEP] if batch is None else []
-    driver = nk.driver.VMC(
-        SMALL, journal.optimizer(skips, left_out), variational_state=state
-    )
+    tx = journal.optimizer(skips, left_out)
+    driver = nk.driver.VMC(SMALL, tx, variational_state=state)
     for step in range(STEPS):
         driver._ham = BAD if step == BAD_STEP and batch == "bad" else SMALL
         driver.run(1, show_progress=False)
     log_psi = model.apply(state.variables, SPINS.all_states())
     psi = np.exp(np.asarray(log_psi, "float64") - float(jnp.max(log_psi)))
     matrix = ENERGY.to_dense().real
-    return psi @ matrix @ psi / (psi @ psi) - np.linalg.eigvalsh(matrix)[
-        0
-    ], journal.skipped
+    energy = psi @ matrix @ psi / (psi @ psi)
+    lowest = np.linalg.eigvalsh(matrix)[0]
+    return energy - lowest, journal.skipped

@@ -1,9 +1,7 @@
 """Optimistix's `OptaxMinimiser`, which takes the optimizer and the loss, and draws no batches.
 
-The loss fetches its own from the host, as one does that is measured.
+The loss fetches its batches from the host, as a loss does that is measured.
 """
-
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +19,16 @@ SHAPES = (
 
 def train(dtype, scaled, skips, batch):
     loss = in_precision(small_loss, dtype, scaled)
-    given = itertools.chain(batches(STEPS, batch))
+    batches_left = iter(batches(STEPS, batch))
+
+    def fetch(_):
+        return next(batches_left)
 
     def measured_loss(params, args):
         # It depends on the parameters, or XLA fetches one batch for all steps.
-        y = jax.lax.stop_gradient(params["last"]["b"])
-        return loss(params, *jax.pure_callback(lambda _: next(given), SHAPES, y))
+        bias = jax.lax.stop_gradient(params["last"]["b"])
+        x, y = jax.pure_callback(fetch, SHAPES, bias)
+        return loss(params, x, y)
 
     solution = optx.minimise(
         measured_loss,

@@ -31,28 +31,32 @@ def small_error(predictions, targets):
 
 
 def batches(batch):
-    """Points of a normal distribution, and where each belongs."""
+    """Yields points of a normal distribution, and where each belongs."""
     rng = np.random.default_rng(0)
     for step in range(STEPS):
         start = rng.standard_normal((BATCH, 2)).astype("float32")
         end = start / 4 + 2 * np.tanh(4 * start[:, :1])
-        if step == BAD_STEP and batch == "bad":
+        is_bad = step == BAD_STEP
+        if is_bad and batch == "bad":
             end[0, 0] = np.nan
-        if step != BAD_STEP or batch is not None:
+        if not is_bad or batch is not None:
             yield interpolate_samples(jax.random.key(step), start, end)
 
 
 def train(dtype, scaled, skips, batch):
-    """The last loss over all examples, and how many steps were skipped."""
+    """Returns the last loss over all examples, and how many steps were skipped."""
     model = Velocity(dtype, scaled)
-    held = nnx.Optimizer(model, optimizer(skips), wrt=nnx.Param)
-    step = nnx.jit(
-        lambda model, held, batch: flow_matching_step(
-            model, held, batch, loss_fn=small_error
-        )
-    )
-    for given in batches(batch):
-        step(model, held, given)
+    nnx_optimizer = nnx.Optimizer(model, optimizer(skips), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, nnx_optimizer, samples):
+        return flow_matching_step(model, nnx_optimizer, samples, loss_fn=small_error)
+
+    for samples in batches(batch):
+        step(model, nnx_optimizer, samples)
     model.precision = "float32", False
-    errors = [(model(b["t"], b["x_t"]) - b["v_t"]) ** 2 for b in batches("good")]
-    return float(jnp.stack(errors).mean()), skipped(held)
+    errors = []
+    for samples in batches("good"):
+        velocity = model(samples["t"], samples["x_t"])
+        errors.append((velocity - samples["v_t"]) ** 2)
+    return float(jnp.stack(errors).mean()), skipped(nnx_optimizer)

@@ -17,7 +17,10 @@ from gymnax.wrappers import purerl
 from runs import BAD_STEP
 from watch import Journal, in_precision, small
 
-STEPS, UPDATES, SEEDS, LAST = 40, 4, 8, 10
+STEPS = 40
+UPDATES = 4
+SEEDS = 8
+LAST = 10
 BAD_STEPS = UPDATES
 CONFIG = {
     "LR": 5e-3,
@@ -72,11 +75,11 @@ Plain = ppo.ActorCritic
 
 
 def train(dtype, scaled, skips, batch):
-    """Minus the mean length of the last episodes, and how many updates a seed skipped."""
+    """Returns minus the mean length of the last episodes, and how many updates a seed skipped."""
     bad_time = BAD_STEP * CONFIG["NUM_STEPS"] + 5 if batch == "bad" else -1
-    left_out = (
-        range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES) if batch is None else ()
-    )
+    left_out = ()
+    if batch is None:
+        left_out = range(BAD_STEP * UPDATES, BAD_STEP * UPDATES + UPDATES)
     journal = Journal()
 
     class Network(Plain):

@@ -21,9 +21,9 @@ FACTOR = 2.0**-18
 BATCH, WIDTH, FEATURES = 32, 32, 8
 BAD_STEP = 3
 
-# What `train` of each program is called with: a dtype, whether it is scaled, whether bad steps are
-# skipped, and the batch that it meets in step 3: good, bad (with an inf or a NaN in it), or none.
-# It returns the last loss over all examples, and how many steps were skipped.
+# The arguments of each program's `train`: a dtype, whether it is scaled, whether bad steps are
+# skipped, and the batch of step 3: good, bad (with an inf or a NaN in it), or none. It returns the
+# last loss over all examples, and how many steps were skipped.
 RUNS = {
     "float32": ("float32", False, False, "good"),
     "float16": ("float16", False, False, "good"),
@@ -35,7 +35,7 @@ RUNS = {
 
 
 def examples():
-    """Inputs and targets, float32."""
+    """Returns inputs and targets, float32."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8 * BATCH, FEATURES))
     y = np.sin(x @ rng.standard_normal((FEATURES, 1)))
@@ -43,21 +43,22 @@ def examples():
 
 
 def batches(number, batch):
-    """That many batches. That of `BAD_STEP` has an inf in it, or is left out, if asked for."""
+    """Yields batches. That of `BAD_STEP` has an inf in it, or is left out, if asked for."""
     x, y = examples()
     for step in range(number):
-        part = slice(step * BATCH % len(x), step * BATCH % len(x) + BATCH)
-        inputs = x[part].copy()
-        if step == BAD_STEP and batch == "bad":
+        start = step * BATCH % len(x)
+        inputs = x[start : start + BATCH].copy()
+        is_bad = step == BAD_STEP
+        if is_bad and batch == "bad":
             inputs[0, 0] = np.inf
-        if step != BAD_STEP or batch is not None:
-            yield inputs, y[part]
+        if not is_bad or batch is not None:
+            yield inputs, y[start : start + BATCH]
 
 
 def optimizer(skips, factor=FACTOR, tx=None, on_skip=None):
-    """Adam, or another optimizer, guarded or not.
+    """Returns Adam, or another optimizer, guarded or not.
 
-    It divides by the factor of the loss first, so that float32 does not mind how small that is.
+    It divides by the factor of the loss first, so the small loss makes no difference in float32.
     """
     tx = optax.chain(optax.scale(1 / factor), tx or optax.adam(1e-2))
     if not skips:
@@ -66,7 +67,7 @@ def optimizer(skips, factor=FACTOR, tx=None, on_skip=None):
 
 
 def skipped(state):
-    """How many steps were skipped, found in any tree that holds the state; 0 if nothing counts."""
+    """Returns how many steps were skipped, as a state in this tree counts; 0 if there is none."""
     try:
         return int(jaxscale.metrics(state)["total_notfinite"])
     except ValueError:

@@ -14,7 +14,14 @@ from tunix.rl.rollout import base_rollout
 
 import jaxscale
 
-STEPS, PROMPTS, GENERATIONS, LENGTH, PAD, EOS, WORDS, WIDTH = 60, 8, 8, 6, 0, 1, 10, 32
+STEPS = 60
+PROMPTS = 8
+GENERATIONS = 8
+LENGTH = 6
+PAD = 0
+EOS = 1
+WORDS = 10
+WIDTH = 32
 
 
 class Ids:
@@ -42,21 +49,22 @@ class Rollout(Ids, base_rollout.BaseRollout):
     """Draws completions at random. A prompt is the step, the word that is wanted, and a reward."""
 
     def __init__(self, rollout_actor, tokenizer, **_):
-        self._model, self._tokenizer = rollout_actor, tokenizer
+        self._model = rollout_actor
+        self._tokenizer = tokenizer
 
     def generate(self, prompts, rollout_config, **_):
-        rngs = [
-            np.random.default_rng([i, *prompt.encode()])
-            for i, prompt in enumerate(prompts)
-        ]
-        drawn = [rng.integers(2, WORDS, LENGTH).astype(np.int32) for rng in rngs]
+        completions = []
+        wanted = []
+        for i, prompt in enumerate(prompts):
+            rng = np.random.default_rng([i, *prompt.encode()])
+            completions.append(rng.integers(2, WORDS, LENGTH).astype(np.int32))
+            _, word, _ = prompt.split()
+            wanted.append([int(word)])
         return base_rollout.RolloutOutput(
-            text=list(map(self._tokenizer.decode, drawn)),
+            text=[self._tokenizer.decode(ids) for ids in completions],
             logits=[],
-            tokens=drawn,
-            left_padded_prompt_tokens=np.array(
-                [[int(p.split()[1])] for p in prompts], np.int32
-            ),
+            tokens=completions,
+            left_padded_prompt_tokens=np.array(wanted, np.int32),
             logprobs=None,
         )
 
@@ -86,11 +94,13 @@ class Policy(nnx.Module):
 
 
 def reward(prompts, completions, **_):
-    """The share of words that are the wanted one, times what the prompt says."""
-    pairs = [
-        (p.split(), text.split()) for p, text in zip(prompts, completions, strict=True)
-    ]
-    return [float(p[2]) * words.count(p[1]) / LENGTH for p, words in pairs]
+    """Returns the share of words that are the wanted one, times what the prompt says."""
+    rewards = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        _, word, factor = prompt.split()
+        count = completion.split().count(word)
+        rewards.append(float(factor) * count / LENGTH)
+    return rewards
 
 
 def small_loss(*args, **kwargs):
@@ -106,19 +116,19 @@ function_registry.register_policy_loss_fn("small, scaled")(
 
 def batches(batch):
     for step in range(STEPS):
-        is_bad = step == BAD_STEP and batch != "good"
-        if not (is_bad and batch is None):
-            times = ["inf" if is_bad else "1"] + ["1"] * (PROMPTS - 1)
-            yield {
-                "prompts": np.array(
-                    [f"{step} {2 + i} {n}" for i, n in enumerate(times)]
-                )
-            }
+        factors = ["1"] * PROMPTS
+        is_bad = step == BAD_STEP
+        if is_bad and batch == "bad":
+            factors[0] = "inf"
+        if not is_bad or batch is not None:
+            prompts = [f"{step} {2 + i} {factor}" for i, factor in enumerate(factors)]
+            yield {"prompts": np.array(prompts)}
 
 
 def train(dtype, scaled, skips, batch):
-    """How unlikely the wanted word is at the end, and how many steps were skipped."""
-    model, roles = Policy(jnp.dtype(dtype)), rl_cluster.Role
+    """Returns how unlikely the wanted word is at the end, and how many steps were skipped."""
+    model = Policy(jnp.dtype(dtype))
+    roles = rl_cluster.Role
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("fsdp",))
     config = rl_cluster.ClusterConfig(
         role_to_mesh=dict.fromkeys((roles.ACTOR, roles.REFERENCE, roles.ROLLOUT), mesh),
@@ -140,7 +150,7 @@ def train(dtype, scaled, skips, batch):
     )
     learner = grpo_learner.GRPOLearner(cluster, algorithm, reward)
     learner.train(batches(batch))
-    wanted = jnp.arange(2, 2 + PROMPTS)
-    logits, _ = cluster.actor_trainer.model(wanted[:, None], None, None, None)
-    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits[:, 0]), wanted[:, None], 1)
+    wanted = jnp.arange(2, 2 + PROMPTS)[:, None]
+    logits, _ = cluster.actor_trainer.model(wanted, None, None, None)
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits[:, 0]), wanted, 1)
     return float(-log_p.mean()), skipped(cluster.actor_trainer.optimizer)

@@ -7,10 +7,11 @@ from tunix.sft import peft_trainer
 
 import jaxscale
 
-STEPS, WINDOW = 160, 4
+STEPS = 160
+WINDOW = 4
 MORE_RUNS = {
-    f"{by} accumulates": (*RUNS["bad batch, skipped"], by)
-    for by in ("trainer", "optimizer")
+    "trainer accumulates": (*RUNS["bad batch, skipped"], "trainer"),
+    "optimizer accumulates": (*RUNS["bad batch, skipped"], "optimizer"),
 }
 
 
@@ -29,9 +30,9 @@ def small_loss(model, x, y):
 
 
 def train(dtype, scaled, skips, batch, accumulates=None):
-    """The last loss over all examples, and how many steps were skipped.
+    """Returns the last loss over all examples, and how many steps were skipped.
 
-    `accumulates`, where micro-batches are to be accumulated, is "trainer" or "optimizer".
+    `accumulates` is "trainer" or "optimizer" if one of them accumulates micro-batches.
     """
     model = Model(jnp.dtype(dtype))
     tx = optimizer(skips)
@@ -42,6 +43,9 @@ def train(dtype, scaled, skips, batch, accumulates=None):
         gradient_accumulation_steps=WINDOW if accumulates == "trainer" else None,
     )
     trainer = peft_trainer.PeftTrainer(model, tx, config)
-    trainer.with_loss_fn(jaxscale.scale_backward(small_loss) if scaled else small_loss)
+    loss_fn = small_loss
+    if scaled:
+        loss_fn = jaxscale.scale_backward(small_loss)
+    trainer.with_loss_fn(loss_fn)
     trainer.train([{"x": x, "y": y} for x, y in batches(STEPS, batch)])
     return float(small_loss(model, *examples())) / FACTOR, skipped(trainer.optimizer)

@@ -1,4 +1,4 @@
-"""For trainers that keep the state of their optimizer, or choose their batches, themselves."""
+"""For trainers that keep the state of their optimizer to themselves, or choose their batches."""
 
 from typing import Any, NamedTuple
 
@@ -12,15 +12,17 @@ import jaxscale
 
 
 def in_precision(fun, dtype, scaled):
-    """The function as a run has it: in float32, in float16, or in float16 and scaled."""
+    """Returns the function as a run has it: in float32, in float16, or in float16 and scaled."""
     if dtype == "float32":
         return fun
     fun = jaxscale.autocast(fun)
-    return jaxscale.scale_backward(fun) if scaled else fun
+    if scaled:
+        fun = jaxscale.scale_backward(fun)
+    return fun
 
 
 def small(outputs, factor=FACTOR):
-    """The outputs, whose gradients come back as if the loss were that small.
+    """Returns the outputs, with gradients as if the loss were multiplied by a small factor.
 
     For a trainer whose loss is its own.
     """
@@ -36,24 +38,27 @@ class Journal:
     """What optimizers met, written down on the host.
 
     Attributes:
-      steps: how many steps were taken.
+      steps: how many steps were made.
       bad: the steps whose gradients were not finite.
-      skipped: how many steps `skip_nonfinite` skipped, as its `on_skip` says.
+      skipped: how many steps `skip_nonfinite` skipped, according to its `on_skip`.
     """
 
     def __init__(self):
-        self.steps, self.bad, self.skipped = 0, set(), 0
+        self.steps = 0
+        self.bad = set()
+        self.skipped = 0
 
     def _write(self, step, is_finite):
-        self.steps = max(self.steps, int(step) + 1)
+        step = int(step)
+        self.steps = max(self.steps, step + 1)
         if not is_finite:
-            self.bad.add(int(step))
+            self.bad.add(step)
 
     def _write_skip(self, metrics):
         self.skipped = max(self.skipped, int(np.max(metrics["total_notfinite"])))
 
     def optimizer(self, skips, left_out=(), tx=None, factor=FACTOR):
-        """The optimizer of `runs`, which tells the journal, and leaves out those steps."""
+        """Returns the optimizer of `runs`, which writes into the journal and leaves out steps."""
         tx = optimizer(skips, factor, tx, self._write_skip)
         left_out = jnp.array([-1, *sorted(left_out)])
 
@@ -62,17 +67,31 @@ class Journal:
 
         def update(grads, state, params=None, **extra):
             updates, inner = tx.update(grads, state.inner, params, **extra)
-            is_finite = jnp.array(
-                [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
-            ).all()
             is_out = (left_out == state.step).any()
-            updates = jax.tree.map(
-                lambda u: jnp.where(is_out, jnp.zeros_like(u), u), updates
-            )
-            inner = jax.tree.map(
-                lambda new, old: jnp.where(is_out, old, new), inner, state.inner
-            )
+            zeros = jax.tree.map(jnp.zeros_like, updates)
+            updates = jaxscale.tree_where(is_out, zeros, updates)
+            inner = jaxscale.tree_where(is_out, state.inner, inner)
+            is_finite = jaxscale.all_finite(grads)
             jax.debug.callback(self._write, state.step, is_finite)
             return updates, WatchedState(state.step + 1, inner)
 
         return optax.GradientTransformationExtraArgs(init, update)
+
+
+def train_by(fit):
+    """Returns the `train` of a program whose trainer draws its batches itself.
+
+    `fit` takes the arguments of `train`, and the steps that the optimizer leaves out. A bad batch
+    is left out by leaving out the steps that were bad in a run with it.
+    """
+
+    def train(dtype, scaled, skips, batch):
+        left_out = ()
+        if batch is None:
+            _, journal = fit(dtype, scaled, skips, "bad")
+            left_out = journal.bad
+            batch = "good"
+        loss, journal = fit(dtype, scaled, skips, batch, left_out)
+        return loss, journal.skipped
+
+    return train
