@@ -116,16 +116,19 @@ def product_of_probabilities():
 @advice("Add up their logarithms instead", MANY_ROWS)
 def product_in_a_loop():
     def faulty(x, w):
+        def multiply(product, q):
+            return product * q, None  # fault
+
         p = jax.nn.sigmoid(x.astype(HALF) * w)
-        # fault
-        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(3, HALF), p)
+        product, _ = jax.lax.scan(multiply, jnp.ones(3, HALF), p)
         return jnp.log(product)
 
     def cured(x, w):
+        def add(total, q):
+            return total + q, None
+
         p = jax.nn.sigmoid(x.astype(HALF) * w)
-        total, _ = jax.lax.scan(
-            lambda c, q: (c + q, None), jnp.zeros(3, HALF), jnp.log(p)
-        )
+        total, _ = jax.lax.scan(add, jnp.zeros(3, HALF), jnp.log(p))
         return total
 
     return faulty, cured

@@ -4,7 +4,6 @@ Each model has the fault on lines of its own, which end in `# fault`, and its sy
 """
 
 import functools
-import inspect
 import pathlib
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tables import cases
+from traced_losses import faulty_lines
 
 from jaxscale._doctor.diagnosis import diagnose
 from jaxscale._doctor.measure import examine
@@ -198,9 +198,11 @@ def cumprod():
 
 
 def prod_in_a_loop():
+    def step(product, q):
+        return product * q, None  # fault
+
     def multiply(p):
-        # fault
-        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(4, HALF), p.T)
+        product, _ = jax.lax.scan(step, jnp.ones(4, HALF), p.T)
         return product
 
     return joint(multiply)
@@ -234,7 +236,8 @@ def rotated(angles):
         cosine = jnp.cos(angle).astype(HALF)
         sine = jnp.sin(angle).astype(HALF)
         a, b = jnp.split(z, 2, axis=-1)
-        return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
+        turned = [a * cosine - b * sine, b * cosine + a * sine]
+        return jnp.concatenate(turned, axis=-1)
 
     def loss_fn(params, batch):
         x = batch["x"].astype(HALF)
@@ -275,41 +278,42 @@ def angles_cast():
     return rotated(angles)
 
 
-RULES = [rule_overflows, rule_flushes, rule_calls_another_function, rule_in_vmap]
-RULES += [
-    rule_in_jit_and_remat,
-    rule_in_scan,
-    rule_with_static_arguments,
-    rule_as_partial,
+# The models, and the function whose lines are marked: the rule that a model calls, or the model.
+RULES = {
+    rule_overflows: too_large,
+    rule_flushes: too_small,
+    rule_calls_another_function: too_large,
+    rule_in_vmap: too_large,
+    rule_in_jit_and_remat: too_large,
+    rule_in_scan: too_large,
+    rule_with_static_arguments: too_large,
+    rule_as_partial: too_large,
+    rule_of_nnx: too_large,
+}
+OTHERS = [
+    rule_forward,
+    softmax_in_half,
+    softmax_that_is_cast,
+    softmax_written_out,
+    prod,
+    cumprod,
+    prod_in_a_loop,
+    prod_and_root,
+    density,
+    positions_cast,
+    positions_in_a_jitted_table,
+    angles_cast,
 ]
-RULES += [rule_of_nnx, rule_forward]
-ZEROS = [softmax_in_half, softmax_that_is_cast, softmax_written_out, prod, cumprod]
-ZEROS += [prod_in_a_loop, prod_and_root, density]
-POSITIONS = [positions_cast, positions_in_a_jitted_table, angles_cast]
-MODELS = {model.__name__: model for model in (*RULES, *ZEROS, *POSITIONS)}
+FAULTS = RULES | dict(zip(OTHERS, OTHERS, strict=True))
 
 
-def find_faults(name):
-    """Returns the numbers of the faulty lines: of a model, and of the rule that it calls."""
-    sources = [MODELS[name]]
-    if MODELS[name] in RULES and name != "rule_forward":
-        sources.append(too_small if name == "rule_flushes" else too_large)
-    numbers = []
-    for source in sources:
-        lines, first = inspect.getsourcelines(source)
-        numbers += [
-            first + i for i, line in enumerate(lines) if line.endswith("# fault\n")
-        ]
-    return numbers
-
-
-@cases("name", MODELS, fast=["rule_overflows"])
-def test_the_first_problem_is_at_the_fault(name):
-    findings = diagnose(examine(load(f"{HERE}:{name}"), None))
+@cases("model", FAULTS, fast=[rule_overflows])
+def test_the_first_problem_is_at_the_fault(model):
+    findings = diagnose(examine(load(f"{HERE}:{model.__name__}"), None))
     problems = [finding for finding in findings if finding.is_problem]
     assert problems
     assert HERE.name in problems[0].where
-    assert problems[0].line in find_faults(name), problems[0].title
+    assert problems[0].line in faulty_lines(FAULTS[model]), problems[0].title
 
 
 @pytest.fixture
