@@ -87,15 +87,11 @@ class _Reference:
         self._run_in_float32 = functools.partial(
             backward.run, loss_scale, lambda key: True
         )
-        pairs = jax.tree_util.tree_leaves_with_path(params)
-        # By their names in a trace.
-        self._names = {
-            f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs
-        }
+        self._names: dict[str, str] = {}  # by the names in a trace
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            self._names[f"grads{jax.tree_util.keystr(path)}"] = leaf_name(path)
         run = self._run_in_float32()
-        self.is_finite = all(
-            np.isfinite(np.asarray(v.array)).all() for v in run.values.values()
-        )
+        self.is_finite = are_finite(run.outputs)
         self.grads = self._rename(run.grads)
 
     def _rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -116,12 +112,13 @@ class _Reference:
 
     def find_wrong_leaves(self, comparison: Comparison) -> tuple[str, ...]:
         """Returns the leaves that are far from float32, and not because of rounding in float32."""
-        return tuple(
-            leaf.path
-            for leaf in comparison.leaves
-            if leaf.error > CLOSE
-            and self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0)
-        )
+        wrong_leaves = []
+        for leaf in comparison.leaves:
+            if leaf.error <= CLOSE:
+                continue
+            if self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0):
+                wrong_leaves.append(leaf.path)
+        return tuple(wrong_leaves)
 
 
 class _LineSearch:
@@ -187,7 +184,8 @@ class _LineSearch:
     def _error_of(self, grads: Mapping[str, np.ndarray]) -> float:
         if not are_finite(grads):
             return math.inf
-        leaves = self._reference.compare(grads).leaves
-        return max(
-            (leaf.error for leaf in leaves if leaf.path in self._suspects), default=0.0
-        )
+        largest = 0.0
+        for leaf in self._reference.compare(grads).leaves:
+            if leaf.path in self._suspects:
+                largest = max(largest, leaf.error)
+        return largest

@@ -69,10 +69,10 @@ def examine(
     is_narrow = any(map(has_narrow_range, dtypes))
     can_scale = is_narrow and math.isfinite(loss)
     scales = _find_scales(compiled, loss_scale, can_scale, is_quick, announce)
-    gradients = {
-        scale: Gradients.from_tree(compiled.differentiate(scale).grads)
-        for scale in {scales.traced, scales.judged, scales.best}
-    }
+    gradients = {}
+    for scale in {scales.traced, scales.judged, scales.best}:
+        grads = compiled.differentiate(scale).grads
+        gradients[scale] = Gradients.from_tree(grads)
     best = gradients[scales.best]
 
     is_limited = (
@@ -339,8 +339,12 @@ def _find_dtypes(program: ClosedJaxpr) -> set[Any]:
     variables = [*program.jaxpr.outvars]
     for eqn in walk_program(program):
         variables += eqn.outvars
-    dtypes = {getattr(variable.aval, "dtype", None) for variable in variables}
-    return {d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)}
+    dtypes = set()
+    for variable in variables:
+        dtype = getattr(variable.aval, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            dtypes.add(dtype)
+    return dtypes
 
 
 def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:

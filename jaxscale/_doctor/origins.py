@@ -25,42 +25,12 @@ LOG_OF_SUM = "logarithm of a sum of exponentials"
 
 # Operations by their names in JAX. The first ones return some of the numbers that they take.
 _MOVES = {
-    *(
-        "convert_element_type",
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "rev",
-    ),
-    *(
-        "expand_dims",
-        "slice",
-        "dynamic_slice",
-        "gather",
-        "copy",
-        "copy_p",
-        "stop_gradient",
-    ),
-    *(
-        "concatenate",
-        "split",
-        "select_n",
-        "max",
-        "min",
-        "clamp",
-        "reduce_precision",
-        "pad",
-    ),
-    *(
-        "optimization_barrier",
-        "sharding_constraint",
-        "name",
-        "abs",
-        "reduce_max",
-        "reduce_min",
-    ),
-}
+    "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze",
+    "rev", "expand_dims", "slice", "dynamic_slice", "gather", "copy", "copy_p",
+    "stop_gradient", "concatenate", "split", "select_n", "max", "min", "clamp",
+    "reduce_precision", "pad", "optimization_barrier", "sharding_constraint", "name",
+    "abs", "reduce_max", "reduce_min",
+}  # fmt: skip
 _MOVES_AND_ADD = _MOVES | {"add"}
 _SUMS = {"add", "add_any", "sub", "neg"}
 _ARITHMETIC = _SUMS | {"mul", "div"}

@@ -141,10 +141,8 @@ class FaultSearch:
         names = self._as_written.report().nonfinite_outputs
 
         def is_nonfinite(number: int) -> bool:
-            values = self._run(wide, number).values
-            return not are_finite(
-                {name: np.asarray(values[name].array) for name in names}
-            )
+            outputs = self._run(wide, number).outputs
+            return not are_finite({name: outputs[name] for name in names})
 
         if is_nonfinite(0):
             return None
@@ -172,7 +170,7 @@ class FaultSearch:
         """Returns the next line at fault with some lines in float32, if there is another one."""
         report = run.report()
         if report.nonfinite_outputs:
-            places = self._find_nonfinite(report, wide)
+            places = self._list_nonfinite_places(report, wide)
         else:
             places = _place_culprit(self.find_culprit(wide))
         for place in places:
@@ -180,7 +178,7 @@ class FaultSearch:
                 return place
         return None
 
-    def _find_nonfinite(
+    def _list_nonfinite_places(
         self, report: TraceReport, wide: Sequence[SourcePlace]
     ) -> list[SourcePlace]:
         """Returns the lines that make the outputs inf or NaN, the first to look at first."""
@@ -264,8 +262,7 @@ class _MeasuredVisit(NamedTuple):
 
 
 def _measure_loss(visit: Visit) -> _Loss:
-    inputs = [value.array for value in visit.inputs]
-    exact_outputs = compute(visit.eqn, inputs, True)
+    exact_outputs = compute(visit.eqn, visit.arrays, True)
     is_infinite = False
     num_nonzero = 0
     num_flushed = 0

@@ -120,13 +120,11 @@ def _import_file(path: str) -> ModuleType:
 def _say_no_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
         return f"`{name}` in {place} is not a function, but {describe(getattr(module, name))}."
-    functions = [
-        other
-        for other, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not other.startswith("_")
-    ]
+    functions = []
+    for other, value in vars(module).items():
+        is_own = inspect.isfunction(value) and value.__module__ == module.__name__
+        if is_own and not other.startswith("_"):
+            functions.append(other)
     return f"There is no function `{name}` in {place}; it has {', '.join(functions) or 'none'}."
 
 
@@ -185,10 +183,10 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
 
 def _check_params(call: str, params: Any) -> None:
     if not list_gradients(params):
-        others = sorted({describe(leaf) for leaf in jax.tree.leaves(params)})
+        kinds = sorted(set(map(describe, jax.tree.leaves(params))))
         raise TargetError(
             f"{call} returned parameters without any floating array: "
-            f"{', '.join(others) or 'an empty tree'}."
+            f"{', '.join(kinds) or 'an empty tree'}."
         )
 
 
@@ -248,11 +246,7 @@ def error_line(error: BaseException) -> str:
         what += f": {message.splitlines()[0]}"
     if isinstance(error, SyntaxError):  # its message names the place
         return what
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_users_file(frame.filename) and "site-packages" not in frame.filename
-    ]
-    if not frames:
-        return what
-    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users_file(frame.filename) and "site-packages" not in frame.filename:
+            return f"{what} ({frame.filename}:{frame.lineno})"
+    return what

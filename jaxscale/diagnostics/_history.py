@@ -105,7 +105,7 @@ class History:
         """Raises a `ValueError` unless a step has the numbers that the steps before have."""
         if not self._dtypes:
             return
-        differing = {name for name, _ in dtypes.items() ^ self._dtypes.items()}
+        differing = dict(dtypes.items() ^ self._dtypes.items())
         if differing:
             names = ", ".join(sorted(differing))
             raise ValueError(

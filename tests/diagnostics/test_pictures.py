@@ -258,7 +258,7 @@ def test_the_map_of_many_layers_is_legible():
 def test_layers_without_numbers_are_not_said_to_lose_nothing():
     grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
     underflow = diagnostics.underflow(leaf_histograms(grads))
-    *_, nan, zero = str(underflow).splitlines()
+    _, _, _, nan, zero = str(underflow).splitlines()
     assert nan.split() == ["b", *"----"]
     assert zero.split() == ["c", *"----"]
     (ax,) = drawn(diagnostics.plot_underflow(underflow)).axes

@@ -274,7 +274,7 @@ def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
         else:
             parts.append([step])
             size = step_size
-    return [tuple(part) for part in parts]
+    return list(map(tuple, parts))
 
 
 def _may_join(step: Step, part: Sequence[Step]) -> bool:
