@@ -189,7 +189,7 @@ def _count_rows(leaf: np.ndarray, loss_scale: jax.Array) -> _CountedNumbers:
 
 
 def _add_rows(rows: Sequence[_CountedNumbers], num_filled: int) -> _CountedNumbers:
-    """Adds up the counts of rows, without so many zeros that the last was filled up with."""
+    """Adds up the counts of rows, without the zeros that fill up the last one."""
     counts_of_rows = np.array([row.counts for row in rows])
     counts = counts_of_rows.sum(axis=0)
     counts[_LARGEST] = counts_of_rows[:, _LARGEST].max()

@@ -224,7 +224,7 @@ class _Tracer:
         """Looks for inf and NaN, and for what limits the loss scale."""
         grads = self.gradients[self.scales.traced].by_name
         if math.isfinite(loss) and are_finite(grads) and not has_aux:
-            # nothing is to be seen
+            # there is nothing to see
             traced = _Traced(_make_empty_report(loss, self.scales.traced))
         else:
             traced = _describe_run(self._run_as_written())
@@ -258,7 +258,8 @@ class _Tracer:
     def _check_against_float32(self, run: Run, report: TraceReport) -> Float32Check:
         best = self.scales.best
         if self.scales.traced < best and not report.nonfinite_outputs:
-            # What a scale that is too low flushes is told apart from what the model gets wrong.
+            # A scale that is too low also flushes gradients. At the largest one only the faults
+            # of the model are left.
             run = self.backward.run(best, is_brief=True)
         fused = self.gradients[max(self.scales.traced, best)].by_name
         return check_against_float32(

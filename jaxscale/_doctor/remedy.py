@@ -115,7 +115,8 @@ class FaultSearch:
     def find_culprit(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
         """Returns the one equation, if there is one, at which gradients go wrong."""
         error = self._error_of(self._run(wide).grads)
-        errors = {0: 0.0, len(self._keys): error}  # with so many equations as written
+        # By the number of equations, from the first on, that run as written.
+        errors = {0: 0.0, len(self._keys): error}
         middle_error = CLOSE
         if math.isfinite(error):
             middle_error = error / 2
@@ -133,10 +134,10 @@ class FaultSearch:
         return self._describe_culprit(self._keys[wrong - 1], wide, error_with, _FLUSHED)
 
     def find_flush(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
-        """Returns the equation that makes the zeros, if any, of which inf or NaN comes later.
+        """Returns the equation that flushes to 0 what later becomes inf or NaN, if there is one.
 
-        They are not zero in float32: with all up to this equation as written, and all after it in
-        float32, the outputs are not finite.
+        If all equations up to this one run as written, and the others in float32, the outputs are
+        not finite. If this one runs in float32 as well, they are.
         """
         names = self._as_written.report().nonfinite_outputs
 
@@ -153,7 +154,7 @@ class FaultSearch:
         return culprit
 
     def find_remedy(self, first: Place, most: int = _MOST_LINES) -> Remedy:
-        """Returns at most so many lines, that of `first` among them, and how well they do."""
+        """Tries up to `most` lines in float32, beginning with that of `first`."""
         wide = [SourcePlace(first.file, first.line)]
         while True:
             run = self._run(wide)
@@ -186,7 +187,8 @@ class FaultSearch:
         # The forward pass first: what goes wrong there explains the backward pass.
         reaching.sort(key=lambda place: place.direction != "forward")
         places = [SourcePlace(place.file, place.line) for place in reaching]
-        if set(places) <= set(wide):  # zeros come from a line between them
+        # If all are in float32 already, the zeros come from a line between them.
+        if set(places) <= set(wide):
             return _place_culprit(self.find_flush(wide))
         return places
 
@@ -291,7 +293,7 @@ def _place_culprit(culprit: Culprit | None) -> list[SourcePlace]:
 
 
 def _bisect(number: int, is_bad: Callable[[int], bool]) -> int:
-    """Returns a number that is bad while the one before is not; 0 is not, and the last is."""
+    """Returns a bad number that follows a good one. 0 is good, and `number` is bad."""
     good = 0
     bad = number
     while bad - good > 1:

@@ -28,9 +28,9 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 class Start(NamedTuple):
     """How to start training at the largest loss scale that fits."""
 
-    # first steps like this batch that the default rule skips; `None` for all
+    # how many of the first steps the default rule skips on this batch; `None` if all of them
     skipped: int | None
-    # with so many the first step finds the scale; `None` if none do
+    # how many retries let the first step find the scale; `None` if no number does
     retries: int | None
     code: str  # the line to write
 

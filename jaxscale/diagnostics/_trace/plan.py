@@ -17,10 +17,10 @@ from .places import Constants
 from .program import LocalStep, Number, Program, Rounded, program_key
 
 _MOST_STEPS = 32  # of a segment without a product
-# of the results of a segment, which are all kept until it was looked at
+# of a segment's results, which are all kept until they have been looked at
 _MOST_BYTES = 2**28
 
-# The interpreter opens these, or they do more than to compute, or fail only once they are compiled.
+# The interpreter opens some of these. The others have effects, or fail only once they are compiled.
 _ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap", "pallas_call"}
 
 # The slot that a value is kept in, a number, or `None` for a value that nothing needs.
