@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tables import PASSIVE, assert_same_bits, avals, cases
+from traced_losses import assert_fields
 from training import x64
 
 import jaxscale
@@ -182,9 +183,11 @@ def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
 def test_what_is_not_a_gradient_is_left_out():
     grads = {"w": jnp.ones((2, 3)), "scalar": 3.0, "empty": jnp.zeros((0, 4))}
     others = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)}}
-    rows = diagnostics.table(diagnostics.leaf_counts(grads | others)).rows
-    seen = {row.path: (row.size, row.largest) for row in rows}
-    assert seen == {"w": (6, 1), "scalar": (1, 3), "empty": (0, 0)}
+    rows = {row.path: row for row in tabulate(grads | others).rows}
+    assert set(rows) == {"scalar", "w", "empty"}
+    assert_fields(rows["w"], size=6, largest=1)
+    assert_fields(rows["scalar"], size=1, largest=3)
+    assert_fields(rows["empty"], size=0, largest=0)
 
 
 # What has a dtype and no numbers: a scalar type, and the shape of an array.
@@ -513,9 +516,8 @@ def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread
     mantissas = rng.standard_normal(500)
     exponents = center + rng.normal(0, spread, 500).astype(int)
     leaf = np.ldexp(mantissas, exponents).astype(np.float32)
-    suggestion = diagnostics.suggest_scale(
-        histogram(leaf), dtype=dtype, tolerance=tolerance
-    )
+    counted = histogram(leaf)
+    suggestion = diagnostics.suggest_scale(counted, dtype=dtype, tolerance=tolerance)
 
     flushed = try_all_scales(leaf, dtype)
     most = max(tolerance * len(nonzero(leaf)), min(flushed.values()))
@@ -529,7 +531,7 @@ def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread
     if is_needed:
         exponent = (best[0] + best[-1]) // 2
     assert suggestion.suggested == 2.0**exponent
-    shares = diagnostics.shares(histogram(leaf), loss_scale=suggestion.suggested)
+    shares = diagnostics.shares(counted, loss_scale=suggestion.suggested)
     assert suggestion.scaled == shares[dtype]
 
 

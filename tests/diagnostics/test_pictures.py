@@ -101,8 +101,10 @@ DRAWN_FAST = [("float16", SUGGESTED)]  # and it is not drawn twice
 @cases(("dtype", "loss_scale"), PICTURES, fast=DRAWN_FAST)
 def test_the_bars_are_the_shares(loss_scale, dtype):
     bars = picture(loss_scale, dtype).axes[0]
+    heights = []
+    for stack in bars.containers:
+        heights.append(sum(bar.get_height() for bar in stack))
     shares = diagnostics.shares(HISTOGRAM, loss_scale=loss_scale)[dtype]
-    heights = [sum(bar.get_height() for bar in stack) for stack in bars.containers]
     expected = 100 * np.array([shares.normal, shares.subnormal, shares.lost])
     np.testing.assert_allclose(heights, expected, rtol=1e-9, atol=1e-9)
     assert title_of(bars) == "4,006 gradients: <0.1% are exactly 0, 1 inf, 0 NaN."
@@ -138,10 +140,11 @@ FEW = {"zeros": jnp.zeros(3), "one number": jnp.ones(1)}
 
 @cases("name", FEW)
 def test_the_histogram_of_few_different_numbers(name):
-    grads = FEW[name]
-    figure = drawn(diagnostics.plot_histogram(histogram(grads)))
+    counted = histogram(FEW[name])
+    figure = drawn(diagnostics.plot_histogram(counted))
     assert len(figure.axes) == 2
-    assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
+    text = diagnostics.text_histogram(counted)
+    assert len(text.splitlines()) == 7
 
 
 def test_shares_that_do_not_add_up_to_one_in_floating_point_are_all():
@@ -229,8 +232,11 @@ def test_a_long_text_adds_up_powers_of_two():
     lines = diagnostics.text_histogram(HISTOGRAM).splitlines()
     assert len(lines) <= 38
     assert max(map(len, lines)) <= 80
-    shares = [float(line.split()[1].strip("<%")) for line in lines[3:-3]]
-    assert 99 < sum(shares) < 101
+    total = 0.0
+    for row in lines[3:-3]:
+        _, share, *_ = row.split()
+        total += float(share.strip("<%"))
+    assert 99 < total < 101
 
 
 # What each layer loses.
@@ -251,7 +257,8 @@ def test_the_underflow_map_shows_what_each_layer_loses():
 
 
 def test_the_map_of_many_layers_is_legible():
-    many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(20)})
+    leaves = {f"layers/{i}": LEAVES["out"] for i in range(20)}
+    many = diagnostics.underflow(leaves)
     drawn(diagnostics.plot_underflow(many))
 
 
@@ -326,9 +333,10 @@ def test_the_picture_of_a_history_is_what_the_metrics_were(twelve_steps):
 
 
 def test_the_text_of_a_history_is_what_the_metrics_were(twelve_steps):
-    lines = str(twelve_steps.history).splitlines()
-    assert lines[0].startswith("steps 1 to 12: 4 skipped, the loss scale from 2**")
-    assert [line.split()[-1] for line in lines[2:]] == list("000110010100")
+    summary, _, *rows = str(twelve_steps.history).splitlines()
+    assert summary.startswith("steps 1 to 12: 4 skipped, the loss scale from 2**")
+    skipped = [row.split()[-1] for row in rows]
+    assert skipped == list("000110010100")
 
 
 def test_a_long_history_is_fetched_in_parts(monkeypatch):
@@ -349,9 +357,10 @@ def test_a_long_history_is_fetched_in_parts(monkeypatch):
 
 def test_a_long_history_is_summed_up():
     history, _ = record(47, bad=(0, 20, 21))
-    lines = str(history).splitlines()
-    assert len(lines) == 22
-    assert sum(int(line.split()[-1]) for line in lines[2:]) == 3
+    _, _, *rows = str(history).splitlines()
+    assert len(rows) == 20
+    skipped = [int(row.split()[-1]) for row in rows]
+    assert sum(skipped) == 3
     drawn(history.plot())
 
 
@@ -496,8 +505,10 @@ def report_of_everything():
     """A report of an overflow, an underflow, and a number that is rounded to 0."""
 
     def loss_fn(w):
-        y = w * HALF(60000) * HALF(60000) + w * HALF(2.0**-11) * HALF(2.0**-11)
-        return -jnp.sum((y + 1e-9).astype(jnp.float32))
+        large = w * HALF(60000) * HALF(60000)
+        small = w * HALF(2.0**-11) * HALF(2.0**-11)
+        y = large + small + 1e-9
+        return -jnp.sum(y.astype(jnp.float32))
 
     return trace(loss_fn, jnp.ones(3, HALF), loss_scale=1)
 

@@ -89,8 +89,9 @@ def test_a_fault_is_found_at_its_line(model, plant):
 @cases(("model", "plant"), OVERFLOWS, fast=[("rnn", "backward")])
 def test_the_elements_that_overflow_are_counted_and_followed(model, plant):
     place = trace_model(model, plant, 2.0**15).first_nonfinite
+    num_elements = np.prod(place.shape)
     assert place.dtype == "float16"
-    assert place.elements == place.share * np.prod(place.shape)
+    assert place.elements == place.share * num_elements
     # The hyperbolic tangent of inf is 1: in the RNN the inf becomes a finite, wrong number.
     reaches_loss = place.direction == "forward" and model != "rnn"
     assert ("loss" in place.reaches) == reaches_loss
@@ -112,9 +113,13 @@ def test_a_lower_scale_cures_an_overflow_of_the_backward_pass(model):
 @pytest.mark.slow
 @cases("model", ["convnet", "rnn"])
 def test_a_higher_scale_cures_underflows_of_the_backward_pass(model):
-    low = trace_model(model, "underflow", 1).underflows
-    high = trace_model(model, "underflow", 2.0**15).underflows
-    assert sum(place.scaled for place in high) < sum(place.scaled for place in low)
+    low = trace_model(model, "underflow", 1)
+    high = trace_model(model, "underflow", 2.0**15)
+    assert count_scaled(high.underflows) < count_scaled(low.underflows)
+
+
+def count_scaled(places):
+    return sum(place.scaled for place in places)
 
 
 @pytest.mark.slow
@@ -527,8 +532,10 @@ def test_only_the_first_places_are_printed():
 
 
 def test_formats_of_the_range_of_float32_do_not_underflow():
+    loss_fn = summed(lambda w: w * 1e-30)
     for dtype in (jnp.bfloat16, jnp.float32):
-        assert not trace(summed(lambda w: w * 1e-30), jnp.ones(8, dtype)).found, dtype
+        report = trace(loss_fn, jnp.ones(8, dtype))
+        assert not report.found, dtype
 
 
 def test_float8_underflows():
@@ -545,7 +552,8 @@ def test_float8_underflows():
 # Subnormal, and exact: nothing is lost.
 EXACT = half(2.0**-14 + 2.0**-24, 2.0**-14)
 # A sum with a rounding error of 2**-25 in float32, where the truth is 0.
-CANCELLED = half([1, 3 * 2.0**-13, 1, 3 * 2.0**-13], [1, 2.0**-12, -1, -(2.0**-12)])
+SMALL = 2.0**-13
+CANCELLED = half([1, 3 * SMALL, 1, 3 * SMALL], [1, 2 * SMALL, -1, -2 * SMALL])
 
 
 def dropout_in_a_scan(w):
@@ -566,9 +574,15 @@ def argmax(w):
 
 
 def dead_code(w):
-    called, _ = jax.jit(lambda a, b: (a * 2, b * 2))(w, jnp.log(w * 0))
-    start = jax.lax.stop_gradient(w)
-    carried, _ = jax.lax.scan(lambda x, _: (x * 2, jnp.log(x * 0)), start, length=2)
+    @jax.jit
+    def double_both(a, b):
+        return a * 2, b * 2
+
+    def body(x, _):
+        return x * 2, jnp.log(x * 0)
+
+    called, _ = double_both(w, jnp.log(w * 0))
+    carried, _ = jax.lax.scan(body, jax.lax.stop_gradient(w), length=2)
     return called * carried
 
 

@@ -67,8 +67,18 @@ def test_what_it_computes_is_what_eager_evaluation_computes(name):
 
 def looping(x):
     """A loss with a scan of three iterations, and a loop without a known end."""
-    y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y), None), x, None, length=3)
-    counted = jax.lax.while_loop(lambda y: y[0] < 4, lambda y: y + 1, y)
+
+    def sine(y, _):
+        return jnp.sin(y), None
+
+    def is_on(y):
+        return y[0] < 4
+
+    def add_one(y):
+        return y + 1
+
+    y, _ = jax.lax.scan(sine, x, None, length=3)
+    counted = jax.lax.while_loop(is_on, add_one, y)
     return mean_square(y + jax.lax.stop_gradient(counted))
 
 
@@ -141,8 +151,8 @@ def with_everything(dtype):
 @pytest.mark.slow
 @cases("loss_scale", [1.0, 2.0**24])
 def test_a_pass_with_everything_in_float32_has_the_gradients_of_float32(loss_scale):
-    grad = jax.jit(jax.grad(with_everything(jnp.float32)))
-    exact = grad(*ARGS)
+    loss_in_float32 = with_everything(jnp.float32)
+    exact = jax.jit(jax.grad(loss_in_float32))(*ARGS)
     backward = TracedBackward(with_everything(HALF), ARGS, {})
     wide = backward.run(loss_scale, everything).grads["grads"]
     # Two compiled programs may round differently.
@@ -176,9 +186,12 @@ def test_bits_are_those_of_the_narrow_dtype_in_float32_as_well():
 
 
 def test_numbers_of_the_source_are_exact_in_float32():
-    backward = TracedBackward(summed(lambda w: w * 1e-9), (half(1, 1),), {})
-    assert backward.run(1.0).report().loss == 0
-    assert backward.run(1.0, everything).report().loss == np.float32(1e-9) * 2
+    loss_fn = summed(lambda w: w * 1e-9)
+    backward = TracedBackward(loss_fn, (half(1, 1),), {})
+    as_written = backward.run(1.0).report()
+    assert as_written.loss == 0
+    in_float32 = backward.run(1.0, everything).report()
+    assert in_float32.loss == np.float32(1e-9) * 2
 
 
 def test_what_is_only_rounding_changes_when_float32_is_shaken():

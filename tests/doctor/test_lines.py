@@ -29,11 +29,16 @@ def normal(seed, *shape, scale=1.0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * scale
 
 
+def multiply(x, w):
+    """A product in half precision."""
+    return x.astype(HALF) @ w.astype(HALF)
+
+
 def layer(activation):
     """A loss of one layer in half precision."""
 
     def loss_fn(params, x):
-        y = activation(x.astype(HALF) @ params["w"].astype(HALF))
+        y = activation(multiply(x, params["w"]))
         return jnp.mean(jnp.square(y.astype(FULL) - 1))
 
     return loss_fn, {"w": normal(0, 4, 4)}, normal(1, 8, 4)
@@ -55,7 +60,8 @@ def too_large(y, g):
 def too_small(y, g):
     d = (1 - y * y) * HALF(2.0**-14)
     d = d * HALF(2.0**-12)  # fault
-    return (g * (d * HALF(2.0**13) * HALF(2.0**13)),)
+    d = d * HALF(2.0**13) * HALF(2.0**13)
+    return (g * d,)
 
 
 def helper(y, g):
@@ -144,8 +150,9 @@ def classify(logarithm):
     label = np.random.default_rng(2).integers(0, 16, 16)
 
     def loss_fn(params, x):
-        logits = x.astype(HALF) @ params["w"].astype(HALF)
-        return -jnp.mean(logarithm(logits, label[:, None]).astype(FULL))
+        logits = multiply(x, params["w"])
+        log_p = logarithm(logits, label[:, None])
+        return -jnp.mean(log_p.astype(FULL))
 
     return loss_fn, {"w": normal(0, 8, 16, scale=3.0)}, normal(1, 16, 8)
 
@@ -179,12 +186,13 @@ def softmax_written_out():
     return classify(logarithm)
 
 
-def joint(multiply):
+def joint(multiply_all):
     """The logarithm of a product of 40 probabilities, each about a half."""
 
     def loss_fn(params, x):
-        probability = jax.nn.sigmoid(x.astype(HALF) @ params["w"].astype(HALF))
-        return -jnp.mean(jnp.log(multiply(probability)).astype(FULL))
+        probability = jax.nn.sigmoid(multiply(x, params["w"]))
+        log_p = jnp.log(multiply_all(probability))
+        return -jnp.mean(log_p.astype(FULL))
 
     return loss_fn, {"w": normal(0, 8, 40, scale=0.1)}, normal(1, 4, 8)
 
@@ -201,16 +209,16 @@ def prod_in_a_loop():
     def step(product, q):
         return product * q, None  # fault
 
-    def multiply(p):
+    def multiply_all(p):
         product, _ = jax.lax.scan(step, jnp.ones(4, HALF), p.T)
         return product
 
-    return joint(multiply)
+    return joint(multiply_all)
 
 
 def prod_and_root():
     def loss_fn(params, x):
-        probability = jax.nn.sigmoid(x.astype(HALF) @ params["w"].astype(HALF))
+        probability = jax.nn.sigmoid(multiply(x, params["w"]))
         product = jnp.prod(probability, axis=-1)  # fault
         return -jnp.mean(product.astype(FULL) ** (1 / 40))
 
@@ -220,9 +228,10 @@ def prod_and_root():
 
 def density():
     def loss_fn(params, x):
-        z = x.astype(HALF) @ params["w"].astype(HALF)
+        z = multiply(x, params["w"])
         p = jnp.exp(-z * z / 2)  # fault
-        return -jnp.mean(jnp.log(p / HALF(2.5)).astype(FULL))
+        log_p = jnp.log(p / HALF(2.5))
+        return -jnp.mean(log_p.astype(FULL))
 
     return loss_fn, {"w": normal(0, 4, 3)}, normal(1, 8, 4, scale=2.0)
 
@@ -240,10 +249,10 @@ def rotated(angles):
         return jnp.concatenate(turned, axis=-1)
 
     def loss_fn(params, batch):
-        x = batch["x"].astype(HALF)
-        q = turn(x @ params["q"].astype(HALF))
-        k = turn(x @ params["k"].astype(HALF))
-        return jnp.mean((q @ k.T).astype(FULL) * batch["target"])
+        q = turn(multiply(batch["x"], params["q"]))
+        k = turn(multiply(batch["x"], params["k"]))
+        scores = (q @ k.T).astype(FULL)
+        return jnp.mean(scores * batch["target"])
 
     params = {"q": normal(0, 8, 8), "k": normal(1, 8, 8)}
     batch = {"x": normal(2, 24, 8), "target": normal(3, 24, 24)}
