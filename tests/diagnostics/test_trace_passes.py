@@ -137,13 +137,17 @@ def with_everything(dtype):
     def normalize(x):
         return x / (jnp.abs(x) + 1e-9)
 
+    def shrink(x):
+        return jnp.exp(x - 5)
+
     def fun(params, x):
         w = params.astype(dtype)
         x = x.astype(dtype)
         x, _ = jax.lax.scan(lambda x, _: (block(x, w), None), x, length=3)
-        x = jax.lax.cond(x[0, 0] > -100, lambda x: jnp.exp(x - 5), lambda x: x, x)
+        x = jax.lax.cond(x[0, 0] > -100, shrink, lambda x: x, x)
         x = jax.lax.fori_loop(0, 2, lambda i, x: x * 0.75 + 3e-9, x)
-        return mean_square(doubled(normalize(x) + x))
+        x = normalize(x) + x
+        return mean_square(doubled(x))
 
     return fun
 
