@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from misused import look_up
 from tables import cases
+from traced_losses import faulty_lines
 
 import jaxscale
 from jaxscale._doctor import cli, compiled, measure
@@ -161,6 +163,9 @@ BAD_USE = {
     "no function": Misuse(
         "doctored:typo", "no function `typo` in doctored; it has model, half, fine"
     ),
+    "no function of its own": Misuse(
+        "advised:typo", "no function `typo` in advised; it has advice, log_of_softmax,"
+    ),
     "a value": Misuse("doctored:W", "`W` in doctored is not a function, but `dict`"),
     "needs arguments": Misuse("misused:needs_arguments", "callable without arguments"),
     "returns one value": Misuse(
@@ -217,7 +222,10 @@ def assert_is_one_sentence(answer, says):
     assert says in answer.err
 
 
-@cases("name", BAD_USE, fast=["no function", "a loss for each example"])
+BAD_USE_FAST = ["no function", "no function of its own", "a loss for each example"]
+
+
+@cases("name", BAD_USE, fast=BAD_USE_FAST)
 def test_bad_use_is_told_in_a_sentence(name, doctor):
     misuse = BAD_USE[name]
     assert_is_one_sentence(doctor(misuse.target, *misuse.options), misuse.says)
@@ -235,6 +243,12 @@ BROKEN_FILES = {
 def test_a_file_that_does_not_import_is_told_in_a_sentence(source, doctor):
     pathlib.Path("f.py").write_text(source)
     assert_is_one_sentence(doctor("f.py:f"), BROKEN_FILES[source])
+
+
+def test_an_error_of_the_loss_names_its_innermost_line(doctor):
+    (number,) = faulty_lines(look_up)
+    answer = doctor("misused.py:loss_that_fails")
+    assert_is_one_sentence(answer, f"misused.py:{number})")
 
 
 def test_a_traceback_if_asked_for(doctor):
