@@ -23,17 +23,23 @@ _STABLE = 0.3
 
 
 class Float32Check(NamedTuple):
-    """The gradients against those in float32. Nothing is known if the arguments are not finite."""
+    """The gradients against those in float32. Nothing is known if the arguments are not finite.
 
-    # The gradients in float32, by their names, if they are finite. What cannot be computed in
-    # float32, as a kernel for one dtype, is as written.
+    Attributes:
+      grads: the gradients in float32, by their names, if they are finite. What cannot be computed
+        in float32, such as a kernel for one dtype, is as written.
+      is_finite: whether the loss and the gradients are finite in float32, `None` if not known.
+      comparison: what the gradients lost, if they are finite as written and in float32.
+      wrong_leaves: the names of the gradients that are far from those in float32.
+      culprit: where they go wrong, if one equation is to blame.
+      remedy: the lines that were tried in float32, in vain or not.
+    """
+
     grads: Mapping[str, np.ndarray] = {}
-    is_finite: bool | None = None  # whether loss and gradients are finite in float32
-    comparison: Comparison | None = None  # what is lost, if both gradients are finite
-    # of the gradients: those that are far from float32
+    is_finite: bool | None = None
+    comparison: Comparison | None = None
     wrong_leaves: tuple[str, ...] = ()
-    culprit: Culprit | None = None  # where they go wrong, if it is one equation
-    # the lines that make them right in float32, or were tried in vain
+    culprit: Culprit | None = None
     remedy: Remedy | None = None
 
 

@@ -137,13 +137,20 @@ def _trace_loss(
 
 
 class _Scales(NamedTuple):
-    """The loss scales that matter, and what was tried to find them."""
+    """The loss scales that matter, and what was tried to find them.
+
+    Attributes:
+      calibration: the search for the largest scale that fits, if there was one.
+      backward_trial: what `scale_backward` does, if it was tried.
+      traced: the scale of the trace.
+      judged: the scale at which formats are judged.
+      best: the largest scale that fits, where the fewest gradients are flushed on the way.
+    """
 
     calibration: Calibration | None
     backward_trial: BackwardTrial | None
-    traced: float  # the scale of the trace
-    judged: float  # the scale at which formats are judged
-    # the largest that fits, where the fewest gradients are flushed on the way
+    traced: float
+    judged: float
     best: float
 
     @property

@@ -27,24 +27,37 @@ _FLUSHED = 0.5  # it flushes if it makes this share of its nonzero numbers 0
 
 
 class Culprit(NamedTuple):
-    """The equation at which gradients go wrong, although they stay finite."""
+    """The equation at which gradients go wrong.
+
+    Attributes:
+      place: the equation and its line.
+      kind: `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
+        numbers become 0, otherwise `"rounding"`.
+      largest: the largest magnitude among its results in float32.
+      error: the error of the gradients if this equation and all before it run as written, and the
+        others in float32.
+      made_by: what made its numbers, such as a softmax, if that has a cure of its own: one of the
+        names in `origins`, or `""`.
+    """
 
     place: Place
-    # `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
-    # numbers become 0, otherwise `"rounding"`.
     kind: str
-    largest: float  # the largest finite magnitude among its results
-    error: float  # the error of the gradients from there on
-    # What made its numbers, as a softmax, where that has a cure of its own: see `origins`. Or `""`.
+    largest: float
+    error: float
     made_by: str
 
 
 class Remedy(NamedTuple):
-    """The lines that were computed in float32, and what became of the gradients."""
+    """The lines that were computed in float32, and what became of the gradients.
 
-    lines: tuple[str, ...]  # file and line of each, the first at fault first
-    works: bool  # whether the gradients are then finite and right
-    # the largest error of a leaf of the gradients; inf if they are not finite
+    Attributes:
+      lines: file and line of each, the first at fault first.
+      works: whether the gradients are then finite and right.
+      error: the largest error of a leaf of the gradients; inf if they are not finite.
+    """
+
+    lines: tuple[str, ...]
+    works: bool
     error: float
 
 

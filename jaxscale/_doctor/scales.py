@@ -26,13 +26,17 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 
 
 class Start(NamedTuple):
-    """How to start training at the largest loss scale that fits."""
+    """How to start training at the largest loss scale that fits.
 
-    # how many of the first steps the default rule skips on this batch; `None` if all of them
+    Attributes:
+      skipped: how many first steps on batches like this the default rule skips; `None` if all.
+      retries: how many retries let the first step find the scale; `None` if no number does.
+      code: the line to write.
+    """
+
     skipped: int | None
-    # how many retries let the first step find the scale; `None` if no number does
     retries: int | None
-    code: str  # the line to write
+    code: str
 
 
 def find_start(exam: Exam) -> Start | None:

@@ -34,16 +34,22 @@ class TargetError(ValueError):
 
 
 class Target(NamedTuple):
-    """A loss, and what it is examined on."""
+    """A loss, and what it is examined on.
 
-    name: str  # as named on the command line
-    # Takes `params` and `batch`, and returns the loss, or a pair that begins with it.
+    Attributes:
+      name: the target, as named on the command line.
+      loss_fn: takes `params` and `batch`, and returns the loss, or a pair that begins with it.
+      params: the floating and complex arrays, on the device, with `None` for other leaves.
+      batch: arrays on the device, and other leaves as they are.
+      has_aux: whether `loss_fn` returns a pair.
+      constants: the numbers of the source that were rounded when `loss_fn` was first traced.
+    """
+
+    name: str
     loss_fn: Callable[[optax.Params, Any], Any]
-    # The floating and complex arrays, on the device, with `None` for other leaves.
     params: optax.Params
-    batch: Any  # arrays on the device, and other leaves as they are
-    has_aux: bool  # whether `loss_fn` returns a pair
-    # The numbers of the source that were rounded when `loss_fn` was first traced.
+    batch: Any
+    has_aux: bool
     constants: Constants
 
 

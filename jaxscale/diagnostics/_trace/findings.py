@@ -232,14 +232,20 @@ class Findings:
 
 
 class Run(NamedTuple):
-    """One pass."""
+    """One pass.
 
-    # the loss, the gradients and what else is returned, by their names
+    Attributes:
+      values: the loss, the auxiliary output and the gradients, by their names.
+      findings: what was seen on the way.
+      arguments: the floating-point arguments, by their names.
+      rounded: the numbers of the source that a narrow format rounded to 0 or inf.
+      loss_scale: the loss scale of the pass.
+    """
+
     values: dict[str, Value]
-    findings: Findings  # what was seen on the way
-    # the floating-point arguments, by their names
+    findings: Findings
     arguments: dict[str, jax.typing.ArrayLike]
-    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf
+    rounded: Sequence[RoundedAt]
     loss_scale: float
 
     @property

@@ -39,10 +39,14 @@ class Cell:
 
 
 class Location(NamedTuple):
-    """What a jaxpr runs inside of."""
+    """What a jaxpr runs inside of.
 
-    around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
-    # the index of each loop among them; of a scan, that of the slice
+    Attributes:
+      around: the equations that hold it, outermost first.
+      iteration: the index of each loop among them: for a scan, the index of the slice.
+    """
+
+    around: tuple[JaxprEqn, ...]
     iteration: tuple[int, ...]
 
     def in_iteration(self, index: int) -> "Location":

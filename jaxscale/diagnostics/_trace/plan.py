@@ -67,14 +67,22 @@ class ConstSlot(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to run for a jaxpr."""
+    """What to run for a jaxpr.
+
+    Attributes:
+      closed: the jaxpr.
+      consts: its constants.
+      inputs: the slots of its inputs.
+      parts: what to run, in this order.
+      outputs: where its outputs are in the end.
+      forgotten: for each part, the slots that nothing reads after it.
+    """
 
     closed: ClosedJaxpr
     consts: tuple[ConstSlot, ...]
-    inputs: tuple[int, ...]  # the slots of its inputs
-    parts: tuple[Segment | Step, ...]  # what to run
+    inputs: tuple[int, ...]
+    parts: tuple[Segment | Step, ...]
     outputs: tuple[Source, ...]
-    # after each part: the slots that nothing reads any more
     forgotten: tuple[tuple[int, ...], ...]
 
 
