@@ -227,7 +227,7 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
     if place.scaled:
         helpless = "Even a loss scale of 1 overflows here."
     if place.cause == "given":
-        return [helpless, "Look where this number comes from."]
+        return [helpless, "Find out where this number comes from."]
     if place.cause == "infinities":
         return [
             helpless,
@@ -291,18 +291,18 @@ def _advise_on_point(place: TracedNonfinite) -> str:
             "Even float32 cannot hold this exponential: clip the exponent, or subtract the maximum "
             "first, as `jax.nn.softmax` does."
         )
-    # By the primitive alone more cannot be told: a `div` may be the derivative of a square root.
+    # The primitive alone does not say more: a `div` may be the derivative of a square root.
     words = (
         "Here the function or its derivative has no finite value, as a root, a logarithm or a "
-        "division has none at 0. Keep the operand away: "
+        "division has none at 0. Keep the operand away from such a point: "
     )
     if place.least_input < 0 or place.largest_input > 1:
-        return f"{words}clip it, add 1e-3 to it in float32, or choose another with `jnp.where`."
+        return f"{words}clip it, add 1e-3 to it in float32, or replace it with `jnp.where`."
     # Most probabilities are far below 1e-3.
-    words += "clip it, or choose another with `jnp.where` before."
+    words += "clip it, or replace it with `jnp.where` first."
     if place.primitive == "log" or "log" in place.source:
         words += (
-            " Of a probability, compute the logarithm from the logits, with `jax.nn.log_softmax` "
+            " Compute the logarithm of a probability from the logits, with `jax.nn.log_softmax` "
             "or `jax.nn.log_sigmoid`."
         )
     return words

@@ -253,7 +253,7 @@ def epsilon():
     return faulty, cured
 
 
-@advice("Keep the operand away: clip it", jnp.ones((2, 3)))
+@advice("Keep the operand away from such a point: clip it", jnp.ones((2, 3)))
 def arc():
     def faulty(x, w):
         return jnp.arccos(jnp.clip(x.astype(HALF) * w, -1, 1))  # fault
