@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol, Self
 
 _LONGEST = 30.0  # seconds between two signs of life
 _OFTEN = 0.2  # seconds between two looks at whether one is due
-_CLEAR_LINE = "\r\x1b[K"  # to the start of the line of a terminal, and nothing on it
+_CLEAR_LINE = "\r\x1b[K"  # goes to the start of a terminal's line, and clears it
 
 
 def say_nothing_more() -> str:
-    """Returns `""`: of some work nobody knows how far it is."""
+    """Returns `""`, for work that cannot say how far it is."""
     return ""
 
 
@@ -31,7 +31,7 @@ def announce_nothing(words: str, how_far: Callable[[], str] = say_nothing_more) 
 
 
 class _Work(NamedTuple):
-    """What is being done. In one piece, as the thread may read it at any time."""
+    """What is being done. It is one object, because the thread may read it at any time."""
 
     words: str
     how_far: Callable[[], str]

@@ -19,7 +19,7 @@ from .._trees.checks import power_of_two
 from .announcer import Announce, Announcer
 from .diagnosis import diagnose, say_setting, say_verdict
 from .exam import Exam
-from .finding import Finding
+from .finding import Finding, has_problem
 from .measure import examine
 from .page import draw_page, say_missing
 from .record import make_record
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return _INTERRUPTED
     if options.json:
         stdout.write(record)
-    return int(any(finding.is_problem for finding in results.findings))
+    return int(has_problem(results.findings))
 
 
 def _find_results(options: argparse.Namespace) -> _Results:
@@ -86,8 +86,10 @@ def _find_results(options: argparse.Namespace) -> _Results:
 
 def _check_folders(options: argparse.Namespace) -> None:
     for path in (options.output, options.json_file):
-        if path and not pathlib.Path(path).parent.is_dir():
-            folder = pathlib.Path(path).parent
+        if not path:
+            continue
+        folder = pathlib.Path(path).parent
+        if not folder.is_dir():
             raise TargetError(
                 f"Cannot write {path}: the folder {folder} does not exist."
             )
@@ -97,13 +99,17 @@ def _write_results(options: argparse.Namespace, results: _Results) -> str:
     """Prints the summary, writes the files, and returns the results as JSON."""
     print(summarize(results.exam, results.findings), end="\n\n")
     if results.page is not None:
-        pathlib.Path(options.output).write_text(results.page, encoding="utf-8")
+        _write_file(options.output, results.page)
         print(f"The report is in {options.output}.")
     record = make_record(results.exam, results.findings)
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     if options.json_file:
-        pathlib.Path(options.json_file).write_text(text, encoding="utf-8")
+        _write_file(options.json_file, text)
     return text
+
+
+def _write_file(path: str, text: str) -> None:
+    pathlib.Path(path).write_text(text, encoding="utf-8")
 
 
 def _make_parser() -> argparse.ArgumentParser:

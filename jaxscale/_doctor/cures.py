@@ -6,7 +6,7 @@ from .exam import Exam
 from .origins import Sum
 from .remedy import Culprit
 
-_MANY = 64  # a sum of so many numbers, each with its full weight, is worth a word
+_MANY = 64  # a sum of this many numbers, each with its full weight, is worth a word
 
 _CURES = {
     origins.SOFTMAX: (

@@ -17,58 +17,84 @@ from .remedy import Relief
 
 
 class Exam(NamedTuple):
-    """What was measured. All of it is on the host, except for the histogram."""
+    """What was measured. All of it is on the host, except for the histogram.
+
+    A loss scale *fits* if nothing overflows at it. The *largest* scale is the largest that fits,
+    or `loss_scale` if none is known.
+
+    Attributes:
+      target: the model, as named on the command line.
+      autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
+      is_quick: whether only inf and NaN were looked for, and nothing was compared with float32.
+      is_auto: whether no loss scale was asked for. Then `loss_scale` is the largest.
+      loss: the loss, under `jaxscale.autocast` if that was used.
+      loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
+      dtypes: the formats in which the loss is computed.
+      has_narrow_range: whether one of them has a smaller range than float32.
+      backward_rules: the name of each custom backward rule, by the source line that calls its
+        function.
+      loss_scale: the loss scale of `trace` and `leaf_table`.
+      judged_scale: the loss scale at which formats are judged: the one asked for, or 1.
+      calibration: the search for the largest scale. `None` if no format of the model needs a loss
+        scale, or the loss itself is not finite.
+      backward_trial: what `jaxscale.scale_backward` does on this loss. `None` without a
+        `calibration`, and in a quick exam.
+      largest_gradient: the largest magnitude of a gradient, unscaled, at the largest scale.
+      is_limited: whether a number of the backward pass limits the largest scale that is far larger
+        than all gradients.
+      ceiling: where the backward pass overflows at the least scale that was seen not to fit.
+      relief: the lines that let a higher scale fit if they are in float32. Looked for if
+        `is_limited`, or if the largest scale is below 1; `None` if not, or if there are none.
+      scale_comparison: the gradients at the judged scale against those at the largest, if that is
+        higher.
+      trace: the backward pass at `loss_scale`, equation by equation.
+      float32: the gradients against those in float32.
+      unshifted: the source lines that take the exponential of a row without subtracting its
+        maximum first, and overflow.
+      loss_sums: the sums that the loss is made of.
+      zero_leaves: the names of the gradients that are 0 everywhere, in float32 if they are known
+        in it.
+      leaf_table: the gradients at `loss_scale`, leaf by leaf.
+      histogram: the gradients at the largest scale, where the fewest are flushed on the way.
+      shares: what each format would keep of the gradients in `histogram`, at the judged scale.
+      layers: what each format would lose of each layer of them, at the judged scale.
+      suggestion: the loss scale at which float16 would store them best.
+    """
 
     # What was examined, and how.
-    target: str  # as named on the command line
-    autocast: str  # the format in which `jaxscale.autocast` computed the loss, or `""`
-    # whether nothing was compared with float32, and nothing finite was traced
+    target: str
+    autocast: str
     is_quick: bool
-    # whether no scale was given, so that `loss_scale` is the largest that fits
     is_auto: bool
     loss: float
-    # without `jaxscale.autocast`; `None` if that was not used
     loss_as_written: float | None
-    dtypes: tuple[str, ...]  # the formats in which the loss is computed
-    has_narrow_range: bool  # whether one of them has a smaller range than float32
-    # their names, by the line that calls their functions
+    dtypes: tuple[str, ...]
+    has_narrow_range: bool
     backward_rules: dict[str, str]
 
     # The loss scale.
-    loss_scale: float  # the scale of the trace and the table of leaves
-    judged_scale: float  # the scale at which formats are judged: the one given, or 1
-    # The largest scale that does not overflow. `None` if none of the model's dtypes needs one, or
-    # the loss itself is not finite.
+    loss_scale: float
+    judged_scale: float
     calibration: Calibration | None
-    # of `jaxscale.scale_backward`, after a calibration
     backward_trial: BackwardTrial | None
-    largest_gradient: float  # its magnitude, at the largest scale
-    # whether a number on the way, far larger than the gradients, limits it
+    largest_gradient: float
     is_limited: bool
-    # where the least loss scale that does not fit overflows
     ceiling: TracedNonfinite | None
-    # What lets a higher scale fit, sought if the scale `is_limited` or the largest is below 1.
-    # `None` otherwise, or if nothing was found.
     relief: Relief | None
-    # The gradients at the judged scale against those at the largest, if that is higher.
     scale_comparison: Comparison | None
 
     # Where numbers get lost.
-    trace: TraceReport  # at the loss scale
-    float32: Float32Check  # the gradients against those in float32
-    # lines with an exponential of a row without its maximum, too large
+    trace: TraceReport
+    float32: Float32Check
     unshifted: tuple[str, ...]
-    loss_sums: tuple[Sum, ...]  # the sums that the loss is made of
-    # whose gradient is 0 everywhere, in float32 if that is known
+    loss_sums: tuple[Sum, ...]
     zero_leaves: tuple[str, ...]
 
     # The finished gradients, and what storing them would lose.
-    leaf_table: LeafTable  # the gradients, leaf by leaf
-    # the gradients at the largest scale, where the fewest are flushed
+    leaf_table: LeafTable
     histogram: Histogram
-    shares: dict[str, Shares]  # what each format keeps of these at the judged scale
-    layers: Underflow  # the same for each layer
-    # the scale at which float16 would store these gradients best
+    shares: dict[str, Shares]
+    layers: Underflow
     suggestion: Suggestion
 
     @property
@@ -78,13 +104,16 @@ class Exam(NamedTuple):
 
     @property
     def is_all_zero(self) -> bool:
-        """Whether all gradients are 0 at the largest scale, at which the histogram is taken."""
-        return self.suggestion.needed is None and not self.leaf_table.nonfinite_rows
+        """Whether all gradients are 0 at the largest scale."""
+        has_finite_nonzero = self.suggestion.needed is not None
+        return not has_finite_nonzero and not self.leaf_table.nonfinite_rows
 
     @property
-    def is_of_autocast(self) -> bool:
-        """Whether half precision is due to autocast, and not written by hand."""
-        return bool(self.autocast) and math.isfinite(self.loss_as_written or 0.0)
+    def is_due_to_autocast(self) -> bool:
+        """Whether `jaxscale.autocast` is to blame for faults: without it the loss is finite."""
+        if self.loss_as_written is None:
+            return False
+        return math.isfinite(self.loss_as_written)
 
     @property
     def largest_scale(self) -> float | None:

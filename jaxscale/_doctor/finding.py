@@ -1,6 +1,7 @@
 """What a finding is, and how one is made."""
 
 import linecache
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..diagnostics._trace.report import Place, TracedConstant
@@ -49,6 +50,10 @@ def make_finding(
     )
 
 
+def has_problem(findings: Sequence[Finding]) -> bool:
+    return any(finding.is_problem for finding in findings)
+
+
 def _describe_surroundings(place: Place) -> list[str]:
     sentences = []
     if place.layer:
@@ -67,7 +72,8 @@ def _read_source(file: str, line: int) -> tuple[SourceLine, ...]:
         return ()
     first = max(line - _NUM_AROUND, 1)
     last = min(line + _NUM_AROUND, len(linecache.getlines(file)))
-    numbers = range(first, last + 1)
-    return tuple(
-        SourceLine(i, linecache.getline(file, i).rstrip("\n")) for i in numbers
-    )
+    source = []
+    for number in range(first, last + 1):
+        text = linecache.getline(file, number).rstrip("\n")
+        source.append(SourceLine(number, text))
+    return tuple(source)

@@ -23,17 +23,23 @@ _STABLE = 0.3
 
 
 class Float32Check(NamedTuple):
-    """The gradients against those in float32. Nothing is known if the arguments are not finite."""
+    """The gradients against those in float32. Nothing is known if the arguments are not finite.
 
-    # The gradients in float32, by their names, if they are finite. What cannot be computed in
-    # float32, as a kernel for one dtype, is as written.
+    Attributes:
+      grads: the gradients in float32, by their names, if they are finite. What cannot be computed
+        in float32, such as a kernel for one dtype, is as written.
+      is_finite: whether the loss and the gradients are finite in float32, `None` if not known.
+      comparison: what the gradients lost, if they are finite as written and in float32.
+      wrong_leaves: the names of the gradients that are far from those in float32.
+      culprit: where they go wrong, if one equation is to blame.
+      remedy: the lines that were tried in float32, in vain or not.
+    """
+
     grads: Mapping[str, np.ndarray] = {}
-    is_finite: bool | None = None  # whether loss and gradients are finite in float32
-    comparison: Comparison | None = None  # what is lost, if both gradients are finite
-    # of the gradients: those that are far from float32
+    is_finite: bool | None = None
+    comparison: Comparison | None = None
     wrong_leaves: tuple[str, ...] = ()
-    culprit: Culprit | None = None  # where they go wrong, if it is one equation
-    # the lines that make them right in float32, or were tried in vain
+    culprit: Culprit | None = None
     remedy: Remedy | None = None
 
 
@@ -87,15 +93,11 @@ class _Reference:
         self._run_in_float32 = functools.partial(
             backward.run, loss_scale, lambda key: True
         )
-        pairs = jax.tree_util.tree_leaves_with_path(params)
-        # By their names in a trace.
-        self._names = {
-            f"grads{jax.tree_util.keystr(path)}": leaf_name(path) for path, _ in pairs
-        }
+        self._names: dict[str, str] = {}  # by the names in a trace
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            self._names[f"grads{jax.tree_util.keystr(path)}"] = leaf_name(path)
         run = self._run_in_float32()
-        self.is_finite = all(
-            np.isfinite(np.asarray(v.array)).all() for v in run.values.values()
-        )
+        self.is_finite = are_finite(run.outputs)
         self.grads = self._rename(run.grads)
 
     def _rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -116,12 +118,13 @@ class _Reference:
 
     def find_wrong_leaves(self, comparison: Comparison) -> tuple[str, ...]:
         """Returns the leaves that are far from float32, and not because of rounding in float32."""
-        return tuple(
-            leaf.path
-            for leaf in comparison.leaves
-            if leaf.error > CLOSE
-            and self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0)
-        )
+        wrong_leaves = []
+        for leaf in comparison.leaves:
+            if leaf.error <= CLOSE:
+                continue
+            if self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0):
+                wrong_leaves.append(leaf.path)
+        return tuple(wrong_leaves)
 
 
 class _LineSearch:
@@ -187,7 +190,8 @@ class _LineSearch:
     def _error_of(self, grads: Mapping[str, np.ndarray]) -> float:
         if not are_finite(grads):
             return math.inf
-        leaves = self._reference.compare(grads).leaves
-        return max(
-            (leaf.error for leaf in leaves if leaf.path in self._suspects), default=0.0
-        )
+        largest = 0.0
+        for leaf in self._reference.compare(grads).leaves:
+            if leaf.path in self._suspects:
+                largest = max(largest, leaf.error)
+        return largest

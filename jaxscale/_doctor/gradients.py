@@ -41,30 +41,46 @@ class Gradients(NamedTuple):
 
 
 class LeafError(NamedTuple):
-    """What one leaf of the gradients lost."""
+    """What one leaf of the gradients lost.
 
-    path: str  # where it is, such as `params/Dense_0/kernel`
-    flushed: float  # the share of the nonzero numbers that became 0
-    # the norm of the difference, divided by the norm of what the leaf should be
+    Attributes:
+      path: where it is, such as `params/Dense_0/kernel`.
+      flushed: the share of the nonzero numbers that became 0.
+      error: the norm of the difference, divided by the norm of what the leaf should be.
+    """
+
+    path: str
+    flushed: float
     error: float
 
 
 class Comparison(NamedTuple):
-    """What gradients lost, compared with the same gradients with less or nothing lost."""
+    """What gradients lost, compared with the same gradients with less or nothing lost.
 
-    flushed: float  # the share of the nonzero numbers that became 0
-    # the norm of the difference, divided by the norm of what the gradients should be
+    Attributes:
+      flushed: the share of the nonzero numbers that became 0.
+      error: the norm of the difference, divided by the norm of what the gradients should be.
+      worst: the leaf with the largest share flushed, or `""` if nothing was.
+      worst_flushed: the share flushed in that leaf.
+      leaves: what each leaf lost, the largest error first.
+    """
+
+    flushed: float
     error: float
-    worst: str  # the leaf with the largest share flushed, or `""` if nothing was
-    worst_flushed: float  # the share flushed in that leaf
-    leaves: tuple[LeafError, ...]  # each leaf, the largest error first
+    worst: str
+    worst_flushed: float
+    leaves: tuple[LeafError, ...]
 
 
 class CountedGradients(NamedTuple):
-    """How many numbers of which size the gradients hold."""
+    """How many numbers of which size the gradients hold.
 
-    counts: LeafCounts  # what `leaf_counts` returns
-    # what `leaf_histograms` returns: a tree with a `Histogram` for each leaf
+    Attributes:
+      counts: what `leaf_counts` returns.
+      histograms: what `leaf_histograms` returns: a tree with a `Histogram` for each leaf.
+    """
+
+    counts: LeafCounts
     histograms: Any
 
     @property
@@ -189,7 +205,7 @@ def _count_rows(leaf: np.ndarray, loss_scale: jax.Array) -> _CountedNumbers:
 
 
 def _add_rows(rows: Sequence[_CountedNumbers], num_filled: int) -> _CountedNumbers:
-    """Adds up the counts of rows, without so many zeros that the last was filled up with."""
+    """Adds up the counts of rows, without the zeros that fill up the last one."""
     counts_of_rows = np.array([row.counts for row in rows])
     counts = counts_of_rows.sum(axis=0)
     counts[_LARGEST] = counts_of_rows[:, _LARGEST].max()

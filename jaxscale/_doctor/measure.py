@@ -69,10 +69,10 @@ def examine(
     is_narrow = any(map(has_narrow_range, dtypes))
     can_scale = is_narrow and math.isfinite(loss)
     scales = _find_scales(compiled, loss_scale, can_scale, is_quick, announce)
-    gradients = {
-        scale: Gradients.from_tree(compiled.differentiate(scale).grads)
-        for scale in {scales.traced, scales.judged, scales.best}
-    }
+    gradients = {}
+    for scale in {scales.traced, scales.judged, scales.best}:
+        grads = compiled.differentiate(scale).grads
+        gradients[scale] = Gradients.from_tree(grads)
     best = gradients[scales.best]
 
     is_limited = (
@@ -137,13 +137,20 @@ def _trace_loss(
 
 
 class _Scales(NamedTuple):
-    """The loss scales that matter, and what was tried to find them."""
+    """The loss scales that matter, and what was tried to find them.
+
+    Attributes:
+      calibration: the search for the largest scale that fits, if there was one.
+      backward_trial: what `scale_backward` does, if it was tried.
+      traced: the scale of the trace.
+      judged: the scale at which formats are judged.
+      best: the largest scale that fits, where the fewest gradients are flushed on the way.
+    """
 
     calibration: Calibration | None
     backward_trial: BackwardTrial | None
-    traced: float  # the scale of the trace
-    judged: float  # the scale at which formats are judged
-    # the largest that fits, where the fewest gradients are flushed on the way
+    traced: float
+    judged: float
     best: float
 
     @property
@@ -224,7 +231,7 @@ class _Tracer:
         """Looks for inf and NaN, and for what limits the loss scale."""
         grads = self.gradients[self.scales.traced].by_name
         if math.isfinite(loss) and are_finite(grads) and not has_aux:
-            # nothing is to be seen
+            # there is nothing to see
             traced = _Traced(_make_empty_report(loss, self.scales.traced))
         else:
             traced = _describe_run(self._run_as_written())
@@ -258,7 +265,8 @@ class _Tracer:
     def _check_against_float32(self, run: Run, report: TraceReport) -> Float32Check:
         best = self.scales.best
         if self.scales.traced < best and not report.nonfinite_outputs:
-            # What a scale that is too low flushes is told apart from what the model gets wrong.
+            # A scale that is too low also flushes gradients. At the largest one only the faults
+            # of the model are left.
             run = self.backward.run(best, is_brief=True)
         fused = self.gradients[max(self.scales.traced, best)].by_name
         return check_against_float32(
@@ -339,8 +347,12 @@ def _find_dtypes(program: ClosedJaxpr) -> set[Any]:
     variables = [*program.jaxpr.outvars]
     for eqn in walk_program(program):
         variables += eqn.outvars
-    dtypes = {getattr(variable.aval, "dtype", None) for variable in variables}
-    return {d for d in dtypes if d is not None and jnp.issubdtype(d, jnp.floating)}
+    dtypes = set()
+    for variable in variables:
+        dtype = getattr(variable.aval, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            dtypes.add(dtype)
+    return dtypes
 
 
 def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:

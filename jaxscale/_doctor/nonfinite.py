@@ -28,19 +28,25 @@ _MASK = r"mask|-\s*1e\d|finfo"
 def find_nonfinite(exam: Exam) -> Iterator[Finding]:
     """Notes inf and NaN in the loss, the auxiliary output or the gradients."""
     report = exam.trace
-    reaching = [place for place in report.nonfinite if place.reaches]
+    entries = []  # where inf or NaN of the arguments is first used
+    beginnings = []
+    for place in report.nonfinite:
+        if not place.reaches:
+            continue
+        if report.nonfinite_arguments and place.cause == "given":
+            entries.append(place)
+        else:
+            beginnings.append(place)
     if report.nonfinite_arguments:
-        yield _find_in_arguments(
-            exam, [place for place in reaching if place.cause == "given"]
-        )
-        reaching = [place for place in reaching if place.cause != "given"]
-    elif report.nonfinite_outputs and not reaching:
+        yield _find_in_arguments(exam, entries)
+    elif report.nonfinite_outputs and not beginnings:
         title = f"{_say_outputs(exam)}, and no line explains why."
         yield make_finding(title, *_list_worst_leaves(exam), is_problem=True)
-    if reaching:
+    if beginnings:
         # The forward pass first: what goes wrong there explains the backward pass.
-        reaching.sort(key=lambda place: place.direction != "forward")
-        yield _find_beginning(exam, reaching[0], reaching[1:])
+        beginnings.sort(key=lambda place: place.direction != "forward")
+        first, *others = beginnings
+        yield _find_beginning(exam, first, others)
     if not report.nonfinite_outputs and exam.leaf_table.nonfinite_rows:
         title = (
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
@@ -65,11 +71,9 @@ def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Fin
 def _find_flush(exam: Exam) -> Culprit | None:
     """Returns where the zeros come from that became inf or NaN later, if that was found."""
     culprit = exam.float32.culprit
-    if (
-        culprit is None
-        or culprit.kind != "underflow"
-        or not exam.trace.nonfinite_outputs
-    ):
+    if culprit is None or culprit.kind != "underflow":
+        return None
+    if not exam.trace.nonfinite_outputs:
         return None
     return culprit
 
@@ -223,7 +227,7 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
     if place.scaled:
         helpless = "Even a loss scale of 1 overflows here."
     if place.cause == "given":
-        return [helpless, "Look where this number comes from."]
+        return [helpless, "Find out where this number comes from."]
     if place.cause == "infinities":
         return [
             helpless,
@@ -237,7 +241,7 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
 def _say_cures(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns what to write instead of an operation, if something is better than a cast."""
     is_range = place.cause == "range"
-    if is_range and not exam.is_of_autocast and re.search(_MASK, place.source):
+    if is_range and not exam.is_due_to_autocast and re.search(_MASK, place.source):
         return ["For a mask, use -1e4 instead of -1e9 or `finfo.min`."]
     if place.where in exam.unshifted:
         return [
@@ -261,7 +265,7 @@ def _say_how_to_compute(
         return [say_remedy(remedy, exam, place.where, is_first=is_first)]
     if not is_first:
         return []
-    if place.cause == "range" or exam.is_of_autocast:
+    if place.cause == "range" or exam.is_due_to_autocast:
         return [f"Compute this line in float32. {say_how_to_widen(exam)}"]
     return [_advise_on_point(place)]
 
@@ -287,18 +291,18 @@ def _advise_on_point(place: TracedNonfinite) -> str:
             "Even float32 cannot hold this exponential: clip the exponent, or subtract the maximum "
             "first, as `jax.nn.softmax` does."
         )
-    # By the primitive alone more cannot be told: a `div` may be the derivative of a square root.
+    # The primitive alone does not say more: a `div` may be the derivative of a square root.
     words = (
         "Here the function or its derivative has no finite value, as a root, a logarithm or a "
-        "division has none at 0. Keep the operand away: "
+        "division has none at 0. Keep the operand away from such a point: "
     )
     if place.least_input < 0 or place.largest_input > 1:
-        return f"{words}clip it, add 1e-3 to it in float32, or choose another with `jnp.where`."
+        return f"{words}clip it, add 1e-3 to it in float32, or replace it with `jnp.where`."
     # Most probabilities are far below 1e-3.
-    words += "clip it, or choose another with `jnp.where` before."
+    words += "clip it, or replace it with `jnp.where` first."
     if place.primitive == "log" or "log" in place.source:
         words += (
-            " Of a probability, compute the logarithm from the logits, with `jax.nn.log_softmax` "
+            " Compute the logarithm of a probability from the logits, with `jax.nn.log_softmax` "
             "or `jax.nn.log_sigmoid`."
         )
     return words

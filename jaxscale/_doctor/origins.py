@@ -25,42 +25,12 @@ LOG_OF_SUM = "logarithm of a sum of exponentials"
 
 # Operations by their names in JAX. The first ones return some of the numbers that they take.
 _MOVES = {
-    *(
-        "convert_element_type",
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "rev",
-    ),
-    *(
-        "expand_dims",
-        "slice",
-        "dynamic_slice",
-        "gather",
-        "copy",
-        "copy_p",
-        "stop_gradient",
-    ),
-    *(
-        "concatenate",
-        "split",
-        "select_n",
-        "max",
-        "min",
-        "clamp",
-        "reduce_precision",
-        "pad",
-    ),
-    *(
-        "optimization_barrier",
-        "sharding_constraint",
-        "name",
-        "abs",
-        "reduce_max",
-        "reduce_min",
-    ),
-}
+    "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze",
+    "rev", "expand_dims", "slice", "dynamic_slice", "gather", "copy", "copy_p",
+    "stop_gradient", "concatenate", "split", "select_n", "max", "min", "clamp",
+    "reduce_precision", "pad", "optimization_barrier", "sharding_constraint", "name",
+    "abs", "reduce_max", "reduce_min",
+}  # fmt: skip
 _MOVES_AND_ADD = _MOVES | {"add"}
 _SUMS = {"add", "add_any", "sub", "neg"}
 _ARITHMETIC = _SUMS | {"mul", "div"}
@@ -165,9 +135,9 @@ class Operations:
         return self._has_factors(key, _MANY_FACTORS, _MOST_MOVES)
 
     def _has_factors(self, key: EquationKey, num_factors: int, num_moves: int) -> bool:
-        """Returns whether so many products follow each other up to here, with few moves between.
+        """Returns whether `num_factors` of the last `num_moves` operations up to here are products.
 
-        In a loop the product that is carried follows itself.
+        In a loop, a product that is carried follows itself.
         """
         if key not in self._equations or not num_moves:
             return False
@@ -203,13 +173,13 @@ class Operations:
     # The sums that the loss is made of.
 
     def find_loss_sums(self, run: Run) -> Iterator[Sum]:
-        """Returns the sums that the loss is made of, if it is linear in them."""
+        """Yields the sums that the loss is made of, if it is linear in them."""
         yield from self._find_sums(run.values["loss"].maker, 1.0, frozenset())
 
     def _find_sums(
         self, key: EquationKey, weight: float, visited: frozenset[EquationKey]
     ) -> Iterator[Sum]:
-        """Returns the sums in the numbers of an operation, which count `weight` times."""
+        """Yields the sums in the numbers of an operation, which count `weight` times."""
         if key not in self._equations or key in visited:
             return
         if self._name(key) == "reduce_sum":
@@ -256,7 +226,7 @@ class Operations:
     # Walks from one operation to others.
 
     def _walk_back(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
-        """Returns an operation and those before it, as long as they are among `through`."""
+        """Returns an operation, its makers, and the makers of those that are in `through`."""
         waiting = [key]
         visited = set()
         while waiting:
@@ -269,7 +239,7 @@ class Operations:
                 waiting += self._makers[source]
 
     def _walk_on(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
-        """Returns the operations that read what one makes, and what those among `through` make."""
+        """Returns the readers of what an operation makes, and of what those in `through` make."""
         waiting = [key]
         visited = {key}
         while waiting:

@@ -7,6 +7,7 @@ import base64
 import importlib.resources
 import io
 import math
+import operator
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -57,8 +58,8 @@ class _LayerTable(NamedTuple):
 class _LeafTable(NamedTuple):
     """The leaves that have something to tell."""
 
-    headings: list[str]
-    rows: list[list[str]]  # the name of a leaf and its numbers
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]  # the name of a leaf and its numbers
     others: list[str]  # sentences on the other leaves
 
 
@@ -121,9 +122,10 @@ def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
     """Returns the histogram as the base64 of a PNG."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
     scales = (exam.judged_scale, exam.loss_scale, exam.largest_scale or exam.loss_scale)
-    titles = {
-        round(math.log2(scale)): f"ranges {_say_scale(exam, scale)}" for scale in scales
-    }
+    titles = {}
+    for scale in scales:
+        exponent = round(math.log2(scale))
+        titles[exponent] = f"ranges {_say_scale(exam, scale)}"
     figure = draw_histogram(
         numbers, titles, formats=_list_formats(exam), is_narrow=True
     )
@@ -197,8 +199,9 @@ def _tabulate_leaves(exam: Exam) -> _LeafTable:
         is_always_shown = i in (0, 1, last)
         if is_always_shown or any(row[i] not in _NOTHING for row in rows):
             shown.append(i)
+    take_shown = operator.itemgetter(*shown)
     return _LeafTable(
-        headings=[headings[i] for i in shown],
-        rows=[[row[i] for i in shown] for row in rows],
+        headings=take_shown(headings),
+        rows=list(map(take_shown, rows)),
         others=others,
     )

@@ -10,7 +10,7 @@ from ..diagnostics._text import to_json
 from .compiled import BackwardTrial
 from .diagnosis import say_verdict
 from .exam import Exam
-from .finding import Finding
+from .finding import Finding, has_problem
 from .gradients import Comparison
 from .origins import Sum
 from .remedy import Culprit, Relief, Remedy
@@ -31,7 +31,7 @@ def make_record(exam: Exam, findings: Sequence[Finding]) -> dict[str, Any]:
     return to_json(
         {
             "version": _VERSION,
-            "found": any(finding.is_problem for finding in findings),
+            "found": has_problem(findings),
             "verdict": say_verdict(exam, findings),
             "findings": [_record_finding(finding) for finding in findings],
             # What was examined, and how.

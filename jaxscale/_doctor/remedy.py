@@ -27,24 +27,37 @@ _FLUSHED = 0.5  # it flushes if it makes this share of its nonzero numbers 0
 
 
 class Culprit(NamedTuple):
-    """The equation at which gradients go wrong, although they stay finite."""
+    """The equation at which gradients go wrong.
+
+    Attributes:
+      place: the equation and its line.
+      kind: `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
+        numbers become 0, otherwise `"rounding"`.
+      largest: the largest magnitude among its results in float32.
+      error: the error of the gradients if this equation and all before it run as written, and the
+        others in float32.
+      made_by: what made its numbers, such as a softmax, if that has a cure of its own: one of the
+        names in `origins`, or `""`.
+    """
 
     place: Place
-    # `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
-    # numbers become 0, otherwise `"rounding"`.
     kind: str
-    largest: float  # the largest finite magnitude among its results
-    error: float  # the error of the gradients from there on
-    # What made its numbers, as a softmax, where that has a cure of its own: see `origins`. Or `""`.
+    largest: float
+    error: float
     made_by: str
 
 
 class Remedy(NamedTuple):
-    """The lines that were computed in float32, and what became of the gradients."""
+    """The lines that were computed in float32, and what became of the gradients.
 
-    lines: tuple[str, ...]  # file and line of each, the first at fault first
-    works: bool  # whether the gradients are then finite and right
-    # the largest error of a leaf of the gradients; inf if they are not finite
+    Attributes:
+      lines: file and line of each, the first at fault first.
+      works: whether the gradients are then finite and right.
+      error: the largest error of a leaf of the gradients; inf if they are not finite.
+    """
+
+    lines: tuple[str, ...]
+    works: bool
     error: float
 
 
@@ -115,7 +128,8 @@ class FaultSearch:
     def find_culprit(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
         """Returns the one equation, if there is one, at which gradients go wrong."""
         error = self._error_of(self._run(wide).grads)
-        errors = {0: 0.0, len(self._keys): error}  # with so many equations as written
+        # By the number of equations, from the first on, that run as written.
+        errors = {0: 0.0, len(self._keys): error}
         middle_error = CLOSE
         if math.isfinite(error):
             middle_error = error / 2
@@ -133,18 +147,16 @@ class FaultSearch:
         return self._describe_culprit(self._keys[wrong - 1], wide, error_with, _FLUSHED)
 
     def find_flush(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
-        """Returns the equation that makes the zeros, if any, of which inf or NaN comes later.
+        """Returns the equation that flushes to 0 what later becomes inf or NaN, if there is one.
 
-        They are not zero in float32: with all up to this equation as written, and all after it in
-        float32, the outputs are not finite.
+        If all equations up to this one run as written, and the others in float32, the outputs are
+        not finite. If this one runs in float32 as well, they are.
         """
         names = self._as_written.report().nonfinite_outputs
 
         def is_nonfinite(number: int) -> bool:
-            values = self._run(wide, number).values
-            return not are_finite(
-                {name: np.asarray(values[name].array) for name in names}
-            )
+            outputs = self._run(wide, number).outputs
+            return not are_finite({name: outputs[name] for name in names})
 
         if is_nonfinite(0):
             return None
@@ -155,7 +167,7 @@ class FaultSearch:
         return culprit
 
     def find_remedy(self, first: Place, most: int = _MOST_LINES) -> Remedy:
-        """Returns at most so many lines, that of `first` among them, and how well they do."""
+        """Tries up to `most` lines in float32, beginning with that of `first`."""
         wide = [SourcePlace(first.file, first.line)]
         while True:
             run = self._run(wide)
@@ -172,7 +184,7 @@ class FaultSearch:
         """Returns the next line at fault with some lines in float32, if there is another one."""
         report = run.report()
         if report.nonfinite_outputs:
-            places = self._find_nonfinite(report, wide)
+            places = self._list_nonfinite_places(report, wide)
         else:
             places = _place_culprit(self.find_culprit(wide))
         for place in places:
@@ -180,7 +192,7 @@ class FaultSearch:
                 return place
         return None
 
-    def _find_nonfinite(
+    def _list_nonfinite_places(
         self, report: TraceReport, wide: Sequence[SourcePlace]
     ) -> list[SourcePlace]:
         """Returns the lines that make the outputs inf or NaN, the first to look at first."""
@@ -188,7 +200,8 @@ class FaultSearch:
         # The forward pass first: what goes wrong there explains the backward pass.
         reaching.sort(key=lambda place: place.direction != "forward")
         places = [SourcePlace(place.file, place.line) for place in reaching]
-        if set(places) <= set(wide):  # zeros come from a line between them
+        # If all are in float32 already, the zeros come from a line between them.
+        if set(places) <= set(wide):
             return _place_culprit(self.find_flush(wide))
         return places
 
@@ -264,8 +277,7 @@ class _MeasuredVisit(NamedTuple):
 
 
 def _measure_loss(visit: Visit) -> _Loss:
-    inputs = [value.array for value in visit.inputs]
-    exact_outputs = compute(visit.eqn, inputs, True)
+    exact_outputs = compute(visit.eqn, visit.arrays, True)
     is_infinite = False
     num_nonzero = 0
     num_flushed = 0
@@ -294,7 +306,7 @@ def _place_culprit(culprit: Culprit | None) -> list[SourcePlace]:
 
 
 def _bisect(number: int, is_bad: Callable[[int], bool]) -> int:
-    """Returns a number that is bad while the one before is not; 0 is not, and the last is."""
+    """Returns a bad number that follows a good one. 0 is good, and `number` is bad."""
     good = 0
     bad = number
     while bad - good > 1:

@@ -26,13 +26,17 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 
 
 class Start(NamedTuple):
-    """How to start training at the largest loss scale that fits."""
+    """How to start training at the largest loss scale that fits.
 
-    # first steps like this batch that the default rule skips; `None` for all
+    Attributes:
+      skipped: how many first steps on batches like this the default rule skips; `None` if all.
+      retries: how many retries let the first step find the scale; `None` if no number does.
+      code: the line to write.
+    """
+
     skipped: int | None
-    # with so many the first step finds the scale; `None` if none do
     retries: int | None
-    code: str  # the line to write
+    code: str
 
 
 def find_start(exam: Exam) -> Start | None:
@@ -81,7 +85,7 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
         if start is None:
             reason = "everything is finite"
         yield make_finding(
-            f"The doctor can only say whether it needs a loss scale once {reason}."
+            f"The doctor can only say whether the model needs a loss scale once {reason}."
         )
     elif start.skipped is None:
         yield _find_scale_below_one(exam, start)
@@ -127,8 +131,9 @@ def find_inward_growth(exam: Exam) -> Iterator[Finding]:
     yield make_finding(
         "Gradients grow on their way through the model, and `scale_backward` repeats the backward "
         f"pass of this batch {times}.",
-        "It begins where those that enter half precision are about 1. Where a trainer owns the "
-        f"step, write `jaxscale.scale_backward(loss_fn, scale={scale})`. In a step of your own "
+        "It begins at the scale at which the gradients that enter half precision are about 1. "
+        "Where a trainer owns the step, write "
+        f"`jaxscale.scale_backward(loss_fn, scale={scale})`. In a step of your own "
         "`jaxscale.loss_scaled` finds such a scale by itself.",
         place=exam.ceiling,
     )
@@ -206,7 +211,7 @@ def _say_how_to_start(exam: Exam, start: Start) -> list[str]:
         ]
     if start.skipped:
         return [
-            f"From {power(DynamicLossScale().init_scale)}, the default rule skips steps first, "
+            f"From {power(DynamicLossScale().init_scale)}, the default rule skips the first steps, "
             f"{start.skipped} in all: write `{start.code}`, or use `retries={start.retries}` or "
             '`"adaptive"`.'
         ]

@@ -34,16 +34,22 @@ class TargetError(ValueError):
 
 
 class Target(NamedTuple):
-    """A loss, and what it is examined on."""
+    """A loss, and what it is examined on.
 
-    name: str  # as named on the command line
-    # Takes `params` and `batch`, and returns the loss, or a pair that begins with it.
+    Attributes:
+      name: the target, as named on the command line.
+      loss_fn: takes `params` and `batch`, and returns the loss, or a pair that begins with it.
+      params: the floating and complex arrays, on the device, with `None` for other leaves.
+      batch: arrays on the device, and other leaves as they are.
+      has_aux: whether `loss_fn` returns a pair.
+      constants: the numbers of the source that were rounded when `loss_fn` was first traced.
+    """
+
+    name: str
     loss_fn: Callable[[optax.Params, Any], Any]
-    # The floating and complex arrays, on the device, with `None` for other leaves.
     params: optax.Params
-    batch: Any  # arrays on the device, and other leaves as they are
-    has_aux: bool  # whether `loss_fn` returns a pair
-    # The numbers of the source that were rounded when `loss_fn` was first traced.
+    batch: Any
+    has_aux: bool
     constants: Constants
 
 
@@ -120,13 +126,11 @@ def _import_file(path: str) -> ModuleType:
 def _say_no_function(module: ModuleType, place: str, name: str) -> str:
     if hasattr(module, name):
         return f"`{name}` in {place} is not a function, but {describe(getattr(module, name))}."
-    functions = [
-        other
-        for other, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not other.startswith("_")
-    ]
+    functions = []
+    for other, value in vars(module).items():
+        is_own = inspect.isfunction(value) and value.__module__ == module.__name__
+        if is_own and not other.startswith("_"):
+            functions.append(other)
     return f"There is no function `{name}` in {place}; it has {', '.join(functions) or 'none'}."
 
 
@@ -185,10 +189,10 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
 
 def _check_params(call: str, params: Any) -> None:
     if not list_gradients(params):
-        others = sorted({describe(leaf) for leaf in jax.tree.leaves(params)})
+        kinds = sorted(set(map(describe, jax.tree.leaves(params))))
         raise TargetError(
             f"{call} returned parameters without any floating array: "
-            f"{', '.join(others) or 'an empty tree'}."
+            f"{', '.join(kinds) or 'an empty tree'}."
         )
 
 
@@ -248,11 +252,7 @@ def error_line(error: BaseException) -> str:
         what += f": {message.splitlines()[0]}"
     if isinstance(error, SyntaxError):  # its message names the place
         return what
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_users_file(frame.filename) and "site-packages" not in frame.filename
-    ]
-    if not frames:
-        return what
-    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users_file(frame.filename) and "site-packages" not in frame.filename:
+            return f"{what} ({frame.filename}:{frame.lineno})"
+    return what

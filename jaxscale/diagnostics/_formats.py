@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._trees.checks import describe_value
 from .._trees.gradient_leaves import list_gradients
 from .._trees.leaf import is_array_like, is_python_number
 from .._trees.numbers import INFINITY_BITS
@@ -31,10 +32,9 @@ def is_array(leaf: Any) -> bool:
 
 def describe(leaf: Any) -> str:
     """Returns what an error message calls a leaf: the dtype and shape of an array, or its type."""
-    # The type decides, because modules and scalar types also have a `dtype`. Arrays of text are
-    # arrays here.
+    # The type decides, because modules and scalar types also have a `dtype`.
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-        return f"{leaf.dtype}{list(leaf.shape)}"
+        return describe_value(leaf)
     return f"`{type(leaf).__name__}`"
 
 
@@ -99,18 +99,7 @@ def _cut_float64_bits(bits: jax.Array) -> jax.Array:
     stored_mantissa = magnitude & jnp.uint64(2**52 - 1)
     leading_one = jnp.uint64(2**52)
     mantissa = stored_mantissa | leading_one
-
-    # A float32 has 29 bits less. Below its normal range fewer and fewer fit, and in the end none.
-    bits_below_normal = jnp.maximum(-126 - exponent, 0)
-    shift = jnp.clip(29 + bits_below_normal, 29, 63).astype(jnp.uint64)
-    short_mantissa = mantissa >> shift
-    is_cut = (short_mantissa << shift) != mantissa
-
-    # The leading one of a normal number's mantissa adds the missing one to its exponent field.
-    field_less_one = jnp.maximum(exponent + 126, 0).astype(jnp.uint64)
-    exact_bits = (field_less_one << 23) + short_mantissa
-    marked_bits = exact_bits | is_cut.astype(jnp.uint64)
-    in_range = marked_bits.astype(jnp.uint32)
+    in_range = _shorten_mantissa(exponent, mantissa)
     largest = jnp.uint32(INFINITY_BITS - 1)
     finite = jnp.where(exponent > 127, largest, in_range)
 
@@ -119,6 +108,27 @@ def _cut_float64_bits(bits: jax.Array) -> jax.Array:
     is_zero = magnitude == 0
     nonzero = jnp.where(exponent == 1024, infinity_or_nan, finite)
     return jnp.where(is_zero, jnp.uint32(0), nonzero)
+
+
+def _shorten_mantissa(exponent: jax.Array, mantissa: jax.Array) -> jax.Array:
+    """Returns the bits of a float32 for a float64 number in float32's range, or below it.
+
+    The mantissa is that of the float64 number, with its leading one.
+    """
+    # A float32 has 29 bits less. Below its normal range fewer and fewer fit, and in the end none.
+    bits_below_normal = jnp.maximum(-126 - exponent, 0)
+    num_cut = jnp.clip(29 + bits_below_normal, 29, 63)
+    shift = num_cut.astype(jnp.uint64)
+    short_mantissa = mantissa >> shift
+    rounded_down = short_mantissa << shift
+    is_cut = rounded_down != mantissa
+
+    # The leading one of a normal number's mantissa adds the missing one to its exponent field.
+    field_less_one = jnp.maximum(exponent + 126, 0)
+    shifted_field = field_less_one.astype(jnp.uint64) << 23
+    exact_bits = shifted_field + short_mantissa
+    marked_bits = exact_bits | is_cut.astype(jnp.uint64)
+    return marked_bits.astype(jnp.uint32)
 
 
 class Boundary(NamedTuple):

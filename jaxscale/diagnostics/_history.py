@@ -24,7 +24,7 @@ _ROWS = 20  # of the text form
 
 @functools.partial(jax.jit, static_argnames="dtypes")
 def _pack(values: Sequence[Any], dtypes: Sequence[Any]) -> jax.Array:
-    """Returns the bits of a step's numbers, copied: those of a donated state are gone soon."""
+    """Copies the bits of a step's numbers into one array: a donated state is soon overwritten."""
     bits = []
     for value, dtype in zip(values, dtypes, strict=True):
         number = jax.lax.convert_element_type(value, dtype)
@@ -56,7 +56,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        # those of the numbers of a step, by their names
+        # the dtypes of a step's numbers, by their names
         self._dtypes: dict[str, Any] = {}
         self._on_device: list[jax.Array] = []
         self._on_host: list[np.ndarray] = []
@@ -98,14 +98,14 @@ class History:
         self._dtypes = dtypes
         self._on_device.append(_pack(list(numbers.values()), tuple(dtypes.values())))
         if len(self._on_device) >= 2 * _CHUNK:
-            # The oldest: the device is done with them. Thousands of small arrays would pile up.
+            # The device is done with the oldest. Thousands of small arrays would pile up there.
             self._fetch(_CHUNK)
 
     def _check_names(self, dtypes: dict[str, Any]) -> None:
         """Raises a `ValueError` unless a step has the numbers that the steps before have."""
         if not self._dtypes:
             return
-        differing = {name for name, _ in dtypes.items() ^ self._dtypes.items()}
+        differing = dict(dtypes.items() ^ self._dtypes.items())
         if differing:
             names = ", ".join(sorted(differing))
             raise ValueError(

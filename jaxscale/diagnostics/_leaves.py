@@ -304,6 +304,6 @@ def _sum_up(path: str, counts: np.ndarray) -> LeafRow:
 
 
 def _rank_badness(row: LeafRow) -> tuple[float, ...]:
-    """Returns what sorts rows: the worst has the largest."""
+    """Returns a key to sort rows by: the worst row has the largest."""
     size = max(row.size, 1)
     return (row.nan + row.inf) / size, row.lost, row.subnormal / size, row.largest

@@ -1,4 +1,4 @@
-"""The pictures: figures of matplotlib, of which no window and no global state knows."""
+"""The pictures: figures of matplotlib, made without a window and without global state."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -160,9 +160,9 @@ def _find_limits(numbers: HostHistogram, scales: Sequence[int], dtype: str) -> _
 
 
 class _Bars(NamedTuple):
-    """A part of all bars, which has one look."""
+    """One layer of the stacked bars, drawn in one style."""
 
-    numbers: np.ndarray  # how many numbers of each exponent it shows
+    numbers: np.ndarray  # how many there are of each exponent
     color: str
     hatch: str
     label: str

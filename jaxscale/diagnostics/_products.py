@@ -141,14 +141,14 @@ def _raise_program(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _as_in_jit(leaf: Any) -> Any:
-    """Returns an array of NumPy as one of JAX, because NumPy would compute with its own."""
+    """Turns a NumPy array into one of JAX, because NumPy would compute with its own."""
     if isinstance(leaf, np.ndarray):
         return jnp.asarray(leaf)
     return leaf
 
 
 class _Product(NamedTuple):
-    """What products have in common that are listed as one."""
+    """What products must share to be listed as one."""
 
     dtype: str
     line: Line
@@ -197,6 +197,6 @@ def _find(
 
 
 def _find_dtype(eqn: JaxprEqn) -> str:
-    """Returns the widest dtype among the operands: ragged products have integers besides."""
+    """Returns the widest dtype of the two operands. Ragged products also take integers."""
     operands: list[Any] = eqn.invars[:2]
     return str(jnp.result_type(*(atom.aval.dtype for atom in operands)))

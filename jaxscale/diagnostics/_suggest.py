@@ -141,7 +141,7 @@ def _suggest_nothing(dtype: str, numbers: HostHistogram) -> Suggestion:
 class _BestScales(NamedTuple):
     """Exponents of loss scales at which nothing overflows, from the least to the largest."""
 
-    best: list[int]  # those that flush as few gradients as may be
+    best: list[int]  # those that flush as few gradients as possible
     lossless: list[int]  # those of them that flush none
 
 
@@ -151,7 +151,7 @@ def _find_best_scales(counts: np.ndarray, dtype: str, tolerance: float) -> _Best
         outcomes = find_outcomes(counts, dtype, exponent)
         if not outcomes.overflowed.any():
             flushed[exponent] = outcomes.flushed.sum()
-    # More scale never flushes more, so the largest of these scales flushes the fewest.
+    # A larger scale never flushes more, so the largest of these flushes the fewest.
     fewest = flushed[max(flushed)]
     most = max(tolerance * counts.sum(), fewest)
     best = [exponent for exponent in flushed if flushed[exponent] <= most]
@@ -176,7 +176,7 @@ def _say_need(dtype: str, is_needed: bool, unscaled: Shares, tolerance: float) -
 
 
 def _say_range(scales: _BestScales, flushed: float) -> str:
-    """Returns which scales are best, of which the least flushes a share `flushed`."""
+    """Returns which scales are best. The least of them flushes a share `flushed`."""
     ends = "none"
     if scales.lossless:
         ends = _say_ends(scales.lossless)

@@ -105,11 +105,9 @@ def text_histogram(histogram: Histogram, *, loss_scale: float = 1.0) -> str:
     numbers = fetch_histogram("text_histogram", histogram)
     names = [name.removeprefix("float8_") for name in FORMATS]
     headings = ("|gradient|", "share", " " * _WIDTH, *names)
-    table = [
-        headings,
-        *_format_bars(numbers, exponent),
-        *_format_totals(numbers, exponent),
-    ]
+    table = [headings]
+    table += _format_bars(numbers, exponent)
+    table += _format_totals(numbers, exponent)
     lines = [
         summarize_counts(numbers),
         f"The others, and what formats make of them if stored at loss scale {power(loss_scale)}:",
@@ -148,17 +146,18 @@ def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]
     signs_by_format = [
         _choose_signs(numbers, name, exponent, starts) for name in FORMATS
     ]
+    signs_by_row = list(zip(*signs_by_format, strict=True))
 
     lines = []
-    for index in reversed(range(len(starts))):
+    for row in reversed(range(len(starts))):
         bar = ""
-        signs = [""] * len(FORMATS)
-        if sums[index]:
-            length = round(_WIDTH * sums[index] / sums.max())
+        signs = ("",) * len(FORMATS)
+        if sums[row]:
+            length = round(_WIDTH * sums[row] / sums.max())
             bar = "#" * max(length, 1)
-            signs = [signs_of_format[index] for signs_of_format in signs_by_format]
-        least = f"2**{EXPONENTS[starts[index]]}"
-        share = percent(sums[index] / total)
+            signs = signs_by_row[row]
+        least = f"2**{EXPONENTS[starts[row]]}"
+        share = percent(sums[row] / total)
         lines.append((least, share, bar.ljust(_WIDTH), *signs))
     return lines
 
@@ -171,9 +170,7 @@ def _choose_signs(
     A row of the text begins at each of `starts`, which are rows of the histogram.
     """
     outcomes = find_outcomes(numbers.counts, name, exponent)
-    counts = [
-        np.add.reduceat(counts_of_outcome, starts) for counts_of_outcome in outcomes
-    ]
+    counts = np.add.reduceat(np.stack(outcomes), starts, axis=1)
     most = np.argmax(counts, axis=0)
     return [_SIGNS[outcome] for outcome in most]
 
@@ -214,14 +211,14 @@ def to_json(result: Any) -> Any:
     if hasattr(result, "_asdict"):
         result = result._asdict()
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        names = [field.name for field in dataclasses.fields(result)]
-        result = {name: getattr(result, name) for name in names}
+        fields = dataclasses.fields(result)
+        result = {field.name: getattr(result, field.name) for field in fields}
     if isinstance(result, Mapping):
         return {str(key): to_json(value) for key, value in result.items()}
     if isinstance(result, (np.ndarray, np.generic, jax.Array)):
         result = np.asarray(result).tolist()
     if isinstance(result, (list, tuple)):
-        return [to_json(value) for value in result]
+        return list(map(to_json, result))
     if isinstance(result, float) and not math.isfinite(result):
         return _name_nonfinite(result)
     if result is None or isinstance(result, (bool, int, float, str)):

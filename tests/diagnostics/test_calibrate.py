@@ -1,6 +1,9 @@
 """The largest scale that does not overflow, against trying every scale."""
 
 import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,10 +46,11 @@ def test_it_is_the_largest_that_does_not_overflow(size):
     # Five passes are enough to tell 25 scales and none apart.
     calibration = calibrate([batch(size)], max_passes=5)
     exponent = largest_for(size)
+    overflows_at = 2.0 ** (exponent + 1)
+    if exponent == 24:
+        overflows_at = None
     assert calibration.init_scale == 2.0**exponent
-    assert calibration.overflows_at == (
-        None if exponent == 24 else 2.0 ** (exponent + 1)
-    )
+    assert calibration.overflows_at == overflows_at
     assert calibration.is_largest
     assert calibration.batches == 1
 
@@ -74,7 +78,7 @@ def random_sizes(seed):
 def test_several_batches_are_all_served(seed):
     sizes = random_sizes(seed)
     calibration = calibrate(map(batch, sizes), max_passes=60)
-    assert calibration.init_scale == 2.0 ** min(15 - size for size in sizes)
+    assert calibration.init_scale == 2.0 ** (15 - max(sizes))
     assert calibration.batches == len(sizes)
     assert calibration.is_largest
 
@@ -84,7 +88,7 @@ def test_with_few_passes_it_is_right_about_the_batches_it_was_tried_on(seed):
     sizes = random_sizes(seed)
     calibration = calibrate(map(batch, sizes))
     assert calibration.passes <= 10
-    largest = 2.0 ** min(15 - size for size in sizes[: calibration.batches])
+    largest = 2.0 ** (15 - max(sizes[: calibration.batches]))
     if calibration.is_largest:
         assert calibration.init_scale == largest
     else:
@@ -144,21 +148,58 @@ def test_a_float16_loss_carries_no_more_than_it_holds(size, ends):
         assert calibration.init_scale == 2.0**largest
 
 
+class Misuse(NamedTuple):
+    """Bad arguments, and the error that they raise."""
+
+    error: type[Exception]
+    message: str
+    batches: Any = (batch(0),)
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
 ERRORS = {
-    "no batch": ([], {}, ValueError, r"batches=.*at least one batch"),
-    "one batch": (jnp.ones(3), {}, TypeError, r"list of batches, got one.*Pass \[batch\]"),
-    "one dict": ({"x": batch(0)}, {}, TypeError, r"got one dict.*Pass \[batch\]"),
-    "loss is NaN": ([batch(0), batch(np.nan)], {}, ValueError, r"batches\[1\] is NaN at"),
-    "not a power": ([batch(0)], {"max_scale": 1e3}, ValueError, r"max_scale.*power of two"),
-    "not in order": ([batch(0)], {"min_scale": 2.0**25}, ValueError, r"min_scale <= max_scale"),
-    "few passes": ([batch(0)], {"max_passes": 4}, ValueError, r"max_passes=.*at least 5, got 4"),
-    "not a scalar": ([(jnp.ones(2, "float16"), 1.0)], {}, TypeError, r"scalar, got float32\[2\]"),
-    "aux": ([batch(0)], {"has_aux": True}, TypeError, r"must return a pair"),
-}  # fmt: skip
+    "no batch": Misuse(ValueError, r"batches=.*at least one batch", batches=[]),
+    "one batch": Misuse(
+        TypeError,
+        r"list of batches, got one.*Pass \[batch\]",
+        batches=jnp.ones(3),
+    ),
+    "one dict": Misuse(
+        TypeError,
+        r"got one dict.*Pass \[batch\]",
+        batches={"x": batch(0)},
+    ),
+    "loss is NaN": Misuse(
+        ValueError,
+        r"batches\[1\] is NaN at",
+        batches=[batch(0), batch(np.nan)],
+    ),
+    "not a power": Misuse(
+        ValueError,
+        r"max_scale.*power of two",
+        options={"max_scale": 1e3},
+    ),
+    "not in order": Misuse(
+        ValueError,
+        r"min_scale <= max_scale",
+        options={"min_scale": 2.0**25},
+    ),
+    "few passes": Misuse(
+        ValueError,
+        r"max_passes=.*at least 5, got 4",
+        options={"max_passes": 4},
+    ),
+    "not a scalar": Misuse(
+        TypeError,
+        r"scalar, got float32\[2\]",
+        batches=[(jnp.ones(2, jnp.float16), 1.0)],
+    ),
+    "aux": Misuse(TypeError, r"must return a pair", options={"has_aux": True}),
+}
 
 
 @cases("name", ERRORS)
 def test_errors(name):
-    batches, options, error, message = ERRORS[name]
-    with pytest.raises(error, match=message):
-        diagnostics.calibrate(loss_fn, W, batches, **options)
+    misuse = ERRORS[name]
+    with pytest.raises(misuse.error, match=misuse.message):
+        diagnostics.calibrate(loss_fn, W, misuse.batches, **misuse.options)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tables import PASSIVE, assert_same_bits, avals, cases
+from traced_losses import assert_fields
 from training import x64
 
 import jaxscale
@@ -70,14 +71,17 @@ def every(dtype):
     return np.arange(2**bits, dtype=f"uint{bits}").view(jnp.dtype(dtype))
 
 
-LEAVES = {
-    "float32": lambda: np.concatenate([float32_bits(20_000), around_float16()]),
-    "complex64": lambda: float32_bits(4001).view(np.complex64),
-    **{
-        dtype: functools.partial(every, dtype)
-        for dtype in [*FORMATS, "float8_e4m3fnuz"]
-    },
-}
+WHOLE_FORMATS = [*FORMATS, "float8_e4m3fnuz"]
+DTYPES = ["float32", "complex64", *WHOLE_FORMATS]
+
+
+def leaf_of(dtype):
+    """A leaf with all sizes of numbers."""
+    if dtype == "float32":
+        return np.concatenate([float32_bits(20_000), around_float16()])
+    if dtype == "complex64":
+        return float32_bits(4001).view(np.complex64)
+    return every(dtype)
 
 
 def numbers(leaf):
@@ -145,7 +149,7 @@ def row_of(counts):
 
 @cases(
     ("dtype", "loss_scale"),
-    itertools.product(LEAVES, SCALES),
+    itertools.product(DTYPES, SCALES),
     fast=[
         ("float32", 1.0),
         ("complex64", 2.0**-3),
@@ -154,22 +158,22 @@ def row_of(counts):
     ],
 )
 def test_counts_are_those_of_a_real_cast(dtype, loss_scale):
-    leaf = LEAVES[dtype]()
+    leaf = leaf_of(dtype)
     expected = reference(leaf, loss_scale)
-    assert (
-        row_of(diagnostics.leaf_counts({"w": leaf}, loss_scale=loss_scale)) == expected
-    )
+    counts = diagnostics.leaf_counts({"w": leaf}, loss_scale=loss_scale)
+    assert row_of(counts) == expected
     # Also in one compiled program, where XLA on CPU takes subnormal numbers for zeros.
-    assert row_of(leaf_counts(leaf, loss_scale=jnp.float32(loss_scale))) == expected
+    counts = leaf_counts(leaf, loss_scale=jnp.float32(loss_scale))
+    assert row_of(counts) == expected
 
 
 @cases("loss_scale", SCALES, fast=[2.0**15])
 def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
     near = around_float16().astype(np.float64)
+    below = np.nextafter(near, 0)
+    above = np.nextafter(near, np.inf)
     ends = [1e300, -1e-300, 5e-324, np.nan, np.inf]
-    leaf = np.concatenate(
-        [near, ends, np.nextafter(near, 0), np.nextafter(near, np.inf)]
-    )
+    leaf = np.concatenate([near, ends, below, above])
     expected = reference(leaf, loss_scale)
     expected["largest"] = float(np.finfo(np.float32).max)
     with x64():
@@ -179,9 +183,11 @@ def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
 def test_what_is_not_a_gradient_is_left_out():
     grads = {"w": jnp.ones((2, 3)), "scalar": 3.0, "empty": jnp.zeros((0, 4))}
     others = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)}}
-    rows = diagnostics.table(diagnostics.leaf_counts(grads | others)).rows
-    seen = {row.path: (row.size, row.largest) for row in rows}
-    assert seen == {"w": (6, 1), "scalar": (1, 3), "empty": (0, 0)}
+    rows = {row.path: row for row in tabulate(grads | others).rows}
+    assert set(rows) == {"scalar", "w", "empty"}
+    assert_fields(rows["w"], size=6, largest=1)
+    assert_fields(rows["scalar"], size=1, largest=3)
+    assert_fields(rows["empty"], size=0, largest=0)
 
 
 # What has a dtype and no numbers: a scalar type, and the shape of an array.
@@ -192,10 +198,8 @@ ODD = {"scalar type": jnp.float16, "shape": jax.ShapeDtypeStruct((2,), jnp.float
 def test_what_only_has_a_dtype_is_no_gradient(name):
     odd = ODD[name]
     grads = {"w": jnp.array([1.0, jnp.inf]), "odd": odd}
-    assert avals(diagnostics.leaf_counts(grads).leaves) == {
-        "w": "float32[8]",
-        "odd": None,
-    }
+    counts = diagnostics.leaf_counts(grads)
+    assert avals(counts.leaves) == {"w": "float32[8]", "odd": None}
     assert diagnostics.leaf_histograms(grads)["odd"] is None
     with pytest.raises(ValueError, match=rf"got only `{type(odd).__name__}`\. Pass"):
         diagnostics.histogram({"odd": odd})
@@ -266,17 +270,23 @@ def test_a_table_prints_its_cells():
     lines = str(table).splitlines()
     assert lines[0] == "Leaves with inf or NaN: 2 of 5. In float16 at loss scale 2**0:"
     assert max(map(len, lines)) <= 80
-    assert [list(cells) for cells in table.cells()[1:]] == [
-        line.split() for line in lines[2:]
-    ]
+    for cells, line in zip(table.cells()[1:], lines[2:], strict=True):
+        assert list(cells) == line.split()
 
 
-def test_a_share_of_nothing_is_a_dash():
-    grads = {"nan": full(2, np.nan), "zero": full(2, 0.0), "empty": full(0, 0.0)}
-    shares = {path: cells for path, _, _, _, *cells in tabulate(grads).cells()[1:]}
-    assert shares["nan"] == ["0%", "-", "-", "-", "-"]
-    assert shares["zero"] == ["100%", "-", "-", "-", "0"]
-    assert shares["empty"] == ["-", "-", "-", "-", "-"]
+# A leaf, and its cells behind those of its path and its counts.
+SHARES_OF_NOTHING = {
+    "nan": (full(2, np.nan), ("0%", "-", "-", "-", "-")),
+    "zero": (full(2, 0.0), ("100%", "-", "-", "-", "0")),
+    "empty": (full(0, 0.0), ("-", "-", "-", "-", "-")),
+}
+
+
+@cases("name", SHARES_OF_NOTHING)
+def test_a_share_of_nothing_is_a_dash(name):
+    leaf, shares = SHARES_OF_NOTHING[name]
+    _, cells = tabulate(leaf).cells()
+    assert cells[4:] == shares
 
 
 FINE = full(2, 1.0)
@@ -300,16 +310,23 @@ def test_a_long_table_of_nothing_to_tell_is_one_sentence():
 
 
 def test_a_long_table_leaves_out_what_has_nothing_to_tell():
-    # What is not finite, lost, of fewer bits, or 0 everywhere.
-    telling = [np.float32([1.0, x]) for x in (np.nan, np.inf, 1e-9, 1e-6, 1e9)]
-    telling.append(full(2, 0.0))
-    table = tabulate([*telling, *[FINE] * 34, full(0, 0.0)])
+    telling = {
+        "nan": np.float32([1.0, np.nan]),
+        "inf": np.float32([1.0, np.inf]),
+        "flushed": np.float32([1.0, 1e-9]),
+        "of fewer bits": np.float32([1.0, 1e-6]),
+        "overflowed": np.float32([1.0, 1e9]),
+        "zero everywhere": full(2, 0.0),
+    }
+    table = tabulate(telling | {"rest": [*[FINE] * 34, full(0, 0.0)]})
     _, _, *rows, last = str(table).splitlines()
-    assert {row.split()[0] for row in rows} == {"0", "1", "2", "3", "4", "5"}
-    assert (
-        last
-        == "finite, and stored in full by float16 at loss scale 2**0: 35 of 41 leaves"
+    assert len(rows) == len(telling)
+    for path in telling:
+        assert any(row.startswith(f"{path} ") for row in rows), path
+    sentence = (
+        "finite, and stored in full by float16 at loss scale 2**0: 35 of 41 leaves"
     )
+    assert last == sentence
 
 
 ROWS = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
@@ -342,8 +359,8 @@ def test_counts_that_are_carried_keep_their_types():
 def test_devices_are_summed_up(call, check, axis_name):
     count = getattr(diagnostics, call)
     mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
-    by_device = jax.shard_map(
-        lambda x: count(x, axis_name=axis_name),
+    count_by_device = jax.shard_map(
+        functools.partial(count, axis_name=axis_name),
         mesh=mesh,
         in_specs=PartitionSpec("data"),
         out_specs=PartitionSpec(),
@@ -351,13 +368,9 @@ def test_devices_are_summed_up(call, check, axis_name):
     )
     x = jnp.asarray(float32_bits(57))
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-    expected = on_host(jax.jit(count)(x))
-    assert_same_bits(on_host(jax.jit(by_device)(x)), expected)
-    assert_same_bits(on_host(jax.jit(count)(sharded)), expected)
-
-
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
+    expected = jax.device_get(jax.jit(count)(x))
+    assert_same_bits(jax.device_get(jax.jit(count_by_device)(x)), expected)
+    assert_same_bits(jax.device_get(jax.jit(count)(sharded)), expected)
 
 
 @pytest.mark.skipif(
@@ -386,52 +399,54 @@ def boundaries():
         normal = float(info.smallest_normal)
         largest = float(info.max)
         spacing = 2.0 ** (np.floor(np.log2(largest)) - info.nmant)
-        values += [
-            subnormal / 2,
-            subnormal,
-            1.5 * subnormal,
-            normal - subnormal / 2,
-            normal,
-        ]
+        values += [subnormal / 2, subnormal, 1.5 * subnormal]
+        values += [normal - subnormal / 2, normal]
         values += [largest, largest + spacing / 2]
     return np.concatenate([np.array(values, np.float32), neighbors(values)])
 
 
-@cases("dtype", LEAVES, fast=["float32", "complex64", "float8_e4m3fn"])
-def test_exponents_are_those_of_numpy(dtype):
-    leaf = LEAVES[dtype]()
+def assert_counts_like_numpy(histogram, leaf):
     x = numbers(leaf)
     _, exponents = np.frexp(nonzero(leaf))
     expected = np.bincount(exponents - 1 + 149, minlength=277)
-    for found in (diagnostics.histogram({"w": leaf}), histogram(leaf)):
-        np.testing.assert_array_equal(np.sum(found.counts, axis=1), expected)
-        assert float(found.zero) == np.count_nonzero(x == 0)
-        assert float(found.inf) == np.count_nonzero(np.isinf(x))
-        assert float(found.nan) == np.count_nonzero(np.isnan(x))
+    np.testing.assert_array_equal(np.sum(histogram.counts, axis=1), expected)
+    assert float(histogram.zero) == np.count_nonzero(x == 0)
+    assert float(histogram.inf) == np.count_nonzero(np.isinf(x))
+    assert float(histogram.nan) == np.count_nonzero(np.isnan(x))
+
+
+@cases("dtype", DTYPES, fast=["float32", "complex64", "float8_e4m3fn"])
+def test_exponents_are_those_of_numpy(dtype):
+    leaf = leaf_of(dtype)
+    assert_counts_like_numpy(diagnostics.histogram({"w": leaf}), leaf)
+    assert_counts_like_numpy(histogram(leaf), leaf)
 
 
 # At -9 not bfloat16: NumPy would round its subnormal numbers twice, first to float32.
-SCALED = [*itertools.product(FORMATS, [0, 1, 7, 15, 24, 60])]
-SCALED += [(dtype, -9) for dtype in FORMATS if dtype != "bfloat16"]
+NARROW = ["float16", "float8_e4m3fn", "float8_e5m2"]
+SCALED = [
+    *itertools.product(FORMATS, [0, 1, 7, 15, 24, 60]),
+    *itertools.product(NARROW, [-9]),
+]
+SCALED_FAST = [*itertools.product(FORMATS, [7]), ("float16", -9)]
 
 
-@cases(
-    ("dtype", "exponent"),
-    SCALED,
-    fast=[(dtype, 7) for dtype in FORMATS] + [("float16", -9)],
-)
-def test_shares_are_those_of_a_real_cast(dtype, exponent):
-    # At the boundaries of that scale, and over the whole range.
+def leaf_around_boundaries(exponent):
+    """Numbers at the boundaries of formats at a loss scale, and over the whole range."""
     edges = boundaries()
     if exponent < 0:
         edges = edges[edges < 1e30]
     near = np.ldexp(edges.astype(np.float64), -exponent).astype(np.float32)
-    leaf = np.concatenate([near, -edges, float32_bits(20_000)])
-    all_shares = diagnostics.shares(histogram(leaf), loss_scale=2.0**exponent)
-    shares = all_shares[dtype]
-    total = len(nonzero(leaf))
-    counts = [round(share * total) for share in shares]
-    assert Casts(*counts) == really_cast(leaf, dtype, 2.0**exponent)
+    return np.concatenate([near, -edges, float32_bits(20_000)])
+
+
+@cases(("dtype", "exponent"), SCALED, fast=SCALED_FAST)
+def test_shares_are_those_of_a_real_cast(dtype, exponent):
+    loss_scale = 2.0**exponent
+    leaf = leaf_around_boundaries(exponent)
+    shares = diagnostics.shares(histogram(leaf), loss_scale=loss_scale)
+    counts = np.round(np.array(shares[dtype]) * len(nonzero(leaf)))
+    assert Casts(*counts) == really_cast(leaf, dtype, loss_scale)
 
 
 PARTS = [float32_bits(100, seed) for seed in range(3)]
@@ -487,9 +502,6 @@ def test_layers_are_judged_at_a_loss_scale():
     assert "at loss scale 2**10" in str(scaled)
 
 
-NARROW = ["float16", "float8_e4m3fn", "float8_e5m2"]
-
-
 @cases(
     ("dtype", "tolerance", "center", "spread"),
     itertools.product(NARROW, [0.0, 0.01], [-30, -12, 4, 25], [2, 9]),
@@ -504,11 +516,13 @@ def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread
     mantissas = rng.standard_normal(500)
     exponents = center + rng.normal(0, spread, 500).astype(int)
     leaf = np.ldexp(mantissas, exponents).astype(np.float32)
-    suggestion = diagnostics.suggest_scale(
-        histogram(leaf), dtype=dtype, tolerance=tolerance
-    )
+    counted = histogram(leaf)
+    suggestion = diagnostics.suggest_scale(counted, dtype=dtype, tolerance=tolerance)
 
-    best, lossless = find_best(leaf, dtype, tolerance)
+    flushed = try_all_scales(leaf, dtype)
+    most = max(tolerance * len(nonzero(leaf)), min(flushed.values()))
+    best = [exponent for exponent in flushed if flushed[exponent] <= most]
+    lossless = [exponent for exponent in flushed if flushed[exponent] == 0]
     assert (suggestion.lowest, suggestion.highest) == ends(best)
     assert suggestion.lossless == ends(lossless)
     is_needed = 0 not in best
@@ -517,26 +531,25 @@ def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread
     if is_needed:
         exponent = (best[0] + best[-1]) // 2
     assert suggestion.suggested == 2.0**exponent
-    shares = diagnostics.shares(histogram(leaf), loss_scale=suggestion.suggested)
+    shares = diagnostics.shares(counted, loss_scale=suggestion.suggested)
     assert suggestion.scaled == shares[dtype]
 
 
-def find_best(leaf, dtype, tolerance):
-    """Tries all loss scales: exponents of those that lose least, and of those that lose nothing."""
+def try_all_scales(leaf, dtype):
+    """How many numbers are flushed, by the exponent of each scale at which none overflows."""
     flushed = {}
     for exponent in range(-60, 61):
         casts = really_cast(leaf, dtype, 2.0**exponent)
         if not casts.overflowed:
             flushed[exponent] = casts.flushed
-    most = max(tolerance * len(nonzero(leaf)), min(flushed.values()))
-    best = [exponent for exponent in flushed if flushed[exponent] <= most]
-    lossless = [exponent for exponent in best if not flushed[exponent]]
-    return best, lossless
+    return flushed
 
 
 def ends(exponents):
     """The least and the largest of some loss scales, or `None` if there is none."""
-    return (2.0 ** exponents[0], 2.0 ** exponents[-1]) if exponents else None
+    if not exponents:
+        return None
+    return 2.0 ** exponents[0], 2.0 ** exponents[-1]
 
 
 # Sentences, of which some parts recur.
@@ -582,10 +595,8 @@ SENTENCES = {
 @cases("name", SENTENCES)
 def test_suggestions_in_words(name):
     values, expected = SENTENCES[name]
-    assert (
-        str(diagnostics.suggest_scale(histogram(np.array(values, np.float32))))
-        == expected
-    )
+    suggestion = diagnostics.suggest_scale(histogram(np.float32(values)))
+    assert str(suggestion) == expected
 
 
 TREES = {

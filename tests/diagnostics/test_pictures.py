@@ -89,24 +89,22 @@ def title_of(ax):
 
 @functools.cache
 def picture(loss_scale, dtype):
-    return drawn(
-        diagnostics.plot_histogram(HISTOGRAM, loss_scale=loss_scale, dtype=dtype)
-    )
+    figure = diagnostics.plot_histogram(HISTOGRAM, loss_scale=loss_scale, dtype=dtype)
+    return drawn(figure)
 
 
-PICTURES = list(
-    itertools.product(
-        ["float16", "float8_e4m3fn"], [2.0**-10, 1.0, SUGGESTED, 2.0**100]
-    )
-)
+DRAWN_SCALES = [2.0**-10, 1.0, SUGGESTED, 2.0**100]
+PICTURES = list(itertools.product(["float16", "float8_e4m3fn"], DRAWN_SCALES))
 DRAWN_FAST = [("float16", SUGGESTED)]  # and it is not drawn twice
 
 
 @cases(("dtype", "loss_scale"), PICTURES, fast=DRAWN_FAST)
 def test_the_bars_are_the_shares(loss_scale, dtype):
     bars = picture(loss_scale, dtype).axes[0]
+    heights = []
+    for stack in bars.containers:
+        heights.append(sum(bar.get_height() for bar in stack))
     shares = diagnostics.shares(HISTOGRAM, loss_scale=loss_scale)[dtype]
-    heights = [sum(bar.get_height() for bar in stack) for stack in bars.containers]
     expected = 100 * np.array([shares.normal, shares.subnormal, shares.lost])
     np.testing.assert_allclose(heights, expected, rtol=1e-9, atol=1e-9)
     assert title_of(bars) == "4,006 gradients: <0.1% are exactly 0, 1 inf, 0 NaN."
@@ -121,14 +119,20 @@ def test_the_ranges_are_those_of_float16_at_each_loss_scale(loss_scale, dtype):
     for ax, scale in zip(ranges, scales, strict=True):
         exponent = round(np.log2(scale))
         assert f"2**{exponent}" in title_of(ax)
-        subnormal = ax.containers[0][0]
-        normal = ax.containers[1][0]
-        ends = [subnormal.get_x(), normal.get_x(), normal.get_x() + normal.get_width()]
         # float16 holds 2**-24 to 2**16, divided by the scale.
         range_of_float16 = np.array([-24, -14, 16]) - exponent
-        assert ends == np.clip(range_of_float16, *ax.get_xlim()).tolist()
+        shown = np.clip(range_of_float16, *ax.get_xlim())
+        np.testing.assert_array_equal(ends_of_first_range(ax), shown)
         if dtype == "float16":  # all of its range is shown
-            assert ends == range_of_float16.tolist()
+            np.testing.assert_array_equal(shown, range_of_float16)
+
+
+def ends_of_first_range(ax):
+    """Where the subnormal and the normal numbers of the first format begin, and where they end."""
+    subnormal = ax.containers[0][0]
+    normal = ax.containers[1][0]
+    least_normal = normal.get_x()
+    return subnormal.get_x(), least_normal, least_normal + normal.get_width()
 
 
 FEW = {"zeros": jnp.zeros(3), "one number": jnp.ones(1)}
@@ -136,10 +140,11 @@ FEW = {"zeros": jnp.zeros(3), "one number": jnp.ones(1)}
 
 @cases("name", FEW)
 def test_the_histogram_of_few_different_numbers(name):
-    grads = FEW[name]
-    figure = drawn(diagnostics.plot_histogram(histogram(grads)))
+    counted = histogram(FEW[name])
+    figure = drawn(diagnostics.plot_histogram(counted))
     assert len(figure.axes) == 2
-    assert len(diagnostics.text_histogram(histogram(grads)).splitlines()) == 7
+    text = diagnostics.text_histogram(counted)
+    assert len(text.splitlines()) == 7
 
 
 def test_shares_that_do_not_add_up_to_one_in_floating_point_are_all():
@@ -183,33 +188,39 @@ def lines_of(loss_scale):
 
 @cases("loss_scale", TEXT_SCALES, fast=[2.0**10])
 def test_each_row_of_text_says_what_each_format_makes_of_its_numbers(loss_scale):
-    for line, exponent in zip(lines_of(loss_scale)[3:-3], TEXT_EXPONENTS, strict=True):
-        counts = np.where(EXPONENTS[:, None] == exponent, ONE_OF_EACH.counts, 0)
-        shares = diagnostics.shares(
-            ONE_OF_EACH._replace(counts=counts), loss_scale=loss_scale
-        )
-        signs = [sign_of(of_format) for of_format in shares.values()]
-        assert line.split() == [f"2**{exponent}", "3.1%", "#" * 24, *signs]
+    rows = lines_of(loss_scale)[3:-3]
+    for row, exponent in zip(rows, TEXT_EXPONENTS, strict=True):
+        signs = signs_of_power(exponent, loss_scale)
+        assert row.split() == [f"2**{exponent}", "3.1%", "#" * 24, *signs]
 
 
-def sign_of(shares):
-    """The sign of what becomes of numbers of which all become the same."""
-    signs = {"flushed": "0", "subnormal": "s", "normal": ".", "overflowed": "!"}
-    (sign,) = [signs[name] for name, share in shares._asdict().items() if share == 1]
-    return sign
+def signs_of_power(exponent, loss_scale):
+    """What each format makes of the number of one power of two, as signs."""
+    counts = np.where(EXPONENTS[:, None] == exponent, ONE_OF_EACH.counts, 0)
+    histogram_of_power = ONE_OF_EACH._replace(counts=counts)
+    shares = diagnostics.shares(histogram_of_power, loss_scale=loss_scale)
+    signs = {
+        (1, 0, 0, 0): "0",  # flushed
+        (0, 1, 0, 0): "s",  # subnormal
+        (0, 0, 1, 0): ".",  # normal
+        (0, 0, 0, 1): "!",  # overflowed
+    }
+    return [signs[shares_of_format] for shares_of_format in shares.values()]
 
 
 @cases("loss_scale", TEXT_SCALES, fast=[2.0**10])
 def test_the_last_rows_of_text_are_the_shares(loss_scale):
-    shares = diagnostics.shares(ONE_OF_EACH, loss_scale=loss_scale).values()
-    expected = [
-        [100 * of_format.flushed for of_format in shares],
-        [100 * of_format.subnormal for of_format in shares],
-        [100 * of_format.overflowed for of_format in shares],
-    ]
-    cells = [line.split()[-4:] for line in lines_of(loss_scale)[-3:]]
-    totals = [[float(cell.removesuffix("%")) for cell in row] for row in cells]
-    np.testing.assert_allclose(totals, expected, atol=0.051)
+    *_, flushed, subnormal, overflowed = lines_of(loss_scale)
+    shares = diagnostics.shares(ONE_OF_EACH, loss_scale=loss_scale)
+    expected = 100 * np.transpose(list(shares.values()))
+    assert_row_has_percents(flushed, expected[0])
+    assert_row_has_percents(subnormal, expected[1])
+    assert_row_has_percents(overflowed, expected[3])
+
+
+def assert_row_has_percents(row, expected):
+    percents = [float(cell.removesuffix("%")) for cell in row.split()[-4:]]
+    np.testing.assert_allclose(percents, expected, atol=0.051)
 
 
 @cases("loss_scale", TEXT_SCALES)
@@ -221,8 +232,11 @@ def test_a_long_text_adds_up_powers_of_two():
     lines = diagnostics.text_histogram(HISTOGRAM).splitlines()
     assert len(lines) <= 38
     assert max(map(len, lines)) <= 80
-    shares = [float(line.split()[1].strip("<%")) for line in lines[3:-3]]
-    assert 99 < sum(shares) < 101
+    total = 0.0
+    for row in lines[3:-3]:
+        _, share, *_ = row.split()
+        total += float(share.strip("<%"))
+    assert 99 < total < 101
 
 
 # What each layer loses.
@@ -235,24 +249,25 @@ def test_the_underflow_map_shows_what_each_layer_loses():
     for shares in underflow.layers.values():
         lost.append([100 * of_format.lost for of_format in shares.values()])
     np.testing.assert_array_equal(ax.images[0].get_array(), lost)
-    assert [label.get_text() for label in ax.get_yticklabels()] == list(
-        underflow.layers
-    )
+    layers = [label.get_text() for label in ax.get_yticklabels()]
+    assert layers == list(underflow.layers)
     tick = ax.xaxis.get_major_ticks()[0]
     assert tick.label1.get_visible()  # below
     assert tick.label2.get_visible()  # above
 
 
 def test_the_map_of_many_layers_is_legible():
-    many = diagnostics.underflow({f"layers/{i}": LEAVES["out"] for i in range(20)})
+    leaves = {f"layers/{i}": LEAVES["out"] for i in range(20)}
+    many = diagnostics.underflow(leaves)
     drawn(diagnostics.plot_underflow(many))
 
 
 def test_layers_without_numbers_are_not_said_to_lose_nothing():
     grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
     underflow = diagnostics.underflow(leaf_histograms(grads))
-    lines = str(underflow).splitlines()
-    assert [line.split()[1:] for line in lines[3:]] == [["-"] * 4] * 2
+    _, _, _, nan, zero = str(underflow).splitlines()
+    assert nan.split() == ["b", *"----"]
+    assert zero.split() == ["c", *"----"]
     (ax,) = drawn(diagnostics.plot_underflow(underflow)).axes
     texts = [text.get_text() for text in ax.texts]
     assert texts[0] == "50.0%"
@@ -281,9 +296,7 @@ def record(steps, bad=(), losses=None):
         state = step(state, grad, loss)
         history.append(state, loss=loss)
         rows.append({"loss": loss, **jaxscale.metrics(state)})
-    return Recorded(
-        history, {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    )
+    return Recorded(history, jax.tree.map(lambda *values: np.array(values), *rows))
 
 
 @pytest.fixture(scope="module")
@@ -312,20 +325,18 @@ def test_pictures_are_saved_without_a_window(kind):
 def test_the_picture_of_a_history_is_what_the_metrics_were(twelve_steps):
     history, metrics = twelve_steps
     loss, scale, skipped = drawn(history.plot()).axes
-    np.testing.assert_array_equal(
-        scale.lines[0].get_ydata(), np.log2(metrics["loss_scale"])
-    )
-    np.testing.assert_array_equal(
-        skipped.lines[0].get_ydata(), metrics["total_notfinite"]
-    )
-    np.testing.assert_array_equal(skipped.lines[1].get_xdata(), [4, 5, 8, 10])
-    np.testing.assert_array_equal(loss.lines[1].get_xdata(), [8, 10])
+    assert_equal = np.testing.assert_array_equal
+    assert_equal(scale.lines[0].get_ydata(), np.log2(metrics["loss_scale"]))
+    assert_equal(skipped.lines[0].get_ydata(), metrics["total_notfinite"])
+    assert_equal(skipped.lines[1].get_xdata(), [4, 5, 8, 10])
+    assert_equal(loss.lines[1].get_xdata(), [8, 10])
 
 
 def test_the_text_of_a_history_is_what_the_metrics_were(twelve_steps):
-    lines = str(twelve_steps.history).splitlines()
-    assert lines[0].startswith("steps 1 to 12: 4 skipped, the loss scale from 2**")
-    assert [line.split()[-1] for line in lines[2:]] == list("000110010100")
+    summary, _, *rows = str(twelve_steps.history).splitlines()
+    assert summary.startswith("steps 1 to 12: 4 skipped, the loss scale from 2**")
+    skipped = [row.split()[-1] for row in rows]
+    assert skipped == list("000110010100")
 
 
 def test_a_long_history_is_fetched_in_parts(monkeypatch):
@@ -346,9 +357,10 @@ def test_a_long_history_is_fetched_in_parts(monkeypatch):
 
 def test_a_long_history_is_summed_up():
     history, _ = record(47, bad=(0, 20, 21))
-    lines = str(history).splitlines()
-    assert len(lines) == 22
-    assert sum(int(line.split()[-1]) for line in lines[2:]) == 3
+    _, _, *rows = str(history).splitlines()
+    assert len(rows) == 20
+    skipped = [int(row.split()[-1]) for row in rows]
+    assert sum(skipped) == 3
     drawn(history.plot())
 
 
@@ -493,8 +505,10 @@ def report_of_everything():
     """A report of an overflow, an underflow, and a number that is rounded to 0."""
 
     def loss_fn(w):
-        y = w * HALF(60000) * HALF(60000) + w * HALF(2.0**-11) * HALF(2.0**-11)
-        return -jnp.sum((y + 1e-9).astype(jnp.float32))
+        large = w * HALF(60000) * HALF(60000)
+        small = w * HALF(2.0**-11) * HALF(2.0**-11)
+        y = large + small + 1e-9
+        return -jnp.sum(y.astype(jnp.float32))
 
     return trace(loss_fn, jnp.ones(3, HALF), loss_scale=1)
 
@@ -511,23 +525,31 @@ def all_results():
     report = report_of_everything()
     products = diagnostics.products(lambda w: w @ w, jnp.ones((2, 2)))
     return [
-        *(counts, table, *table.rows),
-        *(HISTOGRAM, LEAVES, shares, *shares.values()),
+        counts,
+        table,
+        *table.rows,
+        HISTOGRAM,
+        LEAVES,
+        shares,
+        *shares.values(),
         diagnostics.suggest_scale(HISTOGRAM),
         diagnostics.suggest_scale(histogram(FEW["zeros"])),
         diagnostics.underflow(LEAVES),
         diagnostics.calibrate(lambda w, x: jnp.sqrt(w * x), 1.0, [jnp.float32(0)]),
-        *(report, *report.constants, *report.nonfinite, *report.underflows),
-        *(products, *products.lines),
+        report,
+        *report.constants,
+        *report.nonfinite,
+        *report.underflows,
+        products,
+        *products.lines,
         history.columns(),
     ]
 
 
 def test_all_results_are_the_same_in_json():
     results = all_results()
-    classes = {
-        public for public in vars(diagnostics).values() if isinstance(public, type)
-    }
+    public = vars(diagnostics).values()
+    classes = {value for value in public if isinstance(value, type)}
     assert classes - set(map(type, results)) == {diagnostics.History}
     assert -np.inf in [getattr(result, "loss", None) for result in results]
     # To the last bit; the numbers that JSON lacks are strings, which `float` reads.

@@ -1,6 +1,8 @@
 """`products`: how many products run in which precision, wherever they are, and on which lines."""
 
-import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,12 @@ def ruled(w, x):
     return x @ w
 
 
-ruled.defvjp(
-    lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ saved[0].T)
-)
+def differentiate_ruled(saved, cotangent):
+    w, x = saved
+    return x.T @ cotangent, cotangent @ w.T
+
+
+ruled.defvjp(lambda w, x: (x @ w, (w, x)), differentiate_ruled)
 
 
 @jax.custom_jvp
@@ -43,10 +48,10 @@ derived.defjvp(lambda primals, tangents: (derived(*primals), tangents[1] @ prima
 
 
 def sharded(w, x):
-    mesh, everywhere = Mesh(jax.devices()[:1], ("d",)), PartitionSpec()
-    return jax.shard_map(product, mesh=mesh, in_specs=everywhere, out_specs=everywhere)(
-        w, x
-    )
+    mesh = Mesh(jax.devices()[:1], ("d",))
+    spec = PartitionSpec()
+    mapped = jax.shard_map(product, mesh=mesh, in_specs=spec, out_specs=spec)
+    return mapped(w, x)
 
 
 def looped(w, x):
@@ -73,40 +78,62 @@ def twice(w, x):
 
 
 def scanned(w, x):
-    return jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.stack([w] * 3))[0]
+    last, _ = jax.lax.scan(lambda x, w: (x @ w, None), x, jnp.stack([w] * 3))
+    return last
 
 
+@jax.jit
+@jax.checkpoint
 def nested(w, x):
-    return jax.lax.scan(lambda x, _: (twice(w, x), None), x, None, 3)[0]
+    last, _ = jax.lax.scan(lambda x, _: (twice(w, x), None), x, None, 3)
+    return last
 
 
-# name: (the function, its arguments, how many products it has)
+class Form(NamedTuple):
+    """A function, and how many products it has."""
+
+    fun: Callable[[Any, Any], Any]
+    count: int = 1
+    args: tuple[Any, Any] = (W, X)
+
+
 FORMS = {
-    "plain": (product, (W, X), 1),
-    "none": (lambda w, x: jnp.sum(w) + jnp.sum(x), (W, X), 0),
-    "jit, called twice": (twice, (W, X), 2),
-    "scan, counted once": (scanned, (W, X), 1),
-    "while": (looped, (W, X), 1),
-    "cond, all branches": (branched, (W, X), 3),
-    "remat": (jax.checkpoint(product), (W, X), 1),
-    "custom_vjp": (ruled, (W, X), 1),
-    "custom_jvp": (derived, (W, X), 1),
-    "vmap": (jax.vmap(product, (None, 0)), (W, X[None]), 1),
-    "shard_map": (sharded, (W, X), 1),
-    "convolution": (convolved, (KERNEL, IMAGE), 1),
-    "ragged": (ragged, (W, X), 1),
-    "nested": (jax.jit(jax.checkpoint(nested)), (W, X), 2),
-}  # fmt: skip
+    "plain": Form(product),
+    "jit, called twice": Form(twice, 2),
+    "scan, counted once": Form(scanned),
+    "while": Form(looped),
+    "cond, all branches": Form(branched, 3),
+    "remat": Form(jax.checkpoint(product)),
+    "custom_vjp": Form(ruled),
+    "custom_jvp": Form(derived),
+    "vmap": Form(jax.vmap(product, (None, 0)), args=(W, X[None])),
+    "shard_map": Form(sharded),
+    "convolution": Form(convolved, args=(KERNEL, IMAGE)),
+    "ragged": Form(ragged),
+    "nested": Form(nested, 2),
+}
+FORMS_FAST = ["nested", "shard_map", "ragged", "custom_vjp"]
 
 
-@cases("name", FORMS, fast=["nested", "shard_map", "ragged", "custom_vjp"])
+@cases("name", FORMS, fast=FORMS_FAST)
 def test_products_count_wherever_they_are(name):
-    fun, args, count = FORMS[name]
-    assert products(fun, *args).counts == ({"float32": count} if count else {})
-    for dtype in (jnp.float16, jnp.bfloat16) if count else ():
-        found = products(jaxscale.autocast(fun, dtype), *args)
-        assert found.counts == {jnp.dtype(dtype).name: count}
+    form = FORMS[name]
+    assert products(form.fun, *form.args).counts == {"float32": form.count}
+
+
+@cases("name", FORMS, fast=FORMS_FAST)
+def test_products_under_autocast_are_in_half_precision_wherever_they_are(name):
+    form = FORMS[name]
+    for dtype in ("float16", "bfloat16"):
+        found = products(jaxscale.autocast(form.fun, jnp.dtype(dtype)), *form.args)
+        assert found.counts == {dtype: form.count}
         assert found.not_half == ()
+
+
+def test_without_products_there_is_nothing_to_count():
+    found = products(lambda w, x: jnp.sum(w) + jnp.sum(x), W, X)
+    assert found.counts == {}
+    assert str(found) == "No matrix products and no convolutions."
 
 
 def test_both_passes_count_where_the_derivative_is_given():
@@ -118,9 +145,9 @@ def test_both_passes_count_where_the_derivative_is_given():
 
 
 def line_of(function):
-    """File and line of the only line in the body of a function."""
+    """Name of the file and number of the only line in the body of a function."""
     code = function.__code__
-    return f"{code.co_filename}:{code.co_firstlineno + 1}"
+    return f"{pathlib.Path(code.co_filename).name}:{code.co_firstlineno + 1}"
 
 
 def marked(w, x):
@@ -139,26 +166,36 @@ def of_library(w, x):
     return jax.scipy.linalg.expm(w * 0.1)
 
 
-# name: (the function with one line, the precision, the reason)
+class Left(NamedTuple):
+    """A function that is left in float32, the one with the line of its product, and the reason."""
+
+    fun: Callable[[Any, Any], Any]
+    at: Callable[[Any, Any], Any]
+    reason: str
+
+
 LEFT = {
-    "full_precision": (marked, "float32", "full_precision"),
-    "vectors": (vectors, "float32", "not of matrices"),
-    "an algorithm": (with_algorithm, "float32", "precision of its own"),
-    "a library": (of_library, "float32", "library"),
+    "full_precision": Left(marked, product, "full_precision"),
+    "vectors": Left(vectors, vectors, "not of matrices"),
+    "an algorithm": Left(with_algorithm, with_algorithm, "precision of its own"),
+    "a library": Left(of_library, of_library, "library"),
 }
 
 
 @cases("name", LEFT, fast=["full_precision", "vectors"])
 def test_what_is_not_in_half_precision_is_told_with_its_line_and_why(name):
-    fun, dtype, reason = LEFT[name]
-    found = products(jaxscale.autocast(lambda w, x: (x @ w, fun(w, x))), W, X)
-    assert set(found.counts) == {"float16", dtype}
+    left = LEFT[name]
+
+    @jaxscale.autocast
+    def fun(w, x):
+        return x @ w, left.fun(w, x)
+
+    found = products(fun, W, X)
+    assert set(found.counts) == {"float16", "float32"}
     assert found.not_half
     for line in found.not_half:
-        assert reason in line.reason
-        assert line.where.endswith(
-            f"{line_of(product if fun is marked else fun).rpartition('/')[2]}"
-        )
+        assert left.reason in line.reason
+        assert line.where.endswith(line_of(left.at))
         assert f"{line.where}: `{line.source}` ({line.reason})" in str(found)
 
 
@@ -170,11 +207,9 @@ def test_products_inside_of_a_kernel_are_told_as_such():
     shape = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     multiply = pallas.pallas_call(kernel, shape, interpret=True)
     (line,) = products(multiply, W, X).lines
-    assert (line.dtype, line.number, line.reason) == (
-        "float32",
-        1,
-        "inside of a kernel",
-    )
+    assert line.dtype == "float32"
+    assert line.number == 1
+    assert line.reason == "inside of a kernel"
 
 
 def test_the_report_tells_both_apart():
@@ -191,9 +226,11 @@ def test_the_report_tells_both_apart():
     assert "return x @ w" in others
     assert [line.number for line in found.lines] == [1, 1, 1]
     assert to_json(found)["counts"] == {"float16": 2, "float32": 1}
-    assert str(products(lambda x: x, X)) == "No matrix products and no convolutions."
-    # Without `autocast` there is nothing to explain.
-    assert [line.reason for line in products(product, W, X).lines] == [""]
+
+
+def test_without_autocast_there_is_nothing_to_explain():
+    (line,) = products(product, W, X).lines
+    assert line.reason == ""
 
 
 def test_modules_and_other_arguments_are_taken_as_by_autocast():
@@ -207,18 +244,23 @@ def test_modules_and_other_arguments_are_taken_as_by_autocast():
             assert name == "text"
             return self.layer(x)
 
+    @jaxscale.autocast
+    def loss_fn(model, x):
+        return jnp.mean(model(x, "text"))
+
     model = Model()
-    fun = jaxscale.autocast(lambda model, x: jnp.mean(model(x, "text")))
-    assert products(fun, model, np.ones((2, 4), np.float32)).counts == {"float16": 1}
-    layer = jaxscale.autocast(model.layer)
-    assert products(layer, np.ones((2, 4), np.float32)).counts == {"float16": 1}
+    x = np.ones((2, 4), np.float32)
+    assert products(loss_fn, model, x).counts == {"float16": 1}
+    assert products(jaxscale.autocast(model.layer), x).counts == {"float16": 1}
     assert model.calls[...] == 0  # it was traced, not run
-    with_keyword = functools.partial(products, jaxscale.autocast(lambda *, x: x @ W))
-    assert with_keyword(x=X).counts == {"float16": 1}
+
+
+def test_arguments_may_have_keywords():
+    fun = jaxscale.autocast(lambda *, x: x @ W)
+    assert products(fun, x=X).counts == {"float16": 1}
 
 
 def test_what_is_not_a_function_is_an_error():
-    with pytest.raises(
-        TypeError, match=r"`products\(fun, \*args\)` must get a function first, got"
-    ):
+    message = r"`products\(fun, \*args\)` must get a function first, got"
+    with pytest.raises(TypeError, match=message):
         products(X, W)

@@ -22,10 +22,10 @@ def model(params=W, batch=X, reduce=jnp.mean):
     """Makes a target of a function of the parameters and the batch: its loss is reduced."""
 
     def enter(compute):
-        def target():
-            return (lambda p, b: reduce(compute(p, b).astype(FULL))), params, batch
+        def loss_fn(p, b):
+            return reduce(compute(p, b).astype(FULL))
 
-        return target
+        return lambda: (loss_fn, params, batch)
 
     return enter
 
@@ -65,9 +65,12 @@ def tiny():
 
 def uneven():
     """One of two leaves loses all without a loss scale, and the other nothing."""
-    loss_fn, _, batch = tiny()
-    params = W | {"b": jnp.ones(2)}
-    return lambda p, b: loss_fn(p, b) + jnp.sum(p["b"]), params, batch
+    loss_of_tiny, _, batch = tiny()
+
+    def loss_fn(p, b):
+        return loss_of_tiny(p, b) + jnp.sum(p["b"])
+
+    return loss_fn, W | {"b": jnp.ones(2)}, batch
 
 
 def summed():
@@ -208,8 +211,11 @@ def repeated(first=0.0):
     def loss_fn(p, b):
         y = (b["x"] * p["w"]).astype(HALF)
         y = y * HALF(2.0**-22) * HALF(2.0**-22)  # the worst
+        loss = first * jnp.mean(y.astype(FULL))
         equal, _, _ = half(2.0**-22)
-        return first * jnp.mean(y.astype(FULL)) + sum(equal(p, b) for _ in range(5))
+        for _ in range(5):
+            loss += equal(p, b)
+        return loss
 
     return loss_fn, W, X
 
@@ -259,7 +265,11 @@ def bad_pair():
 
 def best():
     loss_fn, params, batch = half()
-    return lambda p, b: (loss_fn(p, b), {"best": jnp.array(jnp.inf)}), params, batch
+
+    def loss_and_best(p, b):
+        return loss_fn(p, b), {"best": jnp.array(jnp.inf)}
+
+    return loss_and_best, params, batch
 
 
 # Odd parameters, and operations that hold others.
@@ -291,7 +301,13 @@ def odd():
 def mapped():
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("d",))
     spec = jax.sharding.PartitionSpec()
-    on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
-    double = on_mesh(lambda w: w.astype(HALF) * 2)
-    target = model()(lambda p, b: double(p["w"]).astype(FULL) * b["x"])
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def double(w):
+        return w.astype(HALF) * 2
+
+    @model()
+    def target(p, b):
+        return double(p["w"]).astype(FULL) * b["x"]
+
     return target()

@@ -29,8 +29,12 @@ def integers():
     return len, {"n": np.arange(3)}, 2
 
 
+def look_up(params, name):
+    return params[name]  # fault
+
+
 def loss_that_fails():
-    return lambda p, b: p[b], {"w": 1.0}, "v"
+    return lambda p, b: look_up(p, b), {"w": 1.0}, "v"
 
 
 def loss_for_each_example():

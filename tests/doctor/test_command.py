@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from misused import look_up
 from tables import cases
+from traced_losses import faulty_lines
 
 import jaxscale
 from jaxscale._doctor import cli, compiled, measure
@@ -55,10 +57,8 @@ def test_the_json_has_the_results(doctor, no_pictures):
     }
     assert {name: results[name] for name in expected} == expected
     assert results["calibration"]["init_scale"] == results["loss_scale"]
-    assert {row["path"]: row["size"] for row in results["leaves"]["rows"]} == {
-        "w": 2,
-        "unused": 2,
-    }
+    sizes = {row["path"]: row["size"] for row in results["leaves"]["rows"]}
+    assert sizes == {"w": 2, "unused": 2}
     assert sum(results["histogram"]["counts"].values()) == 2
     assert results["trace"]["nonfinite"] == []
     assert results["comparison"]["error"] == 0
@@ -68,9 +68,8 @@ def test_the_json_has_the_results(doctor, no_pictures):
 
 def test_the_json_goes_to_standard_output_alone_and_to_a_file(doctor):
     answer = doctor("doctored:fine", "--quick", "--json", "--json-file", "results.json")
-    assert json.loads(answer.out) == json.loads(
-        pathlib.Path("results.json").read_text()
-    )
+    text = pathlib.Path("results.json").read_text()
+    assert json.loads(answer.out) == json.loads(text)
     assert "the model prints" in answer.err
     assert "Nothing overflows." in answer.err
 
@@ -90,8 +89,8 @@ NESTED_FIELDS = {
 }
 
 
-def test_the_json_keeps_the_names_of_its_fields(doctor):
-    exam = examine(load("doctored:fine"), None, is_quick=True)
+def fill_in(exam):
+    """Returns an exam with something in each field that may be empty."""
     leaf = LeafError("w", 0.5, 0.25)
     comparison = Comparison(
         flushed=0.5, error=0.25, worst="w", worst_flushed=0.5, leaves=(leaf, leaf)
@@ -104,18 +103,23 @@ def test_the_json_keeps_the_names_of_its_fields(doctor):
         culprit=culprit,
         remedy=Remedy(("model.py:1",), works=True, error=0.0),
     )
-    full = exam._replace(
+    return exam._replace(
         float32=check,
         scale_comparison=comparison,
         relief=Relief(2.0, ("model.py:1",)),
         loss_sums=(Sum("model.py:1", "model.py", 1, size=8, weight=1.0),),
     )
+
+
+def test_the_json_keeps_the_names_of_its_fields(doctor):
+    exam = fill_in(examine(load("doctored:fine"), None, is_quick=True))
     source = (SourceLine(1, "x = 0"), SourceLine(2, "y = 1 / x"))
     finding = Finding(True, "Wrong.", ("Why.",), "model.py:2", source, line=2)
-    record = json.loads(json.dumps(make_record(full, [finding]), allow_nan=False))
+    record = json.loads(json.dumps(make_record(exam, [finding]), allow_nan=False))
     for name, fields in NESTED_FIELDS.items():
-        values = record[name]
-        (value,) = values if isinstance(values, list) else [values]
+        value = record[name]
+        if isinstance(value, list):
+            (value,) = value
         assert list(value) == fields.split(), name
     assert record["findings"][0]["source"] == [[1, "x = 0"], [2, "y = 1 / x"]]
     assert record["float32"]["leaves"] == 2 * [
@@ -158,6 +162,9 @@ BAD_USE = {
     "no package": Misuse("nowhere.at.all:f", "There is no module nowhere in"),
     "no function": Misuse(
         "doctored:typo", "no function `typo` in doctored; it has model, half, fine"
+    ),
+    "no function of its own": Misuse(
+        "advised:typo", "no function `typo` in advised; it has advice, log_of_softmax,"
     ),
     "a value": Misuse("doctored:W", "`W` in doctored is not a function, but `dict`"),
     "needs arguments": Misuse("misused:needs_arguments", "callable without arguments"),
@@ -215,7 +222,10 @@ def assert_is_one_sentence(answer, says):
     assert says in answer.err
 
 
-@cases("name", BAD_USE, fast=["no function", "a loss for each example"])
+BAD_USE_FAST = ["no function", "no function of its own", "a loss for each example"]
+
+
+@cases("name", BAD_USE, fast=BAD_USE_FAST)
 def test_bad_use_is_told_in_a_sentence(name, doctor):
     misuse = BAD_USE[name]
     assert_is_one_sentence(doctor(misuse.target, *misuse.options), misuse.says)
@@ -235,14 +245,20 @@ def test_a_file_that_does_not_import_is_told_in_a_sentence(source, doctor):
     assert_is_one_sentence(doctor("f.py:f"), BROKEN_FILES[source])
 
 
+def test_an_error_of_the_loss_names_its_innermost_line(doctor):
+    (number,) = faulty_lines(look_up)
+    answer = doctor("misused.py:loss_that_fails")
+    assert_is_one_sentence(answer, f"misused.py:{number})")
+
+
 def test_a_traceback_if_asked_for(doctor):
     answer = doctor("misused:divides_by_zero", "--traceback")
-    assert (answer.status, answer.out) == (2, "")
+    assert answer.status == 2
+    assert answer.out == ""
     assert "Traceback" in answer.err
     last = answer.err.splitlines()[-1]
-    assert last.startswith(
-        "jaxscale doctor: `divides_by_zero()` failed: ZeroDivisionError"
-    )
+    sentence = "jaxscale doctor: `divides_by_zero()` failed: ZeroDivisionError"
+    assert last.startswith(sentence)
 
 
 def test_ctrl_c_ends_it_with_one_line(doctor, monkeypatch):
@@ -250,11 +266,8 @@ def test_ctrl_c_ends_it_with_one_line(doctor, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "examine", interrupt)
-    assert doctor("doctored:wide", "--quick") == (
-        130,
-        "",
-        "jaxscale doctor: interrupted.\n",
-    )
+    answer = doctor("doctored:wide", "--quick")
+    assert answer == (130, "", "jaxscale doctor: interrupted.\n")
 
 
 def test_the_version_is_told(capsys):
@@ -294,10 +307,8 @@ def test_what_scale_backward_raises_is_told_beside_all_else(
     monkeypatch.setattr(compiled, "scale_backward", scale_backward)
     answer = doctor("doctored:tiny", "--json-file", "results.json")
     assert answer.status == 0
-    assert (
-        f"- `jaxscale.scale_backward` was tried on this loss, and raised {words}"
-        in (answer.flowing)
-    )
+    said = f"- `jaxscale.scale_backward` was tried on this loss, and raised {words}"
+    assert said in answer.flowing
     assert "Nothing is wrong, with a loss scale: it needs one." in answer.flowing
     results = json.loads(pathlib.Path("results.json").read_text())
     assert results["scale_backward_raised"].startswith(words)

@@ -128,7 +128,7 @@ NONFINITE = {
         [
             "The loss is NaN",
             "it was there before, in a constant or an input",
-            "Look where this number comes from.",
+            "Find out where this number comes from.",
             "Use a number that float16 holds, or",
         ],
         never=["Nothing"],
@@ -246,7 +246,7 @@ SCALES = {
         [
             "This batch needs no loss scale",
             "is not low for gradients as large as these, up to 768",
-            "From 2**15, the default rule skips steps first, 8 in all: write",
+            "From 2**15, the default rule skips the first steps, 8 in all: write",
             "(init_scale=2**7))`, or use `retries=10` or",
         ],
         never=["low:", "shrink", "costs next to nothing"],
@@ -368,7 +368,7 @@ QUICK = {
         [
             "is 2**9.",
             f"What limits it is {line_of('the ceiling')}",
-            "skips steps first, 6 in all",
+            "skips the first steps, 6 in all",
         ],
     ),
     "below": Case(1, ["Problems found: 1.", "What limits it is doctored.py:"]),

@@ -4,7 +4,6 @@ Each model has the fault on lines of its own, which end in `# fault`, and its sy
 """
 
 import functools
-import inspect
 import pathlib
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tables import cases
+from traced_losses import faulty_lines
 
 from jaxscale._doctor.diagnosis import diagnose
 from jaxscale._doctor.measure import examine
@@ -29,11 +29,16 @@ def normal(seed, *shape, scale=1.0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * scale
 
 
+def multiply(x, w):
+    """A product in half precision."""
+    return x.astype(HALF) @ w.astype(HALF)
+
+
 def layer(activation):
     """A loss of one layer in half precision."""
 
     def loss_fn(params, x):
-        y = activation(x.astype(HALF) @ params["w"].astype(HALF))
+        y = activation(multiply(x, params["w"]))
         return jnp.mean(jnp.square(y.astype(FULL) - 1))
 
     return loss_fn, {"w": normal(0, 4, 4)}, normal(1, 8, 4)
@@ -55,7 +60,8 @@ def too_large(y, g):
 def too_small(y, g):
     d = (1 - y * y) * HALF(2.0**-14)
     d = d * HALF(2.0**-12)  # fault
-    return (g * (d * HALF(2.0**13) * HALF(2.0**13)),)
+    d = d * HALF(2.0**13) * HALF(2.0**13)
+    return (g * d,)
 
 
 def helper(y, g):
@@ -144,8 +150,9 @@ def classify(logarithm):
     label = np.random.default_rng(2).integers(0, 16, 16)
 
     def loss_fn(params, x):
-        logits = x.astype(HALF) @ params["w"].astype(HALF)
-        return -jnp.mean(logarithm(logits, label[:, None]).astype(FULL))
+        logits = multiply(x, params["w"])
+        log_p = logarithm(logits, label[:, None])
+        return -jnp.mean(log_p.astype(FULL))
 
     return loss_fn, {"w": normal(0, 8, 16, scale=3.0)}, normal(1, 16, 8)
 
@@ -179,12 +186,13 @@ def softmax_written_out():
     return classify(logarithm)
 
 
-def joint(multiply):
+def joint(multiply_all):
     """The logarithm of a product of 40 probabilities, each about a half."""
 
     def loss_fn(params, x):
-        probability = jax.nn.sigmoid(x.astype(HALF) @ params["w"].astype(HALF))
-        return -jnp.mean(jnp.log(multiply(probability)).astype(FULL))
+        probability = jax.nn.sigmoid(multiply(x, params["w"]))
+        log_p = jnp.log(multiply_all(probability))
+        return -jnp.mean(log_p.astype(FULL))
 
     return loss_fn, {"w": normal(0, 8, 40, scale=0.1)}, normal(1, 4, 8)
 
@@ -198,17 +206,19 @@ def cumprod():
 
 
 def prod_in_a_loop():
-    def multiply(p):
-        # fault
-        product, _ = jax.lax.scan(lambda c, q: (c * q, None), jnp.ones(4, HALF), p.T)
+    def step(product, q):
+        return product * q, None  # fault
+
+    def multiply_all(p):
+        product, _ = jax.lax.scan(step, jnp.ones(4, HALF), p.T)
         return product
 
-    return joint(multiply)
+    return joint(multiply_all)
 
 
 def prod_and_root():
     def loss_fn(params, x):
-        probability = jax.nn.sigmoid(x.astype(HALF) @ params["w"].astype(HALF))
+        probability = jax.nn.sigmoid(multiply(x, params["w"]))
         product = jnp.prod(probability, axis=-1)  # fault
         return -jnp.mean(product.astype(FULL) ** (1 / 40))
 
@@ -218,9 +228,10 @@ def prod_and_root():
 
 def density():
     def loss_fn(params, x):
-        z = x.astype(HALF) @ params["w"].astype(HALF)
+        z = multiply(x, params["w"])
         p = jnp.exp(-z * z / 2)  # fault
-        return -jnp.mean(jnp.log(p / HALF(2.5)).astype(FULL))
+        log_p = jnp.log(p / HALF(2.5))
+        return -jnp.mean(log_p.astype(FULL))
 
     return loss_fn, {"w": normal(0, 4, 3)}, normal(1, 8, 4, scale=2.0)
 
@@ -234,13 +245,14 @@ def rotated(angles):
         cosine = jnp.cos(angle).astype(HALF)
         sine = jnp.sin(angle).astype(HALF)
         a, b = jnp.split(z, 2, axis=-1)
-        return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
+        turned = [a * cosine - b * sine, b * cosine + a * sine]
+        return jnp.concatenate(turned, axis=-1)
 
     def loss_fn(params, batch):
-        x = batch["x"].astype(HALF)
-        q = turn(x @ params["q"].astype(HALF))
-        k = turn(x @ params["k"].astype(HALF))
-        return jnp.mean((q @ k.T).astype(FULL) * batch["target"])
+        q = turn(multiply(batch["x"], params["q"]))
+        k = turn(multiply(batch["x"], params["k"]))
+        scores = (q @ k.T).astype(FULL)
+        return jnp.mean(scores * batch["target"])
 
     params = {"q": normal(0, 8, 8), "k": normal(1, 8, 8)}
     batch = {"x": normal(2, 24, 8), "target": normal(3, 24, 24)}
@@ -275,41 +287,42 @@ def angles_cast():
     return rotated(angles)
 
 
-RULES = [rule_overflows, rule_flushes, rule_calls_another_function, rule_in_vmap]
-RULES += [
-    rule_in_jit_and_remat,
-    rule_in_scan,
-    rule_with_static_arguments,
-    rule_as_partial,
+# The models, and the function whose lines are marked: the rule that a model calls, or the model.
+RULES = {
+    rule_overflows: too_large,
+    rule_flushes: too_small,
+    rule_calls_another_function: too_large,
+    rule_in_vmap: too_large,
+    rule_in_jit_and_remat: too_large,
+    rule_in_scan: too_large,
+    rule_with_static_arguments: too_large,
+    rule_as_partial: too_large,
+    rule_of_nnx: too_large,
+}
+OTHERS = [
+    rule_forward,
+    softmax_in_half,
+    softmax_that_is_cast,
+    softmax_written_out,
+    prod,
+    cumprod,
+    prod_in_a_loop,
+    prod_and_root,
+    density,
+    positions_cast,
+    positions_in_a_jitted_table,
+    angles_cast,
 ]
-RULES += [rule_of_nnx, rule_forward]
-ZEROS = [softmax_in_half, softmax_that_is_cast, softmax_written_out, prod, cumprod]
-ZEROS += [prod_in_a_loop, prod_and_root, density]
-POSITIONS = [positions_cast, positions_in_a_jitted_table, angles_cast]
-MODELS = {model.__name__: model for model in (*RULES, *ZEROS, *POSITIONS)}
+FAULTS = RULES | dict(zip(OTHERS, OTHERS, strict=True))
 
 
-def find_faults(name):
-    """Returns the numbers of the faulty lines: of a model, and of the rule that it calls."""
-    sources = [MODELS[name]]
-    if MODELS[name] in RULES and name != "rule_forward":
-        sources.append(too_small if name == "rule_flushes" else too_large)
-    numbers = []
-    for source in sources:
-        lines, first = inspect.getsourcelines(source)
-        numbers += [
-            first + i for i, line in enumerate(lines) if line.endswith("# fault\n")
-        ]
-    return numbers
-
-
-@cases("name", MODELS, fast=["rule_overflows"])
-def test_the_first_problem_is_at_the_fault(name):
-    findings = diagnose(examine(load(f"{HERE}:{name}"), None))
+@cases("model", FAULTS, fast=[rule_overflows])
+def test_the_first_problem_is_at_the_fault(model):
+    findings = diagnose(examine(load(f"{HERE}:{model.__name__}"), None))
     problems = [finding for finding in findings if finding.is_problem]
     assert problems
     assert HERE.name in problems[0].where
-    assert problems[0].line in find_faults(name), problems[0].title
+    assert problems[0].line in faulty_lines(FAULTS[model]), problems[0].title
 
 
 @pytest.fixture

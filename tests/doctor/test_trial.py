@@ -104,18 +104,19 @@ def compile_gradients(model, half):
 
     @jax.jit
     def differentiate(params, batch, scale):
-        loss, grads = jax.value_and_grad(lambda params: loss_fn(params, batch) * scale)(
-            params
-        )
+        def scaled_loss(params):
+            return loss_fn(params, batch) * scale
+
+        loss, grads = jax.value_and_grad(scaled_loss)(params)
         outputs = {"loss": loss, "": grads}
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) / scale, outputs)
 
     def differentiate_at(scale):
         outputs = differentiate(params, batch, jnp.float32(scale))
-        leaves = jax.tree_util.tree_leaves_with_path(outputs)
-        return {
-            jax.tree_util.keystr(path): np.asarray(leaf, float) for path, leaf in leaves
-        }
+        by_name = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+            by_name[jax.tree_util.keystr(path)] = np.asarray(leaf, float)
+        return by_name
 
     return differentiate_at
 
@@ -136,15 +137,22 @@ def find_least_error(model):
     """Returns how far the worst leaf is off at the best loss scale; inf if none is finite."""
     exact = compile_gradients(model, jnp.float32)(1.0)
     differentiate_at = compile_gradients(model, jnp.float16)
-    noise = model.entry.noise
-    names = [name for name in exact if name != LOSS and not (noise and noise in name)]
     least = np.inf
     for scale in SCALES:
         leaves = differentiate_at(scale)
         if is_finite(leaves):
-            worst = max(find_error(leaves[name], exact[name]) for name in names)
-            least = min(least, worst)
+            least = min(least, find_worst_error(leaves, exact, model.entry.noise))
     return least
+
+
+def find_worst_error(leaves, exact, noise):
+    """Returns how far the worst leaf is off, of those that are more than noise."""
+    worst = 0.0
+    for name, exact_leaf in exact.items():
+        is_noise = noise and noise in name
+        if name != LOSS and not is_noise:
+            worst = max(worst, find_error(leaves[name], exact_leaf))
+    return worst
 
 
 @pytest.mark.slow
@@ -187,20 +195,22 @@ def ask_doctor(name, model):
 @pytest.mark.slow
 def test_the_score_of_the_doctor(record_property):
     models = load_models(*MODULES)
-    faulty = [name for name, model in models.items() if model.entry.is_faulty]
-    healthy = [name for name in models if name not in faulty]
-    judged = {name: ask_doctor(name, model) for name, model in models.items()}
-    score = {
-        "verdicts": sum(judged[name].is_right for name in models),
-        "lines": sum(judged[name].is_at_fault for name in faulty),
-        "alarms": sum(not judged[name].is_right for name in healthy),
-    }
-    missed = [
-        name
-        for name, model in models.items()
-        if model.entry.tuned and judged[name] != Judgement(True, name in faulty)
-    ]
-    report = f"{score} of {len(faulty)} faulty and {len(healthy)} healthy models"
+    score = dict.fromkeys(HELD, 0)
+    num_faulty = 0
+    missed = []
+    for name, model in models.items():
+        judgement = ask_doctor(name, model)
+        score["verdicts"] += judgement.is_right
+        if model.entry.is_faulty:
+            num_faulty += 1
+            score["lines"] += judgement.is_at_fault
+        else:
+            score["alarms"] += not judgement.is_right
+        expected = Judgement(True, model.entry.is_faulty)
+        if model.entry.tuned and judgement != expected:
+            missed.append(name)
+    num_healthy = len(models) - num_faulty
+    report = f"{score} of {num_faulty} faulty and {num_healthy} healthy models"
     of_tuned = (
         f"of those that it was tuned on, it misses: {', '.join(missed) or 'none'}"
     )

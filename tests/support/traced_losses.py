@@ -1,5 +1,6 @@
 """Losses in float16, what traces them, and how their marked lines are found."""
 
+import inspect
 import pathlib
 
 import jax
@@ -24,6 +25,12 @@ def marked(name, file):
         i for i, line in enumerate(lines, 1) if line.endswith(f"# plant: {name}")
     ]
     return number
+
+
+def faulty_lines(function):
+    """The numbers of the lines of a function that end in `# fault`."""
+    lines, first = inspect.getsourcelines(function)
+    return [i for i, line in enumerate(lines, first) if line.endswith("# fault\n")]
 
 
 def scaling(loss_scale=2.0**15):
@@ -81,6 +88,11 @@ def not_differentiated(fun):
         return with_backward(lambda x: fun(x, *more), lambda cotangent: cotangent)(x)
 
     return call
+
+
+def assert_fields(record, **expected):
+    """A place or a report has these fields, and maybe others."""
+    assert {name: getattr(record, name) for name in expected} == expected
 
 
 def assert_computed_eagerly(fun, *args):

@@ -114,7 +114,7 @@ def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None
     if not isinstance(argnums, Sequence):
         argnums = [argnums]
     for i in argnums:
-        # a tuple of one, or of none if there is no such
+        # a tuple of one parameter, empty if there is none at this position
         parameter = args[i : i + 1 or None]
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
             if not is_inexact_leaf(leaf):
@@ -228,7 +228,7 @@ class TracedBackward:
             self._location = Location(visit.around, visit.iteration)
             return findings.watch(visit)
 
-        def count(key: EquationKey) -> bool:  # it is asked of each equation
+        def count(key: EquationKey) -> bool:  # called once for each equation
             self._done += 1
             return is_wide(key)
 

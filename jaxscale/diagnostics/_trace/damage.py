@@ -24,74 +24,20 @@ from .evaluate import (
 # These give an exact result or a copy if it is below the smallest normal number: a sum of
 # floating-point numbers is a multiple of the smallest subnormal, so a tiny one is not rounded.
 _NEVER_LOSE = {
-    *(
-        "add",
-        "add_any",
-        "sub",
-        "neg",
-        "abs",
-        "max",
-        "min",
-        "select_n",
-        "clamp",
-        "copy",
-        "iota",
-    ),
-    *(
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "pad",
-    ),
-    *(
-        "slice",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "concatenate",
-        "split",
-        "gather",
-    ),
-    *(
-        "scatter",
-        "scatter-add",
-        "sort",
-        "stop_gradient",
-        "optimization_barrier",
-        "name",
-    ),
-    *("reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin"),
-    *(
-        "reduce_window_sum",
-        "reduce_window_max",
-        "select_and_scatter_add",
-        "bitcast_convert_type",
-    ),
-    *ON_REFS,
-    "empty_ref",
-}
+    "add", "add_any", "sub", "neg", "abs", "max", "min", "select_n", "clamp", "copy",
+    "iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev",
+    "pad", "slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "split",
+    "gather", "scatter", "scatter-add", "sort", "stop_gradient", "optimization_barrier",
+    "name", "reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin",
+    "reduce_window_sum", "reduce_window_max", "select_and_scatter_add",
+    "bitcast_convert_type", "empty_ref", *ON_REFS,
+}  # fmt: skip
 # These give finite numbers if they are given finite ones.
 _NEVER_MAKE = _NEVER_LOSE - {
-    *(
-        "add",
-        "add_any",
-        "sub",
-        "scatter-add",
-        "reduce_sum",
-        "cumsum",
-        "reduce_window_sum",
-    ),
-    *(
-        "select_and_scatter_add",
-        "gather",
-        "scatter",
-        "bitcast_convert_type",
-        "addupdate",
-    ),
-    *("dynamic_slice", "pad", "reduce_max", "reduce_min", "reduce_window_max", "iota"),
-}
+    "add", "add_any", "sub", "scatter-add", "reduce_sum", "cumsum", "reduce_window_sum",
+    "select_and_scatter_add", "gather", "scatter", "bitcast_convert_type", "addupdate",
+    "dynamic_slice", "pad", "reduce_max", "reduce_min", "reduce_window_max", "iota",
+}  # fmt: skip
 CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
@@ -129,6 +75,10 @@ def nonfinite_mask(value: Any) -> np.ndarray:
     return ~np.isfinite(_inexact_or_zeros(value))
 
 
+def has_nonfinite(value: Any) -> bool:
+    return bool(nonfinite_mask(value).any())
+
+
 def _inexact_or_zeros(value: Any) -> np.ndarray:
     """Returns a floating-point or complex value on the host, and zeros for any other."""
     if is_inexact(dtype_of(value)):
@@ -143,23 +93,23 @@ def find_birth(
 
     It is explained if an earlier equation, not the user, made an inf or NaN among the inputs.
     """
-    masks = [nonfinite_mask(output) for output in outputs]
-    if not any(nonfinite_mask(value).any() for value in inputs):
+    masks = list(map(nonfinite_mask, outputs))
+    if not any(map(has_nonfinite, inputs)):
         return _describe_birth(eqn, inputs, masks)
     # An output that stays inf or NaN when these inputs are replaced was made here.
-    repaired = [_repair(value) for value in inputs]
+    repaired = list(map(_repair, inputs))
     masks = _find_remaining(eqn, repaired, masks)
-    if is_explained or any(mask.any() for mask in masks):
+    if is_explained or any(map(np.any, masks)):
         return _describe_birth(eqn, repaired, masks)
-    if any(_has_nan(value) for value in inputs):
+    if any(map(np.any, map(_nan_mask, inputs))):
         return None
     # Infinities put there on purpose, such as a mask of -inf, and a row of nothing else.
-    nans = [np.isnan(_inexact_or_zeros(output)) for output in outputs]
+    nans = list(map(_nan_mask, outputs))
     return _describe_birth(eqn, inputs, nans, cause="infinities")
 
 
-def _has_nan(value: Any) -> bool:
-    return bool(np.isnan(_inexact_or_zeros(value)).any())
+def _nan_mask(value: Any) -> np.ndarray:
+    return np.isnan(_inexact_or_zeros(value))
 
 
 def _find_remaining(
@@ -167,7 +117,7 @@ def _find_remaining(
 ) -> list[np.ndarray]:
     """Returns where outputs, inf or NaN at the masks, are so for repaired inputs as well."""
     if _jax.operation(eqn) in _NEVER_MAKE:
-        return [np.zeros_like(mask) for mask in masks]
+        return list(map(np.zeros_like, masks))
     remaining = []
     for mask, output in zip(masks, evaluate(eqn, repaired), strict=True):
         remaining.append(mask & nonfinite_mask(output))
@@ -297,7 +247,7 @@ def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
     if eqn.primitive.name not in CONTRACTIONS:
         return 0.0
-    magnitudes = evaluate_in_float32(eqn, [jnp.abs(value) for value in inputs])
+    magnitudes = evaluate_in_float32(eqn, list(map(jnp.abs, inputs)))
     return np.asarray(magnitudes[0], np.float32) * np.float32(2.0**-20)
 
 

@@ -9,7 +9,14 @@ import jax
 import numpy as np
 
 from ..._jax import JaxprEqn
-from .damage import Birth, Lost, find_birth, find_lost, nonfinite_mask
+from .damage import (
+    Birth,
+    Lost,
+    find_birth,
+    find_lost,
+    has_nonfinite,
+    nonfinite_mask,
+)
 from .evaluate import IncomparableError
 from .interpreter import EquationKey, Origins, Value, Visit, key_of
 from .needs import EFFECT, FORWARD, hides_equations
@@ -79,8 +86,8 @@ class Findings:
         if not self._is_hasty:
             self._note_lost(key, visit)
 
-        masks = [nonfinite_mask(output) for output in visit.outputs]
-        if not any(mask.any() for mask in masks):
+        masks = list(map(nonfinite_mask, visit.outputs))
+        if not any(map(np.any, masks)):
             return [frozenset()] * len(masks)
         origins: Origins = frozenset()
         for value in visit.inputs:
@@ -225,37 +232,47 @@ class Findings:
 
 
 class Run(NamedTuple):
-    """One pass."""
+    """One pass.
 
-    # the loss, the gradients and what else is returned, by their names
+    Attributes:
+      values: the loss, the auxiliary output and the gradients, by their names.
+      findings: what was seen on the way.
+      arguments: the floating-point arguments, by their names.
+      rounded: the numbers of the source that a narrow format rounded to 0 or inf.
+      loss_scale: the loss scale of the pass.
+    """
+
     values: dict[str, Value]
-    findings: Findings  # what was seen on the way
-    # the floating-point arguments, by their names
+    findings: Findings
     arguments: dict[str, jax.typing.ArrayLike]
-    rounded: Sequence[RoundedAt]  # the numbers that a narrow format rounded to 0 or inf
+    rounded: Sequence[RoundedAt]
     loss_scale: float
+
+    @property
+    def outputs(self) -> dict[str, np.ndarray]:
+        """The arrays of `values`, on the host."""
+        return {name: np.asarray(value.array) for name, value in self.values.items()}
 
     @property
     def grads(self) -> dict[str, np.ndarray]:
         """The gradients, by their names."""
         grads = {}
-        for name, value in self.values.items():
+        for name, array in self.outputs.items():
             if name.startswith("grads"):
-                grads[name] = np.asarray(value.array)
+                grads[name] = array
         return grads
 
     def report(self) -> TraceReport:
         """Returns all that was seen, as Python values."""
-        outputs = {name: value.array for name, value in self.values.items()}
-        losses = np.asarray(outputs["loss"])
+        outputs = self.outputs
         return TraceReport(
-            loss=float(np.mean(losses, dtype=np.float64)),
+            loss=float(np.mean(outputs["loss"], dtype=np.float64)),
             loss_scale=self.loss_scale,
             equations=self.findings.visits.total(),
             nonfinite=_merge_repeats(self._list_nonfinite()),
             underflows=_merge_repeats(self.findings.list_underflows()),
-            nonfinite_arguments=_find_nonfinite(self.arguments),
-            nonfinite_outputs=_find_nonfinite(outputs),
+            nonfinite_arguments=_name_nonfinite(self.arguments),
+            nonfinite_outputs=_name_nonfinite(outputs),
             not_compared=tuple(sorted(self.findings.not_compared)),
             not_entered=tuple(sorted(self.findings.not_entered)),
             constants=_list_constants(self.rounded),
@@ -332,6 +349,6 @@ def _merge_repeats(places: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(merged)
 
 
-def _find_nonfinite(leaves: Mapping[str, Any]) -> tuple[str, ...]:
+def _name_nonfinite(leaves: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of the leaves that hold inf or NaN."""
-    return tuple(name for name, leaf in leaves.items() if nonfinite_mask(leaf).any())
+    return tuple(name for name, leaf in leaves.items() if has_nonfinite(leaf))

@@ -39,10 +39,14 @@ class Cell:
 
 
 class Location(NamedTuple):
-    """What a jaxpr runs inside of."""
+    """What a jaxpr runs inside of.
 
-    around: tuple[JaxprEqn, ...]  # the equations that hold it, outermost first
-    # the index of each loop among them; of a scan, that of the slice
+    Attributes:
+      around: the equations that hold it, outermost first.
+      iteration: the index of each loop among them: for a scan, the index of the slice.
+    """
+
+    around: tuple[JaxprEqn, ...]
     iteration: tuple[int, ...]
 
     def in_iteration(self, index: int) -> "Location":
@@ -101,6 +105,9 @@ class _Slots:
             return self._entries[source]
         return Value(as_array(source, False))
 
+    def read_all(self, sources: Sequence[Source]) -> list[Any]:
+        return list(map(self.read, sources))
+
     def write(self, slots: Sequence[int], entries: Sequence[Value | Cell]) -> None:
         self._entries.update(zip(slots, entries, strict=True))
 
@@ -142,12 +149,12 @@ class Interpreter:
             if isinstance(part, Segment):
                 self._run_segment(part, slots, location)
             else:
-                entries = [slots.read(source) for source in part.reads]
+                entries = slots.read_all(part.reads)
                 with context(part.eqn):  # for what a loop holds
                     outputs = self._run_step(part, entries, location)
                 slots.write(part.writes, outputs)
             slots.forget(forgotten)
-        return [slots.read(source) for source in plan.outputs]
+        return slots.read_all(plan.outputs)
 
     def _open_const(self, var: Any, const: Any) -> Value | Cell:
         if is_ref(var):
@@ -156,7 +163,7 @@ class Interpreter:
 
     def _run_segment(self, segment: Segment, slots: _Slots, location: Location) -> None:
         """Runs the program of a segment, and shows its equations one after the other."""
-        inputs = [slots.read(slot).array for slot in segment.reads]
+        inputs = [value.array for value in slots.read_all(segment.reads)]
         wide = []
         for step in segment.steps:
             key = key_of(step.eqn, (*location.around, *step.around))
@@ -166,9 +173,9 @@ class Interpreter:
         for step in segment.steps:
             arrays = list(itertools.islice(outputs, len(step.writes)))
             if is_all_wide:
-                values = [Value(array) for array in arrays]
+                values = list(map(Value, arrays))
             else:
-                step_inputs = [slots.read(source) for source in step.reads]
+                step_inputs = slots.read_all(step.reads)
                 values = self._show(step, step_inputs, arrays, location)
             slots.write(step.writes, values)
 
@@ -288,7 +295,7 @@ class Interpreter:
             return [*carries, *stacked]
         if loop.reverse:
             rows.reverse()
-        stacked = [_stack(values) for values in zip(*rows, strict=True)]
+        stacked = list(map(_stack, zip(*rows, strict=True)))
         return [*carries, *stacked]
 
 

@@ -28,19 +28,9 @@ from ..._jax import (
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
-    *(
-        "jax",
-        "jaxlib",
-        "jaxscale",
-        "flax",
-        "optax",
-        "equinox",
-        "haiku",
-        "keras",
-        "penzai",
-    ),
-    *("chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy"),
-)
+    "jax", "jaxlib", "jaxscale", "flax", "optax", "equinox", "haiku", "keras", "penzai",
+    "chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy",
+)  # fmt: skip
 _ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "pow", "rem"}
 
 
@@ -92,7 +82,7 @@ def find_line(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Line:
 
 def find_layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
     """Returns the names of the scopes that an equation is in, as modules of Flax set them."""
-    path = "/".join(scope_path(outer) for outer in (*around, eqn))
+    path = "/".join(map(scope_path, (*around, eqn)))
     # Transformations wrap a name: `transpose(jvp(Net))/Dense_0`.
     names = re.sub(r"\w+\(|\)", "", path).split("/")
     return "/".join(name for name in names if name and name != "rematted_computation")

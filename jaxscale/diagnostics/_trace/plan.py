@@ -17,10 +17,10 @@ from .places import Constants
 from .program import LocalStep, Number, Program, Rounded, program_key
 
 _MOST_STEPS = 32  # of a segment without a product
-# of the results of a segment, which are all kept until it was looked at
+# of a segment's results, which are all kept until they have been looked at
 _MOST_BYTES = 2**28
 
-# The interpreter opens these, or they do more than to compute, or fail only once they are compiled.
+# The interpreter opens some of these. The others have effects, or fail only once they are compiled.
 _ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap", "pallas_call"}
 
 # The slot that a value is kept in, a number, or `None` for a value that nothing needs.
@@ -67,14 +67,22 @@ class ConstSlot(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to run for a jaxpr."""
+    """What to run for a jaxpr.
+
+    Attributes:
+      closed: the jaxpr.
+      consts: its constants.
+      inputs: the slots of its inputs.
+      parts: what to run, in this order.
+      outputs: where its outputs are in the end.
+      forgotten: for each part, the slots that nothing reads after it.
+    """
 
     closed: ClosedJaxpr
     consts: tuple[ConstSlot, ...]
-    inputs: tuple[int, ...]  # the slots of its inputs
-    parts: tuple[Segment | Step, ...]  # what to run
+    inputs: tuple[int, ...]
+    parts: tuple[Segment | Step, ...]
     outputs: tuple[Source, ...]
-    # after each part: the slots that nothing reads any more
     forgotten: tuple[tuple[int, ...], ...]
 
 
@@ -274,7 +282,7 @@ def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
         else:
             parts.append([step])
             size = step_size
-    return [tuple(part) for part in parts]
+    return list(map(tuple, parts))
 
 
 def _may_join(step: Step, part: Sequence[Step]) -> bool:

@@ -275,7 +275,10 @@ def log_of_epsilon(x=normal(1, 6, 3), *, w=normal(0, 3, 2), b=zeros(2)):
 
 @faulty("epsilon", "keras-team/keras-core/issues/196")
 def clipped_probability(
-    x=array([[2, 1], [-6, 12]]), y=array([1, 0]), *, w=array([[0.5], [1]])
+    x=array([[2, 1], [-6, 12]]),
+    y=array([1, 0]),
+    *,
+    w=array([[0.5], [1]]),
 ):
     """Clipping at 1 - 1e-7 does nothing: that is 1, and log(1 - 1) is -inf."""
     logits = (x @ w)[:, 0]

@@ -2,6 +2,8 @@
 
 # ruff: noqa: B008 (what a model is given are its defaults)
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -39,15 +41,18 @@ def causal_mask(x=normal(3, 5, 4), *, qkv=projections(0)):
 
 @healthy(MASKED, tuned=True, noise="['k']['bias']", linen=True)
 def finite_mask(half, x=normal(1, 2, 4, 4), valid=VALID):
-    q = nn.Dense(4, dtype=half, name="q")(x)
-    k = nn.Dense(4, dtype=half, name="k")(x)
-    v = nn.Dense(4, dtype=half, name="v")(x)
-    is_seen = valid[:, None, :] & valid[:, :, None]
+    dense = functools.partial(nn.Dense, 4, dtype=half)
+    q = dense(name="q")(x)
+    k = dense(name="k")(x)
+    v = dense(name="v")(x)
+    is_valid_key = valid[:, None, :]
+    is_valid_query = valid[:, :, None]
+    is_seen = is_valid_key & is_valid_query
     bias = jnp.where(is_seen, 0.0, -1e4).astype(half)
     scores = jnp.einsum("bqd,bkd->bqk", q, k) / 2
     weights = nn.softmax(scores + bias)
-    y = jnp.einsum("bqk,bkd->bqd", weights, v).astype(jnp.float32)
-    return jnp.mean(jnp.square(y) * valid[:, :, None])
+    y = jnp.einsum("bqk,bkd->bqd", weights, v)
+    return jnp.mean(jnp.square(y.astype(jnp.float32)) * is_valid_query)
 
 
 @healthy("a mask in the batch whose -inf never reaches the loss", tuned=True)

@@ -49,13 +49,13 @@ class Entry(NamedTuple):
 
 
 def faulty(kind, report, **others):
-    return lambda loss: _enter(
-        loss, Entry(kind, f"https://github.com/{report}", **others)
-    )
+    entry = Entry(kind, f"https://github.com/{report}", **others)
+    return lambda loss: _enter(loss, entry)
 
 
 def healthy(looks, **others):
-    return lambda loss: _enter(loss, Entry("", looks, **others))
+    entry = Entry("", looks, **others)
+    return lambda loss: _enter(loss, entry)
 
 
 def _enter(loss, entry):
@@ -73,9 +73,10 @@ def _enter(loss, entry):
 
     lines, first = inspect.getsourcelines(loss)
     model.entry = entry
-    model.faults = [
-        first + i for i, line in enumerate(lines) if line.endswith("# fault\n")
-    ]
+    model.faults = []
+    for number, line in enumerate(lines, first):
+        if line.endswith("# fault\n"):
+            model.faults.append(number)
     return model
 
 
