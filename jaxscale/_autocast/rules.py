@@ -1,8 +1,13 @@
 """The rules for equations that hold no programs, and for those that are computed when needed.
 
-A rule evaluates one equation and returns its outputs. An output that the program declares as
-float32 may be narrow. A rule returns no outputs if it leaves the equation to be computed later,
-together with what follows it: as a link of a chain (see `recompute.py`).
+A rule evaluates one equation of a program and returns its outputs. The words for what it reads:
+
+- A value is *narrow* if the program declares it as float32 and it is computed in half precision.
+- A *link* is an equation that is computed later, when something reads its result. The links that
+  lead to a value are its *chain* (see `recompute.py`). The rule of a link returns no outputs.
+- A narrow value *meets* cotangents if it has several readers and not all are products. What they
+  send back is to be added in float32, so readers other than products take its float32 view.
+- The *kind* of a value is what else is known of it: a constant, a parameter or a product.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +61,10 @@ def run_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Leaves an equation to the chain of what it reads, or to a new one if that is too long."""
+    """Leaves an equation to be computed later, at the end of the chain that it reads.
+
+    If that chain would be too long, it is computed now, and the equation starts a new one.
+    """
     length = 1
     for atom in eqn.invars:
         link = frame.link_of(atom)
@@ -72,7 +80,7 @@ def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a matrix product or a convolution in half precision, and others as written."""
+    """Evaluates a product of the model in half precision, and that of a library as written."""
     if id(eqn) not in frame.readers.products:
         return run_as_written(frame, eqn)
     operands = _read_operands(frame, eqn)
@@ -137,22 +145,20 @@ def _multiply_into_float32(
 
 
 def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in half precision if all its floating-point arrays are in it.
-
-    What it reads may have other readers, whose cotangents its own are to meet in float32. It runs
-    in float32 then, unless its own come from products, and are rounded already.
-    """
+    """Evaluates an equation in half precision if all floating-point arrays that it reads are."""
     if _reads_wide(frame, eqn):
         return run_in_float32(frame, eqn)
-    # such as a comparator, which is typed in float32
+    # A program that an equation holds, such as the comparator of a sort, is typed in float32.
     holds_programs = any(programs(eqn))
     if holds_programs or not frame.reads_narrow(eqn):
         return run_as_written(frame, eqn)
     if not has_gradient(eqn):
         return bind(eqn, list(map(frame.read_half_without_gradient, eqn.invars)))
+    # Its cotangents may meet those of other readers, and are not to be rounded before. They are
+    # rounded already if all come from products, and its derivative adds up none of them.
     is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
-    gives_rounded = not is_summed and _is_only_rounded(frame, eqn)
-    if frame.reads_meeting(eqn) and not gives_rounded:
+    sends_back_rounded = not is_summed and _is_only_rounded(frame, eqn)
+    if frame.reads_meeting(eqn) and not sends_back_rounded:
         return _follow_in_float32(frame, eqn)
     if is_summed:
         return _run_wide_and_round(frame, eqn)
@@ -169,12 +175,15 @@ def _reads_wide(frame: Frame, eqn: JaxprEqn) -> bool:
 
 
 def _is_only_rounded(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether what an equation returns is only read to be rounded, as by a product."""
+    """Returns whether everything that reads the outputs rounds them, as a product does."""
     return all(map(frame.is_only_rounded, filter(is_float32, eqn.outvars)))
 
 
 def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32. What it returns is in half precision."""
+    """Evaluates an equation in float32, and rounds what it returns.
+
+    Readers that are to read float32 get what was not rounded.
+    """
     outputs = []
     for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
         if is_float32(var):
@@ -185,7 +194,10 @@ def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32, or leaves it to a chain. What it returns is narrow."""
+    """Evaluates an equation in float32, or leaves it to a chain.
+
+    What it returns is narrow, but only those readers round it that read half precision.
+    """
     if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
     outputs = []
@@ -197,10 +209,12 @@ def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def follow_elementwise(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an elementwise equation that follows its inputs."""
+    """Evaluates an elementwise equation in half precision if all arrays that it reads are.
+
+    If it broadcasts one, its derivative sums cotangents, which is to be done in float32.
+    """
     output: Any = eqn.outvars[0]
     if is_float32(output) and _broadcasts_narrow(frame, eqn, output.aval.shape):
-        # The derivative of broadcasting is a sum, which is to be computed in float32.
         return leave_to_chain(frame, eqn)
     return follow_inputs(frame, eqn)
 
@@ -212,10 +226,11 @@ def _broadcasts_narrow(frame: Frame, eqn: JaxprEqn, shape: Any) -> bool:
 
 
 def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation that moves the elements of its first input."""
+    """Evaluates an equation that moves the elements of its first input, or only names it."""
     moved = eqn.invars[0]
     _keep_kind(frame, eqn)
     if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
+        # A chain that reads the large array starts from the small one, and keeps that.
         frame.grown[eqn.outvars[0]] = frame.link_besides(eqn)
     if operation(eqn) != "name":
         return follow_inputs(frame, eqn)
@@ -223,8 +238,8 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
     def name(half: jax.Array) -> jax.Array:
         return bind(eqn, [half])[0]
 
-    # Name what the backward pass keeps: the arrays that a chain starts from, and of two views of a
-    # value the half-precision one.
+    # The name is for what the backward pass keeps: the arrays that a chain starts from, and of the
+    # two views of a value the half-precision one.
     link = frame.link_of(moved)
     if link is not None:
         frame.defer(eqn.outvars[0], name_starts(link, name))
@@ -236,7 +251,7 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _keep_kind(frame: Frame, eqn: JaxprEqn) -> None:
-    """Gives what an equation returns the kind of what it moves. Fewer elements may be left."""
+    """Gives the outputs of an equation the kind of what it moves, of which it may drop a part."""
     kind = frame.kind_of(eqn.invars[0])
     for var in eqn.outvars:
         frame.kinds[var] = kind
@@ -246,9 +261,9 @@ def _keep_kind(frame: Frame, eqn: JaxprEqn) -> None:
 
 
 def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a sum. What is added to a product, such as a bias, is added in float32.
+    """Evaluates a sum. A bias is added to a product in float32.
 
-    The sum is rounded for what reads it in half precision, and for nothing else.
+    Only readers in half precision get the sum rounded.
     """
     first, second = eqn.invars
     total = eqn.outvars[0]
@@ -265,14 +280,14 @@ def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _is_bias(kind: Kind, total: Any) -> bool:
-    """Returns whether what is added is a parameter, and smaller than the sum if that has rows."""
+    """Returns whether a term is a bias: a parameter, and smaller than the sum if that has rows."""
     if not isinstance(kind, Parameter):
         return False
     return total.aval.ndim <= 1 or kind.size < count_elements(total)
 
 
 def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a product of elements. That of a value with itself is a power."""
+    """Evaluates a product of elements. A value times itself is a power, and so in float32."""
     first, second = eqn.invars
     if first is second:
         return run_in_float32(frame, eqn)
@@ -280,9 +295,10 @@ def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a difference. It cancels digits, so it is rounded only if something needs that.
+    """Evaluates a difference, in float32 if only operations in float32 read it.
 
-    Before an exponential or a power, as in softmax, a variance or a loss, nothing does.
+    A difference cancels digits. Before an exponential or a power, as in softmax, a variance or a
+    loss, rounding it would make the loss of digits visible, and nothing needs it rounded.
     """
     if eqn.outvars[0] in frame.readers.only_float32:
         return run_in_float32(frame, eqn)
@@ -301,7 +317,7 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn)
     if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
-        # what casting it back would give, exactly
+        # A product that reads the result reads this, as casting it back would give it exactly.
         frame.written[var] = frame.read_wide(atom)
     return run_as_written(frame, eqn)
 
