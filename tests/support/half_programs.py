@@ -301,3 +301,14 @@ def primitives(fun, *args):
 def products(fun, *args):
     """The dtypes of each matrix product and convolution of a function."""
     return [dtypes for name, dtypes in primitives(fun, *args) if name in table.PRODUCTS]
+
+
+def loss_of(fun):
+    """The first output of a program."""
+    return lambda *args: fun(*args)[0]
+
+
+def assert_near_by_norm(actual, expected, share):
+    """Each leaf differs by a small share of its norm: single elements are sums that cancel."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= share * np.linalg.norm(b)
