@@ -299,8 +299,12 @@ def primitives(fun, *args):
 
 
 def products(fun, *args):
-    """The dtypes of each matrix product and convolution of a function."""
-    return [dtypes for name, dtypes in primitives(fun, *args) if name in table.PRODUCTS]
+    """The dtype of each matrix product and convolution of a function, "<one> <other>" if mixed."""
+    return [
+        " ".join(sorted(dtypes))
+        for name, dtypes in primitives(fun, *args)
+        if name in table.PRODUCTS
+    ]
 
 
 def loss_of(fun):
