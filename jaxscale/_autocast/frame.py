@@ -36,10 +36,10 @@ class Frame:
       halves: what products read.
       written: of what the program itself cast to float32, the half-precision array before the cast.
       links: how float32 values are computed that are not computed yet.
-      grown: how arrays were broadcast, for chains to keep less.
+      grown: how arrays were broadcast: chains that read them start from what was broadcast.
       singles: narrow values from which chains start.
       recomputed: what the chains run as.
-      repeats: how many more equations of chains may be computed.
+      repeats_left: how many more equations of chains may be computed before chains end at once.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Frame:
         self.grown: dict[Any, Link] = {}
         self.singles: dict[Any, Single] = {}
         self.recomputed = Recomputed(place.in_loop)
-        self.repeats = 2 * len(jaxpr.eqns) + LONGEST
+        self.repeats_left = 2 * len(jaxpr.eqns) + LONGEST
 
     # What is known of a value, and of what an equation reads.
 
@@ -223,7 +223,7 @@ class Frame:
     def _compute(self, var: Any, dtype: np.dtype) -> jax.Array:
         """Computes a value that is not computed yet."""
         computed = compute_chain(self.links[var], dtype, self.scopes, self.recomputed)
-        self.repeats -= computed.equations
+        self.repeats_left -= computed.equations
         return computed.value
 
     def link(self, eqn: JaxprEqn, index: int = 0) -> Link:

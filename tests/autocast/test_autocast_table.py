@@ -21,7 +21,7 @@ from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
 
-# Every operation that follows its inputs; the sum of two gradients, and what compares for sorting.
+# JAX adds two gradients by the first, and sorts by the others.
 NOT_IN_LAX = {"add_any", "eq_to", "le_to", "lt_to"}
 assert {name for name in table.ELEMENTWISE if not hasattr(jax.lax, name)} == NOT_IN_LAX
 OPERATIONS = {
@@ -30,7 +30,7 @@ OPERATIONS = {
     "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
     "select_n": lambda x, y: jax.lax.select_n(x < y, x, y),
 }
-# What models make of those that saturate.
+# Functions of models that saturate: what they compute of the difference from 1 cancels digits.
 TAILS = {
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
@@ -43,7 +43,7 @@ TAILS = {
 
 
 def units(x, dtype):
-    """Numbers as integers: neighbours differ by one, and those that are not normal are the same."""
+    """Numbers as integers: neighbours differ by one, and all that are not normal are 0."""
     x = np.array(x).astype(dtype)
     x[np.isnan(x)] = np.nan  # of one sign and payload
     bits = x.view(np.int16).astype(np.int32)
@@ -66,7 +66,7 @@ def normal_numbers(dtype, largest):
 
 
 def after_exact_products(fun):
-    """A function of what products leave in half precision, as it is."""
+    """A function whose inputs go through products in half precision that change no number."""
 
     def call(*args):
         return fun(*(x @ jnp.eye(x.shape[-1]) if is_floating(x) else x for x in args))
@@ -120,8 +120,9 @@ KEYS = jnp.ones((2, 3, 2, 4))
 POSITIONS = jnp.arange(4096.0)
 FREQUENCIES = 1.5 ** -jnp.arange(4.0)
 PIXEL = jnp.ones((1, 1, 1, 1))
-# Products that sum over nothing or leave nothing: their values leave float16, or its digits.
-OF_ELEMENTS = {
+# They have no axis to sum over, or none that is left. Their results overflow float16, or need more
+# digits than it has.
+DOTS_AND_OUTER_PRODUCTS = {
     "vdot": (jnp.vdot, ROWS, ROWS),
     "ij,ij->i": (lambda x, y: jnp.einsum("ij,ij->i", x, y), ROWS, ROWS),
     "mapped": (jax.vmap(jnp.dot), ROWS, ROWS),
@@ -140,9 +141,9 @@ OF_MATRICES = {
 
 
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
-@cases("name", OF_ELEMENTS, fast=["vdot", "i,j->ij", "mapped"])
+@cases("name", DOTS_AND_OUTER_PRODUCTS, fast=["vdot", "i,j->ij", "mapped"])
 def test_dots_and_outer_products_are_in_float32(name):
-    fun, *args = OF_ELEMENTS[name]
+    fun, *args = DOTS_AND_OUTER_PRODUCTS[name]
     value, pull = jax.vjp(jaxscale.autocast(fun), *args)
     expected, pull_expected = jax.vjp(fun, *args)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -153,9 +154,9 @@ def test_dots_and_outer_products_are_in_float32(name):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@cases("name", OF_ELEMENTS, fast=["vdot", "i,j->ij", "mapped"])
+@cases("name", DOTS_AND_OUTER_PRODUCTS, fast=["vdot", "i,j->ij", "mapped"])
 def test_dots_and_outer_products_of_products_are_in_float32(name):
-    fun, *args = OF_ELEMENTS[name]
+    fun, *args = DOTS_AND_OUTER_PRODUCTS[name]
 
     def average_of_copies(x):
         return jnp.stack([x, x], -1) @ jnp.full(2, 0.5)
@@ -267,7 +268,7 @@ def scale_and_translate(x):
     return jax.image.scale_and_translate(x, (9, 7), (0, 1), scale, V[2:], "linear")
 
 
-# Those that take something else than arrays, or whose arguments others compute.
+# Functions that take something else than arrays, or the result of another function.
 CALLS = {
     "cho_solve": (solve_by_cholesky, POSITIVE, A),
     "csd": (lambda x, y: SIGNALS.csd(x, y, **STFT), SIGNAL, SIGNAL[::-1]),
@@ -292,8 +293,8 @@ IN_HALF = {"matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correl
 IN_HALF |= {"dot_product_attention"}
 
 
-class Called(NamedTuple):
-    """A function of a library as one of arrays, and these."""
+class LibraryCall(NamedTuple):
+    """A library function with its other arguments bound, and the arrays to call it with."""
 
     fun: Callable[..., Any]
     arrays: tuple[jax.Array, ...]
@@ -311,12 +312,12 @@ def short_name_of(name):
     return name.rpartition(".")[2]
 
 
-def call_with_usual_arguments(name):
+def find_arguments(name):
     fun = FUNCTIONS[name]
     short_name = short_name_of(name)
     if short_name in CALLS:
         call, *arrays = CALLS[short_name]
-        return Called(call, tuple(arrays))
+        return LibraryCall(call, tuple(arrays))
     candidates = USUAL
     if short_name in ARGUMENTS:
         candidates = [ARGUMENTS[short_name]]
@@ -324,7 +325,9 @@ def call_with_usual_arguments(name):
         if accepts(fun, args):
             # Arrays come first.
             arrays = tuple(arg for arg in args if isinstance(arg, jax.Array))
-            return Called(lambda *xs, args=args: fun(*xs, *args[len(xs) :]), arrays)
+            return LibraryCall(
+                lambda *xs, args=args: fun(*xs, *args[len(xs) :]), arrays
+            )
     pytest.fail(
         "no arguments are known for it: it needs a row in `ARGUMENTS` or `CALLS`"
     )
@@ -367,7 +370,7 @@ def is_in_half(name):
 
 
 def tolerance_of(name):
-    """Of float32 inputs: those that are not products have no rounding at all."""
+    """Products run in half precision, and everything else in float32."""
     if is_in_half(name):
         return 2**-8
     return 1e-4
@@ -385,7 +388,7 @@ quiet = pytest.mark.filterwarnings(
 @quiet
 @every_function
 def test_functions_of_libraries_are_as_in_float32(name):
-    fun, args = call_with_usual_arguments(name)
+    fun, args = find_arguments(name)
     cast = jaxscale.autocast(fun)
     assert_close(cast(*args), fun(*args), tolerance_of(name))
     factor = 1000
@@ -399,7 +402,7 @@ def test_functions_of_libraries_are_as_in_float32(name):
 @quiet
 @every_function
 def test_functions_of_libraries_follow_products_to_a_few_roundings(name):
-    fun, args = call_with_usual_arguments(name)
+    fun, args = find_arguments(name)
     cast = jaxscale.autocast(after_exact_products(fun))
     assert_close(cast(*args), fun(*args), 2**-8)
 
@@ -407,7 +410,7 @@ def test_functions_of_libraries_follow_products_to_a_few_roundings(name):
 @quiet
 @every_function
 def test_derivatives_of_functions_of_libraries_are_as_in_float32(name):
-    fun, args = call_with_usual_arguments(name)
+    fun, args = find_arguments(name)
     try:
         expected = jax.grad(weighted_sum(fun))(*args)
     except (NotImplementedError, TypeError, ValueError):
