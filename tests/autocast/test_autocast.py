@@ -39,7 +39,10 @@ def assert_near(a, b):
     np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * np.abs(b).max() + 1e-6)
 
 
-@cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
+every_program = cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
+
+
+@every_program
 def test_twice_is_once(name):
     fun, args = PROGRAMS[name]
     once = jaxscale.autocast(loss_of(fun))
@@ -48,7 +51,7 @@ def test_twice_is_once(name):
     assert once(*args) == twice(*args)
 
 
-@cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
+@every_program
 def test_outputs_keep_their_types_and_come_close(name):
     fun, args = PROGRAMS[name]
     actual_leaves, actual_tree = jax.tree.flatten(jaxscale.autocast(fun)(*args))
@@ -120,7 +123,10 @@ def flatten(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-@cases("name", PROGRAMS, fast=["attention", "custom_vjp"])
+every_gradient = cases("name", PROGRAMS, fast=["attention", "custom_vjp"])
+
+
+@every_gradient
 def test_a_compiled_gradient_is_compiled_once(name):
     fun, args = PROGRAMS[name]
     step = jax.jit(jax.value_and_grad(loss_of(jaxscale.autocast(fun))))
@@ -130,7 +136,7 @@ def test_a_compiled_gradient_is_compiled_once(name):
     assert step._cache_size() == 1
 
 
-@cases("name", PROGRAMS, fast=["attention", "custom_vjp"])
+@every_gradient
 def test_gradients_have_the_types_of_parameters_and_come_close(name):
     fun, args = PROGRAMS[name]
     _, actual = jax.jit(jax.value_and_grad(loss_of(jaxscale.autocast(fun))))(*args)

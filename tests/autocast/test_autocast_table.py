@@ -140,8 +140,11 @@ OF_MATRICES = {
 }
 
 
+every_dot = cases("name", DOTS_AND_OUTER_PRODUCTS, fast=["vdot", "i,j->ij", "mapped"])
+
+
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
-@cases("name", DOTS_AND_OUTER_PRODUCTS, fast=["vdot", "i,j->ij", "mapped"])
+@every_dot
 def test_dots_and_outer_products_are_in_float32(name):
     fun, *args = DOTS_AND_OUTER_PRODUCTS[name]
     value, pull = jax.vjp(jaxscale.autocast(fun), *args)
@@ -154,7 +157,7 @@ def test_dots_and_outer_products_are_in_float32(name):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@cases("name", DOTS_AND_OUTER_PRODUCTS, fast=["vdot", "i,j->ij", "mapped"])
+@every_dot
 def test_dots_and_outer_products_of_products_are_in_float32(name):
     fun, *args = DOTS_AND_OUTER_PRODUCTS[name]
 

@@ -140,15 +140,18 @@ def test_products_of_the_model_are_in_half_precision(name):
     assert set(cast_products(MODEL[name], X, A)) == {"float16"}
 
 
+every_own = cases("name", OWN, fast=["polymul", "odeint", "ctc_loss", "precision"])
+
+
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing:UserWarning")
-@cases("name", OWN, fast=["polymul", "odeint", "ctc_loss", "precision"])
+@every_own
 def test_products_of_libraries_are_in_float32(name):
     fun = OWN[name]
     assert set(cast_products(fun, X, A)) == {"float32"}
     np.testing.assert_array_equal(jaxscale.autocast(fun)(X, A), fun(X, A))
 
 
-@cases("name", OWN, fast=["polymul", "odeint", "ctc_loss", "precision"])
+@every_own
 def test_products_of_libraries_are_in_float32_after_products_of_the_model(name):
     def of_products(x, a):
         return OWN[name](x @ jnp.eye(8), a @ jnp.eye(8))

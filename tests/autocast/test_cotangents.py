@@ -13,7 +13,7 @@ from half_programs import PROGRAMS, W, X, assert_near_by_norm, loss_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases
+from tables import cases, unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -375,10 +375,6 @@ def test_products_share_the_rounded_copy_of_what_they_read():
 
 
 HALF, WIDE = jnp.float16([1.0, 2.0]), jnp.float32([1.0, 2.0])
-
-
-def unchanged(fun):
-    return fun
 
 
 def stand_in(half, wide):

@@ -153,15 +153,18 @@ DECIDED = {
 }
 
 
+every_relu = cases("fun", DECIDED)
+
+
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
-@cases("fun", DECIDED)
+@every_relu
 def test_the_derivative_of_a_relu_is_decided_by_what_a_product_reads_of_it(fun):
     gradient, _ = jax.grad(jaxscale.autocast(fun), has_aux=True)(TINY)
     np.testing.assert_array_equal(gradient, DECIDED[fun])
 
 
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
-@cases("fun", DECIDED)
+@every_relu
 def test_the_value_of_a_relu_is_not_rounded(fun):
     total, _ = jaxscale.autocast(fun)(TINY[jnp.array([0, 0, 1, 1, 2])])
     assert total == 2.0**-29 + 2.0**-19
@@ -216,7 +219,10 @@ def layer_read_by(name):
 ADDED = SUMS | {name: layer_read_by(name) for name in READERS_OF_SUM}
 
 
-@cases("name", ADDED, fast=["whole row", "residual", "jit of a sum", "scan"])
+every_sum = cases("name", ADDED, fast=["whole row", "residual", "jit of a sum", "scan"])
+
+
+@every_sum
 def test_what_is_added_to_a_product_is_added_in_float32(name):
     fun = ADDED[name]
     cast = jaxscale.autocast(fun)
@@ -224,7 +230,7 @@ def test_what_is_added_to_a_product_is_added_in_float32(name):
     assert set(products(cast, LARGE_BIAS)) == {"float16"}
 
 
-@cases("name", ADDED, fast=["whole row", "residual", "jit of a sum", "scan"])
+@every_sum
 def test_gradients_of_what_is_added_to_a_product_come_close(name):
     def gradient(fun):
         return jax.grad(lambda b: jnp.sum(fun(b)))(LARGE_BIAS)

@@ -18,7 +18,7 @@ from half_programs import assert_near_by_norm, primitives, products
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import avals, cases
+from tables import avals, cases, unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -26,10 +26,6 @@ from jaxscale._autocast import table
 from jaxscale.diagnostics._trace import places
 
 pytestmark = pytest.mark.standard_promotion
-
-
-def unchanged(fun):
-    return fun
 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 64)))
@@ -380,8 +376,11 @@ def placed_args(layout):
         yield args
 
 
+every_layout = cases("layout", LAYOUTS, fast=["sharded"])
+
+
 @cases("fun", [mlp, jax.jit(mlp)])
-@cases("layout", LAYOUTS, fast=["sharded"])
+@every_layout
 def test_arrays_stay_where_they_are(layout, fun, placed_args):
     plain = jax.jit(jax.value_and_grad(fun))(*placed_args)
     cast = jax.jit(jax.value_and_grad(jaxscale.autocast(fun)))(*placed_args)
@@ -392,7 +391,7 @@ def test_arrays_stay_where_they_are(layout, fun, placed_args):
     assert products(jaxscale.autocast(fun), *placed_args) == ["float16"] * 2
 
 
-@cases("layout", LAYOUTS, fast=["sharded"])
+@every_layout
 def test_what_is_not_compiled_has_the_types_of_the_model(layout, placed_args):
     actual = jaxscale.autocast(hidden)(*placed_args)
     assert avals(actual) == avals(hidden(*placed_args))
@@ -447,7 +446,10 @@ def test_a_function_called_eagerly_compiles_once():
     assert len(COMPILED) == after_first
 
 
-@cases("jit", [jax.jit, nnx.jit], fast=[nnx.jit])
+both_jits = cases("jit", [jax.jit, nnx.jit], fast=[nnx.jit])
+
+
+@both_jits
 def test_a_module_from_outside_of_a_jit_is_read(jit):
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     by_argument = jaxscale.autocast(lambda model, x: model(x))
@@ -456,7 +458,7 @@ def test_a_module_from_outside_of_a_jit_is_read(jit):
         np.testing.assert_allclose(actual, model(IMAGES), rtol=0.02, atol=5e-3)
 
 
-@cases("jit", [jax.jit, nnx.jit], fast=[nnx.jit])
+@both_jits
 def test_a_module_from_outside_of_a_jit_that_changes_is_an_error_and_stays_whole(jit):
     changing = Network()
     with pytest.raises(Exception, match="from a different trace level"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from scaled_networks import member
-from tables import POLICIES, assert_close, assert_same_bits, avals, cases
+from tables import POLICIES, assert_close, assert_same_bits, avals, cases, unchanged
 from training import FACTORS, INF, MLP, NAN, X, amplified, mlp_loss, trainer, x64
 
 import jaxscale
@@ -35,10 +35,6 @@ def scanned(train_step):
         return carry
 
     return run
-
-
-def unchanged(fun):
-    return fun
 
 
 # What the gradients of each member of a population are multiplied by, step by step.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tables import counters
+from tables import counters, unchanged
 
 import jaxscale
 
@@ -68,7 +68,7 @@ class Run:
         return counters(self._optimizer or self._carry)
 
 
-def plain(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def plain(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A function of a tree."""
     if hooks:
         options |= {"after": averaged, "on_grads": frozen}
@@ -86,7 +86,7 @@ class Module(eqx.Module):
         return {"first": self.first, "last": self.last}
 
 
-def equinox(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def equinox(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A module that is differentiated by a transformation of its library."""
 
     def loss(model, stats, x):
@@ -111,7 +111,7 @@ class State(jaxscale.flax.TrainState):
     batch_stats: dict
 
 
-def linen(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def linen(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A `TrainState` with statistics in a field."""
 
     def loss(params, fields, x):
@@ -146,7 +146,7 @@ class Network(nnx.Module):
             getattr(self, name)[...] = value
 
 
-def objects(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def objects(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A module of NNX, which changes in place."""
 
     def loss(model, x):

@@ -82,6 +82,11 @@ def cases(names, table, fast=()):
     return pytest.mark.parametrize(names, parameters)
 
 
+def unchanged(fun):
+    """A transformation that does nothing, in the place of one."""
+    return fun
+
+
 def gradients(seed, number):
     """Gradients of ordinary size, a bfloat16 leaf among them."""
     # NumPy's: with JAX's, whoever imports this would compile
