@@ -81,7 +81,7 @@ def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a matrix product or a convolution: one that is cast in half precision."""
+    """Evaluates a matrix product or a convolution, in half precision if `autocast` casts it."""
     if id(eqn) not in frame.readers.products:
         return run_as_written(frame, eqn)
     operands = _read_operands(frame, eqn)

@@ -123,7 +123,7 @@ HEALTHY = {
 def raised(rise, takes=1, noise=0.1, at=3003, runs=8, steps=6000):
     """Losses of about 1 that rise by `rise` from step `at` on, over some steps."""
     height = np.clip((np.arange(steps) - at + 1) / takes, 0, 1)
-    return _around_one(_normal(runs, steps, seed=10), noise) + rise * height
+    return 1 + noise * _normal(runs, steps, seed=10) + rise * height
 
 
 def _around_one(numbers, noise=0.1):
