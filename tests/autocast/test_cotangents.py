@@ -374,7 +374,8 @@ def test_products_share_the_rounded_copy_of_what_they_read():
     assert sum(map(_jax.is_stand_in, program.eqns)) == 1
 
 
-HALF, WIDE = jnp.float16([1.0, 2.0]), jnp.float32([1.0, 2.0])
+HALF = jnp.float16([1.0, 2.0])
+WIDE = jnp.float32([1.0, 2.0])
 
 
 def stand_in(half, wide):

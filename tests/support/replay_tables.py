@@ -9,7 +9,8 @@ import simulator
 import jaxscale
 from jaxscale import presets
 
-TORCH, ADAPTIVE = presets.torch(), jaxscale.AdaptiveLossScale()
+TORCH = presets.torch()
+ADAPTIVE = jaxscale.AdaptiveLossScale()
 # Presets with their defaults, and others.
 NAMES = """
     torch apex apex_fp16_utils chainer colossalai deepspeed fairseq flax jaxamp keras megatron
