@@ -1,6 +1,6 @@
 """What jaxscale assumes about the inside of JAX, and what it does where that no longer holds.
 
-If a row of `ASSUMED` or a test before `forged` fails with a new version of JAX, its name says what
+If a row of `ASSUMED`, or a test above `rename`, fails with a new version of JAX, its name says what
 changed: mend that entry of `jaxscale/_jax`. Until then users of that version see a warning.
 """
 
