@@ -87,7 +87,7 @@ def loss_by_weights(name):
     fun, (_, *args) = PROGRAMS[name]
 
     def loss(ws):
-        value, _ = fun({"w": ws, "b": jnp.zeros(8)}, *args)
+        value, *_ = fun({"w": ws, "b": jnp.zeros(8)}, *args)
         return value
 
     return loss
