@@ -1,6 +1,6 @@
 """Whose a product is: the model's, or a step of an algorithm that was written for float32.
 
-That is told by who called JAX's product function, not by what the product looks like: a convolution
+It depends on who called JAX's product function, not on what the product looks like: a convolution
 may be a layer, or the product of two polynomials.
 """
 

@@ -1,6 +1,6 @@
 """Which products are cast: those of matrices, and the convolutions, that the user's model asks for.
 
-All of this can be told of a program before it runs.
+All of this is known before the program runs.
 """
 
 from typing import Any

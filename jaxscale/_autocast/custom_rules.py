@@ -1,8 +1,8 @@
 """How functions with derivative rules of their own are rewritten.
 
-What JAX does to derive the equation as it is written is traced by `jax.jvp` or `jax.vjp`, and then
-runs like any other program: nothing here depends on how JAX keeps a rule. The new rules do not hold
-the frame, whose arrays would live as long as they do.
+`jax.jvp` or `jax.vjp` traces how JAX differentiates the equation as it is written, and the result
+runs like any other program. So nothing here depends on how JAX keeps a rule. The new rules do not
+hold the frame, whose arrays would live as long as they do.
 """
 
 import functools
@@ -41,7 +41,7 @@ from .values import ToRound, has_dtype, without_mark
 def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an operation with rules of its own that is an object, such as a `custom_root`.
 
-    Of what it computes without a product nothing is known: that stays in float32.
+    An object without a product stays in float32, as nothing is known of what it computes.
     """
     _jax.callee(eqn)  # raises if it has another form
     if not has_products(eqn, frame.place.owner):
@@ -149,8 +149,8 @@ class _Forward(NamedTuple):
 def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_vjp` function, and keeps its rule.
 
-    What goes through the boundary of a `scale_backward` does so in float32. It takes no cotangent
-    in float16, not even zeros: one that flushed before it was scaled looks the same.
+    Values cross the boundary of a `scale_backward` in float32. It takes no cotangent in float16,
+    not even zeros: a cotangent that flushed before it was scaled looks the same.
     """
     declared = _jax.callee(eqn)
     if not frame.reads_narrow(eqn) and not has_products(eqn, frame.place.owner):
@@ -168,7 +168,8 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     kinds = inputs.kinds
     program = rewritten.program
     leaves, views = jax.tree.flatten(inputs.args)
-    # Whatever flags are set: the backward pass needs the program that made its residuals.
+    # Not remembered by form: the backward pass needs the program that made its residuals, whatever
+    # flags are set by then.
     trace = functools.cache(functools.partial(_trace_vjp, eqn, declared, at_boundary))
 
     @jax.custom_vjp
@@ -284,7 +285,7 @@ def _flags_of_tree(tree: Sequence[tuple[()] | None]) -> tuple[bool, ...]:
 
 
 def _select_sources(args: Sequence[Any]) -> list[Any]:
-    """Returns what has the gradient of each input: of two views of a value, the second."""
+    """Returns the array that takes the gradient of each input: of two views, the second."""
     sources = []
     for arg in args:
         if isinstance(arg, Narrow):
@@ -297,9 +298,9 @@ def _select_sources(args: Sequence[Any]) -> list[Any]:
 def _give_to_sources(
     gradients: Sequence[Any], perturbed: Sequence[bool], types: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Returns a cotangent of each array that a function takes, `None` for those without.
+    """Returns a cotangent for each array that a function takes, or `None` where there is none.
 
-    `types` has those of each input, of two views of a value both.
+    `types` has the type of each input, or both types if it has two views.
     """
     remaining = iter(gradients)
     cotangents: list[Any] = []

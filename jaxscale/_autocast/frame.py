@@ -1,9 +1,9 @@
 """The values of a program while it runs.
 
 A narrow value has two views: an array in half precision, and its cast to float32. Where cotangents
-come back to it from several readers, they meet in float32. So all of them read the second; or they
-read the first in a form whose gradient goes to the second. One such form is for all products that
-read the value: what they add to each other is rounded to half precision anyway.
+come back to it from several readers, they meet in float32. So readers take the second view, or a
+form of the first whose gradient goes to the second. All products that read the value share one such
+form: what they send back is rounded to half precision anyway.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ class Frame:
       meeting: the variables whose cotangents meet in float32, here or further back.
       wides: narrow values and links in float32.
       halves: what products read.
-      written: what the program itself cast to float32, before that.
+      written: of what the program itself cast to float32, the half-precision array before the cast.
       links: how float32 values are computed that are not computed yet.
-      grown: how arrays were broadcast, for chains to keep less.
+      grown: how arrays were broadcast: chains that read them start from what was broadcast.
       singles: narrow values from which chains start.
       recomputed: what the chains run as.
-      repeats: how many more equations of chains may be computed.
+      repeats_left: how many more equations of chains may be computed before chains end at once.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Frame:
         self.grown: dict[Any, Link] = {}
         self.singles: dict[Any, Single] = {}
         self.recomputed = Recomputed(place.in_loop)
-        self.repeats = 2 * len(jaxpr.eqns) + LONGEST
+        self.repeats_left = 2 * len(jaxpr.eqns) + LONGEST
 
     # What is known of a value, and of what an equation reads.
 
@@ -90,7 +90,7 @@ class Frame:
         return self.links.get(atom)
 
     def identity_of(self, atom: Any) -> int:
-        """Returns what tells the array of a value from others."""
+        """Returns a key of the array that a value is."""
         if isinstance(atom, Literal):
             return id(atom)
         if atom in self.values:
@@ -223,7 +223,7 @@ class Frame:
     def _compute(self, var: Any, dtype: np.dtype) -> jax.Array:
         """Computes a value that is not computed yet."""
         computed = compute_chain(self.links[var], dtype, self.scopes, self.recomputed)
-        self.repeats -= computed.equations
+        self.repeats_left -= computed.equations
         return computed.value
 
     def link(self, eqn: JaxprEqn, index: int = 0) -> Link:
@@ -258,9 +258,10 @@ class Frame:
         return self.singles[var]
 
     def defer(self, var: Any, link: Link) -> None:
-        """Leaves a value to be computed when it is read, or as it will be read, if that is known.
+        """Leaves a value to be computed when it is read.
 
-        Rounded at once, it is narrow. So is then what follows, such as a ReLU.
+        If all of its readers round it, it is computed now, in half precision. It is narrow then,
+        and so is what follows, such as a ReLU.
         """
         self.links[var] = link
         if self.readers.numbers[var] > 1:
@@ -271,7 +272,7 @@ class Frame:
             self.write(var, half)
 
     def compute_links(self, eqn: JaxprEqn) -> None:
-        """Computes what an equation reads, so that no longer chain comes of it."""
+        """Computes the links that an equation reads, so that their chains end here."""
         for atom in eqn.invars:
             if self.link_of(atom) is not None:
                 self.values[atom] = self.read_wide(atom)

@@ -68,7 +68,7 @@ class Rewritten(NamedTuple):
     to_round: list[bool]
 
     def mark(self, values: Sequence[Any]) -> Outputs:
-        """Returns what an equation with this program gave back as its rule returns it."""
+        """Returns the outputs of an equation with this program, marked where they are to round."""
         outputs = []
         for value, is_to_round in zip(values, self.to_round, strict=True):
             if is_to_round:
@@ -104,8 +104,8 @@ def rewrite(
 ) -> Rewritten:
     """Rewrites a program that an equation holds for its place in the program around.
 
-    It takes the arrays that a link starts from in the place of the link, and both views of a narrow
-    value whose cotangents meet.
+    For a link the new program takes the arrays that the link starts from, and for a narrow value
+    whose cotangents meet it takes both views.
     """
     autocast = frame.autocast
     place = place_inside(frame, eqn, way.in_loop)
@@ -188,7 +188,7 @@ def place_inside(frame: Frame, eqn: JaxprEqn, in_loop: bool = False) -> Place:
 
 
 def read_inputs(frame: Frame, eqn: JaxprEqn, with_links: bool = False) -> Inputs:
-    """Returns the inputs of an equation as calls take them, maybe with links."""
+    """Returns the inputs of an equation as calls take them, computed unless `with_links`."""
     args = []
     for atom in eqn.invars:
         link = frame.link_of(atom)
@@ -238,7 +238,7 @@ def rewrite_jit(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def run_inline(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a call that means nothing but its program."""
+    """Evaluates a call that does nothing but run its program."""
     inputs = read_inputs(frame, eqn, with_links=True)
     result = frame.autocast.run(
         _jax.callee(eqn),

@@ -184,8 +184,8 @@ class Autocast:
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function that a user wrapped, with products in half precision.
 
-        Warns of what stays as it is written. Of a function in which nothing changes, only the
-        outermost call speaks.
+        Warns of what stays as it is written. Only the outermost call warns of a function in which
+        nothing changes.
         """
         is_outermost = not under_autocast.get()
         traced = _trace(fun, args, kwargs)

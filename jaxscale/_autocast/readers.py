@@ -1,4 +1,4 @@
-"""Who reads each value of a program. This is told before the program runs."""
+"""Who reads each value of a program. All of this is known before the program runs."""
 
 import collections
 import contextlib
@@ -22,7 +22,7 @@ from . import table
 from .callers import Owner, owner_of
 from .casts import reads_half
 
-# They mean nothing but the program in them. The backward rule of a `custom_vjp` is not in it.
+# They do nothing but run their program. A `custom_vjp` also has a backward rule, outside of it.
 CALLS = _jax.CALLS.keys() - {"custom_vjp_call", _jax.OBJECT}
 
 
@@ -33,10 +33,10 @@ class Readers(NamedTuple):
       numbers: how often each variable is read.
       products: the identities of the equations that cast their inputs to half precision.
       rounded: the variables that anything reads to round them to half precision.
-      only_rounded: those of them that nothing reads otherwise. If one is rounded at once, nothing
-        is lost.
+      only_rounded: those of them that nothing reads in another way. Rounding one at once loses
+        nothing.
       only_float32: the differences that only operations in float32 read.
-      meeting: the variables to which cotangents come from several readers, not all products.
+      meeting: the variables whose cotangents come from several readers, not all of them products.
     """
 
     numbers: collections.Counter[Any]
@@ -101,7 +101,7 @@ def has_gradient(eqn: JaxprEqn) -> bool:
 
 
 def _find_meeting(jaxpr: Jaxpr, products: set[int]) -> set[Any]:
-    """Returns the variables to which cotangents come from several readers, not all products."""
+    """Returns the variables whose cotangents come from several readers, not all products."""
     reads = collections.Counter(variables(jaxpr.outvars))
     reads_of_products: collections.Counter[Any] = collections.Counter()
     for eqn in jaxpr.eqns:
@@ -120,7 +120,7 @@ def _find_only_float32(jaxpr: Jaxpr) -> set[Any]:
     """Returns the differences that only operations in float32 read."""
     differences = {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sub"}
     if not differences:
-        return differences  # as in most programs, whose other operations need no look
+        return differences  # most programs have none: this saves them the second loop
     read_otherwise = set(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in table.FLOAT32 and not _is_square(eqn):
@@ -136,8 +136,8 @@ def _is_square(eqn: JaxprEqn) -> bool:
 class _RoundedReads:
     """The variables that are read to be rounded, and those that are read otherwise.
 
-    A reader that commutes with rounding, and whose result is only read to be rounded, rounds what
-    it reads.
+    A reader rounds what it reads also if it commutes with rounding and everything that reads its
+    result rounds that.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ def _find_rounded_inputs(
 ) -> list[bool]:
     """Returns for each input whether an equation reads it only to round it.
 
-    `only_rounded` says that of each of its outputs and their readers.
+    `only_rounded` says for each of its outputs whether all of its readers round it.
     """
     if operation(eqn) in CALLS:
         with contextlib.suppress(UnknownFormError):

@@ -58,7 +58,7 @@ class Narrow(NamedTuple):
 
 
 class Half(NamedTuple):
-    """A half-precision array from which one chain starts, and nothing else."""
+    """A half-precision array from which one chain starts, and which nothing else reads."""
 
     half: jax.Array
 
@@ -66,7 +66,7 @@ class Half(NamedTuple):
 class Single:
     """A half-precision array that one equation reads: its cotangents meet no others there.
 
-    They may where several chains have that equation. The cast to float32 is made for these.
+    If several chains have that equation, they may. The cast to float32 is made for these.
     """
 
     __slots__ = ("_wide", "half")
@@ -76,7 +76,7 @@ class Single:
         self._wide: jax.Array | None = None
 
     def both(self) -> Narrow:
-        """Returns both views, of which there are two at most however often they are asked for."""
+        """Returns both views. The cast is made once, however often they are asked for."""
         wide = self._wide
         if wide is None:
             wide = self._wide = cast(self.half, FLOAT32)
@@ -168,7 +168,7 @@ def collect(last: Link) -> Chain:
 
 
 def _key_of(value: Any) -> Any:
-    """Returns what tells a link or an array from others: variables are those of one jaxpr."""
+    """Returns a key of a link or an array. A variable is no key: it belongs to one jaxpr."""
     if isinstance(value, Link):
         return value
     if isinstance(value, Narrow | Single):
@@ -196,7 +196,7 @@ def compute_chain(
 def _open_singles(chain: Chain, is_alone: bool) -> Chain:
     """Returns a chain that starts from one or from both views of each `Single`.
 
-    A chain that is alone with its equations needs only one.
+    A chain that shares no equation with another needs only one.
     """
     starts = {}
     for key, start in chain.starts.items():
@@ -379,9 +379,9 @@ jax.tree_util.register_pytree_node(Link, _flatten, _unflatten)
 def join_operands(*operands: Any) -> Any:
     """Returns the operands of a product of activations, whose gradients are read together.
 
-    Both operands of a product with batch dimensions are large, as in attention. Its gradients need
-    one operand each. If XLA goes on with what follows from the first gradient, it keeps the operand
-    of the second meanwhile: another array of queries times keys.
+    Both operands of a product with batch dimensions are large, as in attention, and each of its
+    gradients needs one of them. If XLA first computes what follows from one gradient, it keeps the
+    operand of the other meanwhile: another array of queries times keys.
     """
     return operands
 

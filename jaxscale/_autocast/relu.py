@@ -1,4 +1,4 @@
-"""ReLUs of JAX, whose derivative rule is known, so that none is made of it."""
+"""JAX's own ReLU. Its derivative rule is known, so the rule need not be traced."""
 
 import functools
 from typing import Any
@@ -42,9 +42,9 @@ def run_rounded_relu(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def _relu(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """Computes a ReLU in float32 that a product in half precision reads.
 
-    Its derivative is 0 where what the product reads is 0. XLA keeps the rounded output for the
-    product anyway. Of the sum before it, such as that of a residual connection, it would keep all
-    of the float32 array, only to compare it with 0.
+    Its derivative is 0 where the product reads 0. XLA keeps the rounded output for the product
+    anyway. To compare the input with 0 instead, such as the sum of a residual connection, it would
+    keep all of that float32 array.
     """
     return jax.nn.relu(x)
 

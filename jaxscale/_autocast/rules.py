@@ -1,8 +1,13 @@
-"""The rules for equations that hold no programs, and for those that are computed when needed.
+"""The rules for equations that hold no programs.
 
-A rule evaluates one equation and returns its outputs. An output that the program declares as
-float32 may be narrow. A rule returns no outputs if it leaves the equation to be computed later,
-together with what follows it: as a link of a chain (see `recompute.py`).
+A rule evaluates one equation of a program and returns its outputs. Four words:
+
+- A value is *narrow* if the program declares it as float32 and it is computed in half precision.
+- A *link* is an equation that is left to be computed later, when something reads its output. Links
+  that follow one another are a *chain* (see `recompute.py`). The rule returns no outputs for them.
+- Cotangents *meet* in a narrow value if it has several readers that are not all products. They must
+  be added in float32.
+- The *kind* of a value is what else is known of it: a constant, a parameter or a product.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,20 +54,24 @@ def run_as_written(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def run_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32, or leaves it to a chain."""
+    """Evaluates an equation, which the program declares in float32, or leaves it to a chain."""
     if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
     return run_as_written(frame, eqn)
 
 
 def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Leaves an equation to the chain of what it reads, or to a new one if that is too long."""
+    """Leaves an equation to be computed later, as the next link of the chains that it reads.
+
+    If the chain would be too long, or links were computed too often in this program, those that
+    the equation reads are computed now.
+    """
     length = 1
     for atom in eqn.invars:
         link = frame.link_of(atom)
         if link is not None:
             length += link.size
-    if length > LONGEST or frame.repeats < 0:
+    if length > LONGEST or frame.repeats_left < 0:
         frame.compute_links(eqn)
         if not frame.reads_narrow(eqn):
             return run_as_written(frame, eqn)
@@ -72,7 +81,7 @@ def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a matrix product or a convolution in half precision, and others as written."""
+    """Evaluates a matrix product or a convolution, in half precision if `autocast` casts it."""
     if id(eqn) not in frame.readers.products:
         return run_as_written(frame, eqn)
     operands = _read_operands(frame, eqn)
@@ -81,6 +90,7 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return [_multiply_into_float32(eqn, operands, precision.narrow)]
     frame.kinds[eqn.outvars[0]] = Product()
     if precision.operand != precision.narrow:
+        # of operands such as float8, the result would be in float8
         return bind(eqn, operands, with_result_type(eqn, precision.narrow))
     # JAX asks for float32 outputs in any float32 program. In half precision nothing is lost, as
     # hardware accumulates in float32 anyway.
@@ -88,9 +98,10 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _read_operands(frame: Frame, eqn: JaxprEqn) -> list[Any]:
-    """Returns what a product in half precision reads."""
+    """Returns the operands of a product in half precision."""
     arrays = list(map(frame.read_half, eqn.invars))
-    if _is_of_activations(eqn):
+    if _has_batch_dimensions(eqn):
+        # Both are activations, as in attention, and large.
         arrays = join_operands(*arrays)
     operands = []
     for atom, array in zip(eqn.invars, arrays, strict=True):
@@ -100,8 +111,7 @@ def _read_operands(frame: Frame, eqn: JaxprEqn) -> list[Any]:
     return operands
 
 
-def _is_of_activations(eqn: JaxprEqn) -> bool:
-    """Returns whether a product has batch dimensions, such as those of attention."""
+def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     return any(batch for _, batch in dot_dimensions(eqn))
@@ -115,7 +125,7 @@ def _multiply_into_float32(
     JAX's own derivative would multiply float32 cotangents by half-precision operands, for which
     hardware has no fast product.
     """
-    params = with_preferred_type(eqn, FLOAT32, dtype)
+    derivative_params = with_preferred_type(eqn, FLOAT32, dtype)
 
     @jax.custom_jvp
     def multiply(*operands: Any) -> jax.Array:
@@ -128,7 +138,7 @@ def _multiply_into_float32(
                 continue
             varied = list(operands)
             varied[i] = tangent
-            (term,) = bind(eqn, varied, params)
+            (term,) = bind(eqn, varied, derivative_params)
             terms.append(cast(term, FLOAT32))
         return multiply(*operands), sum(terms[1:], start=terms[0])
 
@@ -137,22 +147,21 @@ def _multiply_into_float32(
 
 
 def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in half precision if all its floating-point arrays are in it.
-
-    What it reads may have other readers, whose cotangents its own are to meet in float32. It runs
-    in float32 then, unless its own come from products, and are rounded already.
-    """
+    """Evaluates an equation in half precision if all of its floating-point inputs are in it."""
     if _reads_wide(frame, eqn):
         return run_in_float32(frame, eqn)
-    # such as a comparator, which is typed in float32
+    # The types of a program that an equation holds, such as the comparator of a sort, are fixed.
     holds_programs = any(programs(eqn))
     if holds_programs or not frame.reads_narrow(eqn):
         return run_as_written(frame, eqn)
     if not has_gradient(eqn):
         return bind(eqn, list(map(frame.read_half_without_gradient, eqn.invars)))
     is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
-    gives_rounded = not is_summed and _is_only_rounded(frame, eqn)
-    if frame.reads_meeting(eqn) and not gives_rounded:
+    # If other equations read an input of this one, the cotangents of all readers are added in
+    # float32. So this one runs in float32, unless the cotangents that it sends back are rounded
+    # already: then they come from products alone, and its derivative adds none of them up.
+    sends_back_rounded = not is_summed and _is_only_rounded(frame, eqn)
+    if frame.reads_meeting(eqn) and not sends_back_rounded:
         return _follow_in_float32(frame, eqn)
     if is_summed:
         return _run_wide_and_round(frame, eqn)
@@ -169,12 +178,15 @@ def _reads_wide(frame: Frame, eqn: JaxprEqn) -> bool:
 
 
 def _is_only_rounded(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether what an equation returns is only read to be rounded, as by a product."""
+    """Returns whether all readers of the float32 outputs round them, as products do."""
     return all(map(frame.is_only_rounded, filter(is_float32, eqn.outvars)))
 
 
 def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32. What it returns is in half precision."""
+    """Evaluates an equation in float32, and rounds the outputs.
+
+    Readers in float32 get the values before rounding.
+    """
     outputs = []
     for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
         if is_float32(var):
@@ -185,7 +197,10 @@ def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32, or leaves it to a chain. What it returns is narrow."""
+    """Evaluates an equation in float32, or leaves it to a chain.
+
+    The outputs are narrow, but not rounded yet: readers in half precision round them.
+    """
     if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
     outputs = []
@@ -197,25 +212,29 @@ def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def follow_elementwise(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an elementwise equation that follows its inputs."""
+    """Evaluates an elementwise equation in half precision if all of its inputs are in it.
+
+    If it broadcasts an input, its derivative is a sum, which must be computed in float32. So is
+    then the equation, as a link.
+    """
     output: Any = eqn.outvars[0]
     if is_float32(output) and _broadcasts_narrow(frame, eqn, output.aval.shape):
-        # The derivative of broadcasting is a sum, which is to be computed in float32.
         return leave_to_chain(frame, eqn)
     return follow_inputs(frame, eqn)
 
 
 def _broadcasts_narrow(frame: Frame, eqn: JaxprEqn, shape: Any) -> bool:
-    """Returns whether a narrow value that an equation reads has another shape than its output."""
+    """Returns whether a narrow input of an equation has another shape than its output."""
     inputs: list[Any] = eqn.invars
     return any(frame.is_narrow(atom) and atom.aval.shape != shape for atom in inputs)
 
 
 def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation that moves the elements of its first input."""
+    """Evaluates an equation that moves the elements of its first input, or only names it."""
     moved = eqn.invars[0]
     _keep_kind(frame, eqn)
     if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
+        # A chain that reads the large array can start from the small one, and keep that.
         frame.grown[eqn.outvars[0]] = frame.link_besides(eqn)
     if operation(eqn) != "name":
         return follow_inputs(frame, eqn)
@@ -223,8 +242,8 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
     def name(half: jax.Array) -> jax.Array:
         return bind(eqn, [half])[0]
 
-    # Name what the backward pass keeps: the arrays that a chain starts from, and of two views of a
-    # value the half-precision one.
+    # The name is for what the backward pass keeps: the arrays that a chain starts from, or the
+    # half-precision one of the two views of a value.
     link = frame.link_of(moved)
     if link is not None:
         frame.defer(eqn.outvars[0], name_starts(link, name))
@@ -236,43 +255,46 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _keep_kind(frame: Frame, eqn: JaxprEqn) -> None:
-    """Gives what an equation returns the kind of what it moves. Fewer elements may be left."""
+    """Gives the outputs of an equation the kind of its first input.
+
+    Of a parameter fewer elements may be left, as after a slice.
+    """
     kind = frame.kind_of(eqn.invars[0])
     for var in eqn.outvars:
-        frame.kinds[var] = kind
         if isinstance(kind, Parameter):
-            size = min(kind.size, count_elements(var))
-            frame.kinds[var] = Parameter(size)
+            frame.kinds[var] = Parameter(min(kind.size, count_elements(var)))
+        else:
+            frame.kinds[var] = kind
 
 
 def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a sum. What is added to a product, such as a bias, is added in float32.
+    """Evaluates a sum. A bias is added to a product in float32.
 
-    The sum is rounded for what reads it in half precision, and for nothing else.
+    Only readers in half precision get the sum rounded.
     """
     first, second = eqn.invars
     total = eqn.outvars[0]
-    for term, added in ((first, second), (second, first)):
-        if not isinstance(frame.kind_of(term), Product):
+    for product, addend in ((first, second), (second, first)):
+        if not isinstance(frame.kind_of(product), Product):
             continue
-        added_kind = frame.kind_of(added)
-        is_bias = _is_bias(added_kind, total)
-        if is_bias or isinstance(added_kind, Product):
+        addend_kind = frame.kind_of(addend)
+        is_biased = _is_bias(addend_kind, total)
+        if is_biased or isinstance(addend_kind, Product):
             frame.kinds[total] = Product()
-        if is_bias and (frame.is_narrow(term) or frame.link_of(term) is not None):
+        if is_biased and (frame.is_narrow(product) or frame.link_of(product)):
             return leave_to_chain(frame, eqn)
     return follow_elementwise(frame, eqn)
 
 
 def _is_bias(kind: Kind, total: Any) -> bool:
-    """Returns whether what is added is a parameter, and smaller than the sum if that has rows."""
+    """Returns whether an addend is a bias: a parameter, and smaller than a sum of several axes."""
     if not isinstance(kind, Parameter):
         return False
     return total.aval.ndim <= 1 or kind.size < count_elements(total)
 
 
 def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a product of elements. That of a value with itself is a power."""
+    """Evaluates a product of elements. A value times itself is a power, and so in float32."""
     first, second = eqn.invars
     if first is second:
         return run_in_float32(frame, eqn)
@@ -280,9 +302,10 @@ def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a difference. It cancels digits, so it is rounded only if something needs that.
+    """Evaluates a difference, in float32 if only operations in float32 read it.
 
-    Before an exponential or a power, as in softmax, a variance or a loss, nothing does.
+    It cancels digits, so it is rounded only if something needs that. Before an exponential or a
+    power, as in softmax, a variance or a loss, nothing does.
     """
     if eqn.outvars[0] in frame.readers.only_float32:
         return run_in_float32(frame, eqn)
@@ -301,7 +324,7 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn)
     if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
-        # what casting it back would give, exactly
+        # Casting the result back, as for a product, would give this exactly.
         frame.written[var] = frame.read_wide(atom)
     return run_as_written(frame, eqn)
 
@@ -322,7 +345,7 @@ def _convert_narrow(frame: Frame, eqn: JaxprEqn, dtype: np.dtype) -> Any:
 
 
 def pass_barrier(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an `optimization_barrier`, whose outputs are its inputs, each in its precision."""
+    """Evaluates an `optimization_barrier`, which returns its inputs, each in its precision."""
     inputs = []
     for atom in eqn.invars:
         if frame.is_narrow(atom):
@@ -338,7 +361,7 @@ SIMPLE_RULES: dict[str, Rule] = {
     **dict.fromkeys(table.ELEMENTWISE, follow_elementwise),
     **dict.fromkeys(table.MOVES, move),
     **dict.fromkeys(table.CHOICES, follow_inputs),
-    # Some of the operations above, by rules of their own.
+    # These take the place of the rules above for some operations.
     "add": add,
     "mul": multiply,
     "sub": subtract,

@@ -1,7 +1,7 @@
-"""What `autocast` says of that which it leaves as it is. Nothing stays in float32 in silence.
+"""What `autocast` says of the products that it leaves in float32: it leaves none in silence.
 
-A call of `autocast` warns of each primitive once. If it has nothing else to warn of, it says where
-it changed nothing at all.
+A call of `autocast` warns of each primitive once. If it has nothing else to warn of, it warns if it
+changed nothing at all.
 """
 
 import warnings
@@ -122,7 +122,7 @@ def _why_left(eqn: JaxprEqn) -> str | None:
 
 
 def _why_not_read(eqn: JaxprEqn) -> str | None:
-    """Returns why an equation has another form than is known, `None` if no product is in it."""
+    """Returns why an equation could not be read, or `None` if no product is in it."""
     if any(programs(eqn)) and not has_products(eqn):
         return None
     reason = _UNKNOWN_FORM
@@ -137,9 +137,8 @@ def _why_not_read(eqn: JaxprEqn) -> str | None:
 def _may_have_products(eqn: JaxprEqn) -> bool:
     """Returns whether there may be products in an equation that no rule looks into.
 
-    There are if it holds programs with products; maybe, if programs can be reached from it in
-    another way, or if its primitive is known to run what nobody can look into, of values in
-    float32 that the program has computed.
+    There are if it holds programs with products. There may be if programs are reached from it in
+    another way, or if its primitive is one that nobody can look into and returns float32.
     """
     if eqn.primitive.name in table.OPAQUE:
         return any(map(is_float32, eqn.outvars))
@@ -151,9 +150,9 @@ def _may_have_products(eqn: JaxprEqn) -> bool:
 def warn_if_unchanged(
     program: ClosedJaxpr, name: str, carries_may_be_half: bool
 ) -> None:
-    """Warns if there is nothing in a program that `autocast` casts, or no carry of a loop.
+    """Warns if `autocast` casts nothing in a program, or, if it should, no carry of a loop.
 
-    Not if something in it was warned of, is marked, or is in half precision already.
+    It does not if something in the program was warned of, is marked, or is in half precision.
     """
     if _warned_of.get():
         return
@@ -173,7 +172,7 @@ def warn_if_unchanged(
 
 
 def _why_nothing_is_cast(program: ClosedJaxpr) -> str:
-    """Returns why a program without products to cast has none, or `""` if that is as it should."""
+    """Returns why a program has no products to cast, or `""` if that is as it should be."""
     has_floats = False
     dtypes: set[str] = set()  # of products
     for eqn in walk_program(program):

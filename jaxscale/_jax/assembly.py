@@ -75,8 +75,8 @@ _assembled: WeakValueDictionary[Any, Jaxpr] = WeakValueDictionary()
 def assemble(inputs: Sequence[Any], copies: Sequence[Copy], output: int) -> ClosedJaxpr:
     """Returns a program of inputs of some types, which returns one of its values.
 
-    It is the one that was returned before, if that is still there and is the same in all, also in
-    the lines and scopes of its equations.
+    It is the program that was returned before if that still exists and is equal in everything, the
+    lines and scopes of its equations included.
     """
     key = (tuple(inputs), tuple(map(_key, copies)), output)
     try:
@@ -148,7 +148,7 @@ def _copy_equation(copy: Copy, values: Sequence[Var]) -> JaxprEqn:
 
 def _is_high(eqn: JaxprEqn) -> bool:
     """Returns whether an equation holds operations that are objects: JAX asks its program."""
-    # there are none, and the question takes other arguments
+    # before, there are no such operations, and `is_high` takes other arguments
     if jax.__version_info__ < (0, 8):
         return False
     primitive: Any = eqn.primitive
@@ -158,7 +158,7 @@ def _is_high(eqn: JaxprEqn) -> bool:
 
 @functools.cache
 def _names() -> Any:
-    """Returns what says that inputs and outputs have no names, in a program of any number."""
+    """Returns debug information in which inputs and outputs have no names, however many."""
     empty = jax.make_jaxpr(lambda: ())()
     info: Any = empty.jaxpr.debug_info
     if hasattr(info, "with_unknown_names"):

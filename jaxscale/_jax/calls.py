@@ -32,7 +32,7 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
     OBJECT: "_prim",
 }
-# Those of them that mean no more than their program and could as well be two calls.
+# Calls that do nothing but run their program, and could as well be two calls.
 _JITS = ("jit", "pjit")
 _INLINED = ("closed_call", "call", "eval_jaxpr")
 _DIVISIBLE = (*_JITS, *_INLINED, "remat2")
@@ -57,7 +57,7 @@ def is_placed(eqn: JaxprEqn) -> bool:
 
 
 def is_divisible(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a call that could as well be two, and says no placement."""
+    """Returns whether an equation is a call that could as well be two, and places no array."""
     is_call = operation(eqn) in _DIVISIBLE
     return is_call and _is_open(eqn, "in") and _is_open(eqn, "out")
 
@@ -83,7 +83,7 @@ def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any
 def call_part(
     eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]
 ) -> list[Any]:
-    """Returns the outputs of a part of what a divisible equation calls, called as that is."""
+    """Calls a part of the program of a divisible equation, in the way the equation calls it."""
     name = operation(eqn)
     if name in _JITS:
         return list(jax.jit(part)(*args))
@@ -102,7 +102,7 @@ _traced_parts: WeakKeyDictionary[Any, dict[Any, tuple[Jaxpr, list[Any]]]] = (
 def _traced(
     part: Callable[..., Any], types: tuple[Any, ...]
 ) -> tuple[Jaxpr, list[Any]]:
-    """Returns the program of a part and its constants. It is one, however often it is called."""
+    """Returns the program of a part and its constants, traced once for arguments of some types."""
     known = _traced_parts.setdefault(part, {})
     if types not in known:
         known[types] = without_constants(jax.make_jaxpr(part)(*types))

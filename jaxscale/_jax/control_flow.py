@@ -44,7 +44,7 @@ def scan_again(
     carries: Sequence[Any],
     xs: Any,
 ) -> list[Any]:
-    """Returns the outputs of a `scan` with another body, of more constants or slices."""
+    """Returns the outputs of a `scan` with another body, which may take more arrays."""
     run_body = jaxpr_as_fun(body)
     num_carries = len(carries)
 
@@ -95,10 +95,10 @@ def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 class Mapped(NamedTuple):
-    """A `shard_map` or a `pmap`: its program, and what maps another function alike.
+    """A `shard_map` or a `pmap`: its program, and what maps another function in the same way.
 
-    `map` makes a new one, so that a parameter more would be lost. It takes other specs than its
-    own by their names in `jax.shard_map`.
+    `map` calls JAX's transformation again, so any parameter that is not read here would be lost.
+    It takes other options than the equation's own by their names.
     """
 
     program: ClosedJaxpr

@@ -18,8 +18,8 @@ def tangent_type(aval: Any) -> Any:
 def zero_cotangent(aval: Any) -> Any:
     """Returns what says to a function of `jax.vjp` that nothing depends on an output.
 
-    It is `None` if this JAX takes only arrays there. A derivative rule sees the difference: that of
-    `vmap` raises an error for zeros which are one array for the whole batch.
+    It is `None` if this version of JAX takes only arrays there. A derivative rule sees the
+    difference: that of `vmap` raises an error for zeros that are one array for the whole batch.
     """
     if not _takes_zeros():
         return None

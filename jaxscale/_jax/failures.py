@@ -4,7 +4,6 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -93,16 +92,13 @@ def _find_operations(error: BaseException) -> list[JaxprEqn]:
 
 
 def _operation_in(frame: FrameType) -> JaxprEqn | None:
-    """Returns the operation that a function of ours works on.
+    """Returns the operation that a function of ours works on: the last of its local variables.
 
-    It is read from the function's local variables, by their names, because an error that JAX raises
-    does not say which operation it is about.
+    An error that JAX raises does not say which operation it is about.
     """
-    if not is_own(frame.f_code.co_filename):
-        return None
-    for name in ("eqn", "step", "link", "last"):
-        value: Any = frame.f_locals.get(name)
-        eqn = getattr(value, "eqn", value)
-        if isinstance(eqn, JaxprEqn):
-            return eqn
-    return None
+    eqn = None
+    if is_own(frame.f_code.co_filename):
+        for value in frame.f_locals.values():
+            if isinstance(value, JaxprEqn):
+                eqn = value
+    return eqn

@@ -13,15 +13,15 @@ from jax.extend import source_info_util
 def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
     """Inside of this context, the equations of a user's backward rule keep their own lines.
 
-    JAX gives all that a rule of a `custom_vjp` function computes the line that calls the function.
-    Only functions that are traced in here are affected, and only in their source lines.
+    JAX gives everything that the rule of a `custom_vjp` function computes the line that calls the
+    function. Only what is traced inside of this context changes, and only in its source lines.
     """
     custom_vjp: Any = jax.custom_vjp
     call = custom_vjp.__call__
 
     @functools.wraps(call)
     def call_with_lines(function: Any, *args: Any, **kwargs: Any) -> Any:
-        # Of a library's rule no line is the user's, so the line of the call says more.
+        # A library's rule has no line of the user's, so the line of the call says more.
         if _is_written_in(function.bwd, is_users_file):
             function = _copy(function)
             function.bwd = _with_own_lines(function.bwd)
@@ -52,9 +52,9 @@ def _with_own_lines(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoTraceback:
-    """In place of a traceback that is given it makes JAX take the present one: it is false.
+    """Makes JAX take the present traceback, as it is false.
 
-    `None` would not do: it leaves the one that was given before.
+    `None` would not do: it leaves the traceback that was set before.
     """
 
     def __bool__(self) -> bool:

@@ -14,14 +14,14 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-# Into the program around, while that is traced. Since JAX 0.12 `True` means later.
+# Inlines a function while the program around it is traced. Since JAX 0.12 `True` means later.
 _AT_ONCE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
 def differentiated_once(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Returns a function that JAX differentiates in reverse once for inputs of equal types.
 
-    It must not depend on anything but its arguments and what JAX itself keeps traces apart by.
+    `fun` may depend only on its arguments, and on what JAX itself traces a function again for.
     """
     inlined = jax.jit(fun, inline=_AT_ONCE)
 
@@ -54,7 +54,7 @@ def _tracer_of_vjp() -> type:
 
 
 def bind_once(primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns what a primitive returns that is differentiated, by a derivative that is shared.
+    """Binds a primitive whose inputs are differentiated, with a derivative that equal ones share.
 
     It must hold no program, and have no effects.
     """

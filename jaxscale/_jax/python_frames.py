@@ -1,4 +1,4 @@
-"""What Python's frames tell while JAX calls: who calls, and which numbers it is casting."""
+"""What Python's frames tell: who calls, and which numbers JAX is casting."""
 
 import sys
 from types import FrameType
@@ -19,7 +19,8 @@ def is_called_by_jax() -> bool:
 def numbers_being_converted() -> tuple[list[float], FrameType | None]:
     """Returns the numbers that JAX is casting, and its innermost frame, or `None` outside of JAX.
 
-    NumPy calls whoever asks. The numbers are local variables of frames, which JAX may yet hide.
+    It is for a function that NumPy calls. The numbers are local variables of JAX's frames, which a
+    new version may rename or hide.
     """
     innermost = sys._getframe(2)
     if not is_of_jax(innermost.f_code.co_filename):

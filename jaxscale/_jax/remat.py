@@ -22,8 +22,8 @@ def with_rematted(
 ) -> dict[str, Any]:
     """Returns the parameters of a `jax.checkpoint` of another program.
 
-    That takes a number of arrays for each of the inputs, after constants of its own; or inputs of
-    which nothing is known.
+    `numbers` says how many arrays that program takes for each input of the equation, after any
+    constants of its own. Without it nothing is known of what the program takes.
     """
     remat_object = eqn.params.get("_prim")
     options = eqn.params if remat_object is None else remat_object.params

@@ -25,7 +25,7 @@ def context(eqn: JaxprEqn) -> Any:
 
 
 def context_key(eqn: JaxprEqn) -> Any:
-    """Returns what is equal for equations that were made in equal contexts."""
+    """Returns a key that is equal for equations that were made in equal contexts."""
     return eqn.ctx
 
 

@@ -11,23 +11,57 @@ import jax.scipy as jsp
 import numpy as np
 import optax
 import pytest
-from half_programs import products
+from half_programs import assert_near_by_norm, products
 from jax.example_libraries import stax
 from jax.experimental import ode, sparse
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases
+from tables import cases, warned
 
 import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
-A = jnp.eye(8) + 0.1 * jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+SMALL = 0.1 * jnp.sin(jnp.arange(64.0))
+A = jnp.eye(8) + SMALL.reshape(8, 8)
 X = jnp.cos(jnp.arange(32.0)).reshape(4, 8)
-SIGNAL, TIMES = jnp.linspace(-1.0, 1.0, 16), jnp.arange(3.0)
+SIGNAL = jnp.linspace(-1.0, 1.0, 16)
+TIMES = jnp.arange(3.0)
 MESH = Mesh(np.array(jax.devices("cpu")[:1]), ("data",))
 OVER_DEVICES = {"mesh": MESH, "in_specs": (P("data"), P()), "out_specs": P("data")}
+KEY = jax.random.key(0)
 _, apply_stax = stax.serial(stax.Dense(8), stax.Relu)
+
+
+def scan_products(x, a):
+    end, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ a), None), x, length=2)
+    return end
+
+
+def map_rows(x, a):
+    return jax.lax.map(functools.partial(jnp.matmul, a), x)
+
+
+def scan_matrices(x, a):
+    return jax.lax.associative_scan(jnp.matmul, jnp.stack([a, a]))
+
+
+def apply_along_rows(x, a):
+    return jnp.apply_along_axis(functools.partial(jnp.matmul, a), 1, x)
+
+
+def differentiate_product(x, a):
+    return jax.grad(lambda x: jnp.dot(x, a).sum())(x)
+
+
+def linen_layer(x, a):
+    layer = nn.Dense(8, use_bias=False)
+    return layer.apply({"params": {"kernel": a}}, x)
+
+
+def equinox_layer(x, a):
+    return jax.vmap(eqx.nn.Linear(8, 4, key=KEY))(x)
+
 
 # What a user's program asks for: a function of `X` and `A`. Some give JAX a function of its own.
 MODEL = {
@@ -43,26 +77,37 @@ MODEL = {
     "vmap": jax.vmap(jnp.dot, (0, None)),
     "vectorize": jnp.vectorize(jnp.matmul, signature="(k,n),(n,m)->(k,m)"),
     "tree.map": lambda x, a: jax.tree.map(jnp.dot, [x], [a]),
-    "lax.map": lambda x, a: jax.lax.map(functools.partial(jnp.matmul, a), x),
-    "scan": lambda x, a: jax.lax.scan(
-        lambda c, _: (jnp.tanh(c @ a), None), x, length=2
-    )[0],
+    "lax.map": map_rows,
+    "scan": scan_products,
     "cond": lambda x, a: jax.lax.cond(a[0, 0] > 0, jnp.matmul, jnp.matmul, x, a),
-    "associative_scan": lambda x, a: jax.lax.associative_scan(
-        jnp.matmul, jnp.stack([a, a])
-    ),
+    "associative_scan": scan_matrices,
     "shard_map": jax.shard_map(jnp.matmul, **OVER_DEVICES),
     "sparsify": sparse.sparsify(jnp.matmul),
-    "apply_along_axis": lambda x, a: jnp.apply_along_axis(
-        functools.partial(jnp.matmul, a), 1, x
-    ),
-    "grad": lambda x, a: jax.grad(lambda x: jnp.dot(x, a).sum())(x),
-    "Flax": lambda x, a: nn.Dense(8, use_bias=False).apply(
-        {"params": {"kernel": a}}, x
-    ),
-    "Equinox": lambda x, a: jax.vmap(eqx.nn.Linear(8, 4, key=jax.random.key(0)))(x),
+    "apply_along_axis": apply_along_rows,
+    "grad": differentiate_product,
+    "Flax": linen_layer,
+    "Equinox": equinox_layer,
     "stax": lambda x, a: apply_stax([(a, a[0]), ()], x),
 }
+
+
+def ctc_loss(logits):
+    logit_paddings = jnp.zeros((1, 4))
+    labels = jnp.array([[1, 2]])
+    label_paddings = jnp.zeros((1, 2))
+    return optax.ctc_loss(logits[None], logit_paddings, labels, label_paddings)
+
+
+def draw_normal(x, a):
+    covariance = jnp.eye(8) + jnp.abs(a)
+    return jax.random.multivariate_normal(KEY, x[0], covariance, (3,), method="eigh")
+
+
+def precise_linen_layer(x, a):
+    layer = nn.Dense(8, precision="highest")
+    return layer.apply({"params": {"kernel": a, "bias": a[0]}}, x)
+
+
 # What a library computes for itself, or was asked to compute precisely.
 OWN = {
     "polymul": lambda x, a: jnp.polymul(x[0], a[0]),
@@ -73,22 +118,17 @@ OWN = {
     "gaussian_kde": lambda x, a: jsp.stats.gaussian_kde(a[:2])(x[:2, :3]),
     "cg": lambda x, a: jsp.sparse.linalg.cg(a, x[0], maxiter=2)[0],
     "odeint": lambda x, a: ode.odeint(lambda y, t: -y, x, TIMES),
-    "ctc_loss": lambda x, a: optax.ctc_loss(
-        x[None], jnp.zeros((1, 4)), jnp.array([[1, 2]]), jnp.zeros((1, 2))
-    ),
-    "multivariate_normal": lambda x, a: jax.random.multivariate_normal(
-        jax.random.key(0), x[0], jnp.eye(8) + jnp.abs(a), (3,), method="eigh"
-    ),
+    "ctc_loss": lambda x, a: ctc_loss(x),
+    "multivariate_normal": draw_normal,
     "precision": functools.partial(jnp.dot, precision="highest"),
     "precision inside": jax.default_matmul_precision("highest")(lambda x, a: x @ a),
-    "precision of Flax": lambda x, a: nn.Dense(8, precision="highest").apply(
-        {"params": {"kernel": a, "bias": a[0]}}, x
-    ),
+    "precision of Flax": precise_linen_layer,
 }
 
 
-def kinds_of(fun, *args):
-    return set(map(frozenset, products(jaxscale.autocast(fun), *args)))
+def cast_products(fun, *args):
+    """The dtypes that the products of a function have in `autocast`."""
+    return products(jaxscale.autocast(fun), *args)
 
 
 @cases(
@@ -97,77 +137,82 @@ def kinds_of(fun, *args):
     fast=["@", "convolve", "vectorize", "tree.map", "lax.map", "sparsify"],
 )
 def test_products_of_the_model_are_in_half_precision(name):
-    assert kinds_of(MODEL[name], X, A) == {frozenset({"float16"})}
+    assert set(cast_products(MODEL[name], X, A)) == {"float16"}
+
+
+every_own = cases("name", OWN, fast=["polymul", "odeint", "ctc_loss", "precision"])
 
 
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing:UserWarning")
-@cases("name", OWN, fast=["polymul", "odeint", "ctc_loss", "precision"])
+@every_own
 def test_products_of_libraries_are_in_float32(name):
     fun = OWN[name]
-    assert kinds_of(fun, X, A) == {frozenset({"float32"})}
+    assert set(cast_products(fun, X, A)) == {"float32"}
     np.testing.assert_array_equal(jaxscale.autocast(fun)(X, A), fun(X, A))
 
+
+@every_own
+def test_products_of_libraries_are_in_float32_after_products_of_the_model(name):
     def of_products(x, a):
-        return fun(x @ jnp.eye(8), a @ jnp.eye(8))
+        return OWN[name](x @ jnp.eye(8), a @ jnp.eye(8))
 
-    kinds = products(jaxscale.autocast(of_products), X, A)
-    assert kinds.count({"float16"}) == 2
-    assert all(kind == {"float32"} for kind in kinds[2:])
+    dtypes = cast_products(of_products, X, A)
+    assert dtypes.count("float16") == 2
+    assert set(dtypes[2:]) <= {"float32"}
 
 
-@cases("first", ["convolve", "polymul"])
+SHARING = {"convolve": (jnp.convolve, "float16"), "polymul": (jnp.polymul, "float32")}
+
+
+@cases("first", SHARING)
 def test_functions_that_share_a_cached_program_are_told_apart(first):
-    functions = {"convolve": jnp.convolve, "polymul": jnp.polymul}
-    of_model, of_library = frozenset({"float16"}), frozenset({"float32"})
-    for name in (first, *functions):
-        if name == "polymul":
-            with pytest.warns(UserWarning, match="changes nothing in `polymul`"):
-                assert kinds_of(functions[name], SIGNAL, SIGNAL) == {of_library}
-        else:
-            assert kinds_of(functions[name], SIGNAL, SIGNAL) == {of_model}
+    for name in (first, *SHARING):
+        fun, dtype = SHARING[name]
+        with warned("changes nothing in `polymul`", is_due=name == "polymul"):
+            assert set(cast_products(fun, SIGNAL, SIGNAL)) == {dtype}
 
-    def both(x):
-        return [functions[name](x, x) for name in (first, *functions)]
 
-    kinds = products(jaxscale.autocast(both), SIGNAL)
-    expected = [
-        "float32" if name == "polymul" else "float16" for name in (first, *functions)
-    ]
-    assert sorted(map(str, kinds)) == sorted(str({dtype}) for dtype in expected)
+@cases("first", SHARING)
+def test_functions_that_share_a_program_are_told_apart_in_one_function(first):
+    funs, dtypes = zip(*(SHARING[name] for name in (first, *SHARING)), strict=True)
+
+    def all_of_them(x):
+        return [fun(x, x) for fun in funs]
+
+    assert sorted(cast_products(all_of_them, SIGNAL)) == sorted(dtypes)
 
 
 def test_a_solver_of_a_library_calls_the_field_of_the_model():
     def solve(a, y):
         return ode.odeint(lambda y, t: a @ y - y, y, TIMES)
 
-    kinds = products(jaxscale.autocast(solve), A, X[0])
-    assert {"float16"} in kinds
-    assert {"float32"} in kinds
-    actual, expected = jaxscale.autocast(solve)(A, X[0]), solve(A, X[0])
-    np.testing.assert_allclose(actual, expected, rtol=0.02, atol=0.02)
+    assert set(cast_products(solve, A, X[0])) == {"float16", "float32"}
+    actual = jaxscale.autocast(solve)(A, X[0])
+    np.testing.assert_allclose(actual, solve(A, X[0]), rtol=0.02, atol=0.02)
 
 
-def test_what_all_products_are_set_to_is_no_demand_of_one():
+def test_a_precision_that_is_set_for_all_products_is_not_a_demand_of_one():
     with jax.default_matmul_precision("highest"):
-        assert kinds_of(lambda x, a: x @ a, X, A) == {frozenset({"float16"})}
+        assert cast_products(lambda x, a: x @ a, X, A) == ["float16"]
 
 
 def test_a_loss_of_impossible_symbols_is_finite():
     def loss(a):
-        logits = jnp.where(jnp.arange(8) < 4, (X @ a)[None], -1e9)
-        return optax.ctc_loss(
-            logits, jnp.zeros((1, 4)), jnp.array([[1, 2]]), jnp.zeros((1, 2))
-        ).sum()
+        is_possible = jnp.arange(8) < 4
+        logits = jnp.where(is_possible, X @ a, -1e9)
+        return ctc_loss(logits).sum()
 
     value, gradient = jax.jit(jax.value_and_grad(jaxscale.autocast(loss)))(A)
     np.testing.assert_allclose(value, loss(A), rtol=1e-2)
     assert jnp.isfinite(gradient).all()
 
 
-QUERY, KEY, VALUE = (
-    jnp.asarray(np.sin(np.arange(64.0) + i).reshape(1, 4, 2, 8), np.float32)
-    for i in range(3)
-)
+# Queries, keys and values, and such that the logits leave float16.
+WAVES = np.sin(np.arange(64.0) + np.arange(3)[:, None])
+ATTENDED = tuple(jnp.asarray(WAVES.reshape(3, 1, 4, 2, 8), jnp.float32))
+QUERY, KEYS, VALUES = ATTENDED
+LARGE = 200 * QUERY, 200 * KEYS, VALUES
+HALVES = ["float16", "bfloat16"]
 
 
 def attend(query, key, value):
@@ -178,25 +223,27 @@ def gradients_of_squares(fun):
     return jax.grad(lambda *args: jnp.sum(fun(*args) ** 2), argnums=(0, 1, 2))
 
 
-@cases("dtype", ["float16", "bfloat16"])
-def test_the_logits_of_attention_leave_half_precision(dtype):
+@cases("dtype", HALVES)
+def test_the_logits_of_attention_are_multiplied_into_float32(dtype):
     cast = jaxscale.autocast(attend, jnp.dtype(dtype))
-    kinds = products(cast, QUERY, KEY, VALUE)
-    assert kinds.count({dtype, "float32"}) == kinds.count({dtype}) == 1
-    large_query, large_key = 200 * QUERY, 200 * KEY
-    logits = jnp.einsum("btnh,bsnh->bnts", large_query, large_key)
+    dtypes = products(cast, *ATTENDED)
+    assert dtypes.count(f"{dtype} float32") == 1
+    assert dtypes.count(dtype) == 1
+
+
+@cases("dtype", HALVES)
+def test_the_logits_of_attention_may_be_larger_than_float16_holds(dtype):
+    logits = jnp.einsum("btnh,bsnh->bnts", *LARGE[:2])
     assert jnp.max(jnp.abs(logits)) > 65504
-    large = large_query, large_key, VALUE
-    np.testing.assert_allclose(cast(*large), attend(*large), atol=0.02, rtol=0.02)
+    actual = jaxscale.autocast(attend, jnp.dtype(dtype))(*LARGE)
+    np.testing.assert_allclose(actual, attend(*LARGE), atol=0.02, rtol=0.02)
 
 
-@cases("dtype", ["float16", "bfloat16"])
+@cases("dtype", HALVES)
 def test_the_derivative_of_attention_multiplies_in_half_precision(dtype):
     """For which hardware is made."""
     gradients = gradients_of_squares(jaxscale.autocast(attend, jnp.dtype(dtype)))
-    kinds = products(gradients, QUERY, KEY, VALUE)
-    assert kinds.count({dtype, "float32"}) == 1
-    assert kinds.count({dtype}) == len(kinds) - 1 == 5
-    expected = gradients_of_squares(attend)(QUERY, KEY, VALUE)
-    for a, b in zip(gradients(QUERY, KEY, VALUE), expected, strict=True):
-        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)
+    dtypes = products(gradients, *ATTENDED)
+    assert sorted(dtypes) == [dtype] * 5 + [f"{dtype} float32"]
+    expected = gradients_of_squares(attend)(*ATTENDED)
+    assert_near_by_norm(gradients(*ATTENDED), expected, share=0.02)

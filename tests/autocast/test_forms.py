@@ -6,6 +6,7 @@ either; here both are compared in one process.
 
 import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_NEW_FORM, reason="this version of JAX has one form"),
 ]
 
+in_both_forms = pytest.mark.parametrize("is_new", [False, True])
 POLICIES = {
     "nothing": None,
     "everything_saveable": jax.checkpoint_policies.everything_saveable,
@@ -55,35 +57,45 @@ def squashed(x, w):
 
 
 @squashed.defjvp
-# with operations in float32 between the product and the tangent
-def _(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    y = squashed(x, w)
-    return y, jax.nn.softmax(jnp.exp(x @ w)) * (dx @ w + x @ dw)
+def squashed_jvp(primals, tangents):
+    """Its operations between the product and the tangent are in float32."""
+    x, w = primals
+    dx, dw = tangents
+    weights = jax.nn.softmax(jnp.exp(x @ w))
+    return squashed(x, w), weights * (dx @ w + x @ dw)
 
 
 def ruled(ws):
-    return jnp.mean(squashed(squashed(X @ ws[0], ws[1]), ws[2]) @ ws[3])
+    x = squashed(X @ ws[0], ws[1])
+    return jnp.mean(squashed(x, ws[2]) @ ws[3])
 
 
-def in_parts(ws):  # a `jit` and a `jax.checkpoint` that `scale_backward` divides
-    @jax.jit
-    @functools.partial(jax.checkpoint, prevent_cse=(True, False))
-    def outputs(x, w):
-        return jnp.mean((x @ w).astype(jnp.float32) ** 2) * jnp.sum(w)
+@jax.jit
+@functools.partial(jax.checkpoint, prevent_cse=(True, False))
+def product_and_sum(x, w):
+    outputs = (x @ w).astype(jnp.float32)
+    return jnp.mean(outputs**2) * jnp.sum(w)
 
-    return outputs(X, ws[0]) + jnp.mean(squashed(X, ws[1]))
+
+def in_parts(ws):
+    """A `jit` and a `jax.checkpoint` that `scale_backward` divides."""
+    return product_and_sum(X, ws[0]) + jnp.mean(squashed(X, ws[1]))
+
+
+def loss_by_weights(name):
+    """The loss of a program, by a part of its parameters."""
+    fun, (_, *args) = PROGRAMS[name]
+
+    def loss(ws):
+        value, *_ = fun({"w": ws, "b": jnp.zeros(8)}, *args)
+        return value
+
+    return loss
 
 
 BOTH = {name: rematted(policy) for name, policy in POLICIES.items()}
 BOTH |= {"ruled": ruled, "in parts": in_parts, "pinned": rematted(None, (True, False))}
-
-
-def loss_of(fun, _, *args):
-    return lambda ws: fun({"w": ws, "b": jnp.zeros(8)}, *args)[0]
-
-
-BOTH |= {name: loss_of(fun, *args) for name, (fun, args) in PROGRAMS.items()}
+BOTH |= {name: loss_by_weights(name) for name in PROGRAMS}
 WRAPPED = {
     "autocast": jaxscale.autocast,
     "scale_backward": jaxscale.scale_backward,
@@ -97,41 +109,58 @@ FAST = [
 ]
 
 
-def differentiated(loss, wrap):
-    """The gradient, the products of both passes, and what the first keeps for the second."""
-    wrapped = wrap(loss)
-    value_and_grad = jax.jit(jax.value_and_grad(wrapped))
-    return value_and_grad(W), sorted(
-        map(sorted, products(jax.value_and_grad(wrapped), W))
-    )
+class Differentiated(NamedTuple):
+    """The value and the gradient of a loss, and the dtypes of the products of both passes."""
+
+    value_and_grad: Any
+    products: list[str]
+
+
+def differentiate(loss, wrap, is_new):
+    with form(is_new):
+        value_and_grad = jax.value_and_grad(wrap(loss))
+        result = jax.jit(value_and_grad)(W)
+        return Differentiated(result, sorted(products(value_and_grad, W)))
 
 
 @cases("name, wrap", itertools.product(BOTH, WRAPPED), fast=FAST)
 def test_both_forms_have_the_same_products_and_gradients(name, wrap):
-    with form(False):
-        old, old_products = differentiated(BOTH[name], WRAPPED[wrap])
-    with form(True):
-        new, new_products = differentiated(BOTH[name], WRAPPED[wrap])
-    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+    old = differentiate(BOTH[name], WRAPPED[wrap], is_new=False)
+    new = differentiate(BOTH[name], WRAPPED[wrap], is_new=True)
+    for a, b in zip(new.value_and_grad, old.value_and_grad, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * float(jnp.abs(b).max()))
-    assert {str(kinds) for kinds in new_products} == {
-        str(kinds) for kinds in old_products
-    }
+    assert set(new.products) == set(old.products)
     if name in POLICIES:  # for others JAX derives the rules in another way
-        assert new_products == old_products
+        assert new.products == old.products
 
 
 @cases("policy", POLICIES, fast=["names", "nothing"])
 def test_both_forms_keep_the_same_for_the_backward_pass(policy):
-    kept = []
-    for is_new in (False, True):
-        with form(is_new):
-            kept.append(
-                residual_bytes(jaxscale.autocast(rematted(POLICIES[policy])), W)
-            )
-            kept.append(residual_bytes(rematted(POLICIES[policy]), W))
-    old, old_plain, new, new_plain = kept
-    assert new <= max(old, old * new_plain / old_plain)
+    loss = rematted(POLICIES[policy])
+    with form(False):
+        old = residual_bytes(jaxscale.autocast(loss), W)
+        plain_old = residual_bytes(loss, W)
+    loss = rematted(POLICIES[policy])
+    with form(True):
+        new = residual_bytes(jaxscale.autocast(loss), W)
+        plain_new = residual_bytes(loss, W)
+    assert new <= max(old, old * plain_new / plain_old)
+
+
+OF_OLD_FORM = {"remat2", "custom_jvp_call", "custom_vjp_call"}
+
+
+def names_of_autodiff(fun, is_new):
+    """The primitives of `jax.checkpoint` and of rules in a function, traced under the flags."""
+    with form(is_new):
+        program = jax.make_jaxpr(fun)(W[0])
+    names = {eqn.primitive.name for eqn in equations(program)}
+    return names & (OF_OLD_FORM | {_jax.OBJECT})
+
+
+@jax.jit
+def layer(x, w):
+    return jax.nn.softmax(x @ w) @ w
 
 
 @cases(
@@ -165,59 +194,53 @@ def test_both_forms_have_the_same_barriers_in_a_loop_of_rematerialized_layers(
 
 
 def test_what_is_made_has_the_form_that_is_asked_for_now():
-    """In one process the flags may change from call to call, of the same functions, too."""
-    layer = jax.jit(lambda x, w: jax.nn.softmax(x @ w) @ w)
+    """In one process the flags may change from call to call of the same function."""
+
+    def two_layers(w):
+        return layer(layer(X, w), w)
 
     def loss(w):
-        return jnp.sum(jaxscale.scale_backward(lambda w: layer(layer(X, w), w))(w))
+        return jnp.sum(jaxscale.scale_backward(two_layers)(w))
 
     cast = jaxscale.autocast(loss)
-    found = []
-    for is_new in (False, True, False, True):
-        with form(is_new):
-            names = {e.primitive.name for e in equations(jax.make_jaxpr(cast)(W[0]))}
-        found.append(
-            names & {"remat2", "custom_jvp_call", "custom_vjp_call", _jax.OBJECT}
-        )
-    assert (
-        found[0]
-        == found[2]
-        == {"remat2", "custom_jvp_call", "custom_vjp_call"} & found[0]
-    )
-    assert "remat2" in found[0]
-    assert found[1] == found[3] == {_jax.OBJECT}
+    first = names_of_autodiff(cast, is_new=False)
+    assert "remat2" in first
+    assert first <= OF_OLD_FORM
+    assert names_of_autodiff(cast, is_new=True) == {_jax.OBJECT}
+    assert names_of_autodiff(cast, is_new=False) == first
+    assert names_of_autodiff(cast, is_new=True) == {_jax.OBJECT}
 
 
-def test_a_program_that_was_traced_before_is_rewritten_to_the_form_that_is_asked_for_now():
-    layer = jax.jit(lambda x, w: jax.nn.softmax(x @ w) @ w)
+def test_a_program_that_was_traced_before_has_the_form_that_is_asked_for_now():
     traced = jax.jit(lambda w: jnp.sum(layer(X, w))).trace(W[0])
     cast = jaxscale.autocast(lambda w: traced(w))
-    for is_new in (False, True, False):
-        with form(is_new):
-            names = {e.primitive.name for e in equations(jax.make_jaxpr(cast)(W[0]))}
-        assert names & {"remat2", _jax.OBJECT} == {_jax.OBJECT if is_new else "remat2"}
+    for is_new, name in ((False, "remat2"), (True, _jax.OBJECT), (False, "remat2")):
+        names = names_of_autodiff(cast, is_new)
+        assert names & {"remat2", _jax.OBJECT} == {name}
 
 
-def test_a_program_of_one_form_is_rewritten_under_the_flags_of_the_other():
-    programs = []
-    for is_new in (False, True):
-        with form(is_new):
-            programs.append(jax.jit(rematted(POLICIES["names"])).trace(W))
-    for is_new, traced in itertools.product((True, False), programs):
-        with form(is_new):
-            value, gradient = jax.value_and_grad(jaxscale.autocast(traced))(W)
-        expected, of_plain = jax.value_and_grad(rematted(None))(W)
-        np.testing.assert_allclose(value, expected, rtol=2e-2)
-        np.testing.assert_allclose(gradient, of_plain, atol=2e-3)
+@in_both_forms
+@pytest.mark.parametrize("was_new", [False, True])
+def test_a_program_of_one_form_is_rewritten_under_the_flags_of_the_other(
+    is_new, was_new
+):
+    with form(was_new):
+        traced = jax.jit(rematted(POLICIES["names"])).trace(W)
+    with form(is_new):
+        value, gradient = jax.value_and_grad(jaxscale.autocast(traced))(W)
+    plain_value, plain_gradient = jax.value_and_grad(rematted(None))(W)
+    np.testing.assert_allclose(value, plain_value, rtol=2e-2)
+    np.testing.assert_allclose(gradient, plain_gradient, atol=2e-3)
 
 
-@pytest.mark.parametrize("is_new", [False, True])
+@in_both_forms
 def test_the_trace_looks_into_both_forms(is_new):
     def loss(w):
-        return jnp.sum(rematted(None)(w) + jnp.mean(squashed(1e3 * X, w[0] * 100)))
+        overflowing = squashed(1e3 * X, w[0] * 100)
+        return rematted(None)(w) + jnp.mean(overflowing)
 
+    scaling = jaxscale.FixedLossScale(2.0**10).init()
     with form(is_new):
-        scaling = jaxscale.FixedLossScale(2.0**10).init()
         report = diagnostics.trace(jaxscale.autocast(loss), scaling)(W)
     assert not report.not_entered
     assert report.first_nonfinite.primitive == "dot_general"
@@ -225,43 +248,61 @@ def test_the_trace_looks_into_both_forms(is_new):
 
 def root(ws):
     """A fixed point, as of a deep equilibrium model, whose derivative is implicit."""
-    w, x = ws[0] * 0.3, X
+    w = ws[0] * 0.3
 
     def step(z):
-        return jnp.tanh(z @ w + x) - z
+        return jnp.tanh(z @ w + X) - z
 
     def tangent_solve(linear, y):
-        matrix = jax.jacobian(lambda v: jnp.ravel(linear(v.reshape(y.shape))))(
-            jnp.ravel(y)
-        )
-        return jnp.linalg.solve(matrix, jnp.ravel(y)).reshape(y.shape)
+        def linear_of_vector(v):
+            return jnp.ravel(linear(v.reshape(y.shape)))
+
+        vector = jnp.ravel(y)
+        matrix = jax.jacobian(linear_of_vector)(vector)
+        return jnp.linalg.solve(matrix, vector).reshape(y.shape)
 
     def solve(fun, z):
         return jax.lax.fori_loop(0, 12, lambda _, z: z + fun(z), z)
 
-    return jnp.mean(
-        jax.lax.custom_root(step, jnp.zeros_like(x), solve, tangent_solve) ** 2
-    )
+    fixed_point = jax.lax.custom_root(step, jnp.zeros_like(X), solve, tangent_solve)
+    return jnp.mean(fixed_point**2)
 
 
-@pytest.mark.parametrize("is_new", [False, True])
+cast_root = jaxscale.autocast(root)
+
+
+@in_both_forms
 def test_a_custom_root_is_solved_in_half_precision_and_its_linear_system_in_float32(
     is_new,
 ):
-    cast = jaxscale.autocast(root)
     with form(is_new):
-        assert products(cast, W) == [{"float16"}]
-        backward = products(jax.grad(cast), W)
-        assert {"float16"} in backward
-        assert {"float32"} in backward  # the steps of `jnp.linalg.solve`
-        for differentiate in (jax.grad, jax.jacfwd):
-            expected = differentiate(root)(W)
-            tolerance = 0.01 * float(jnp.abs(expected).max())
-            np.testing.assert_allclose(differentiate(cast)(W), expected, atol=tolerance)
-        batch = jax.vmap(cast)(jnp.stack([W, W / 2]))
+        assert products(cast_root, W) == ["float16"]
+        # The linear system is that of the backward pass, whose `jnp.linalg.solve` has products.
+        assert set(products(jax.grad(cast_root), W)) == {"float16", "float32"}
+        marked = jaxscale.autocast(jaxscale.full_precision(root))
+        assert "float16" not in products(marked, W)
+
+
+@in_both_forms
+@cases("differentiate", [jax.grad, jax.jacfwd])
+def test_derivatives_of_a_custom_root_come_close(differentiate, is_new):
+    with form(is_new):
+        expected = differentiate(root)(W)
+        actual = differentiate(cast_root)(W)
+    tolerance = 0.01 * float(jnp.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, atol=tolerance)
+
+
+@in_both_forms
+def test_a_custom_root_is_batched(is_new):
+    with form(is_new):
+        batch = jax.vmap(cast_root)(jnp.stack([W, W / 2]))
         np.testing.assert_allclose(batch, [root(W), root(W / 2)], rtol=0.01)
-        assert {"float16"} not in products(
-            jaxscale.autocast(jaxscale.full_precision(root)), W
-        )
-        report = diagnostics.trace(cast, jaxscale.FixedLossScale(8).init())(W)
+
+
+@in_both_forms
+def test_the_trace_looks_into_a_custom_root(is_new):
+    scaling = jaxscale.FixedLossScale(8).init()
+    with form(is_new):
+        report = diagnostics.trace(cast_root, scaling)(W)
     assert report.not_entered == ("custom_linear_solve",)

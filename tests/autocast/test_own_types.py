@@ -25,6 +25,10 @@ if not HAS_NEW_FORM:
 hijax = importlib.import_module("jax.experimental.hijax")
 
 
+def array_type(shape, dtype):
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
+
+
 @dataclasses.dataclass
 class Quantized:
     numbers: jax.Array
@@ -36,10 +40,7 @@ class QuantizedType(hijax.HiType):
     shape: tuple
 
     def lo_ty(self):
-        shapes = (self.shape, "int8"), ((), "float32")
-        return [
-            jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape, dtype in shapes
-        ]
+        return [array_type(self.shape, "int8"), array_type((), "float32")]
 
     def lower_val(self, value):
         return [value.numbers, value.scale]
@@ -48,7 +49,7 @@ class QuantizedType(hijax.HiType):
         return Quantized(numbers, scale)
 
     def to_tangent_aval(self):
-        return jax.core.ShapedArray(self.shape, jnp.dtype("float32"))
+        return array_type(self.shape, "float32")
 
     def str_short(self, **options):
         return f"quantized{self.shape}"
@@ -67,8 +68,9 @@ def applied(operation, *args):
 
 class Dequantize(hijax.HiPrim):
     def __init__(self, of):
-        self.in_avals, self.params = (of,), {}
-        self.out_aval = jax.core.ShapedArray(of.shape, jnp.dtype("float32"))
+        self.in_avals = (of,)
+        self.params = {}
+        self.out_aval = array_type(of.shape, "float32")
         super().__init__()
 
     def expand(self, value):
@@ -83,9 +85,9 @@ class Dequantize(hijax.HiPrim):
 
 class Multiply(hijax.HiPrim):
     def __init__(self, left, right):
-        self.in_avals, self.params = (left, right), {}
-        shape = (*left.shape[:-1], right.shape[-1])
-        self.out_aval = jax.core.ShapedArray(shape, jnp.dtype("float32"))
+        self.in_avals = (left, right)
+        self.params = {}
+        self.out_aval = array_type((*left.shape[:-1], right.shape[-1]), "float32")
         super().__init__()
 
     def expand(self, left, right):
@@ -103,8 +105,9 @@ class ArrayProduct(hijax.HiPrim):
     """An operation of arrays, with a rule of its own that is not the derivative."""
 
     def __init__(self, left, right):
-        self.in_avals, self.params = (left, right), {}
-        self.out_aval = jax.core.ShapedArray(left.shape, jnp.dtype("float32"))
+        self.in_avals = (left, right)
+        self.params = {}
+        self.out_aval = array_type(left.shape, "float32")
         super().__init__()
 
     def expand(self, left, right):
@@ -119,45 +122,59 @@ class ArrayProduct(hijax.HiPrim):
 
 
 QUANTIZED = Quantized(jnp.arange(64, dtype="int8").reshape(8, 8), jnp.float32(0.01))
-LOSSES = {
-    "dequantized": lambda x, q: jnp.mean(jnp.tanh(x @ applied(Dequantize, q)) @ W[0]),
-    "multiplied": lambda x, q: jnp.mean(jnp.tanh(applied(Multiply, x, q)) @ W[0]),
-}
+SCALING = jaxscale.FixedLossScale(8).init()
 
 
-@cases("name", LOSSES)
-def test_values_of_own_types_pass_and_a_product_in_their_operations_is_named(name):
-    loss, is_hidden = LOSSES[name], name == "multiplied"
-    expected, gradient = jax.value_and_grad(loss)(X, QUANTIZED)
-    for wrap in (jaxscale.autocast, jaxscale.scale_backward):
-        due = is_hidden and wrap is jaxscale.autocast
-        with warned(
-            r"type that is not an array of JAX \(it is a `Multiply`\)", is_due=due
-        ):
-            actual = jax.jit(jax.value_and_grad(wrap(loss)))(X, QUANTIZED)
-        np.testing.assert_allclose(actual[0], expected, rtol=0.01, atol=1e-3)
-        np.testing.assert_allclose(
-            actual[1], gradient, atol=0.02 * float(jnp.abs(gradient).max())
-        )
-    report = diagnostics.trace(loss, jaxscale.FixedLossScale(8).init())(X, QUANTIZED)
+def dequantized(x, quantized):
+    return jnp.mean(jnp.tanh(x @ applied(Dequantize, quantized)) @ W[0])
+
+
+def multiplied(x, quantized):
+    return jnp.mean(jnp.tanh(applied(Multiply, x, quantized)) @ W[0])
+
+
+def assert_near(actual, expected, share):
+    largest = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, atol=share * largest)
+
+
+@cases("wrap", [jaxscale.autocast, jaxscale.scale_backward])
+@cases("loss", [dequantized, multiplied])
+def test_values_of_own_types_pass_and_a_product_in_their_operations_is_named(
+    loss, wrap
+):
+    hides_product = loss is multiplied and wrap is jaxscale.autocast
+    message = r"type that is not an array of JAX \(it is a `Multiply`\)"
+    with warned(message, is_due=hides_product):
+        value, gradient = jax.jit(jax.value_and_grad(wrap(loss)))(X, QUANTIZED)
+    plain_value, plain_gradient = jax.value_and_grad(loss)(X, QUANTIZED)
+    np.testing.assert_allclose(value, plain_value, rtol=0.01, atol=1e-3)
+    assert_near(gradient, plain_gradient, share=0.02)
+
+
+@cases("loss", [dequantized, multiplied])
+def test_the_trace_names_operations_of_own_types(loss):
+    report = diagnostics.trace(loss, SCALING)(X, QUANTIZED)
     assert report.not_entered == ("call_hi_primitive",)
 
 
-def test_an_operation_of_arrays_is_entered_and_keeps_its_rule():
-    def loss(x, w):
-        return jnp.sum(applied(ArrayProduct, x @ w, w) @ w)
+def loss_of_arrays(x, w):
+    return jnp.sum(applied(ArrayProduct, x @ w, w) @ w)
 
-    cast = jaxscale.autocast(loss)
-    assert products(cast, X, W[0]) == [{"float16"}] * 3
-    assert {str(kinds) for kinds in products(jax.grad(cast), X, W[0])} == {
-        "{'float16'}"
-    }
-    for argnum in (0, 1):
-        expected = jax.grad(loss, argnum)(X, W[0])
-        tolerance = 0.01 * float(jnp.abs(expected).max())
-        np.testing.assert_allclose(
-            jax.grad(cast, argnum)(X, W[0]), expected, atol=tolerance
-        )
-    assert not diagnostics.trace(cast, jaxscale.FixedLossScale(8).init())(
-        X, W[0]
-    ).not_entered
+
+cast_loss_of_arrays = jaxscale.autocast(loss_of_arrays)
+
+
+def test_an_operation_of_arrays_is_entered():
+    assert products(cast_loss_of_arrays, X, W[0]) == ["float16"] * 3
+    assert set(products(jax.grad(cast_loss_of_arrays), X, W[0])) == {"float16"}
+
+
+@cases("argnum", [0, 1])
+def test_an_operation_of_arrays_keeps_its_rule(argnum):
+    actual = jax.grad(cast_loss_of_arrays, argnum)(X, W[0])
+    assert_near(actual, jax.grad(loss_of_arrays, argnum)(X, W[0]), share=0.01)
+
+
+def test_the_trace_looks_into_an_operation_of_arrays():
+    assert not diagnostics.trace(cast_loss_of_arrays, SCALING)(X, W[0]).not_entered

@@ -6,12 +6,11 @@ import gc
 import jax
 import jax.numpy as jnp
 import pytest
-from half_programs import W, X, equations, primitives
+from half_programs import W, X, equations
 from jax.ad_checkpoint import checkpoint_name
 from tables import cases
 
 import jaxscale
-from jaxscale._autocast import table
 from jaxscale._autocast.api import _make_autocast
 
 pytestmark = pytest.mark.standard_promotion
@@ -19,6 +18,10 @@ pytestmark = pytest.mark.standard_promotion
 
 def equations_of(fun, *args):
     return list(equations(jax.make_jaxpr(fun)(*args)))
+
+
+def select(name, eqns):
+    return [eqn for eqn in eqns if eqn.primitive.name == name]
 
 
 def alternating(x):
@@ -42,7 +45,8 @@ def many_readers(x):
 def residual_layers(x):
     for _ in range(6):
         weights = jax.nn.softmax(x)
-        x = x + jax.nn.relu(weights @ W[0] + W[0, 0]) @ W[1] + W[0, 1]
+        hidden = jax.nn.relu(weights @ W[0] + W[0, 0])
+        x = x + hidden @ W[1] + W[0, 1]
     return x
 
 
@@ -62,81 +66,88 @@ def test_chains_do_not_make_the_program_grow(name):
     def fun(x):
         return after(x @ W[0])
 
-    assert len(primitives(jaxscale.autocast(fun), X)) <= most * len(primitives(fun, X))
+    cast = jaxscale.autocast(fun)
+    assert len(equations_of(cast, X)) <= most * len(equations_of(fun, X))
 
 
 def layer_of_scan(x, w):
     return jax.nn.softmax(x @ w), None
 
 
-@cases("is_scanned", [False, True])
-def test_chains_have_a_barrier_where_the_backward_pass_is_part_of_the_same_program(
-    is_scanned,
-):
-    if is_scanned:
-        fun, ws = functools.partial(jax.lax.scan, layer_of_scan), W
-    else:
-        fun, ws = layer_of_scan, W[0]
+def find_barriers(fun, *args):
+    """What the `jax.checkpoint` equations of a cast function say of a barrier."""
     barriers = set()
-    for eqn in equations_of(jaxscale.autocast(fun), X, ws):
+    for eqn in equations_of(jaxscale.autocast(fun), *args):
         # Some versions of JAX wrap the primitive, and its parameters with it.
         params = getattr(eqn.params.get("_prim"), "params", eqn.params)
         barriers.add(params.get("prevent_cse"))
-    assert barriers - {None} == {not is_scanned}
+    return barriers - {None}
+
+
+def test_chains_have_a_barrier_where_the_backward_pass_is_part_of_the_same_program():
+    assert find_barriers(layer_of_scan, X, W[0]) == {True}
+
+
+def test_chains_in_the_body_of_a_scan_have_no_barrier():
+    scan = functools.partial(jax.lax.scan, layer_of_scan)
+    assert find_barriers(scan, X, W) == {False}
 
 
 def test_a_function_that_is_called_often_is_rewritten_once():
     layer = jax.jit(lambda x, w: jax.nn.relu(x @ w))
 
-    def three_layers(x):
-        return layer(layer(layer(x, W[0]), W[1]), W[2])
+    def rewrite_three_layers():
+        def three_layers(x):
+            return layer(layer(layer(x, W[0]), W[1]), W[2])
 
-    def rewritten_layers():
-        eqns = jax.make_jaxpr(jaxscale.autocast(lambda x: three_layers(x)))(X).eqns
+        eqns = jax.make_jaxpr(jaxscale.autocast(three_layers))(X).eqns
         return [
             eqn.params["jaxpr"] for eqn in eqns if eqn.params.get("name") == "<lambda>"
         ]
 
-    first, second, third = rewritten_layers()
+    first, second, third = rewrite_three_layers()
     # The first call takes an argument in float32, the others what the first returns.
     assert first is not second
     assert second is third
-    again = rewritten_layers()
-    assert [id(program) for program in again] == [id(first), id(second), id(third)]
+    assert list(map(id, rewrite_three_layers())) == [id(first), id(second), id(third)]
 
 
 def test_each_parameter_is_cast_once():
-    cast = jaxscale.autocast(lambda w, x: sum((x + i) @ w for i in range(4)))
-    shapes = [
-        eqn.invars[0].aval.shape
-        for eqn in jax.make_jaxpr(cast)(W[0], X).eqns
-        if eqn.primitive.name == "convert_element_type"
-    ]
+    def four_products(w, x):
+        return sum((x + i) @ w for i in range(4))
+
+    cast = jaxscale.autocast(four_products)
+    casts = select("convert_element_type", jax.make_jaxpr(cast)(W[0], X).eqns)
+    shapes = [eqn.invars[0].aval.shape for eqn in casts]
     assert shapes.count(W[0].shape) == 1
 
 
-LEFT, RIGHT = jnp.ones((2, 3, 4)), jnp.ones((2, 4, 8))
-# By which a product of two activations is differentiated: the shapes that are read together, and
-# the number of products. Not those of a parameter; the gradient of a constant is computed for
-# nobody.
-READ_TOGETHER = {
-    "both": ((0, 1), [[LEFT.shape, RIGHT.shape]], 5),
-    "left": (0, [], 4),
-    "right": (1, [], 4),
-}
+LEFT = jnp.ones((2, 3, 4))
+RIGHT = jnp.ones((2, 4, 8))
 
 
-@cases("name", READ_TOGETHER)
-def test_gradients_of_a_product_of_activations_are_read_together(name):
-    argnums, shapes, num_products = READ_TOGETHER[name]
+def gradients_of_activations(argnums):
+    """The equations of a product of two activations, and of one by a parameter, with gradients."""
 
     def loss(x, y):
         return jnp.sum(jnp.einsum("bij,bjk->bik", x, y) @ W[0])
 
-    eqns = equations_of(jax.grad(jaxscale.autocast(loss), argnums), LEFT, RIGHT)
-    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
-    assert [[var.aval.shape for var in eqn.invars] for eqn in barriers] == shapes
-    assert sum(eqn.primitive.name in table.PRODUCTS for eqn in eqns) == num_products
+    return equations_of(jax.grad(jaxscale.autocast(loss), argnums), LEFT, RIGHT)
+
+
+def test_gradients_of_a_product_of_activations_are_read_together():
+    eqns = gradients_of_activations((0, 1))
+    # There is none for the product by the parameter.
+    (barrier,) = select("optimization_barrier", eqns)
+    assert [var.aval.shape for var in barrier.invars] == [LEFT.shape, RIGHT.shape]
+    assert len(select("dot_general", eqns)) == 5
+
+
+@cases("argnum", [0, 1])
+def test_the_gradient_of_a_constant_activation_is_not_computed(argnum):
+    eqns = gradients_of_activations(argnum)
+    assert select("optimization_barrier", eqns) == []
+    assert len(select("dot_general", eqns)) == 4
 
 
 def named_before_a_name(w, x):
@@ -148,36 +159,37 @@ def named_after_an_exponential(w, x):
     return jnp.sin(checkpoint_name(jnp.exp(x @ w), name="kept"))
 
 
+def dtypes_of_activations(fun):
+    """The dtypes of the activations that the backward pass of a layer keeps, in order."""
+    _, pull = jax.vjp(lambda w: fun(w, X[:3]), W[0])
+    return sorted(
+        leaf.dtype.name for leaf in jax.tree.leaves(pull) if leaf.shape == (3, 8)
+    )
+
+
 POLICIES_OF_REMAT = ["save_only_these_names", "save_any_names_but_these"]
 
 
 @cases("policy", POLICIES_OF_REMAT)
 @cases("layer", [named_before_a_name, named_after_an_exponential])
 def test_a_remat_keeps_what_its_policy_says_in_half_precision(layer, policy):
-    def residuals(fun):
-        # What the backward pass of a function keeps, of the shape of an activation.
-        pull = jax.eval_shape(lambda w: jax.vjp(lambda w: fun(w, X[:3]), w)[1], W[0])
-        return sorted(
-            str(leaf.dtype) for leaf in jax.tree.leaves(pull) if leaf.shape == (3, 8)
-        )
-
     make_policy = getattr(jax.checkpoint_policies, policy)
     remat = jax.checkpoint(layer, policy=make_policy("kept"))
-    num_kept = len(residuals(remat))
-    # The input stays, as it came.
-    assert residuals(jaxscale.autocast(remat)) == ["float16"] * (num_kept - 1) + [
-        "float32"
-    ]
+    num_kept = len(dtypes_of_activations(remat))
+    *others, of_input = dtypes_of_activations(jaxscale.autocast(remat))
+    assert others == ["float16"] * (num_kept - 1)
+    assert of_input == "float32"  # it stays as it came
 
 
 @pytest.mark.slow  # what clears the caches makes all others compile anew
 def test_what_is_rewritten_is_forgotten_with_its_program():
     def rewrite(n):
         layer = jax.jit(lambda x, w: jax.nn.relu(x @ w) + n)
-        scan = jaxscale.autocast(
-            lambda x: jax.lax.scan(lambda c, w: (layer(c, w), None), x, W)[0]
-        )
-        scan(X)
+
+        def scan_layers(x):
+            return jax.lax.scan(lambda c, w: (layer(c, w), None), x, W)
+
+        jaxscale.autocast(scan_layers)(X)
 
     def remembered_after(numbers):
         for n in numbers:

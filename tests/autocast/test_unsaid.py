@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forged import forged
-from half_programs import PROGRAMS, W, X
+from half_programs import PROGRAMS, W, X, loss_of
 from jax.experimental import pallas
-from tables import cases, warned
+from tables import cases
 
 import jaxscale
 from jaxscale import _jax, diagnostics
@@ -74,41 +74,69 @@ WAYS = {
     "mapping": lambda program: types.MappingProxyType({"a": program}),
     "six steps": lambda program: nested(program, 5),  # in an object
 }
+LONG_WAYS = {"six steps", "list", "dictionary", "partial of a partial"}
+
+
+def hide_twice(outer, inner):
+    return lambda program: WAYS[outer](WAYS[inner](program))
+
+
 TWICE = {
-    f"{outer} of {inner}": (lambda a, b: lambda program: a(b(program)))(
-        WAYS[outer], WAYS[inner]
-    )
+    f"{outer} of {inner}": hide_twice(outer, inner)
     for outer in ("attribute", "slot", "closure")
     for inner in WAYS
-    if inner not in ("six steps", "list", "dictionary", "partial of a partial")
+    if inner not in LONG_WAYS
 }
+
+
+def multiply_in_full(x):
+    return jnp.tanh(x @ W[0])
 
 
 def reads_and_multiplies(name, hidden, wrap=lambda fun: fun):
     held = Held(hidden)  # as parameters are hashed
-    call = wrap(
-        forged(name, {"what": held, "_prim": held}, lambda x: jnp.tanh(x @ W[0]))
-    )
+    call = wrap(forged(name, {"what": held, "_prim": held}, multiply_in_full))
     return lambda x: jnp.sum(call(x * 3.0) @ W[1])
 
 
-@cases(
-    "way", WAYS | TWICE, fast=["slot of a base class", "closure", "method", "six steps"]
-)
-@pytest.mark.parametrize("name", ["future_call", _jax.OBJECT])
-def test_a_program_that_is_hidden_in_a_parameter_is_named(way, name):
-    hidden = (WAYS | TWICE)[way](PROGRAM)
-    fun = reads_and_multiplies(name, hidden)
-    with pytest.warns(UserWarning, match=f"`{name}` run as they are written") as found:
-        result = jaxscale.autocast(fun)(X)
-    assert len(found) == 1
-    np.testing.assert_allclose(result, fun(X), rtol=0.01)
-    jaxscale.autocast(jaxscale.full_precision(fun))(X)  # without a warning
+def assert_named_once(name, call):
+    """A call warns once, of a primitive, and its result is returned."""
+    message = f"`{name}` run as they are written"
+    with pytest.warns(UserWarning, match=message) as warnings:
+        result = call()
+    assert len(warnings) == 1
+    return result
+
+
+def names_in_trace(fun):
+    """What the trace of a loss did not enter that multiplies by what a function of `X` returns."""
 
     def loss(w):
         return w * jax.lax.stop_gradient(fun(X))
 
-    assert diagnostics.trace(loss, SCALING)(jnp.float32(2)).not_entered == (name,)
+    return diagnostics.trace(loss, SCALING)(jnp.float32(2)).not_entered
+
+
+every_way = cases(
+    "way", WAYS | TWICE, fast=["slot of a base class", "closure", "method", "six steps"]
+)
+both_primitives = pytest.mark.parametrize("name", ["future_call", _jax.OBJECT])
+
+
+@every_way
+@both_primitives
+def test_a_program_that_is_hidden_in_a_parameter_is_named(way, name):
+    fun = reads_and_multiplies(name, (WAYS | TWICE)[way](PROGRAM))
+    result = assert_named_once(name, lambda: jaxscale.autocast(fun)(X))
+    np.testing.assert_allclose(result, fun(X), rtol=0.01)
+    jaxscale.autocast(jaxscale.full_precision(fun))(X)  # without a warning
+
+
+@every_way
+@both_primitives
+def test_a_program_that_is_hidden_in_a_parameter_is_named_in_a_trace(way, name):
+    fun = reads_and_multiplies(name, (WAYS | TWICE)[way](PROGRAM))
+    assert names_in_trace(fun) == (name,)
 
 
 def with_own_jvp(fun):
@@ -123,14 +151,24 @@ def with_own_vjp(fun):
     return ruled
 
 
+def in_scan(fun):
+    return lambda x: jax.lax.map(fun, x[None])[0]
+
+
+def in_while(fun):
+    return lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: fun(x), x)
+
+
+def in_cond(fun):
+    return lambda x: jax.lax.cond(x[0, 0] > 0, fun, lambda x: x, x)
+
+
 INSIDE = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
-    "scan": lambda fun: lambda x: jax.lax.map(fun, x[None])[0],
-    "while": lambda fun: (
-        lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: fun(x), x)
-    ),
-    "cond": lambda fun: lambda x: jax.lax.cond(x[0, 0] > 0, fun, lambda x: x, x),
+    "scan": in_scan,
+    "while": in_while,
+    "cond": in_cond,
     "custom_jvp": with_own_jvp,
     "custom_vjp": with_own_vjp,
     "jit of jit": lambda fun: jax.jit(lambda x: jax.jit(fun)(x)),
@@ -141,36 +179,25 @@ INSIDE = {
 def test_what_is_hidden_is_found_where_there_is_nothing_else_to_cast(inside):
     fun = reads_and_multiplies("future_call", PROGRAM, INSIDE[inside])
     for _ in range(2):  # also in a program that is known already
-        with pytest.warns(
-            UserWarning, match="`future_call` run as they are written"
-        ) as found:
-            jax.make_jaxpr(jaxscale.autocast(fun))(X)
-        assert len(found) == 1
+        trace = jax.make_jaxpr(jaxscale.autocast(fun))
+        assert_named_once("future_call", functools.partial(trace, X))
 
 
+CIRCLE = types.SimpleNamespace()
+CIRCLE.itself = CIRCLE
+MESH = jax.make_mesh((2,), ("i",))
+DTYPES = [np.float32, jnp.dtype("float16")]
 HARMLESS = {
-    "plain": [
-        1,
-        "text",
-        2.0,
-        None,
-        np.float32,
-        np.ones(3),
-        jnp.ones(3),
-        jnp.dtype("float16"),
-    ],
+    "plain": [1, "text", 2.0, None, np.ones(3), jnp.ones(3), *DTYPES],
     "seven steps": nested(PROGRAM, 6),
-    "circle": types.SimpleNamespace(),
+    "circle": CIRCLE,
     "class": Held,
     "module": jax,
     "function": jnp.tanh,
     "data of a run": [[Held(number)] for number in range(50_000)],
-    "mesh": jax.sharding.NamedSharding(
-        jax.make_mesh((2,), ("i",)), jax.sharding.PartitionSpec()
-    ),
+    "mesh": jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec()),
     "empty cell": lambda: unset,  # noqa: F821
 }
-HARMLESS["circle"].itself = HARMLESS["circle"]
 
 
 @cases("what", HARMLESS, fast=["plain", "circle", "data of a run", "seven steps"])
@@ -190,35 +217,46 @@ def multiplied(x_ref, w_ref, out_ref):
     out_ref[...] = x_ref[...] @ w_ref[...]
 
 
-def on_host(x):
-    return jax.pure_callback(
-        lambda x: np.asarray(x) @ np.asarray(W[0]), jax.typeof(x), x
-    )
+def run_kernel(kernel, x, *args):
+    call = pallas.pallas_call(kernel, out_shape=jax.typeof(x), interpret=True)
+    return call(x, *args)
 
 
-def on_host_twice(x):
-    made = jax.pure_callback(lambda x: np.float32(x), jax.typeof(x), x > 0)
-    return jax.pure_callback(lambda x, made: np.asarray(x), jax.typeof(x), x, made)
+def on_host(fun, x, *args):
+    return jax.pure_callback(fun, jax.typeof(x), *args)
+
+
+def multiply_on_host(x):
+    return on_host(lambda x: np.asarray(x) @ np.asarray(W[0]), x, x)
+
+
+def load_from_host(x):
+    return on_host(np.float32, x, x > 0)
+
+
+def load_and_pass_to_host(x):
+    return on_host(lambda x, _: np.asarray(x), x, x, load_from_host(x))
+
+
+def do_io(x):
+    return jax.experimental.io_callback(lambda x: x, jax.typeof(x), x)
+
+
+def print_zero(x):
+    jax.debug.print("{}", x[0, 0] * 0)
+    return x
 
 
 OPAQUE = {
     "call_exported": exported.call,
-    "pure_callback": on_host,
-    "io_callback": lambda x: jax.experimental.io_callback(
-        lambda x: x, jax.typeof(x), x
-    ),
-    "pallas_call": lambda x: pallas.pallas_call(
-        multiplied, out_shape=jax.typeof(x), interpret=True
-    )(x, W[0]),
+    "pure_callback": multiply_on_host,
+    "io_callback": do_io,
+    "pallas_call": lambda x: run_kernel(multiplied, x, W[0]),
 }
 TRANSPARENT = {
-    "a kernel without products": lambda x: pallas.pallas_call(
-        copied, out_shape=jax.typeof(x), interpret=True
-    )(x),
-    "what only prints": lambda x: jax.debug.print("{}", x[0, 0] * 0) or x,
-    "data from the host": lambda x: (
-        x + jax.pure_callback(lambda x: np.float32(x), jax.typeof(x), x > 0)
-    ),
+    "a kernel without products": lambda x: run_kernel(copied, x),
+    "what only prints": print_zero,
+    "data from the host": lambda x: x + load_from_host(x),
     # Two callbacks, the second of which runs after the first as it gets what that returned.
     "an error of Equinox": lambda x: eqx.error_if(x, x[0, 0] == 5, "five"),
 }
@@ -228,27 +266,29 @@ def sum_of_product_after(part):
     return lambda x: jnp.sum(part(x) @ W[1])
 
 
-@cases("name", OPAQUE | TRANSPARENT)
-def test_what_cannot_be_looked_into_is_named(name, capsys):
-    part = (OPAQUE | TRANSPARENT)[name]
-    with warned(f"`{name}` run as they are written", is_due=name in OPAQUE):
-        jaxscale.autocast(sum_of_product_after(part))(X)
-    jaxscale.autocast(sum_of_product_after(jaxscale.full_precision(part)))(X)
-
-
 @cases("name", OPAQUE)
-def test_what_cannot_be_looked_into_is_named_in_a_trace(name, capsys):
+def test_what_cannot_be_looked_into_is_named(name):
     fun = sum_of_product_after(OPAQUE[name])
+    with pytest.warns(UserWarning, match=f"`{name}` run as they are written"):
+        jaxscale.autocast(fun)(X)
+    assert name in names_in_trace(fun)
 
-    def loss(w):
-        return w * jax.lax.stop_gradient(fun(X))
 
-    assert name in diagnostics.trace(loss, SCALING)(jnp.float32(2)).not_entered
+@cases("name", TRANSPARENT)
+def test_what_holds_no_product_is_not_named(name, capsys):
+    fun = sum_of_product_after(TRANSPARENT[name])
+    jaxscale.autocast(fun)(X)  # without a warning
+
+
+@cases("name", OPAQUE | TRANSPARENT)
+def test_what_is_marked_is_not_named(name, capsys):
+    part = jaxscale.full_precision((OPAQUE | TRANSPARENT)[name])
+    jaxscale.autocast(sum_of_product_after(part))(X)  # without a warning
 
 
 def test_a_callback_that_gets_more_than_another_returned_is_named():
     with pytest.warns(UserWarning, match="`pure_callback` run as they are written"):
-        jaxscale.autocast(sum_of_product_after(on_host_twice))(X)
+        jaxscale.autocast(sum_of_product_after(load_and_pass_to_host))(X)
 
 
 def test_what_must_fuse_runs_as_it_is_written_and_is_named():
@@ -268,39 +308,49 @@ def test_what_must_fuse_runs_as_it_is_written_and_is_named():
     assert "fused_call" in str(program)
 
 
-# whose kernel has no product, and whose linear algebra none to cast
 def gaussian_process(x):
-    gram = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, -1)) + jnp.eye(len(x))
-    factor = jnp.linalg.cholesky(gram)
-    return jnp.sum(jax.scipy.linalg.solve_triangular(factor, x, lower=True) ** 2)
+    """Its kernel has no product, and its linear algebra none to cast."""
+    distances = jnp.sum((x[:, None] - x[None]) ** 2, -1)
+    factor = jnp.linalg.cholesky(jnp.exp(-distances) + jnp.eye(len(x)))
+    whitened = jax.scipy.linalg.solve_triangular(factor, x, lower=True)
+    return jnp.sum(whitened**2)
 
 
+def run_twice(fun):
+    return lambda x: jax.lax.fori_loop(0, 2, lambda _, x: fun(x), x)
+
+
+def multiply(x):
+    return x @ W[0]
+
+
+def multiply_by_itself(x):
+    return x @ x.T
+
+
+NO_PRODUCT = "no product of float32 matrices"
 NOTHING_TO_CAST = {
-    "no product": (lambda x: jnp.mean(jnp.exp(x)), X, "no product of float32 matrices"),
-    "gaussian process": (gaussian_process, X, "no product of float32 matrices"),
-    "dot": (lambda x: jnp.vdot(x, x), X, "no product of float32 matrices"),
+    "no product": (lambda x: jnp.mean(jnp.exp(x)), X, NO_PRODUCT),
+    "gaussian process": (gaussian_process, X, NO_PRODUCT),
+    "dot": (lambda x: jnp.vdot(x, x), X, NO_PRODUCT),
     "linear algebra": (lambda x: jnp.sum(jnp.linalg.inv(x)), W[0], "no product"),
     "complex": (
         lambda x: jnp.sum(jnp.abs(x @ W[0])),
         X + 1j * X,
         "are in complex64, and only",
     ),
-    "in a loop": (
-        lambda x: jax.lax.fori_loop(0, 2, lambda _, x: jnp.sin(x), x),
-        X,
-        "no product",
-    ),
+    "in a loop": (run_twice(jnp.sin), X, "no product"),
 }
 AS_IT_SHOULD = {
-    "a product": (lambda x: x @ W[0], X),
-    "in a loop": (lambda x: jax.lax.fori_loop(0, 2, lambda _, x: x @ W[0], x), X),
-    "backward": (jax.grad(lambda x: jnp.sum((x @ W[0]) ** 2)), X),
-    "in half precision": (lambda x: x @ x.T, X.astype("float16")),
-    "twice": (jaxscale.autocast(lambda x: x @ W[0]), X),
-    "twice, in a part": (lambda x: jaxscale.autocast(jnp.exp)(x) @ W[0], X),
-    "marked": (jaxscale.full_precision(lambda x: x @ W[0]), X),
+    "a product": (multiply, X),
+    "in a loop": (run_twice(multiply), X),
+    "backward": (jax.grad(lambda x: jnp.sum(multiply(x) ** 2)), X),
+    "in half precision": (multiply_by_itself, X.astype("float16")),
+    "twice": (jaxscale.autocast(multiply), X),
+    "twice, in a part": (lambda x: multiply(jaxscale.autocast(jnp.exp)(x)), X),
+    "marked": (jaxscale.full_precision(multiply), X),
     "marked activation": (jaxscale.full_precision(jnp.exp), X),
-    "integers": (lambda x: x @ x.T, jnp.ones((2, 2), "int32")),
+    "integers": (multiply_by_itself, jnp.ones((2, 2), "int32")),
     "nothing": (lambda x: x, X),
 }
 
@@ -308,13 +358,14 @@ AS_IT_SHOULD = {
 @cases("name", NOTHING_TO_CAST)
 def test_a_function_in_which_nothing_is_cast_is_named(name):
     fun, x, why = NOTHING_TO_CAST[name]
-    named = functools.wraps(fun)(lambda x: fun(x))
-    named.__name__ = "loss_fn"
-    with pytest.warns(
-        UserWarning, match=f"changes nothing in `loss_fn`: .*{why}"
-    ) as found:
-        jaxscale.autocast(named)(x)
-    assert len(found) == 1
+
+    def loss_fn(x):
+        return fun(x)
+
+    message = f"changes nothing in `loss_fn`: .*{why}"
+    with pytest.warns(UserWarning, match=message) as warnings:
+        jaxscale.autocast(loss_fn)(x)
+    assert len(warnings) == 1
 
 
 @cases("name", AS_IT_SHOULD)
@@ -326,32 +377,36 @@ def test_a_function_in_which_something_is_cast_or_should_not_be_is_not_named(nam
 @cases("name", PROGRAMS, fast=["effects", "linear_algebra"])
 def test_no_program_of_the_laws_is_warned_of(name):
     fun, args = PROGRAMS[name]
-    jax.make_jaxpr(jaxscale.autocast(lambda *args: fun(*args)[0]))(*args)
-    jax.make_jaxpr(jax.grad(jaxscale.autocast(lambda *args: fun(*args)[0])))(*args)
+    cast = jaxscale.autocast(loss_of(fun))
+    jax.make_jaxpr(cast)(*args)
+    jax.make_jaxpr(jax.grad(cast))(*args)
 
 
-HALF_CARRIES = {
-    "layers": (lambda x: jax.lax.scan(lambda x, w: (x + x @ w, None), x, W)[0], False),
-    "nested": (
-        lambda x: jax.lax.map(
-            lambda x: jax.lax.scan(lambda x, w: (x @ w, 0), x, W)[0], x[None]
-        ),
-        False,
-    ),
-    "no scan": (lambda x: x @ W[0], True),
-    "a counter": (lambda x: jax.lax.scan(lambda n, w: (n + 1, x @ w), 0, W)[1], True),
-    "a while": (
-        lambda x: jax.lax.fori_loop(0, jnp.int32(3), lambda _, x: x @ W[0], x),
-        True,
-    ),
-}
+def scan_layers(x):
+    return jax.lax.scan(lambda x, w: (x + x @ w, None), x, W)
 
 
-@cases("name", HALF_CARRIES)
-def test_half_carries_that_change_nothing_are_named(name):
-    fun, changes_nothing = HALF_CARRIES[name]
-    with warned(
-        "`autocast.half_carries=True.` carries nothing", is_due=changes_nothing
-    ):
+def scan_layers_in_a_map(x):
+    return jax.lax.map(scan_layers, x[None])
+
+
+def scan_counter(x):
+    return jax.lax.scan(lambda n, w: (n + 1, x @ w), 0, W)
+
+
+def loop_of_layers(x):
+    return jax.lax.fori_loop(0, jnp.int32(3), lambda _, x: multiply(x), x)
+
+
+@cases("fun", [scan_layers, scan_layers_in_a_map])
+def test_half_carries_that_change_something_are_not_named(fun):
+    jaxscale.autocast(fun, half_carries=True)(X)  # without a warning
+    jaxscale.autocast(fun)(X)
+
+
+@cases("fun", [multiply, scan_counter, loop_of_layers])
+def test_half_carries_that_change_nothing_are_named(fun):
+    message = r"`autocast\(half_carries=True\)` carries nothing"
+    with pytest.warns(UserWarning, match=message):
         jaxscale.autocast(fun, half_carries=True)(X)
     jaxscale.autocast(fun)(X)  # without a warning

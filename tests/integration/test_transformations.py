@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from tables import POLICIES, assert_close, assert_same_bits, avals, cases
+from scaled_networks import member
+from tables import POLICIES, assert_close, assert_same_bits, avals, cases, unchanged
 from training import FACTORS, INF, MLP, NAN, X, amplified, mlp_loss, trainer, x64
 
 import jaxscale
@@ -30,39 +30,48 @@ def small_integers(*shape):
 
 
 def scanned(train_step):
-    return lambda carry, batches: jax.lax.scan(
-        lambda c, b: (train_step(c, b), None), carry, batches
-    )[0]
+    def run(carry, batches):
+        carry, _ = jax.lax.scan(lambda c, b: (train_step(c, b), None), carry, batches)
+        return carry
+
+    return run
 
 
-# Of a population, by steps and members: what each member's gradients are multiplied by.
-POPULATION = jnp.stack(
-    [FACTORS, jnp.ones(8), jnp.full(8, NAN), jnp.ones(8).at[6].set(INF)], axis=1
-)
+# What the gradients of each member of a population are multiplied by, step by step.
+MEMBERS = [FACTORS, jnp.ones(8), jnp.full(8, NAN), jnp.ones(8).at[6].set(INF)]
+POPULATION = jnp.stack(MEMBERS, axis=1)
+SKIPPED = [3, 0, 8, 1]
 
 
-@cases("order", ["vmap in scan", "scan in vmap"], fast=["vmap in scan"])
-def test_each_member_of_a_population_trains_as_if_it_were_alone(order):
-    train_step = trainer(EXACT_TX, exact_loss, fused=order == "vmap in scan")
+def vmap_in_scan():
+    train_step = trainer(EXACT_TX, exact_loss, fused=True)
+    return scanned(jax.vmap(train_step)), train_step
+
+
+def scan_in_vmap():
+    train_step = trainer(EXACT_TX, exact_loss, fused=False)
+    return jax.vmap(scanned(train_step), in_axes=(0, 1)), train_step
+
+
+@cases("make", [vmap_in_scan, scan_in_vmap], fast=[vmap_in_scan])
+def test_each_member_of_a_population_trains_as_if_it_were_alone(make):
+    run, train_step = make()
     steps, members = POPULATION.shape
     batches = small_integers(steps, members, 3), POPULATION
-    start = jax.tree.map(
-        lambda p: p + jnp.arange(members).reshape(-1, *[1] * p.ndim), EXACT
-    )
+    numbers = jnp.arange(members)
+    start = {"w": EXACT["w"] + numbers[:, None], "b": EXACT["b"] + numbers}
     carry = start, jax.vmap(EXACT_TX.init)(start)
-    inside = jax.vmap(scanned(train_step), in_axes=(0, 1))
-    run = scanned(jax.vmap(train_step)) if order == "vmap in scan" else inside
     together = jax.jit(run)(carry, batches)
     assert avals(together) == avals(carry)
     alone = jax.jit(scanned(train_step))
     for i in range(members):
-        params = {name: leaf[i] for name, leaf in start.items()}
-        mine = tuple(batch[:, i] for batch in batches)
-        one = alone((params, EXACT_TX.init(params)), mine)
-        assert_same_bits(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
-    metrics = jaxscale.metrics(together[1])
-    skipped = np.sum(~np.isfinite(POPULATION), axis=0)
-    assert metrics["total_notfinite"].tolist() == skipped.tolist() == [3, 0, 8, 1]
+        params = member(start, i)
+        own_batches = tuple(batch[:, i] for batch in batches)
+        one = alone((params, EXACT_TX.init(params)), own_batches)
+        assert_same_bits(member(together, i), one)
+    _, state = together
+    metrics = jaxscale.metrics(state)
+    assert metrics["total_notfinite"].tolist() == SKIPPED
     assert len(set(metrics["loss_scale"].tolist())) == members
 
 
@@ -90,7 +99,8 @@ def test_without_jit_every_way_gives_the_same(way):
         carry = run(start, batches)
     assert_same_bits(carry, jax.jit(run)(start, batches))
     assert avals(carry) == avals(start)
-    assert carry[1].total_notfinite == 1
+    _, state = carry
+    assert state.total_notfinite == 1
 
 
 ALL_POLICIES = POLICIES | {
@@ -106,29 +116,28 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     batches = small_integers(8, 3), FACTORS
     start = EXACT, tx.init(EXACT)
     run = jax.jit(scanned(trainer(tx, exact_loss)))
-    expected = run(start, batches)
+    expected, expected_state = run(start, batches)
     with x64():
         assert jnp.zeros(()).dtype == jnp.float64
         assert_same_bits((EXACT, tx.init(EXACT)), start)
-        carry = run(start, batches)
-    assert avals(carry) == avals(start)
+        params, state = run(start, batches)
+    assert avals((params, state)) == avals(start)
+    assert_same_bits(params, expected)
     # LogMax takes logarithms, which may come out differently in another program.
-    assert_close(carry[1].scaling, expected[1].scaling)
-    assert_same_bits(carry[0], expected[0])
-    assert_same_bits(
-        carry[1]._replace(scaling=None), expected[1]._replace(scaling=None)
-    )
+    assert_close(state.scaling, expected_state.scaling)
+    others = state._replace(scaling=None)
+    assert_same_bits(others, expected_state._replace(scaling=None))
 
 
 @cases(
     "policy, jit, way",
-    [(policy, False, "loop") for policy in ALL_POLICIES]
-    + [
-        ("dynamic", False, "scan"),
-        ("dynamic", True, "scan"),
-        ("dynamic", True, "vmap"),
+    [
+        *((policy, unchanged, "loop") for policy in ALL_POLICIES),
+        ("dynamic", unchanged, "scan"),
+        ("dynamic", jax.jit, "scan"),
+        ("dynamic", jax.jit, "vmap"),
     ],
-    fast=[("dynamic", True, "scan"), ("logmax", False, "loop")],
+    fast=[("dynamic", jax.jit, "scan"), ("logmax", unchanged, "loop")],
 )
 def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam
@@ -137,31 +146,41 @@ def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # no 0, as 0 * inf would be a NaN of the model
     x = 1 + jnp.abs(small_integers(2, 3))
     batches = x, jnp.array([INF, 1])
-    run = ways_to_train(tx, exact_loss)[way]
-    run = jax.jit(run) if jit else run
+    run = jit(ways_to_train(tx, exact_loss)[way])
     with jax.debug_nans(True):
         params, state = run((EXACT, tx.init(EXACT)), batches)
         jax.block_until_ready(params)
-        zeros = jax.tree.map(jnp.zeros_like, EXACT)  # which are no NaNs to any policy
-        jax.jit(ALL_POLICIES[policy].update)(ALL_POLICIES[policy].init(), zeros)
-    assert (state.total_notfinite, state.total_steps) == (1, 2)
+    assert state.total_notfinite == 1
+    assert state.total_steps == 2
     assert jaxscale.all_finite(params)
 
 
-def test_where_nans_are_errors_one_in_a_compiled_step_that_is_skipped_is_none():
-    tx = jaxscale.skip_nonfinite(optax.adam(0.1))
-    train_step = jax.jit(
-        lambda carry, x: trainer(tx, mlp_loss)(carry, (x, x[0, 0] / x[0, 0]))
-    )
+@cases("name", ALL_POLICIES, fast=["dynamic", "logmax"])
+def test_gradients_of_0_make_no_nans_in_a_policy(name):
+    policy = ALL_POLICIES[name]
+    zeros = jax.tree.map(jnp.zeros_like, EXACT)
     with jax.debug_nans(True):
-        params, state = train_step((MLP, tx.init(MLP)), jnp.zeros((5, 3)))
+        jax.jit(policy.update)(policy.init(), zeros)
+
+
+def test_a_nan_in_a_compiled_step_that_is_skipped_raises_nothing():
+    tx = jaxscale.skip_nonfinite(optax.adam(0.1))
+    train_step = trainer(tx, mlp_loss)
+
+    @jax.jit
+    def step_with_nan(carry, x):
+        return train_step(carry, (x, x[0, 0] / x[0, 0]))
+
+    with jax.debug_nans(True):
+        params, state = step_with_nan((MLP, tx.init(MLP)), jnp.zeros((5, 3)))
     assert_same_bits(params, MLP)
     assert state.total_notfinite == 1
 
 
 # Functions of a differentiation and an optimizer: rematerialized models, and gradients that are
 # differentiated once more. The loss is, too: its derivative has nothing of the scale.
-BATCH, STATE = (X[0], jnp.array(1.0)), DYNAMIC.init()
+BATCH = X[0], jnp.array(1.0)
+STATE = DYNAMIC.init()
 W = jnp.array([1.0, -2.0])
 
 
@@ -175,35 +194,44 @@ def remat(d, _, policy=None):
 def gradient_penalty(d, _):
     # Loss and penalty from one inner call, as a user writes it: both have to be unscaled.
     def loss_fn(params, batch):
-        loss, grads = d(lambda p: mlp_loss(p, (batch[0], 1.0)))(params)
+        x, factor = batch
+        loss, grads = d(lambda p: mlp_loss(p, (x, 1.0)))(params)
         penalty = sum(jnp.sum(grad**2) for grad in jax.tree.leaves(grads))
-        return amplified(loss + 0.1 * penalty, batch[1])
+        return amplified(loss + 0.1 * penalty, factor)
 
     return d(loss_fn)(MLP, BATCH)  # op by op, and all scales are powers of two
 
 
-def step(d, tx, jit=lambda fun: fun):
+def cubic_loss(params, batch):
+    return jnp.sum(params["w"] ** 3 * batch) + params["b"] ** 2
+
+
+def step(d, tx, jit=unchanged):
     # As in meta-learning: how does the loss after a step depend on where it started?
-    def cubic(params, batch):
-        return jnp.sum(params["w"] ** 3 * batch) + params["b"] ** 2
+    batch = jnp.array([2.0, -1.0, 1.0])
+    train_step = jit(trainer(tx, cubic_loss, jit is jax.jit, d))
 
-    def after(params):
-        return cubic(train_step((params, tx.init(params)), batch)[0], batch)
+    def loss_after(params):
+        new_params, _ = train_step((params, tx.init(params)), batch)
+        return cubic_loss(new_params, batch)
 
-    batch, train_step = (
-        jnp.array([2.0, -1.0, 1.0]),
-        jit(trainer(tx, cubic, jit is jax.jit, d)),
-    )
-    return jax.grad(after)(EXACT), jax.jvp(after, (EXACT,), (EXACT,))
+    return jax.grad(loss_after)(EXACT), jax.jvp(loss_after, (EXACT,), (EXACT,))
 
 
-def more(differentiated):
-    def polynomial(w):
-        return jnp.sum(w**3) + w[0] * w[1], jnp.sum(w**2)
+def polynomial(w):
+    return jnp.sum(w**3) + w[0] * w[1]
+
+
+def polynomial_and_aux(w):
+    return polynomial(w), jnp.sum(w**2)
+
+
+def more(differentiate):
+    """Differentiates a gradient once more, alone and with an auxiliary output."""
 
     def both(d, _):
-        alone = d(lambda w: polynomial(w)[0])
-        return differentiated(alone), differentiated(d(polynomial, has_aux=True))
+        alone = differentiate(d(polynomial))
+        return alone, differentiate(d(polynomial_and_aux, has_aux=True))
 
     return both
 

@@ -17,8 +17,9 @@ def form(is_new):
         flag: getattr(jax.config, flag) for flag in FLAGS if hasattr(jax.config, flag)
     }
     try:
-        for flag in before if HAS_NEW_FORM else ():
-            jax.config.update(flag, is_new)
+        if HAS_NEW_FORM:
+            for flag in FLAGS:
+                jax.config.update(flag, is_new)
         yield
     finally:
         for flag, value in before.items():

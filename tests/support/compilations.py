@@ -3,8 +3,11 @@
 import jax
 
 COMPILED = []
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, duration, **_: (
-        COMPILED.append(event) if "backend_compile" in event else None
-    )
-)
+
+
+def record(event, duration, **_):
+    if "backend_compile" in event:
+        COMPILED.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(record)

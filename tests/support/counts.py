@@ -29,15 +29,16 @@ def shapes(layers):
 
 
 def count(name, layers, dtype, clip):
-    tree, method = shapes(layers), methods.make(name, clip)
+    tree = shapes(layers)
+    method = methods.make(name, clip)
     carry = jax.eval_shape(method.init, trees.avals(tree, "float32"))
-    traced = jax.jit(method.step, donate_argnums=0).trace(
-        carry, trees.avals(tree, dtype)
-    )
+    step = jax.jit(method.step, donate_argnums=0)
+    traced = step.trace(carry, trees.avals(tree, dtype))
     compiled = traced.lower().compile()
-    found = {"conditionals": compiled.as_text().count(" conditional(")}
-    found["equations"] = len(list(jaxprs.equations(traced.jaxpr)))
-    return hlo.program(compiled, trees.size(tree)) | found
+    return hlo.program(compiled, trees.size(tree)) | {
+        "conditionals": compiled.as_text().count(" conditional("),
+        "equations": len(list(jaxprs.equations(traced.jaxpr))),
+    }
 
 
 def count_alone(fun, dtype, size=2**20):
@@ -45,15 +46,18 @@ def count_alone(fun, dtype, size=2**20):
     return hlo.program(jax.jit(fun).lower(aval).compile(), size)
 
 
+def norm(x):
+    return jnp.sqrt(jnp.sum(x * x))
+
+
 def main():
-    rows = [*itertools.product((*NAMES, ADAPTIVE), (1, 3), ["float32"], (False, True))]
-    rows += itertools.product((*NAMES, ADAPTIVE), [1], ["float16", "bfloat16"], [False])
+    names = (*NAMES, ADAPTIVE)
+    rows = [*itertools.product(names, (1, 3), ["float32"], (False, True))]
+    rows += itertools.product(names, [1], ["float16", "bfloat16"], [False])
     counted = {", ".join(map(str, row)): count(*row) for row in rows}
     for dtype in trees.DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
-    counted["norm, float32"] = count_alone(
-        lambda x: jnp.sqrt(jnp.sum(x * x)), "float32"
-    )
+    counted["norm, float32"] = count_alone(norm, "float32")
     print(json.dumps(counted))
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tables import counters
+from tables import counters, unchanged
 
 import jaxscale
 
@@ -27,34 +27,35 @@ STATS = {
 
 
 def loss_fn(params, stats, x):
-    outputs = jax.nn.gelu(x @ params["first"]) @ params["last"]
-    stats = stats | {
-        "mean": stats["mean"] / 2 + jnp.mean(x, 0) / 2,
-        "count": stats["count"] + 1,
-    }
-    return jnp.mean((outputs - TARGETS) ** 2), stats
+    hidden = jax.nn.gelu(x @ params["first"])
+    errors = hidden @ params["last"] - TARGETS
+    mean = stats["mean"] / 2 + jnp.mean(x, 0) / 2
+    stats = stats | {"mean": mean, "count": stats["count"] + 1}
+    return jnp.mean(errors**2), stats
 
 
 def averaged(params, stats):
     """What the hook after a step makes of the statistics."""
-    return stats | {"average": stats["average"] / 2 + params["last"] / 2}
+    average = stats["average"] / 2 + params["last"] / 2
+    return stats | {"average": average}
+
+
+FROZEN = jnp.zeros((8, 16))
 
 
 def frozen(grads):
     """What the hook before a step makes of the gradients."""
-    return grads | type(grads)({"first": jnp.zeros((8, 16))})
+    return grads | type(grads)({"first": FROZEN})
 
 
 class Run:
     """A run: `step` takes a batch and returns the loss, `now` parameters and statistics."""
 
     def __init__(self, step, carry, now, optimizer=None):
-        self._step, self._carry, self._now, self._optimizer = (
-            step,
-            carry,
-            now,
-            optimizer,
-        )
+        self._step = step
+        self._carry = carry
+        self._now = now
+        self._optimizer = optimizer
 
     def step(self, x):
         *self._carry, loss = self._step(*self._carry, x)
@@ -67,14 +68,13 @@ class Run:
         return counters(self._optimizer or self._carry)
 
 
-def plain(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def plain(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A function of a tree."""
     if hooks:
         options |= {"after": averaged, "on_grads": frozen}
     step = jax.jit(jaxscale.train_step(cast(loss_fn), tx, has_state=True, **options))
-    return Run(
-        step, (PARAMS, tx.init(PARAMS), STATS), lambda params, _, stats: (params, stats)
-    )
+    carry = PARAMS, tx.init(PARAMS), STATS
+    return Run(step, carry, lambda params, _, stats: (params, stats))
 
 
 class Module(eqx.Module):
@@ -86,17 +86,23 @@ class Module(eqx.Module):
         return {"first": self.first, "last": self.last}
 
 
-def equinox(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def equinox(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A module that is differentiated by a transformation of its library."""
+
+    def loss(model, stats, x):
+        return loss_fn(model.as_dict(), stats, x)
+
+    def after(model, stats):
+        return averaged(model.as_dict(), stats)
+
+    def freeze(grads):
+        return eqx.tree_at(lambda model: model.first, grads, FROZEN)
+
     if hooks:
-        options |= {"after": lambda model, stats: averaged(model.as_dict(), stats)}
-        options |= {
-            "on_grads": lambda g: eqx.tree_at(lambda m: m.first, g, jnp.zeros((8, 16)))
-        }
+        options |= {"after": after, "on_grads": freeze}
     options |= {"transform": eqx.filter_value_and_grad, "has_state": True}
-    loss = cast(lambda model, stats, x: loss_fn(model.as_dict(), stats, x))
     model = Module(**PARAMS)
-    step = eqx.filter_jit(jaxscale.train_step(loss, tx, **options))
+    step = eqx.filter_jit(jaxscale.train_step(cast(loss), tx, **options))
     carry = model, tx.init(eqx.filter(model, eqx.is_inexact_array)), STATS
     return Run(step, carry, lambda model, _, stats: (model.as_dict(), stats))
 
@@ -105,18 +111,18 @@ class State(jaxscale.flax.TrainState):
     batch_stats: dict
 
 
-def linen(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def linen(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A `TrainState` with statistics in a field."""
 
     def loss(params, fields, x):
         value, stats = loss_fn(params, fields["batch_stats"], x)
         return value, {"batch_stats": stats}
 
+    def after(state):
+        return state.replace(batch_stats=averaged(state.params, state.batch_stats))
+
     if hooks:
-        options |= {"on_grads": frozen}
-        options |= {
-            "after": lambda s: s.replace(batch_stats=averaged(s.params, s.batch_stats))
-        }
+        options |= {"after": after, "on_grads": frozen}
     step = jax.jit(jaxscale.flax.train_step(cast(loss), has_state=True, **options))
     state = State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=STATS)
     return Run(step, (state,), lambda state: (state.params, state.batch_stats))
@@ -124,22 +130,23 @@ def linen(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
 
 class Network(nnx.Module):
     def __init__(self):
-        for kind, leaves in ((nnx.Param, PARAMS), (nnx.BatchStat, STATS)):
-            for name, leaf in leaves.items():
-                setattr(self, name, kind(leaf))
+        for name, leaf in PARAMS.items():
+            setattr(self, name, nnx.Param(leaf))
+        for name, leaf in STATS.items():
+            setattr(self, name, nnx.BatchStat(leaf))
 
     def as_dicts(self):
-        return [
-            {name: getattr(self, name)[...] for name in names}
-            for names in (PARAMS, STATS)
-        ]
+        return self.read(PARAMS), self.read(STATS)
+
+    def read(self, names):
+        return {name: getattr(self, name)[...] for name in names}
 
     def write(self, stats):
         for name, value in stats.items():
             getattr(self, name)[...] = value
 
 
-def objects(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
+def objects(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     """A module of NNX, which changes in place."""
 
     def loss(model, x):
@@ -147,9 +154,11 @@ def objects(tx, loss_fn=loss_fn, cast=lambda fun: fun, hooks=False, **options):
         model.write(stats)
         return value
 
+    def after(model):
+        model.write(averaged(*model.as_dicts()))
+
     if hooks:
-        options |= {"after": lambda model: model.write(averaged(*model.as_dicts()))}
-        options |= {"on_grads": frozen}
+        options |= {"after": after, "on_grads": frozen}
     model = Network()
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     step = nnx.jit(jaxscale.nnx.train_step(cast(loss), **options))

@@ -22,29 +22,29 @@ from jax.sharding import PartitionSpec as P
 import jaxscale
 
 EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "multi_host.py"
-SMALL, LARGE = 2.0**-30, 2.0**-24
+SMALL = 2.0**-30
+LARGE = 2.0**-24
 HIGH = 2.0**50  # a scale at which the large loss overflows, and the small ones do not
 ROWS = 4  # of each device
 
 
 def under(mesh, fun):
     """A function that is called where a mesh is in use."""
+    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
     def call(*args):
-        with (
-            jax.set_mesh(mesh)
-            if hasattr(jax, "set_mesh")
-            else jax.sharding.use_mesh(mesh)
-        ):
+        with use_mesh(mesh):
             return fun(*args)
 
     return call
 
 
 def local(dtype, w, x, factors, mean=lambda x: x):
-    y = jnp.tanh(x.astype(dtype) @ w.astype(dtype))
-    y = jnp.tanh((y - mean(y.mean(0))[None]) @ w.astype(dtype))
-    return jnp.mean(factors[:, None] * y.astype(jnp.float32) ** 2)
+    half = w.astype(dtype)
+    hidden = jnp.tanh(x.astype(dtype) @ half)
+    centered = hidden - mean(hidden.mean(0))[None]
+    outputs = jnp.tanh(centered @ half)
+    return jnp.mean(factors[:, None] * outputs.astype(jnp.float32) ** 2)
 
 
 def called_in_calls(dtype, w, *args):
@@ -53,9 +53,13 @@ def called_in_calls(dtype, w, *args):
     return jax.jit(lambda args, w: inner(w, *args))(args, w)
 
 
-total, mean = (
-    functools.partial(of, axis_name="d") for of in (jax.lax.psum, jax.lax.pmean)
-)
+def own(dtype, w, *args):
+    """Each device has parameters, and so a scale, of its own."""
+    return local(dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args)
+
+
+total = functools.partial(jax.lax.psum, axis_name="d")
+mean = functools.partial(jax.lax.pmean, axis_name="d")
 gathered = functools.partial(jax.lax.all_gather, axis_name="d", axis=1, tiled=True)
 LOSSES = {
     "local": local,
@@ -64,10 +68,7 @@ LOSSES = {
     # Devices exchange numbers in the half-precision part, forward and backward.
     "normalized": lambda *args: local(*args, mean),
     "averaged": lambda *args: mean(local(*args, mean)),
-    # Each device has parameters, and so a scale, of its own.
-    "own": lambda dtype, w, *args: local(
-        dtype, jnp.tile(w, (1, 8 // w.shape[1])), *args
-    ),
+    "own": own,
     "called_in_calls": called_in_calls,
 }
 
@@ -75,19 +76,29 @@ LOSSES = {
 def inside(loss, mesh, wrap, dtype, **options):
     """The gradients that each device has."""
     grad = jax.grad(wrap(functools.partial(LOSSES[loss], dtype)))
-    of_w = P(None, "d") if loss in ("sharded", "own") else P()
-    options |= {"in_specs": (of_w, P("d"), P("d")), "out_specs": P("d")}
-    return jax.jit(jax.shard_map(lambda *args: grad(*args)[None], mesh=mesh, **options))
+    of_w = P()
+    if loss in ("sharded", "own"):
+        of_w = P(None, "d")
+    mapped = jax.shard_map(
+        lambda *args: grad(*args)[None],
+        mesh=mesh,
+        in_specs=(of_w, P("d"), P("d")),
+        out_specs=P("d"),
+        **options,
+    )
+    return jax.jit(mapped)
 
 
 def around(loss, mesh, wrap, dtype, **options):
     """The loss of all devices; another axis of the mesh may be XLA's."""
-    options |= {
-        "in_specs": (P(), P("d"), P("d")),
-        "out_specs": P(),
-        "axis_names": {"d"},
-    }
-    mapped = jax.shard_map(functools.partial(LOSSES[loss], dtype), mesh=mesh, **options)
+    mapped = jax.shard_map(
+        functools.partial(LOSSES[loss], dtype),
+        mesh=mesh,
+        in_specs=(P(), P("d"), P("d")),
+        out_specs=P(),
+        axis_names={"d"},
+        **options,
+    )
     return jax.jit(jax.grad(wrap(mapped)))
 
 
@@ -98,9 +109,11 @@ def by_jit(mesh, wrap, dtype):
 def by_pmap(loss, mesh, wrap, dtype):
     grad = jax.grad(wrap(functools.partial(LOSSES[loss], dtype)))
     mapped = jax.pmap(grad, "d", in_axes=(None, 0, 0), devices=list(mesh.devices.flat))
-    return lambda w, *args: mapped(
-        w, *(x.reshape(mesh.size, -1, *x.shape[1:]) for x in args)
-    )
+
+    def divide(x):
+        return x.reshape(mesh.size, -1, *x.shape[1:])
+
+    return lambda w, x, factors: mapped(w, divide(x), divide(factors))
 
 
 FORMS = {"by_jit": by_jit, "by_jit, explicit": by_jit}
@@ -127,28 +140,31 @@ def mesh_of(form):
 
 def compared(form, mesh, scale, **options):
     """The error of the gradients of a form, beside those of float32, and a digest of them."""
-    rng, rows = np.random.default_rng(0), ROWS * mesh.shape["d"]
+    rng = np.random.default_rng(0)
+    rows = ROWS * mesh.shape["d"]
     x = rng.standard_normal((rows, 8)).astype(np.float32)
     w = (rng.standard_normal((8, 8)) * 0.3).astype(np.float32)
     factors = np.where(np.arange(rows) < ROWS, LARGE, SMALL).astype(np.float32)
-    args = [
-        jax.make_array_from_callback(
-            each.shape, NamedSharding(mesh, spec), each.__getitem__
-        )
-        for each, spec in ((w, P()), (x, P("d")), (factors, P("d")))
-    ]
+
+    def place(array, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    args = place(w, P()), place(x, P("d")), place(factors, P("d"))
+
+    def gradients(wrap, dtype):
+        # a row for each device, which all processes have gathered
+        return process_allgather(FORMS[form](mesh, wrap, dtype)(*args), tiled=True)
+
     wrap = functools.partial(jaxscale.scale_backward, scale=scale, **options)
-    found, exact = (
-        process_allgather(FORMS[form](mesh, *how)(*args), tiled=True)
-        for how in ((wrap, jnp.float16), (lambda fun: fun, jnp.float32))
-    )
-    # a row for each device, which all processes have gathered
+    scaled = gradients(wrap, jnp.float16)
+    exact = gradients(lambda fun: fun, jnp.float32)
     if form == "inside averaged":
-        assert (found == found[:1]).all()
+        assert (scaled == scaled[:1]).all()
     norm = functools.partial(np.linalg.norm, axis=(-2, -1))
     # by device, as one has much larger ones
-    error = np.max(norm(found - exact) / norm(exact))
-    return error, hashlib.sha256(found.tobytes()).hexdigest()[:8]
+    error = np.max(norm(scaled - exact) / norm(exact))
+    return error, hashlib.sha256(scaled.tobytes()).hexdigest()[:8]
 
 
 if __name__ == "__main__":

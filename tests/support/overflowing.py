@@ -11,12 +11,14 @@ import jaxscale
 def loss_fn(params, x):
     """A mean over float16 numbers. With x = 8 the gradients overflow at a scale of 2**15."""
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), params)
-    outputs = (half["w"] * x.astype(jnp.float16) + half["b"]) * half["half"].sum()
+    sums = half["w"] * x.astype(jnp.float16) + half["b"]
+    outputs = sums * half["half"].sum()
     return jnp.mean(outputs.astype(jnp.float32) ** 2)
 
 
-# Finite; an overflow of the gradients alone; a loss that is not finite.
-GOOD, OVERFLOW, BAD_LOSS = jnp.full(3, 0.5), jnp.full(3, 8.0), jnp.full(3, jnp.nan)
+GOOD = jnp.full(3, 0.5)
+OVERFLOW = jnp.full(3, 8.0)  # of the gradients alone
+BAD_LOSS = jnp.full(3, jnp.nan)
 BATCHES = [GOOD, GOOD * 2, OVERFLOW, GOOD, BAD_LOSS, GOOD, GOOD * 3]
 FINITE = [GOOD, OVERFLOW, GOOD * 2, GOOD, GOOD, GOOD, GOOD * 3, GOOD]
 

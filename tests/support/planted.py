@@ -34,7 +34,8 @@ class ConvNet(nn.Module):
 
 def convnet(params, images, plant=None):
     logits, stats = ConvNet(plant).apply(params, images, mutable=["batch_stats"])
-    return jnp.mean(jnp.square(logits.astype(jnp.float32) - 1)), stats
+    errors = logits.astype(jnp.float32) - 1
+    return jnp.mean(jnp.square(errors)), stats
 
 
 def convnet_case(plant=None):
@@ -56,10 +57,11 @@ def rnn(params, xs, plant=None):
             h = h / at(t, 1, 60000)  # plant: rnn, underflow
         return h, h
 
-    _, hs = jax.lax.scan(
-        cell, jnp.zeros((2, 4), HALF), (jnp.arange(len(xs)), xs.astype(HALF))
-    )
-    return jnp.mean(jnp.square((hs @ params["out"]).astype(jnp.float32) - 1))
+    start = jnp.zeros((2, 4), HALF)
+    slices = jnp.arange(len(xs)), xs.astype(HALF)
+    _, hs = jax.lax.scan(cell, start, slices)
+    outputs = hs @ params["out"]
+    return jnp.mean(jnp.square(outputs.astype(jnp.float32) - 1))
 
 
 def rnn_case(plant=None):

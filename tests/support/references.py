@@ -1,5 +1,6 @@
 """How the scale of a policy moves, in plain Python, as a reference for the real policies."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -13,22 +14,32 @@ F32 = np.float32
 def preset(policy, state, finite, largest=None):
     """One step of the rule of `PresetLossScale`, as its docstring has it."""
     scale, streak, left = state
-    scale, low, high = F32(scale), F32(policy.min_scale), F32(policy.max_scale)
+    scale = F32(scale)
+    low = F32(policy.min_scale)
+    high = F32(policy.max_scale)
     if finite:
         streak += 1
         if policy.refill_on_finite:
             left = policy.hysteresis
         if streak >= policy.growth_interval:
-            streak, left = 0, policy.hysteresis
+            streak = 0
+            left = policy.hysteresis
             grown = scale * F32(policy.growth_factor)
-            if grown > high:
-                grown = high if policy.clip_growth else scale
-            scale = max(scale, grown) if policy.clamp == "never" else grown
+            if grown > high and policy.clip_growth:
+                grown = high
+            elif grown > high:
+                grown = scale
+            if policy.clamp == "never":
+                grown = max(scale, grown)
+            scale = grown
     else:
-        streak, left = -policy.growth_delay, max(left - 1, 0)
+        streak = -policy.growth_delay
+        left = max(left - 1, 0)
         if left == 0:
             lower = max(scale * F32(policy.backoff_factor), low)
-            scale = min(scale, lower) if policy.clamp == "never" else lower
+            if policy.clamp == "never":
+                lower = min(scale, lower)
+            scale = lower
             if policy.refill_on_backoff:
                 left = policy.hysteresis
     if policy.clamp == "steps":
@@ -39,94 +50,155 @@ def preset(policy, state, finite, largest=None):
 def tolerance(policy, state, finite, largest=None):
     """One step of the rule of `ToleranceLossScale`, as its docstring has it."""
     scale, streak, steps, overflows = state
-    scale, steps = F32(scale), steps + 1
+    scale = F32(scale)
+    steps += 1
     if finite:
         streak += 1
         if streak >= policy.growth_interval:
             grown = min(scale * F32(policy.growth_factor), F32(policy.max_scale))
-            scale, streak, steps = max(scale, grown), 0, 0
+            scale = max(scale, grown)
+            streak = 0
+            steps = 0
     else:
-        streak, overflows = 0, overflows + 1
+        streak = 0
+        overflows += 1
         if F32(overflows) / F32(steps) >= F32(policy.tolerance):
             scale = max(scale * F32(policy.backoff_factor), F32(policy.min_scale))
-            steps, overflows = 0, 0
+            steps = 0
+            overflows = 0
     return float(scale), streak, steps, overflows
+
+
+# An integer of a logarithm, and of a level, is in these units.
+LOG = 2**16
+LEVEL = 2**20
+UNKNOWN = -256 * LOG  # in the place of a peak or a crest
+HIGHEST = 128 * LOG
+LAST_INT = 2**31 - 1
+
+
+@dataclasses.dataclass
+class Adapting:
+    """The state of `AdaptiveLossScale`, whose logarithms and levels are integers here."""
+
+    exponent: int
+    peak: int
+    level: int
+    crest: int
+    finite_steps: int
+    held_steps: int
+    overflows: int
+
+    def is_level_above(self, log):
+        """Returns whether the level is above a gradient by more than the scale."""
+        return self.level // 16 - log >= (self.exponent + 1) * LOG
 
 
 def adaptive(policy, state, finite, largest=None):
     """One step of the rule of `AdaptiveLossScale`, as its docstring has it.
 
-    Logarithms are integers, in units of 2**-16, and levels in units of 2**-20. `largest` is the
-    largest gradient of a finite step, `None` if there are no gradients.
+    `largest` is the largest gradient of a finite step, `None` if there are no gradients.
     """
-    scale, peak, level, crest, finite_steps, held_steps, overflows = state
-    exponent = math.frexp(scale)[1] - 1
-    peak, level, crest = int(peak * 2**16), int(level * 2**20), int(crest * 2**16)
-    lowest, highest = (
-        math.frexp(s)[1] - 1 for s in (policy.min_scale, policy.max_scale)
-    )
-    exponent = min(exponent, highest)
+    scale, peak, level, crest, *counts = state
+    lowest = exponent_of(policy.min_scale)
+    highest = exponent_of(policy.max_scale)
+    exponent = min(exponent_of(scale), highest)
+    logs = int(peak * LOG), int(level * LEVEL), int(crest * LOG)
+    new = Adapting(exponent, *logs, *counts)
     if not finite:
-        fall = (1, 8, 16)[min(overflows, 2)]
-        if overflows == 0 and peak > -256 * 2**16:
-            top = max(peak, crest)
-            is_ahead = level // 16 - top >= (exponent + 1) * 2**16
-            is_repeated = not is_ahead and finite_steps < policy.period // 4
-            is_guess = held_steps == finite_steps or top - peak < 3 * 2**16
-            higher = peak + (4 if is_guess else 1) * (top - peak) + 3 * 2**16
-            if is_ahead:
-                level = exponent * 2**20 + top * 16 + 2**19
-            else:
-                finite_steps = 0
-            level -= 2**20
-            missing = max(int(policy.min_level * 2**20) - level, 0)
-            level, peak = (
-                level + missing,
-                min(peak + math.ceil(missing / 16), 128 * 2**16),
-            )
-            if is_repeated:
-                crest = min(higher, max(level // 16 - lowest * 2**16, top), 128 * 2**16)
-                fall = max(fall, exponent - (level // 16 - crest) // 2**16)
-                held_steps = 0
-        exponent = min(exponent, max(exponent - fall, lowest))
-        overflows += 1
+        back_off(policy, new, lowest)
     elif largest is None or largest > 0:
-        period = (
-            policy.search_period if finite_steps >= policy.period else policy.period
-        )
-        raised = level + max(1, round(2**20 / period))
-        reached = min(raised, int(policy.max_level * 2**20))
-        finite_steps, held_steps = (
-            min(n + 1, 2**31 - 1) for n in (finite_steps, held_steps)
-        )
-        overflows = 0
-        if largest is None:
-            if level // 16 - peak >= (exponent + 1) * 2**16:
-                peak = level // 16 - exponent * 2**16
-            peak -= math.ceil((raised - reached) / 16)
-            crest = -256 * 2**16
-        else:
-            mantissa, power = math.frexp(largest)
-            x = (power - 1) * 2**16 + int((2 * mantissa - 1) * 2**16)
-            shown = x * 16 + (exponent - 2) * 2**20
-            reached = min(max(raised, shown), int(policy.max_level * 2**20))
-            faded = peak + math.trunc((x - peak) / policy.memory)
-            peak = max(x, faded)
-            if crest < faded:
-                crest = -256 * 2**16
-            elif x - faded >= (crest - faded) / 4:
-                if held_steps == finite_steps and reached < int(
-                    (policy.level - 2) * 2**20
-                ):
-                    finite_steps = policy.period
-                crest, held_steps = max(x, (crest + x) // 2), 0
-            elif held_steps >= policy.period // 2:
-                crest += math.trunc((x - crest) / policy.memory)
-        level = reached
-        target = (level // 16 - max(peak, crest)) // 2**16
-        exponent = min(max(min(target, exponent + 1), lowest), highest)
-    values = 2.0**exponent, peak / 2**16, level / 2**20, crest / 2**16
-    return *values, finite_steps, held_steps, overflows
+        new.level = rise(policy, new, largest)
+        new.overflows = 0
+        target = (new.level // 16 - max(new.peak, new.crest)) // LOG
+        new.exponent = min(max(min(target, new.exponent + 1), lowest), highest)
+    return (
+        2.0**new.exponent,
+        new.peak / LOG,
+        new.level / LEVEL,
+        new.crest / LOG,
+        new.finite_steps,
+        new.held_steps,
+        new.overflows,
+    )
+
+
+def exponent_of(scale):
+    _, power = math.frexp(scale)
+    return power - 1
+
+
+def back_off(policy, new, lowest):
+    """Lowers the scale after a step that is not finite. The first of a row teaches something."""
+    fall = (1, 8, 16)[min(new.overflows, 2)]
+    if new.overflows == 0 and new.peak > UNKNOWN:
+        fall = learn(policy, new, lowest, fall)
+    new.exponent = min(new.exponent, max(new.exponent - fall, lowest))
+    new.overflows += 1
+
+
+def learn(policy, new, lowest, fall):
+    """Lowers the level or raises the crest, and returns by how many powers the scale falls."""
+    top = max(new.peak, new.crest)
+    is_ahead = new.is_level_above(top)
+    is_repeated = not is_ahead and new.finite_steps < policy.period // 4
+    higher = top + 3 * LOG
+    if new.held_steps == new.finite_steps or top - new.peak < 3 * LOG:
+        higher += 3 * (top - new.peak)  # a guess
+    if is_ahead:
+        new.level = new.exponent * LEVEL + top * 16 + LEVEL // 2
+    else:
+        new.finite_steps = 0
+    new.level -= LEVEL
+    missing = max(int(policy.min_level * LEVEL) - new.level, 0)
+    new.level += missing
+    new.peak = min(new.peak + math.ceil(missing / 16), HIGHEST)
+    if is_repeated:
+        most = max(new.level // 16 - lowest * LOG, top)
+        new.crest = min(higher, most, HIGHEST)
+        new.held_steps = 0
+        fall = max(fall, new.exponent - (new.level // 16 - new.crest) // LOG)
+    return fall
+
+
+def rise(policy, new, largest):
+    """Follows the gradients of a finite step, and returns the level after it."""
+    period = policy.period
+    if new.finite_steps >= policy.period:
+        period = policy.search_period
+    raised = new.level + max(1, round(LEVEL / period))
+    most = int(policy.max_level * LEVEL)
+    new.finite_steps = min(new.finite_steps + 1, LAST_INT)
+    new.held_steps = min(new.held_steps + 1, LAST_INT)
+    if largest is None:
+        reached = min(raised, most)
+        if new.is_level_above(new.peak):
+            new.peak = new.level // 16 - new.exponent * LOG
+        new.peak -= math.ceil((raised - reached) / 16)
+        new.crest = UNKNOWN
+        return reached
+    mantissa, power = math.frexp(largest)
+    log = (power - 1) * LOG + int((2 * mantissa - 1) * LOG)
+    shown = log * 16 + (new.exponent - 2) * LEVEL
+    reached = min(max(raised, shown), most)
+    follow(policy, new, log, reached)
+    return reached
+
+
+def follow(policy, new, log, reached):
+    """Moves the peak and the crest after a largest gradient."""
+    faded = new.peak + math.trunc((log - new.peak) / policy.memory)
+    new.peak = max(log, faded)
+    if new.crest < faded:
+        new.crest = UNKNOWN
+    elif log - faded >= (new.crest - faded) / 4:
+        is_unlearnt = new.held_steps == new.finite_steps
+        if is_unlearnt and reached < int((policy.level - 2) * LEVEL):
+            new.finite_steps = policy.period
+        new.crest = max(log, (new.crest + log) // 2)
+        new.held_steps = 0
+    elif new.held_steps >= policy.period // 2:
+        new.crest += math.trunc((log - new.crest) / policy.memory)
 
 
 RULES = {
@@ -146,10 +218,12 @@ def trajectory(policy, state, steps):
     # whose rule that of the presets is by default
     if type(policy) is jaxscale.DynamicLossScale:
         policy = presets.PresetLossScale(**policy.get_config())
+    rule = RULES[type(policy)]
     states = []
     for step in steps:
-        if step is not None:
-            seen = step if isinstance(step, tuple) else (step,)
-            state = RULES[type(policy)](policy, state, *seen)
+        if isinstance(step, tuple):
+            state = rule(policy, state, *step)
+        elif step is not None:
+            state = rule(policy, state, step)
         states.append(state)
     return states

@@ -9,10 +9,13 @@ import simulator
 import jaxscale
 from jaxscale import presets
 
-TORCH, ADAPTIVE = presets.torch(), jaxscale.AdaptiveLossScale()
+TORCH = presets.torch()
+ADAPTIVE = jaxscale.AdaptiveLossScale()
 # Presets with their defaults, and others.
-NAMES = "torch apex apex_fp16_utils chainer colossalai deepspeed fairseq flax jaxamp keras megatron"
-NAMES += " mindspore_manager openseq2seq_backoff paddle tensorflow"
+NAMES = """
+    torch apex apex_fp16_utils chainer colossalai deepspeed fairseq flax jaxamp keras megatron
+    mindspore_manager openseq2seq_backoff paddle tensorflow
+"""
 POLICIES = {
     "**`AdaptiveLossScale()`**": ADAPTIVE,
     "`DynamicLossScale()`": jaxscale.DynamicLossScale(),
@@ -39,35 +42,44 @@ def summaries(policy, traces, retries=0):
 def recorded_row(name, traces):
     """A row of the first table: skips and mean of each trace, and of all."""
     rows = summaries(POLICIES[name], traces).values()
-    cells = [f"{row['skips']} / {row['late']:.2f}" for row in rows]
-    skips = sum(row["skips"] for row in rows)
-    late, mean = (np.mean([row[key] for row in rows]) for key in ("late", "mean"))
-    return f"| {name} | {' | '.join(cells)} | {skips} | {late:.2f} | {mean:.2f} |"
+    skips = column(rows, "skips")
+    late = column(rows, "late")
+    cells = [f"{n} / {mean:.2f}" for n, mean in zip(skips, late, strict=True)]
+    mean = np.mean(column(rows, "mean"))
+    cells += [f"{sum(skips)}", f"{np.mean(late):.2f}", f"{mean:.2f}"]
+    return table_row(name, cells)
 
 
 def made_up_rows():
     """The second table: this rule and PyTorch's, without and with retries."""
     traces = simulator.made_up()
-    once, again = (
-        [summaries(p, traces, n) for p in (ADAPTIVE, TORCH)] for n in (0, 20)
-    )
+    policies = (ADAPTIVE, TORCH)
+    once = [summaries(policy, traces) for policy in policies]
+    again = [summaries(policy, traces, retries=20) for policy in policies]
     for name in traces:
-        cells = [row[name][key] for key in ("skips", "mean", "low") for row in once]
-        cells += [row[name]["extra"] for row in again]
-        cells = [
-            f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells
-        ]
-        yield f"| {name} | {' | '.join(cells)} |"
+        rows = [row[name] for row in once]
+        cells = [str(skips) for skips in column(rows, "skips")]
+        cells += [f"{mean:.2f}" for mean in column(rows, "mean")]
+        cells += [str(low) for low in column(rows, "low")]
+        cells += [str(row[name]["extra"]) for row in again]
+        yield table_row(name, cells)
+
+
+def column(rows, key):
+    return [row[key] for row in rows]
+
+
+def table_row(name, cells):
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
     recorded = simulator.recorded()
-    print(
-        *(recorded_row(name, recorded) for name in POLICIES), *made_up_rows(), sep="\n"
-    )
+    for name in POLICIES:
+        print(recorded_row(name, recorded))
+    for row in made_up_rows():
+        print(row)
     for policy in (ADAPTIVE, TORCH):
-        rows = summaries(policy, recorded, 20).values()
-        print(
-            "With retries:",
-            *(sum(row[key] for row in rows) for key in ("skips", "extra")),
-        )
+        rows = summaries(policy, recorded, retries=20).values()
+        skips = sum(column(rows, "skips"))
+        print("With retries:", skips, sum(column(rows, "extra")))

@@ -55,10 +55,12 @@ class Replay(NamedTuple):
 
 def recorded():
     """The five runs that were recorded, by name."""
-    files = ((path.stem, np.load(path)) for path in sorted(FOLDER.glob("*.npz")))
-    return {
-        n: Trace(f["ceiling"].astype(np.int32), f["largest"] / 256) for n, f in files
-    }
+    traces = {}
+    for path in sorted(FOLDER.glob("*.npz")):
+        run = np.load(path)
+        ceiling = run["ceiling"].astype(np.int32)
+        traces[path.stem] = Trace(ceiling, run["largest"] / 256)
+    return traces
 
 
 def made_up(steps=20_000):
@@ -66,42 +68,47 @@ def made_up(steps=20_000):
     rng = np.random.default_rng(0)
     step = np.arange(steps)
 
-    def noise(size=0.3):
-        return size * rng.standard_normal(steps)
+    def noisy(log):
+        return log + 0.3 * rng.standard_normal(steps)
 
-    def trace(largest, ratio=14.0, bad=None, told=False):
+    def draw(share):
+        return rng.random(steps) < share
+
+    def ceiling_of(largest, ratio=14.0):
         # What overflows first is larger than the largest gradient by a ratio that varies.
-        ceiling = np.floor(np.minimum(ratio + noise(), 16) - largest).astype(np.int32)
-        bad = np.zeros(steps, bool) if bad is None else bad
-        return Trace(np.where(bad, BAD, ceiling), largest, bad if told else None)
+        top = np.minimum(noisy(ratio), 16)
+        return np.floor(top - largest).astype(np.int32)
 
-    def between(start, stop):
-        return (step >= start * steps) & (step < stop * steps)
+    def trace(largest, ratio=14.0):
+        return Trace(ceiling_of(largest, ratio), largest)
 
-    middle, some = between(0.3, 0.6), rng.random(steps) < 0.01
-    moved = {by: trace(-4 + noise() + by * middle) for by in (-16, -11, -6, 6, 11)}
+    def trace_with_bad(bad):
+        largest = noisy(-4)
+        return Trace(np.where(bad, BAD, ceiling_of(largest)), largest)
+
+    # The order is that in which the numbers of the tables were drawn.
+    bad = draw(0.01)
+    middle = (step >= 0.3 * steps) & (step < 0.6 * steps)
+    moved = {
+        f"gradients x 2**{by} for a while": trace(noisy(-4) + by * middle)
+        for by in (-16, -11, -6, 6, 11)
+    }
     return {
         "constant": Trace(np.full(steps, 18, np.int32), np.full(steps, -4.0)),
-        "noise alone": trace(-4 + noise()),
-        "drift up by 2**20": trace(-14 + noise() + 20 * step / steps),
-        "drift down by 2**20": trace(-4 + noise() - 20 * step / steps),
-        **{f"gradients x 2**{by} for a while": run for by, run in moved.items()},
-        "x 2**8 in every other 2,000 steps": trace(
-            -8 + noise() + 8 * (step // 2000 % 2)
-        ),
+        "noise alone": trace(noisy(-4)),
+        "drift up by 2**20": trace(noisy(-14) + 20 * step / steps),
+        "drift down by 2**20": trace(noisy(-4) - 20 * step / steps),
+        **moved,
+        "x 2**8 in every other 2,000 steps": trace(noisy(-8) + 8 * (step // 2000 % 2)),
         "heavy tails (t, 3 degrees)": trace(-4 + 0.5 * rng.standard_t(3, steps)),
-        "spikes of 2**6 in 0.2 %": trace(
-            -4 + noise() + 6 * (rng.random(steps) < 0.002)
-        ),
-        "activations x 2**5 for a while": trace(-4 + noise(), 14 - 5 * middle),
-        "activations x 2**9 for a while": trace(-4 + noise(), 14 - 9 * middle),
-        "activations 2**14 above": trace(-4 + noise(), 2.0),
-        "tiny at first": trace(-4 + noise() - 12 * np.exp(-step / 200)),
-        "1 % bad, told": trace(-4 + noise(), bad=some, told=True),
-        "1 % bad, untold": trace(-4 + noise(), bad=some),
-        "spikes of 2**20 in 1 %": trace(
-            -22 + noise() + 20 * (rng.random(steps) < 0.01)
-        ),
+        "spikes of 2**6 in 0.2 %": trace(noisy(-4) + 6 * draw(0.002)),
+        "activations x 2**5 for a while": trace(noisy(-4), 14 - 5 * middle),
+        "activations x 2**9 for a while": trace(noisy(-4), 14 - 9 * middle),
+        "activations 2**14 above": trace(noisy(-4), 2.0),
+        "tiny at first": trace(noisy(-4) - 12 * np.exp(-step / 200)),
+        "1 % bad, told": trace_with_bad(bad)._replace(told=bad),
+        "1 % bad, untold": trace_with_bad(bad),
+        "spikes of 2**20 in 1 %": trace(noisy(-22) + 20 * draw(0.01)),
     }
 
 
@@ -114,9 +121,8 @@ def rare(usual, large, share, steps=20_000, seed=0, noise=0.0, burst=1):
     rng = np.random.default_rng(seed)
     starts = rng.random(steps) < share / burst
     is_large = np.convolve(starts, np.ones(burst))[:steps] > 0
-    largest = np.log2(np.where(is_large, large, usual)) + noise * rng.standard_normal(
-        steps
-    )
+    sizes = np.where(is_large, large, usual)
+    largest = np.log2(sizes) + noise * rng.standard_normal(steps)
     return Trace(np.floor(15.999 - largest).astype(np.int32), largest), is_large
 
 
@@ -155,13 +161,13 @@ def _run(policy, retries, steps):
         highest, size, told = now
 
         def again(carry):
-            return (carry[0].loss_scale > highest) & (carry[1] < retries) & ~told
+            state, extra = carry
+            return (state.loss_scale > highest) & (extra < retries) & ~told
 
         def back_off(carry):
             state, extra = carry
-            return policy.adjust(
-                state, jnp.array(False), jnp.float32(jnp.inf)
-            ), extra + 1
+            lower = policy.adjust(state, jnp.array(False), jnp.float32(jnp.inf))
+            return lower, extra + 1
 
         tried, extra = jax.lax.while_loop(again, back_off, (state, jnp.int32(0)))
         bad = tried.loss_scale > highest
@@ -169,4 +175,5 @@ def _run(policy, retries, steps):
         after = jaxscale.tree_where(told, tried, moved)
         return after, (tried.loss_scale, bad | told, extra)
 
-    return jax.lax.scan(step, policy.init(), steps)[1]
+    _, outcome = jax.lax.scan(step, policy.init(), steps)
+    return outcome

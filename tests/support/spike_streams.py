@@ -25,11 +25,11 @@ class Stream(NamedTuple):
 
 def jumps(size, start=1.0, noise=0.1, runs=8, steps=1000, at=600):
     """A level that is `size` times as high from step `at` on, up to float32's largest."""
-    level = start * (1 + noise * _normal(runs, steps, seed=1))
-    after = np.arange(steps) >= at
+    level = start * _around_one(_normal(runs, steps, seed=1), noise)
+    after = np.broadcast_to(np.arange(steps) >= at, level.shape)
     with np.errstate(over="ignore"):
-        norms = np.minimum(np.where(after, level * size, level), 3e38)
-    return Stream(norms, np.broadcast_to(after, norms.shape))
+        norms = np.where(after, level * size, level)
+    return Stream(np.minimum(norms, 3e38), after)
 
 
 def rare_gradients(share, otherwise=0.0, runs=8, steps=STEPS):
@@ -37,29 +37,27 @@ def rare_gradients(share, otherwise=0.0, runs=8, steps=STEPS):
     rng = np.random.default_rng(2)
     has_gradient = rng.random((runs, steps)) < share
     sizes = np.exp(0.3 * rng.standard_normal((runs, steps)))
-    nothing = otherwise * (1 + 0.1 * _normal(runs, steps, seed=3))
+    nothing = otherwise * _around_one(_normal(runs, steps, seed=3))
     return Stream(np.where(has_gradient, sizes, nothing), has_gradient)
 
 
 def rare_kind(share, size, noise=0.1, runs=8, steps=STEPS):
     """A kind of batch whose norm stands out, drawn for a share of the steps."""
     is_rare = np.random.default_rng(4).random((runs, steps)) < share
-    return Stream(
-        np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 5)), is_rare
-    )
+    sizes = np.where(is_rare, size, 1.0)
+    return Stream(sizes * _around_one(_normal(runs, steps, seed=5), noise), is_rare)
 
 
 def every_50th(size=10.0, noise=0.01, runs=1, steps=STEPS):
     """The same, in every 50th step."""
     is_rare = np.broadcast_to(np.arange(steps) % 50 == 0, (runs, steps))
-    return Stream(
-        np.where(is_rare, size, 1.0) * (1 + noise * _normal(runs, steps, 6)), is_rare
-    )
+    sizes = np.where(is_rare, size, 1.0)
+    return Stream(sizes * _around_one(_normal(runs, steps, seed=6), noise), is_rare)
 
 
 def single(at, later=30, runs=8, steps=1000):
     """One spike of 1000 among 1 +- 0.1, and one of 2 some steps later, which is asked about."""
-    norms = 1 + 0.1 * _normal(runs, steps, seed=7)
+    norms = _around_one(_normal(runs, steps, seed=7))
     norms[:, at] = 1000.0
     norms[:, at + later] = 2.0
     counted = np.zeros(norms.shape, bool)
@@ -67,55 +65,58 @@ def single(at, later=30, runs=8, steps=1000):
     return Stream(norms, counted)
 
 
+# Distributions of norms, by a generator and a shape.
+DRAWN = {
+    "normal, 1 +- 0.1": lambda rng, shape: 1 + 0.1 * rng.standard_normal(shape),
+    "lognormal, 0.3": lambda rng, shape: np.exp(0.3 * rng.standard_normal(shape)),
+    "lognormal, 1": lambda rng, shape: np.exp(rng.standard_normal(shape)),
+    "Student, 3 degrees": lambda rng, shape: np.abs(rng.standard_t(3, shape)),
+    "Cauchy": lambda rng, shape: np.abs(rng.standard_cauchy(shape)),
+    "Pareto, 1.5": lambda rng, shape: 1 + rng.pareto(1.5, shape),
+}
+
+
 def drawn(name, runs=8, steps=STEPS):
     """Norms of which each is drawn by itself, all of them good."""
-    rng, shape = np.random.default_rng(8), (runs, steps)
-    draw = {
-        "normal, 1 +- 0.1": lambda: 1 + 0.1 * rng.standard_normal(shape),
-        "lognormal, 0.3": lambda: np.exp(0.3 * rng.standard_normal(shape)),
-        "lognormal, 1": lambda: np.exp(rng.standard_normal(shape)),
-        "Student, 3 degrees": lambda: np.abs(rng.standard_t(3, shape)),
-        "Cauchy": lambda: np.abs(rng.standard_cauchy(shape)),
-        "Pareto, 1.5": lambda: 1 + rng.pareto(1.5, shape),
-    }
-    return Stream(draw[name](), np.ones(shape, bool))
-
-
-DRAWN = [
-    "normal, 1 +- 0.1",
-    "lognormal, 0.3",
-    "lognormal, 1",
-    "Student, 3 degrees",
-    "Cauchy",
-    "Pareto, 1.5",
-]
+    norms = DRAWN[name](np.random.default_rng(8), (runs, steps))
+    return Stream(norms, np.ones(norms.shape, bool))
 
 
 # Losses of 6000 steps, for the level.
 
+
+def _white(runs):
+    return _around_one(_normal(runs, 6000))
+
+
+def _student(runs):
+    return np.random.default_rng(9).standard_t(3, (runs, 6000))
+
+
+def _three_values(runs):
+    return np.random.default_rng(9).choice([-1.0, 0.0, 1.0], (runs, 6000))
+
+
+def _two_values(runs):
+    is_one = np.random.default_rng(9).random((runs, 6000)) < 0.3
+    return is_one.astype(np.float64)
+
+
 HEALTHY = {
-    "white": lambda runs: _around_one(_normal(runs, 6000)),
+    "white": _white,
     "decay": lambda runs: 1 + 3 * _decay() + 0.1 * _normal(runs, 6000),
     "correlated, 0.9": lambda runs: _around_one(_correlated(0.9, runs)),
     "correlated, 0.98": lambda runs: _around_one(_correlated(0.98, runs)),
-    "cycles of 200": lambda runs: _around_one(_normal(runs, 6000)) + 0.5 * _cycle(200),
-    "cycles of 1000": lambda runs: (
-        _around_one(_normal(runs, 6000)) + 0.5 * _cycle(1000)
-    ),
-    "warm restarts": lambda runs: _around_one(_normal(runs, 6000)) + 0.3 * _restarts(),
-    "Student, 3 degrees": lambda runs: _around_one(
-        np.random.default_rng(9).standard_t(3, (runs, 6000))
-    ),
+    "cycles of 200": lambda runs: _white(runs) + 0.5 * _cycle(200),
+    "cycles of 1000": lambda runs: _white(runs) + 0.5 * _cycle(1000),
+    "warm restarts": lambda runs: _white(runs) + 0.3 * _restarts(),
+    "Student, 3 degrees": lambda runs: _around_one(_student(runs)),
     "heavy tails": lambda runs: np.exp(_correlated(0.9, runs)),
-    "three values": lambda runs: np.random.default_rng(9).choice(
-        [-1.0, 0.0, 1.0], (runs, 6000)
-    ),
+    "three values": _three_values,
     "three values, sticky": lambda runs: np.sign(
         np.round(0.7 * _correlated(0.9, runs))
     ),
-    "two values": lambda runs: (
-        1.0 * (np.random.default_rng(9).random((runs, 6000)) < 0.3)
-    ),
+    "two values": _two_values,
 }
 
 
@@ -125,8 +126,8 @@ def raised(rise, takes=1, noise=0.1, at=3003, runs=8, steps=6000):
     return 1 + noise * _normal(runs, steps, seed=10) + rise * height
 
 
-def _around_one(noise):
-    return 1 + 0.1 * noise
+def _around_one(numbers, noise=0.1):
+    return 1 + noise * numbers
 
 
 def _normal(runs, steps, seed=9):

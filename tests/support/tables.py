@@ -79,14 +79,22 @@ def cases(names, table, fast=()):
     """
     table = list(table)
     assert set(fast) <= set(table), "a row that runs fast is one of the table"
+    parameters = []
+    for row in table:
+        values = row
+        if not isinstance(row, tuple):
+            values = (row,)
+        marks = []
+        if fast and row not in fast:
+            marks = [pytest.mark.slow]
+        row_id = "-".join(getattr(value, "__name__", str(value)) for value in values)
+        parameters.append(pytest.param(*values, marks=marks, id=row_id))
+    return pytest.mark.parametrize(names, parameters)
 
-    def parameter(row):
-        values = row if isinstance(row, tuple) else (row,)
-        marks = [pytest.mark.slow] if fast and row not in fast else []
-        names = [getattr(value, "__name__", str(value)) for value in values]
-        return pytest.param(*values, marks=marks, id="-".join(names))
 
-    return pytest.mark.parametrize(names, list(map(parameter, table)))
+def unchanged(fun):
+    """A transformation that does nothing, in the place of one."""
+    return fun
 
 
 def gradients(seed, number):
@@ -121,7 +129,9 @@ def fused_step(tx, params, opt_state, grads, **extra):
 def run(tx, grads, compiled=True, params=PARAMS):
     """Parameters and optimizer state after a list of gradients."""
     opt_state = tx.init(params)
-    one_step = (jax.jit if compiled else lambda fun: fun)(functools.partial(step, tx))
+    one_step = functools.partial(step, tx)
+    if compiled:
+        one_step = jax.jit(one_step)
     for g in grads:
         params, opt_state = one_step(params, opt_state, g)
     return params, opt_state
@@ -135,35 +145,44 @@ def take_form_for_accelerators(monkeypatch):
 
 
 def _numbers(leaf):
-    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
 
 
 def assert_same_bits(actual, expected):
     """Two trees have one structure, and their leaves the same dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     leaves = jax.tree_util.tree_leaves_with_path(actual)
-    for (path, a), b in zip(
-        leaves, map(_numbers, jax.tree.leaves(expected)), strict=True
-    ):
-        a, where = _numbers(a), jax.tree_util.keystr(path)
+    expected_leaves = map(_numbers, jax.tree.leaves(expected))
+    for (path, leaf), b in zip(leaves, expected_leaves, strict=True):
+        a = _numbers(leaf)
+        where = jax.tree_util.keystr(path)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), where
         assert a.tobytes() == b.tobytes(), f"{where}: {a} != {b}"
 
 
 def assert_close(actual, expected):
     """Equal to rounding: two compiled programs may contract products and sums differently."""
-    actual, expected = jax.tree.map(
-        lambda x: _numbers(x).astype("float64"), (actual, expected)
-    )
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7)
-    jax.tree.map(close, actual, expected)
+
+    def assert_leaf_close(a, b):
+        a = _numbers(a).astype("float64")
+        b = _numbers(b).astype("float64")
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7)
+
+    jax.tree.map(assert_leaf_close, actual, expected)
 
 
 def avals(tree):
-    return jax.tree.map(
-        lambda x: str(jax.typeof(x)) + "weak" * jax.typeof(x).weak_type, tree
-    )
+    """The type of each leaf, as text."""
+
+    def describe(leaf):
+        aval = jax.typeof(leaf)
+        if aval.weak_type:
+            return f"{aval}weak"
+        return str(aval)
+
+    return jax.tree.map(describe, tree)
 
 
 def counters(state):
@@ -172,6 +191,6 @@ def counters(state):
 
 def warned(match, is_due):
     """Returns a context in which there must be a warning, if it is due, and otherwise none."""
-    return (
-        pytest.warns(UserWarning, match=match) if is_due else contextlib.nullcontext()
-    )
+    if is_due:
+        return pytest.warns(UserWarning, match=match)
+    return contextlib.nullcontext()

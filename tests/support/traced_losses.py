@@ -19,11 +19,12 @@ new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
 
 
 def marked(name, file):
-    """The number of the line that ends in `# plant: <name>`."""
+    """The number of the line that ends in `# plant: <name>`, or that this mark stands above."""
     lines = pathlib.Path(file).read_text().splitlines()
-    (number,) = [
-        i for i, line in enumerate(lines, 1) if line.endswith(f"# plant: {name}")
-    ]
+    (line,) = [line for line in lines if line.endswith(f"# plant: {name}")]
+    number = lines.index(line) + 1
+    if line.strip().startswith("#"):
+        number += 1
     return number
 
 
@@ -74,10 +75,10 @@ def mean_square(x):
 
 def with_backward(fun, rule, forward=None):
     """A function with a rule of its own for its cotangent, and maybe one for its forward pass."""
+    if forward is None:
+        forward = fun
     ruled = jax.custom_vjp(fun)
-    ruled.defvjp(
-        lambda x: ((forward or fun)(x), None), lambda _, cotangent: (rule(cotangent),)
-    )
+    ruled.defvjp(lambda x: (forward(x), None), lambda _, cotangent: (rule(cotangent),))
     return ruled
 
 
@@ -101,7 +102,6 @@ def assert_computed_eagerly(fun, *args):
     with jax.disable_jit():
         expected = jaxscale.value_and_grad(fun, scaling(8))(*args)
     run = TracedBackward(fun, args, {}).run(8.0)
-    assert_same_bits(
-        [run.values["loss"].array, *run.grads.values()], jax.tree.leaves(expected)
-    )
+    actual = [run.values["loss"].array, *run.grads.values()]
+    assert_same_bits(actual, jax.tree.leaves(expected))
     assert run.report().loss == float(expected[0])

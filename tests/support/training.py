@@ -26,14 +26,16 @@ def amplified(loss, factor):
 
 @amplified.defjvp
 def _amplified_jvp(primals, tangents):
-    return amplified(*primals), tangents[0] * jnp.asarray(primals[1], tangents[0].dtype)
+    _, factor = primals
+    tangent, _ = tangents
+    return amplified(*primals), tangent * jnp.asarray(factor, tangent.dtype)
 
 
 def mlp_loss(params, batch):
     """The loss of a network that computes in the dtype of its parameters."""
     x, factor = batch
-    output = jnp.tanh(x.astype(params["w"].dtype) @ params["w"]) @ params["v"]
-    error = jnp.abs(output - 1)
+    hidden = jnp.tanh(x.astype(params["w"].dtype) @ params["w"])
+    error = jnp.abs(hidden @ params["v"] - 1)
     error = error.astype(jnp.promote_types(error.dtype, jnp.float32))
     return amplified(jnp.mean(error**2), factor)
 
@@ -44,7 +46,9 @@ def trainer(tx, loss_fn, fused=True, differentiate=jaxscale.value_and_grad, extr
     def train_step(carry, batch):
         params, state = carry
         loss, grads = differentiate(loss_fn, state)(params, batch)
-        extra_args = {"value": loss} | (extra(batch, grads) if extra else {})
+        extra_args = {"value": loss}
+        if extra:
+            extra_args |= extra(batch, grads)
         if fused:
             return jaxscale.apply_gradients(tx, grads, state, params, **extra_args)
         update = optax.with_extra_args_support(tx).update

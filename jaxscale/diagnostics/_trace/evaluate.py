@@ -100,6 +100,7 @@ def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
             outputs = [_scatter(name, inputs, params)]
         else:
             outputs = evaluate(eqn, inputs, params)
+    # What JAX and XLA raise where an operation does not take float32 in the place of its dtypes.
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(name) from error
     if any(is_half(dtype_of(output)) for output in outputs):
