@@ -4,6 +4,7 @@ The backward pass has four steps: the tail, unscaled; the scale, from the cotang
 the head, with these cotangents scaled, and again at a lower scale if it overflows; the division.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -47,12 +48,12 @@ class Options(NamedTuple):
 
 
 class BackwardPlan:
-    """A program, split, and what is differentiated in each part by what.
+    """A program that is split in two, and by which inputs each part is differentiated.
 
     Attributes:
       inputs: the variables of the program's inputs.
       head: the half-precision part.
-      tail: what follows it.
+      tail: the part that follows it.
       sources: for each input of the head that is a cast of an input of the program, that input.
       head_by: the inputs of the head that it is differentiated by.
       head_of: for each of these, the input of the program that it is or is cast from.
@@ -91,35 +92,36 @@ class BackwardPlan:
         for var, source in self.sources.items():
             env[var] = cast(env[source], var.aval.dtype)
         with noting() as have_tangents:
-            crossing, pull_head = _vjp(
-                self.head, env, self.head_by, self.entries, note_outputs=note_tangents
+            crossing, pull_head = _run_part(
+                self.head,
+                env,
+                by=self.head_by,
+                of=self.entries,
+                note_outputs=note_tangents,
             )
         env |= zip(self.head.outputs, crossing, strict=True)
-        # Of a `shard_map` the types are known only now, and are the same in each call.
+        # The types in a `shard_map` are known only now, and are the same in each call.
         self.entry_types = [jax.typeof(env[var]) for var in self.entries]
-        # If none has a tangent, no rule was asked.
+        # If no entry has a tangent, JAX asked no rule.
         have_tangents = have_tangents or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
-        differentiated = [
-            atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)
-        ]
+        num_entries = len(entries)
 
         def note_entries(*values: Any) -> Any:
-            return *note_zeros(*values[: len(entries)]), *values[len(entries) :]
+            return *note_zeros(*values[:num_entries]), *values[num_entries:]
 
-        outputs, pull_tail = _vjp(
+        outputs, pull_tail = _run_part(
             self.tail,
             env,
-            [*entries, *self.tail_by],
-            differentiated,
+            by=[*entries, *self.tail_by],
+            of=[atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)],
             note_inputs=note_entries,
         )
-        # What a backward pass keeps is a tree of arrays. This one has none: its structure says
-        # which entries have a tangent.
+        # What a backward pass keeps must be a tree of arrays. So these marks are a tree without
+        # arrays, whose structure says which entries have a tangent.
         entry_marks = [() if has_tangent else None for has_tangent in have_tangents]
-        return tuple(outputs), Partial(
-            self._pull_back, entry_marks, pull_head, pull_tail
-        )
+        pull = Partial(self._pull_back, entry_marks, pull_head, pull_tail)
+        return tuple(outputs), pull
 
     def _pull_back(
         self,
@@ -130,22 +132,24 @@ class BackwardPlan:
         options: Options,
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
-        inexact = [each for each in cotangents if _jax.holds_inexact(each)]
+        inexact = filter(_jax.holds_inexact, cotangents)
         with noting() as are_zeros:
-            pulled = pull_tail([_without_symbol(each) for each in inexact])
-        entry_count = len(pulled) - len(self.tail_by)
-        gradients = dict(zip(self.tail_by, pulled[entry_count:], strict=True))
-        # If all of them are zeros, no rule was asked.
-        are_zeros = are_zeros or [True] * entry_count
-        with_tangents = zip(pulled[:entry_count], are_zeros, strict=True)
+            pulled = pull_tail(list(map(_instantiate, inexact)))
+        num_entries = len(pulled) - len(self.tail_by)
+        of_tail = pulled[num_entries:]
+        gradients = dict(zip(self.tail_by, of_tail, strict=True))
+        # If all cotangents are zeros, JAX asked no rule.
+        are_zeros = are_zeros or [True] * num_entries
+        with_tangents = zip(pulled[:num_entries], are_zeros, strict=True)
         entering = []
         for mark in entry_marks:
-            if mark is None:
-                entering.append(None)
-                continue
-            cotangent, is_zero = next(with_tangents)
-            entering.append(None if is_zero else cotangent)
-        if self.head_by and any(each is not None for each in entering):
+            cotangent = None
+            if mark is not None:
+                cotangent, is_zero = next(with_tangents)
+                if is_zero:
+                    cotangent = None
+            entering.append(cotangent)
+        if self.head_by and any(cotangent is not None for cotangent in entering):
             # Noting tells `_warn_unscaled` that this is the backward pass of a boundary.
             with noting():
                 of_head = self._pull_through_head(pull_head, entering, options)
@@ -153,20 +157,23 @@ class BackwardPlan:
                 if gradients.get(var) is not None:
                     gradient = gradient + widen(gradients[var])
                 gradients[var] = gradient
-        return tuple(
-            cast(gradients[var], var.aval.dtype) if var in gradients else None
-            for var in self.inputs
-        )
+        results = []
+        for var in self.inputs:
+            gradient = None
+            if var in gradients:
+                gradient = cast(gradients[var], var.aval.dtype)
+            results.append(gradient)
+        return tuple(results)
 
     def _pull_through_head(
         self, pull: Any, cotangents: list[Any], options: Options
     ) -> list[jax.Array]:
-        """Returns what the head makes of cotangents, in float32 or wider.
+        """Pulls cotangents back through the head, and returns the gradients in float32 or wider.
 
         There is one cotangent for each entry. It is `None` if nothing depends on the entry.
         """
-        entering = [each for each in cotangents if each is not None]
-        axes = self._agreed_axes(entering, options.axis_name)
+        entering = [cotangent for cotangent in cotangents if cotangent is not None]
+        axes = self._find_agreed_axes(entering, options.axis_name)
 
         def pull_scaled(scale: jax.Array) -> list[Any]:
             scaled = iter(multiply(entering, scale))
@@ -181,72 +188,77 @@ class BackwardPlan:
         scale = jnp.float32(options.scale or 1)
         is_finite = jnp.array(True)
         if options.scale is None or options.retries:
-            bits = reduce_sizes(Scaled(entering), by_leaf=True).numbers
-            _, agreed = agree_on_sizes(
-                jnp.zeros(0, jnp.bool_), dict(enumerate(bits)), axes
-            )
-            largest = jnp.stack(list(agreed.values()))
+            largest = _find_largest(entering, axes)
             is_finite = jnp.all(jnp.isfinite(largest))
             if options.scale is None:
-                scale = choose_power(largest, MOST_RAISED if options.retries else 0)
+                most_raised = MOST_RAISED if options.retries else 0
+                scale = choose_power(largest, most_raised)
         if options.retries:
             scaled, scale = pull_with_retries(
                 pull_scaled, scale, is_finite, options.retries, axes
             )
+            reason = _NO_SECOND.format(options.retries)
+            guard = functools.partial(_jax.refuse_transposing, reason=reason)
         else:
             scaled = pull_scaled(scale)
-        pairs = zip(scaled, self.head_of, strict=True)
-        gradients = divide(
-            [cast(gradient, var.aval.dtype) for gradient, var in pairs], scale
-        )
-        if not options.retries:
-            return [
-                _jax.note_transposing(gradient, _warn_unscaled)
-                for gradient in gradients
-            ]
-        reason = _NO_SECOND.format(options.retries)
-        return [_jax.refuse_transposing(gradient, reason) for gradient in gradients]
+            guard = functools.partial(_jax.note_transposing, note=_warn_unscaled)
+        in_own_dtypes = []
+        for gradient, var in zip(scaled, self.head_of, strict=True):
+            in_own_dtypes.append(cast(gradient, var.aval.dtype))
+        return list(map(guard, divide(in_own_dtypes, scale)))
 
-    def _agreed_axes(
+    def _find_agreed_axes(
         self, entering: list[Any], axis_name: Any
     ) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale."""
         of_inputs = [_jax.varying(var.aval) for var in self.head_by]
-        of_cotangents = [_jax.varying(jax.typeof(each)) for each in entering]
-        vary_somewhere = frozenset().union(*of_inputs, *of_cotangents)
+        of_cotangents = map(_jax.varying, map(jax.typeof, entering))
+        varying = frozenset().union(*of_inputs, *of_cotangents)
         # Where an input does not vary, its gradient is a sum over devices.
-        axes = set(vary_somewhere.difference(frozenset.intersection(*of_inputs)))
-        # Where the devices exchange numbers, none may go round again alone. What does not vary
-        # is the same on all of them.
+        all_inputs_vary = frozenset.intersection(*of_inputs)
+        axes = set(varying - all_inputs_vary)
+        # Where the devices exchange numbers, none may repeat a pass alone. What does not vary is
+        # the same on all of them.
         for axis in (*self.axes, *axis_names(axis_name)):
-            if axis in vary_somewhere or not _is_told_apart(axis):
+            if axis in varying or not _is_told_apart(axis):
                 axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
 
 
-def _vjp(
+def _find_largest(cotangents: list[Any], axes: Any) -> jax.Array:
+    """Returns the largest magnitude of each cotangent on all devices, an `f32[n]`."""
+    bits = reduce_sizes(Scaled(cotangents), by_leaf=True).numbers
+    no_flags = jnp.zeros(0, jnp.bool_)
+    _, largest = agree_on_sizes(no_flags, dict(enumerate(bits)), axes)
+    return jnp.stack(list(largest.values()))
+
+
+def _run_part(
     part: Part,
     env: dict[Any, Any],
+    *,
     by: Sequence[Any],
     of: Sequence[Any],
     note_inputs: Callable[..., Sequence[Any]] = lambda *inputs: inputs,
     note_outputs: Callable[..., Sequence[Any]] = lambda *outputs: outputs,
 ) -> tuple[list[Any], Any]:
-    """Returns the outputs of a part, and what pulls cotangents of those in `of` back to `by`.
+    """Runs a part of a program on the values in `env`.
 
-    Both may go through functions that note what JAX knows of their derivatives.
+    Returns all of its outputs, and a function that pulls cotangents of those in `of` back to the
+    variables in `by`. The values of both may go through functions that note what JAX knows of
+    their derivatives.
     """
-    places = []
-    for i, atom in enumerate(part.outputs):
-        if any(atom is each for each in of):  # by identity: literals are not hashable
-            places.append(i)
+    differentiated = set(map(id, of))  # by identity, as literals are not hashable
+    places = [i for i, atom in enumerate(part.outputs) if id(atom) in differentiated]
 
-    def run_part(*values: Any) -> Any:
+    def run(*values: Any) -> Any:
         values_of = env | dict(zip(by, note_inputs(*values), strict=True))
-        outputs = part(*(values_of[var] for var in part.inputs))
-        return list(note_outputs(*(outputs[i] for i in places))), outputs
+        outputs = part(*[values_of[var] for var in part.inputs])
+        outputs_of = note_outputs(*[outputs[i] for i in places])
+        return list(outputs_of), outputs
 
-    _, pull, outputs = jax.vjp(run_part, *(env[var] for var in by), has_aux=True)
+    inputs = [env[var] for var in by]
+    _, pull, outputs = jax.vjp(run, *inputs, has_aux=True)
     return outputs, pull
 
 
@@ -256,8 +268,8 @@ def _warn_unscaled() -> None:
         warnings.warn(_UNSCALED_SECOND, stacklevel=2)
 
 
-def _without_symbol(cotangent: Any) -> Any:
-    """Returns a cotangent as `jax.vjp` takes it: zeros where it is known to be zero."""
+def _instantiate(cotangent: Any) -> Any:
+    """Returns a cotangent as `jax.vjp` takes it: an array of zeros if it is known to be zero."""
     if isinstance(cotangent, SymbolicZero):
         return _make_zero(cotangent.aval)
     return cotangent
@@ -266,7 +278,9 @@ def _without_symbol(cotangent: Any) -> Any:
 def _make_zero(aval: Any) -> Any:
     """Returns the cotangent of a value that nothing depends on."""
     zero = _jax.zero_cotangent(aval)
-    return blank(aval) if zero is None else zero
+    if zero is None:
+        return blank(aval)
+    return zero
 
 
 def _is_told_apart(axis: Any) -> bool:

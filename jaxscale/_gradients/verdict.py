@@ -20,13 +20,8 @@ from .._trees.gradient_leaves import (
     map_gradients,
     replace_gradients,
 )
-from .reduction import (
-    Reduction,
-    float_bits,
-    float_of_bits,
-    reduce_gradients,
-    reduce_sizes,
-)
+from .._trees.numbers import float_bits, float_of_bits
+from .reduction import Reduction, reduce_gradients, reduce_sizes
 from .scaled import Scaled
 
 
@@ -75,7 +70,7 @@ def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
 
 
 def _find_least(numbers: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns the least of some numbers on all devices along `axis_name`, each for itself."""
+    """Returns, for each of some numbers, the least one on all devices along `axis_name`."""
     try:
         return jax.lax.pmin(numbers, axis_name)
     except NameError as error:
@@ -107,20 +102,22 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...]:
 def agree_on_sizes(
     finite: jax.Array, sizes: dict[Any, jax.Array], axis_name: Any
 ) -> tuple[jax.Array, dict[Any, jax.Array]]:
-    """Returns what `agree` does for a `bool[n]`, and the largest of some sizes, in one message.
+    """Agrees on flags as `agree` does, and on the largest of some sizes, in one message.
 
-    The sizes of this device are the bits of an `f32[]` each. An `f32[]` each is returned.
+    `finite` is a `bool[n]`. Each size of this device comes as the bits of an `f32[]`, and the
+    largest of all devices is returned as an `f32[]`.
     """
     if not sizes:
         return agree(finite, axis_name), {}
     if axis_name is not None:
-        # Negated, as the least number counts. As an integer, since what becomes of NaN in a
-        # maximum of floats is up to the library that devices exchange numbers by.
+        # The sizes are negated, as the least number counts. They are integers, since what becomes
+        # of NaN in a maximum of floats is up to the library that devices exchange numbers by.
         flags = finite.astype(jnp.int32)
         negated = -jnp.stack(list(sizes.values()))
+        num_flags = flags.shape[0]
         least = _find_least(jnp.append(flags, negated), axis_name)
-        finite = least[: -len(sizes)] == 1
-        largest = -least[-len(sizes) :]
+        finite = least[:num_flags] == 1
+        largest = -least[num_flags:]
         sizes = dict(zip(sizes, largest, strict=True))
     return finite, {name: float_of_bits(bits) for name, bits in sizes.items()}
 
