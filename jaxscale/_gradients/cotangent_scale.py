@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .. import _jax
 from .._trees.casts import blank
-from .._trees.numbers import float_bits, float_of_bits
+from .._trees.numbers import EXPONENT_BIAS, MANTISSA_BITS, float_bits, float_of_bits
 from .reduction import reduce_gradients
 from .verdict import agree
 
@@ -25,10 +25,6 @@ _HARMLESS_EXPONENTS = 12
 # The scale rises by 2 to this power at most: one retry takes that back.
 MOST_RAISED = 4
 
-# In the bits of a float32 the exponent stands above those of the mantissa, and this is added to it.
-_MANTISSA_BITS = 23
-_EXPONENT_BIAS = 127
-
 
 def choose_power(largest: jax.Array, most_raised: int) -> jax.Array:
     """Returns the power of two to scale cotangents by: it brings the largest to 1 or more, below 2.
@@ -38,16 +34,16 @@ def choose_power(largest: jax.Array, most_raised: int) -> jax.Array:
     between 2**-126 and 2**126, so that it and its reciprocal are normal numbers. If a cotangent is
     not finite, it is 1. Exponents are taken from the bits: a rounded logarithm gives other numbers.
     """
-    exponents = float_bits(largest) >> _MANTISSA_BITS
+    exponents = float_bits(largest) >> MANTISSA_BITS
     highest = jnp.max(exponents)
     # An entry of zeros says nothing.
     lowest = jnp.min(jnp.where(largest > 0, exponents, highest))
     spread = highest - lowest
     raised = jnp.clip(spread - _HARMLESS_EXPONENTS, 0, most_raised)
     # The bias is in both exponents.
-    exponent = 2 * _EXPONENT_BIAS - highest + raised
-    exponent = jnp.clip(exponent, 1, 2 * _EXPONENT_BIAS - 1)
-    power = float_of_bits(exponent << _MANTISSA_BITS)
+    exponent = 2 * EXPONENT_BIAS - highest + raised
+    exponent = jnp.clip(exponent, 1, 2 * EXPONENT_BIAS - 1)
+    power = float_of_bits(exponent << MANTISSA_BITS)
     is_finite = jnp.all(jnp.isfinite(largest))
     return jnp.where(is_finite, power, jnp.ones_like(power))
 

@@ -6,6 +6,11 @@ import optax
 
 INFINITY_BITS = 0x7F800000  # of float32; a NaN of that sign has larger ones
 
+# The bits of a positive float32 are those of the exponent, to which the bias is added, and below
+# them those of the mantissa.
+MANTISSA_BITS = 23
+EXPONENT_BIAS = 127
+
 
 def float_bits(numbers: jax.Array) -> jax.Array:
     """Returns the bits of float32 numbers as integers."""

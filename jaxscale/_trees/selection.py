@@ -95,7 +95,7 @@ def _cast_number(leaf: Any, dtype: Any) -> Any:
 
 
 def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
-    """Selects as `select` does, in the types of `old`; another dtype is an error."""
+    """Selects as `select` does, with the types of `old`. Another dtype is an error."""
 
     def keep_type(path: KeyPath, leaf: Any, old_leaf: Any) -> Any:
         if not is_array_like(leaf) or not is_array_like(old_leaf):
@@ -110,9 +110,8 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
             return old_leaf.at[...].set(leaf)
         return leaf
 
-    return jax.tree_util.tree_map_with_path(
-        keep_type, select(call, pred, new, old), old
-    )
+    selected = select(call, pred, new, old)
+    return jax.tree_util.tree_map_with_path(keep_type, selected, old)
 
 
 def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
@@ -149,9 +148,7 @@ def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
 
 def _unequal_dtypes(call: str, path: KeyPath, a: Any, b: Any) -> str:
     message = _unequal(call, path, "dtypes", a, b)
-    return (
-        f"{message} Cast one to the dtype of the other, or the step would compile anew."
-    )
+    return f"{message} Cast one to the other's dtype, or the step would compile anew."
 
 
 def _place(path: KeyPath) -> str:
@@ -176,7 +173,5 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
 
 
 def _leaf_paths(tree: Any) -> list[str]:
-    return [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in pairs]
