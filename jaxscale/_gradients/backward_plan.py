@@ -1,7 +1,11 @@
 """How `scale_backward` runs a program that is split in two: forward, and back through both parts.
 
-The backward pass has four steps: the tail, unscaled; the scale, from the cotangents that leave it;
-the head, with these cotangents scaled, and again at a lower scale if it overflows; the division.
+The backward pass has four steps:
+
+1. The tail runs, unscaled.
+2. The scale is chosen, from the cotangents that leave the tail.
+3. The head runs with these cotangents scaled, and again at a lower scale if it overflows.
+4. The gradients are divided by the scale.
 """
 
 import functools
@@ -56,7 +60,7 @@ class BackwardPlan:
       tail: the part that follows it.
       sources: for each input of the head that is a cast of an input of the program, that input.
       head_by: the inputs of the head that it is differentiated by.
-      head_of: for each of these, the input of the program that it is or is cast from.
+      head_sources: for each of these, the input of the program that it is or is cast from.
       tail_by: the inputs of the program that the tail is differentiated by.
       entries: the outputs of the head where cotangents of the tail may enter it.
       entry_types: the type of each entry, once the program has run forward.
@@ -75,13 +79,13 @@ class BackwardPlan:
         self.tail = parts.tail
         self.axes = _jax.collective_axes(program)
         by = set(itertools.compress(self.inputs, perturbed))
-        # Parameters are cast before the head, and the gradients cast back after it: in the loop
-        # of retries all of them are in memory at once, and take half of it.
+        # Parameters are cast before the head, and their gradients cast back after it. The loop of
+        # retries keeps all gradients in memory at once, and in half precision they take half of it.
         self.head, self.sources = parts.head.without_casts(by)
         by |= set(self.sources)
         derived = self.head.find_derived(by)
         self.head_by = [var for var in self.head.inputs if var in by]
-        self.head_of = [self.sources.get(var, var) for var in self.head_by]
+        self.head_sources = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in by]
         self.entries = [var for var in self.head.outputs if var in derived]
         self.entry_types: list[Any] = []
@@ -91,6 +95,8 @@ class BackwardPlan:
         env = dict(zip(self.inputs, inputs, strict=True))
         for var, source in self.sources.items():
             env[var] = cast(env[source], var.aval.dtype)
+        # JAX runs the rule of `note_tangents` only if an entry has a tangent. Then the rule enters
+        # here for each entry whether it has one; otherwise the list stays empty.
         with noting() as have_tangents:
             crossing, pull_head = _run_part(
                 self.head,
@@ -102,7 +108,6 @@ class BackwardPlan:
         env |= zip(self.head.outputs, crossing, strict=True)
         # The types in a `shard_map` are known only now, and are the same in each call.
         self.entry_types = [jax.typeof(env[var]) for var in self.entries]
-        # If no entry has a tangent, JAX asked no rule.
         have_tangents = have_tangents or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
         num_entries = len(entries)
@@ -133,12 +138,12 @@ class BackwardPlan:
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
         inexact = filter(_jax.holds_inexact, cotangents)
+        # Likewise `note_zeros`, unless all cotangents are zeros.
         with noting() as are_zeros:
             pulled = pull_tail(list(map(_instantiate, inexact)))
         num_entries = len(pulled) - len(self.tail_by)
         of_tail = pulled[num_entries:]
         gradients = dict(zip(self.tail_by, of_tail, strict=True))
-        # If all cotangents are zeros, JAX asked no rule.
         are_zeros = are_zeros or [True] * num_entries
         with_tangents = zip(pulled[:num_entries], are_zeros, strict=True)
         entering = []
@@ -150,10 +155,10 @@ class BackwardPlan:
                     cotangent = None
             entering.append(cotangent)
         if self.head_by and any(cotangent is not None for cotangent in entering):
-            # Noting tells `_warn_unscaled` that this is the backward pass of a boundary.
+            # Tells `_warn_unscaled` of an inner `scale_backward` that this one scales for it.
             with noting():
                 of_head = self._pull_through_head(pull_head, entering, options)
-            for var, gradient in zip(self.head_of, of_head, strict=True):
+            for var, gradient in zip(self.head_sources, of_head, strict=True):
                 if gradients.get(var) is not None:
                     gradient = gradient + widen(gradients[var])
                 gradients[var] = gradient
@@ -203,7 +208,7 @@ class BackwardPlan:
             scaled = pull_scaled(scale)
             guard = functools.partial(_jax.note_transposing, note=_warn_unscaled)
         in_own_dtypes = []
-        for gradient, var in zip(scaled, self.head_of, strict=True):
+        for gradient, var in zip(scaled, self.head_sources, strict=True):
             in_own_dtypes.append(cast(gradient, var.aval.dtype))
         return list(map(guard, divide(in_own_dtypes, scale)))
 
@@ -214,13 +219,14 @@ class BackwardPlan:
         of_inputs = [_jax.varying(var.aval) for var in self.head_by]
         of_cotangents = map(_jax.varying, map(jax.typeof, entering))
         varying = frozenset().union(*of_inputs, *of_cotangents)
-        # Where an input does not vary, its gradient is a sum over devices.
+        # Where an input does not vary, its gradient is a sum over devices. These must scale their
+        # terms alike.
         all_inputs_vary = frozenset.intersection(*of_inputs)
         axes = set(varying - all_inputs_vary)
-        # Where the devices exchange numbers, none may repeat a pass alone. What does not vary is
-        # the same on all of them.
+        # Where the devices exchange numbers, none of them may repeat a pass alone. They do not need
+        # to agree along an axis along which nothing varies.
         for axis in (*self.axes, *axis_names(axis_name)):
-            if axis in varying or not _is_told_apart(axis):
+            if axis in varying or not _shows_in_types(axis):
                 axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
 
@@ -263,7 +269,7 @@ def _run_part(
 
 
 def _warn_unscaled() -> None:
-    """Warns of a second reverse pass, unless that is the backward pass of a boundary itself."""
+    """Warns of a second reverse pass, unless a `scale_backward` around this one scales it."""
     if not is_noting():
         warnings.warn(_UNSCALED_SECOND, stacklevel=2)
 
@@ -283,8 +289,11 @@ def _make_zero(aval: Any) -> Any:
     return zero
 
 
-def _is_told_apart(axis: Any) -> bool:
-    """Returns whether types say what differs along a named axis, which must be there."""
+def _shows_in_types(axis: Any) -> bool:
+    """Returns whether types show what varies along a named axis.
+
+    Raises a `NameError` if there is no such axis.
+    """
     try:
         return _jax.is_told_apart(axis)
     except NameError as error:

@@ -25,12 +25,12 @@ from .scaled import Scaled, representable
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
 _LARGE = 2**16
 
-# So many leaves share one reduction at most; a CPU slows down beyond that.
+# At most this many leaves share one reduction; a CPU slows down beyond that.
 _MAX_SMALL_LEAVES = 64
 _MAX_LARGE_LEAVES = 16
 
-# A lone large leaf is split into so many parts, so that XLA on a CPU stores one of them and uses
-# all cores.
+# A lone large leaf is split into this many parts. Otherwise XLA on a CPU would store all of it
+# before it is reduced, instead of one part, and would not use all cores.
 _PARTS = 8
 
 _CONFIG: Any = jax.config  # type checkers do not know its attributes
@@ -52,7 +52,8 @@ class Reduction(NamedTuple):
 
     def finite(self) -> jax.Array:
         """Returns whether all groups are finite, a `bool[]`."""
-        # Combine the numbers before comparing, so that devices exchange a single one.
+        # The numbers are combined before they are compared, so that devices exchange a single one.
+        # Without numbers that are not flags it is 0, and finite.
         combined = self.largest_bits() if self.holds_sizes else self.squares()
         all_finite = _says_finite(combined)
         for flag in self._of_kind(jnp.bool_):
@@ -92,9 +93,9 @@ def reduce_gradients(
 ) -> Reduction:
     """Reduces the gradients in a tree to numbers that say whether they are finite.
 
-    Leaves of one type are combined element by element before they are reduced, as hundreds of
-    kernels are the cost of a verdict. With `by_leaf` each gradient is a group of its own. With
-    `squares` they are reduced to the sum of squares, which a norm needs.
+    Leaves of one type are combined element by element before they are reduced, as most of the cost
+    of a verdict would be hundreds of kernels. With `by_leaf` each gradient is a group of its own.
+    With `squares` they are reduced to the sum of squares, which a norm needs.
     """
     groups = _groups(tree, by_leaf)
     return Reduction([_reduce_group(group, squares) for group in groups])
@@ -158,8 +159,8 @@ def _is_placed(aval: Any) -> bool:
 
 
 def _is_large(leaf: Any) -> bool:
-    size = jnp.size(leaf)
-    return isinstance(size, int) and size >= _LARGE  # a symbol in `jax.export`
+    size = jnp.size(leaf)  # may be a symbol in `jax.export`
+    return isinstance(size, int) and size >= _LARGE
 
 
 # Whether a group is finite, and the sum of its squares.
@@ -171,8 +172,9 @@ def _reduce_group(leaves: Sequence[Any], squares: bool) -> jax.Array:
     is_placed = _is_placed(jax.typeof(first))
     if not squares and (is_placed or nans_are_errors()):
         return _reduce_in_parts(_are_finite, arrays, _PARTS)
-    # This is a sum even if only the verdict is asked for: XLA merges the sums that devices
-    # exchange, that of the loss included, into one exchange.
+    # If devices hold parts of the leaves, this is a sum even if only the verdict is asked for: XLA
+    # merges the sums that devices exchange, that of the loss included, into one exchange. But JAX
+    # may raise an error at a NaN, and a sum of squares may be one.
     total = _square(first, is_placed)
     for array in others:
         total = jax.lax.add(total, _square(array, is_placed))
@@ -253,8 +255,9 @@ def _real_arrays(leaves: Sequence[Any]) -> list[jax.Array]:
             arrays += [array.real, array.imag]
         else:
             arrays.append(array)
-    has_own_integers = jnp.finfo(arrays[0].dtype).bits >= 16
-    if has_own_integers and _is_placed(jax.typeof(arrays[0])):
+    # In some formats of 8 bits a NaN does not have the highest bits.
+    is_ordered = jnp.finfo(arrays[0].dtype).bits >= 16
+    if is_ordered and _is_placed(jax.typeof(arrays[0])):
         return arrays
     # In one type for all, so that devices exchange their numbers in one message.
     return list(map(widen, arrays))
@@ -274,21 +277,21 @@ def _as_float32(size: jax.Array) -> jax.Array:
 def _reduce_in_parts(
     reduce: Callable[[Sequence[jax.Array]], jax.Array],
     leaves: Sequence[jax.Array],
-    total: int,
+    num_parts: int,
 ) -> jax.Array:
-    """Reduces leaves of one type. On a CPU they are cut in `total` parts if they are large and few.
+    """Reduces leaves of one type. On a CPU, leaves that are large and few are cut into parts.
 
-    A TPU would store the parts, and also gradients that its matrix products could reduce as they
-    write them.
+    On a TPU that would make XLA store the gradients, which otherwise are reduced by the very matrix
+    products that compute them.
     """
-    number = total // len(leaves)
-    if number <= 1 or not _is_large(leaves[0]) or not _is_whole(leaves[0]):
+    parts_per_leaf = num_parts // len(leaves)
+    if parts_per_leaf <= 1 or not _is_large(leaves[0]) or not _is_whole(leaves[0]):
         return reduce(leaves)
 
     def reduce_parts(*leaves: jax.Array) -> jax.Array:
         parts = []
         for leaf in leaves:
-            parts += _cut(leaf, number)
+            parts += _cut(leaf, parts_per_leaf)
         return reduce(parts)
 
     def reduce_leaves(*leaves: jax.Array) -> jax.Array:
@@ -298,7 +301,7 @@ def _reduce_in_parts(
 
 
 def _is_whole(leaf: jax.Array) -> bool:
-    """Returns whether a leaf lies on one device, or is what one device has of it."""
+    """Returns whether a leaf lies on one device, or is the part of one device in `shard_map`."""
     mesh = jax.typeof(leaf).sharding.mesh
     return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 

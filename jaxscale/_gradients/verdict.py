@@ -155,13 +155,11 @@ class Verdict(NamedTuple):
     grads_finite: jax.Array  # bool[]
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
-    # the sum of all squares, if the norm comes from the same pass
-    squares: jax.Array | None
-    # that all devices agree on, an f32[], if that was asked for
-    norm: jax.Array | None = None
-    loss: jax.Array | None = None  # the largest of all devices, if that was asked for
-    # the largest gradient, an f32[], if the policy needs it
-    largest: jax.Array | None = None
+    # These are `None` unless they were asked for.
+    squares: jax.Array | None  # the sum of all squares
+    norm: jax.Array | None = None  # f32[], that all devices agree on
+    loss: jax.Array | None = None  # the largest of all devices
+    largest: jax.Array | None = None  # f32[], the largest gradient
 
 
 class _Passes(NamedTuple):

@@ -38,7 +38,7 @@ _LEVEL_UNITS = _LEVEL_BINADE // _BINADE
 UNSEEN = -256
 # No largest gradient has a higher logarithm.
 _HIGHEST = 128 * _BINADE
-# A crest rises by so much above the last one.
+# A crest rises by this much above the last one.
 _CREST_ROOM = 3 * _BINADE
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
@@ -205,7 +205,7 @@ class AdaptiveLossScale(CheckedLossScale):
         )
 
     def _after_overflow(self, now: "_IntegerState") -> "_IntegerState":
-        """Lowers the scale. The first overflow of a row also lowers the level, or raises the crest.
+        """Lowers the scale. The first overflow in a row also lowers the level, or raises the crest.
 
         If the gradients have grown, more overflows follow, and the scale alone falls.
         """

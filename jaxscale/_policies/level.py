@@ -18,35 +18,35 @@ import jax.numpy as jnp
 from .._state.optimizer import LossScaledState, SpikeState
 from .._trees.numbers import float_bits, float_of_bits, increment, increment_if
 
-# The level is the median of so many losses.
+# The level is the median of this many losses.
 BLOCK = 8
-# The past is so many levels: it is known after 512 steps.
+# The past is this many levels: it is known after 512 steps.
 PAST = 64
 
-# So many of the newest levels do not count yet, or a rise over 50 steps would hide itself.
+# This many of the newest levels do not count yet, or a rise over 50 steps would hide itself.
 _TOO_NEW = 4
 
 # A level stands above the past if it exceeds all of these:
-# - the median of the past, by so many standard deviations. A normal distribution has 1.349 of them
-#   between its quartiles;
+# - the median of the past, by this many standard deviations. A normal distribution has 1.349 of
+#   them between its quartiles;
 _SIGMAS = 10.0
 _QUARTILE_DISTANCE = 1.349
-# - the median, by so many times the distance from there to the fourth highest level. That one is
+# - the median, by this many times the distance from there to the fourth highest level. That one is
 #   far away where losses have a heavy tail. With 5 instead of 6, the level of twice as many healthy
 #   runs of that kind would stand above the past;
 _TAILS = 6.0
 # - the highest level of the past. Losses with few values, such as rewards, may have no other
 #   distance than that.
 
-# After so many steps above its past, a level starts a new past. That is four times as long as it
+# After this many steps above its past, a level starts a new past. That is four times as long as it
 # takes to learn one: a loop that looks every thousand steps sees the raised level, and new data are
 # not held against a run for ever.
 _FORGET_AFTER = 2048
 
-# A level may stand above its past by chance for some steps: from so many in a row on it counts.
+# A level may stand above its past by chance for some steps. After this many in a row it is raised.
 _RAISED_AFTER = 16
-# The level rises some steps after the loss: the median of 8 after 4 to 5, that of a slow rise
-# later.
+# The level rises some steps after the loss: as a median of 8 after 4 or 5, and later if the loss
+# rises slowly. It takes at most this many.
 _RISE_TAKES = 64
 
 

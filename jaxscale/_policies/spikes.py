@@ -31,16 +31,16 @@ from .level import BLOCK, PAST, count_blind_step, follow_level
 # The standard deviation counts as at least this part of the mean: float32 resolves about 1e-7.
 _MIN_RELATIVE_STD = 1e-6
 
-# A value that enters its window is clipped to so many times the distance from the mean to the
-# threshold. In a row of spikes this grows from one spike to the next by the same factor. Otherwise
-# a new level that is a million times as high would be skipped for longer than `check` bears.
+# A value that enters its window is clipped to this many times the distance from the mean to the
+# threshold. From spike to spike in a row, the limit grows by the same factor. Otherwise a new level
+# that is a million times as high would be skipped for so long that `check` would raise an error.
 _CLIP_FACTOR = 5.0
 
 # Values are clipped from this many entries on, even before any is judged, as an early spike would
 # hide others.
 _MIN_CLIP_HISTORY = 4
 
-# From this spike of a row on, values enter as they are. With a full default window their level is
+# From this spike in a row on, spikes enter as they are. With a full default window their level is
 # then accepted in 6 more steps, however high it is.
 _FIRST_UNCLIPPED = 10
 
@@ -80,11 +80,12 @@ class SpikeRule:
       that are rare among zeros are not spikes.
     - A step whose gradients are finite, but so large that their norm is not, is a spike from the
       first step on: it would set Adam's second moment to inf for good. No such level is accepted.
-    - A spike enters its window as the threshold itself, if no other was skipped in the last
-      `window` steps. So it hides no other. The k-th of a row enters as up to `sigmas * 5**(k - 1)`
-      standard deviations above the mean, at least `5 * sigmas`, and from the tenth on as it is. So
-      a new level is accepted after a few skipped steps: with the defaults 6 where it is 100
-      standard deviations higher, 7 where it is 1000, 8 where it is 100 000, and never more than 15.
+    - A spike is clipped as it enters its window. If no other was skipped in the last `window`
+      steps, it enters as the threshold itself, so that it hides no other. If one was, the k-th
+      spike in a row is clipped to `sigmas * max(5, 5**(k - 1))` standard deviations above the mean,
+      and from the tenth on not at all. So a new level is accepted after a few skipped steps: with
+      the defaults after 6 if it is 100 standard deviations higher, after 7 if it is 1000, after 8
+      if it is 100 000, and never after more than 15.
     - From the fifth step on, a value that is not a spike is clipped to `5 * sigmas` standard
       deviations from the mean as it enters.
     - The standard deviation counts as at least 1e-6 of the mean, and at least half the spacing of
@@ -93,16 +94,21 @@ class SpikeRule:
 
     This rule cannot tell a rare kind of batch from a bad one. A kind that stands out and makes up
     3, 4 or 5 % of the steps loses 55, 30 or 15 % of them, and one that comes in every 50th step is
-    hardly ever learned from. Nor are gradients that are rare among tiny ones, such as 1e-6, instead
-    of among zeros. `jaxscale.check` knows the share of skipped steps, and warns of a high one.
+    hardly ever learned from. Gradients that are rare among tiny ones, such as 1e-6, are also
+    skipped; only those that are rare among exact zeros are kept. `jaxscale.check` knows the share
+    of skipped steps, and warns of a high one.
 
     Nor can it tell a ruined run from new data, as it accepts either level. So the state also
-    follows the level of the loss, the median of the last 8 losses. `level_count` counts for how
-    many steps in a row the level has stood above its past. The past is the last 60 or so levels
-    that did not stand above theirs, one for each 8 steps. A level must exceed all of them, and
-    their median by 10 robust standard deviations. That takes 512 losses to know. A count of 16 or
-    more is a raised level: a sudden rise to 1.5 times a loss of 1 +- 0.1 is seen after about 20
-    steps. After 2048 steps the past is forgotten, and learned anew. No step is skipped for it.
+    follows the level of the loss, and never skips a step for it:
+
+    - The level is the median of the last 8 losses. Every 8 steps it is added to its past, unless it
+      stands above that. It takes 512 losses until the past is known.
+    - The level stands above its past if it exceeds the highest of the last 60 or so levels, and
+      their median by 10 robust standard deviations, and by 6 times the distance from there to the
+      fourth highest of them.
+    - `level_count` counts for how many steps in a row it does so. Take 16 as an alarm: a sudden
+      rise to 1.5 times a loss of 1 +- 0.1 is seen after about 20 steps. After 2048 steps the past
+      is forgotten, and learned anew.
 
     Args:
       window: how many of the last steps are kept, at least 2.
@@ -113,7 +119,7 @@ class SpikeRule:
         default half of `window`.
 
     Raises:
-      ValueError: if an argument is out of range.
+      ValueError: if an argument is out of range, or a bool.
       TypeError: if `sigmas` is not a number, or a count not an integer.
 
     Example:
@@ -202,24 +208,26 @@ class SpikeRule:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
         """
         limit = self._find_limit(state)
-        norm = self._judge_value(grad_norm, state.grad_norms, state.norm_count, limit)
-        is_spike = norm.is_spike
+        of_norm = self._judge_value(
+            grad_norm, state.grad_norms, state.norm_count, limit
+        )
+        is_spike = of_norm.is_spike
         next_state = state._replace(
-            grad_norms=norm.window,
-            norm_count=norm.num_entries,
-            norm_threshold=norm.threshold,
-            norm_deviation=norm.deviation,
+            grad_norms=of_norm.window,
+            norm_count=of_norm.num_entries,
+            norm_threshold=of_norm.threshold,
+            norm_deviation=of_norm.deviation,
         )
         if loss is None:
             next_state = count_blind_step(next_state)
         else:
-            judgement = self._judge_value(loss, state.losses, state.loss_count, limit)
-            is_spike |= judgement.is_spike
+            of_loss = self._judge_value(loss, state.losses, state.loss_count, limit)
+            is_spike |= of_loss.is_spike
             next_state = next_state._replace(
-                losses=judgement.window,
-                loss_count=judgement.num_entries,
-                loss_threshold=judgement.threshold,
-                loss_deviation=judgement.deviation,
+                losses=of_loss.window,
+                loss_count=of_loss.num_entries,
+                loss_threshold=of_loss.threshold,
+                loss_deviation=of_loss.deviation,
             )
             next_state = follow_level(
                 next_state,
@@ -258,16 +266,16 @@ class SpikeRule:
         )
 
     def _find_limit(self, state: SpikeState) -> jax.Array:
-        """Returns how far above the mean the next spike may enter its window.
+        """Returns the limit that the next spike is clipped to as it enters its window.
 
-        The limit is in multiples of the distance from the mean to the threshold. It is 1 for the
-        only spike of a window, and grows in a row of spikes.
+        It says how many times as far above the mean as the threshold a spike may stand.
         """
-        row = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
-        of_row = jnp.maximum(_CLIP_FACTOR, _CLIP_FACTOR ** row.astype(jnp.float32))
-        of_row = jnp.where(row + 1 < _FIRST_UNCLIPPED, of_row, jnp.inf)
-        is_only_one = state.cooldown == 0
-        return jnp.where(is_only_one, 1.0, of_row)
+        num_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
+        in_row = _CLIP_FACTOR ** num_before.astype(jnp.float32)
+        in_row = jnp.maximum(_CLIP_FACTOR, in_row)
+        in_row = jnp.where(num_before + 1 < _FIRST_UNCLIPPED, in_row, jnp.inf)
+        is_alone = state.cooldown == 0
+        return jnp.where(is_alone, 1.0, in_row)
 
     def _judge_value(
         self, value: Any, window: jax.Array, count: jax.Array, spike_limit: jax.Array
@@ -295,13 +303,15 @@ class SpikeRule:
             distance = self.sigmas * std
             # Zeros alone do not say how large a value may be.
             is_judged &= distance > 0
-            # A value far above the mean, or far below, would hide the spikes that follow.
+            # A value far above the mean, or far below, would hide the spikes that follow. What is
+            # judged, and not a spike, is below any limit.
             limit = jnp.where(is_judged, spike_limit, _CLIP_FACTOR)
             highest = mean + limit * distance
             lowest = mean - _CLIP_FACTOR * distance
             clipped = jnp.clip(scaled, lowest, highest)
             has_history = statistics.num_entries >= _MIN_CLIP_HISTORY
             may_clip = is_judged | (has_history & (distance > 0))
+            # What is not clipped enters bit by bit as it is.
             is_clipped = may_clip & (clipped != scaled)
             entry = jnp.where(is_clipped, clipped * statistics.unit, value)
 
@@ -380,11 +390,11 @@ def _measure(window: jax.Array, count: jax.Array) -> _Statistics:
     offsets = jnp.where(is_entry, scaled - origin, 0.0)
     # At least 2, as the squares are divided by one less.
     divisor = jnp.maximum(num_entries, 2).astype(jnp.float32)
-    mean = jnp.sum(offsets) / divisor
-    squares = jnp.where(is_entry, jnp.square(offsets - mean), 0.0)
+    mean_offset = jnp.sum(offsets) / divisor
+    squares = jnp.where(is_entry, jnp.square(offsets - mean_offset), 0.0)
     std = jnp.sqrt(jnp.sum(squares) / (divisor - 1))
     return _Statistics(
-        mean=origin + mean,
+        mean=origin + mean_offset,
         std=std,
         num_entries=num_entries,
         unit=unit,

@@ -19,7 +19,7 @@ from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
 # NNX leaves out what is empty, such as the inner state of plain SGD.
 _TELLING_FIELDS = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
 
-# A message names at most so many nodes of a tree.
+# A message names at most this many nodes of a tree.
 _MOST_NAMES = 8
 
 
