@@ -9,6 +9,7 @@ could overflow, and a single 1e30 would hide every spike until it has left the w
 """
 
 import dataclasses
+import functools
 import numbers
 from typing import Any, ClassVar, NamedTuple
 
@@ -167,26 +168,30 @@ class SpikeRule:
 
     def init(self) -> SpikeState:
         """Returns the initial state: both windows are empty."""
-        # Each field has an array of its own, as a donated state may not hold a buffer twice.
+        # These are functions, so that each field has an array of its own: a donated state may not
+        # hold a buffer twice.
+        zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+        infinity = functools.partial(jnp.full, (), jnp.inf, jnp.float32)
+        no_steps = functools.partial(jnp.zeros, (), jnp.int32)
         return SpikeState(
-            losses=jnp.zeros((self.window,), jnp.float32),
-            grad_norms=jnp.zeros((self.window,), jnp.float32),
-            loss_count=jnp.zeros((), jnp.int32),
-            norm_count=jnp.zeros((), jnp.int32),
-            total_spikes=jnp.zeros((), jnp.int32),
-            spike_count=jnp.zeros((), jnp.int32),
-            loss_threshold=jnp.full((), jnp.inf, jnp.float32),
-            norm_threshold=jnp.full((), jnp.inf, jnp.float32),
-            loss_deviation=jnp.zeros((), jnp.float32),
-            norm_deviation=jnp.zeros((), jnp.float32),
-            total_norm_overflows=jnp.zeros((), jnp.int32),
-            cooldown=jnp.zeros((), jnp.int32),
-            level_count=jnp.zeros((), jnp.int32),
-            level_threshold=jnp.full((), jnp.inf, jnp.float32),
-            recent_losses=jnp.zeros((BLOCK,), jnp.float32),
-            past_levels=jnp.zeros((PAST,), jnp.float32),
-            level_steps=jnp.zeros((), jnp.int32),
-            past_count=jnp.zeros((), jnp.int32),
+            losses=zeros((self.window,)),
+            grad_norms=zeros((self.window,)),
+            loss_count=no_steps(),
+            norm_count=no_steps(),
+            total_spikes=no_steps(),
+            spike_count=no_steps(),
+            loss_threshold=infinity(),
+            norm_threshold=infinity(),
+            loss_deviation=zeros(()),
+            norm_deviation=zeros(()),
+            total_norm_overflows=no_steps(),
+            cooldown=no_steps(),
+            level_count=no_steps(),
+            level_threshold=infinity(),
+            recent_losses=zeros((BLOCK,)),
+            past_levels=zeros((PAST,)),
+            level_steps=no_steps(),
+            past_count=no_steps(),
         )
 
     def judge(

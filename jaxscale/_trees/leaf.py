@@ -29,6 +29,14 @@ _KINDS = {
 }
 
 
+_PYTHON_TYPES = {
+    NumberKind.BOOL: bool,
+    NumberKind.INTEGER: int,
+    NumberKind.FLOATING: float,
+    NumberKind.COMPLEX: complex,
+}
+
+
 def kind_of(dtype: Any) -> NumberKind:
     """Returns the kind of numbers that a dtype holds, `NONE` for that of keys, text and so on."""
     for scalar_type, kind in _KINDS.items():
@@ -123,13 +131,8 @@ def _overflow_limit(dtype: Any) -> float:
 def make_array(number: Any, dtype: Any) -> np.ndarray:
     """Returns a Python number as an array of a dtype that holds it."""
     kind = kind_of(dtype)
-    if kind is NumberKind.BOOL:
-        number = bool(number.real)
-    elif kind is NumberKind.INTEGER:
-        number = int(number.real)
-    elif kind is NumberKind.FLOATING:
-        number = float(number.real)
-    else:
-        number = complex(number)
+    if kind is not NumberKind.COMPLEX:
+        number = number.real
+    number = _PYTHON_TYPES[kind](number)
     # NumPy makes the array, as JAX would make the number an int32 or a float32 first.
     return np.asarray(number, dtype)

@@ -61,13 +61,10 @@ def overwriting_updates(
         wide_new = widen(replace_finite(new, old))
         wide_old = widen(old)
         update = wide_new - wide_old
-        total = wide_old + update
-        vanishes = (total == 0) & (wide_new != 0)
-        # With the number next to this one, the sum has the sign of the new value.
-        opposite = -wide_old
-        end = jnp.sign(wide_new) * jnp.inf
-        smallest_update = jnp.nextafter(opposite, end)
-        return jnp.where(vanishes, smallest_update, update)
+        vanishes = (wide_old + update == 0) & (wide_new != 0)
+        # The least update whose sum is not 0, but has the sign of the new value.
+        smallest = jnp.nextafter(-wide_old, jnp.sign(wide_new) * jnp.inf)
+        return jnp.where(vanishes, smallest, update)
 
     return _map_overwrites(find_difference, updates, grads, params)
 

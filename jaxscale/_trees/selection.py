@@ -161,15 +161,17 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
     second_structure = jax.tree.structure(second)
     if first_structure == second_structure:
         return
-    first_paths = _leaf_paths(first)
-    second_paths = _leaf_paths(second)
-    only_first = [path for path in first_paths if path not in second_paths]
-    only_second = [path for path in second_paths if path not in first_paths]
     raise ValueError(
         f"`{call}` needs two trees of one structure. Leaves only in the first: "
-        f"{', '.join(only_first) or 'none'}; only in the second: "
-        f"{', '.join(only_second) or 'none'}. They are {first_structure} and {second_structure}."
+        f"{_name_others(first, second)}; only in the second: {_name_others(second, first)}. "
+        f"They are {first_structure} and {second_structure}."
     )
+
+
+def _name_others(tree: Any, other: Any) -> str:
+    """Returns the paths of the leaves of a tree that are not in another one, as text."""
+    others = _leaf_paths(other)
+    return ", ".join(path for path in _leaf_paths(tree) if path not in others) or "none"
 
 
 def _leaf_paths(tree: Any) -> list[str]:
