@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from references import trajectory
 from tables import POLICIES, assert_same_bits, avals, cases
+from training import x64
 
 import jaxscale
 from jaxscale import presets
@@ -423,6 +424,22 @@ def test_devices_agree_on_the_next_state(policy):
         for member in range(2):
             own = jax.tree.map(lambda leaf, i=member: leaf[i], after)
             assert_same_bits(own, alone)
+
+
+@cases("dtype", ["float32", "complex64", "float64", "complex128"], fast=["complex128"])
+def test_no_finite_gradient_ruins_logmax_for_good(dtype):
+    policy = presets.openseq2seq_logmax(beta1=0.0, beta2=0.0)
+    info = np.finfo(dtype)
+    numbers = [info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1]
+    if "complex" in dtype:
+        numbers = [number * (1 + 1j) for number in numbers]
+    with x64():
+        update = jax.jit(policy.update)
+        state = policy.init()
+        for number in (*numbers, np.inf, *numbers, 0.25, 0.25, 0.25):
+            state, _ = update(state, {"w": jnp.asarray([0.125, number], dtype)})
+            assert jnp.isfinite(jnp.stack(state)).all(), number
+            assert avals(state) == avals(policy.init()), number
 
 
 def test_no_gradients_are_finite():
