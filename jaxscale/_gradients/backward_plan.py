@@ -96,7 +96,7 @@ class BackwardPlan:
         for var, source in self.sources.items():
             env[var] = cast(env[source], var.aval.dtype)
         # JAX runs the rule of `note_tangents` only if an entry has a tangent. Then the rule enters
-        # here for each entry whether it has one; otherwise the list stays empty.
+        # into this list whether each entry has one. Otherwise the list stays empty.
         with noting() as have_tangents:
             crossing, pull_head = _run_part(
                 self.head,
@@ -138,7 +138,8 @@ class BackwardPlan:
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
         inexact = filter(_jax.holds_inexact, cotangents)
-        # Likewise `note_zeros`, unless all cotangents are zeros.
+        # Likewise the rule of `note_zeros` enters whether the cotangent of each of these entries is
+        # zero, unless JAX knows that all are.
         with noting() as are_zeros:
             pulled = pull_tail(list(map(_instantiate, inexact)))
         num_entries = len(pulled) - len(self.tail_by)

@@ -243,9 +243,9 @@ class SpikeRule:
         is_judged = jnp.asarray(finite)
         norm_overflows = jnp.zeros((), jnp.bool_)
         if self._is_guarded:
-            # A norm of 0 has nothing to learn from, and must not be what others are judged by.
+            # A step whose norm is 0 has nothing to learn from, and no other is to be judged by it.
             is_judged &= jnp.asarray(grad_norm) != 0
-            # A norm of inf would set Adam's second moment to inf for good.
+            # A step whose norm is inf would set Adam's second moment to inf for good.
             norm_overflows = ~jnp.isfinite(grad_norm)
             is_spike |= norm_overflows
         next_state = self._count_step(next_state, is_spike, norm_overflows)

@@ -132,12 +132,10 @@ def test_an_unusable_restored_scale_heals():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     for scale in (0.0, -1.0, np.inf, np.nan):
         state = replaced(policy.init(), loss_scale=scale)
-        after_finite = policy.adjust(state, True)
-        after_overflow = policy.adjust(state, False)
-        assert after_finite.loss_scale == policy.init_scale * policy.growth_factor, (
-            scale
-        )
-        assert after_overflow.loss_scale == policy.init_scale / 2, scale
+        grown = policy.adjust(state, True)
+        assert grown.loss_scale == policy.init_scale * 2, scale
+        lowered = policy.adjust(state, False)
+        assert lowered.loss_scale == policy.init_scale / 2, scale
 
 
 def test_a_tracker_restored_beyond_the_interval_grows_at_once():
@@ -451,19 +449,23 @@ def test_no_gradients_are_finite():
 def test_every_kind_of_scalar_bool_is_taken():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     for verdict in (True, np.bool_(True), np.array(True)):
-        assert policy.adjust(policy.init(), verdict).loss_scale == 2.0**16, type(
-            verdict
-        )
+        state = policy.adjust(policy.init(), verdict)
+        assert state.loss_scale == 2.0**16, type(verdict)
 
 
-def test_policies_are_plain_values():
-    for name, policy in ALL.items():
-        config = json.loads(json.dumps(policy.get_config()))
-        again = type(policy).from_config(config)
-        assert (again, hash(again)) == (policy, hash(policy)), name
-        assert jax.tree.leaves(policy) == [policy], name
-        pair = (policy, policy.init())
-        assert pickle.loads(pickle.dumps(pair)) == pair, name
+@pytest.mark.parametrize("policy", ALL.values(), ids=ALL)
+def test_a_policy_is_made_again_from_its_config(policy):
+    config = json.loads(json.dumps(policy.get_config()))
+    again = type(policy).from_config(config)
+    assert again == policy
+    assert hash(again) == hash(policy)
+
+
+@pytest.mark.parametrize("policy", ALL.values(), ids=ALL)
+def test_a_policy_is_a_plain_value(policy):
+    assert jax.tree.leaves(policy) == [policy]
+    pair = (policy, policy.init())
+    assert pickle.loads(pickle.dumps(pair)) == pair
 
 
 def test_a_policy_is_frozen():
