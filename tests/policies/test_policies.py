@@ -237,6 +237,8 @@ REPEATED = ADAPTIVE.period * 3 // 8
 FORGOTTEN = ADAPTIVE.period * 3 // 4
 # The last three are between a threshold and its double or half.
 STARTS = {
+    "a crest that nothing reached": (make_start(12, 0, 15 * 2**20, 2**18, 9, 9), BAD),
+    "a crest that was reached": (make_start(12, 0, 15 * 2**20, 2**18, 9, 1), BAD),
     "counters at their end": (make_start(8, 0, 0, 2**23, END, END), 1.0),
     "an overflow repeats": (make_start(8, 0, 2**23, 0, REPEATED, REPEATED), BAD),
     "the crest is nearly reached": (make_start(4, 0, 2**23, 2**19, 9, 1), 8.0),
