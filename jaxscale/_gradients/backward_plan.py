@@ -1,9 +1,14 @@
 """How `scale_backward` runs a program that is split in two: forward, and back through both parts.
 
-The backward pass has four steps: the tail, unscaled; the scale, from the cotangents that leave it;
-the head, with these cotangents scaled, and again at a lower scale if it overflows; the division.
+The backward pass has four steps:
+
+1. The tail runs, unscaled.
+2. The scale is chosen, from the cotangents that leave the tail.
+3. The head runs with these cotangents scaled, and again at a lower scale if it overflows.
+4. The gradients are divided by the scale.
 """
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -47,15 +52,15 @@ class Options(NamedTuple):
 
 
 class BackwardPlan:
-    """A program, split, and what is differentiated in each part by what.
+    """A program that is split in two, and by which inputs each part is differentiated.
 
     Attributes:
       inputs: the variables of the program's inputs.
       head: the half-precision part.
-      tail: what follows it.
+      tail: the part that follows it.
       sources: for each input of the head that is a cast of an input of the program, that input.
       head_by: the inputs of the head that it is differentiated by.
-      head_of: for each of these, the input of the program that it is or is cast from.
+      head_sources: for each of these, the input of the program that it is or is cast from.
       tail_by: the inputs of the program that the tail is differentiated by.
       entries: the outputs of the head where cotangents of the tail may enter it.
       entry_types: the type of each entry, once the program has run forward.
@@ -74,13 +79,13 @@ class BackwardPlan:
         self.tail = parts.tail
         self.axes = _jax.collective_axes(program)
         by = set(itertools.compress(self.inputs, perturbed))
-        # Parameters are cast before the head, and the gradients cast back after it: in the loop
-        # of retries all of them are in memory at once, and take half of it.
+        # Parameters are cast before the head, and their gradients cast back after it. The loop of
+        # retries keeps all gradients in memory at once, and in half precision they take half of it.
         self.head, self.sources = parts.head.without_casts(by)
         by |= set(self.sources)
         derived = self.head.find_derived(by)
         self.head_by = [var for var in self.head.inputs if var in by]
-        self.head_of = [self.sources.get(var, var) for var in self.head_by]
+        self.head_sources = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in by]
         self.entries = [var for var in self.head.outputs if var in derived]
         self.entry_types: list[Any] = []
@@ -90,36 +95,38 @@ class BackwardPlan:
         env = dict(zip(self.inputs, inputs, strict=True))
         for var, source in self.sources.items():
             env[var] = cast(env[source], var.aval.dtype)
+        # JAX runs the rule of `note_tangents` only if an entry has a tangent. Then the rule enters
+        # into this list whether each entry has one. Otherwise the list stays empty.
         with noting() as have_tangents:
-            crossing, pull_head = _vjp(
-                self.head, env, self.head_by, self.entries, note_outputs=note_tangents
+            crossing, pull_head = _run_part(
+                self.head,
+                env,
+                by=self.head_by,
+                of=self.entries,
+                note_outputs=note_tangents,
             )
         env |= zip(self.head.outputs, crossing, strict=True)
-        # Of a `shard_map` the types are known only now, and are the same in each call.
+        # The types in a `shard_map` are known only now, and are the same in each call.
         self.entry_types = [jax.typeof(env[var]) for var in self.entries]
-        # If none has a tangent, no rule was asked.
         have_tangents = have_tangents or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
-        differentiated = [
-            atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)
-        ]
+        num_entries = len(entries)
 
         def note_entries(*values: Any) -> Any:
-            return *note_zeros(*values[: len(entries)]), *values[len(entries) :]
+            return *note_zeros(*values[:num_entries]), *values[num_entries:]
 
-        outputs, pull_tail = _vjp(
+        outputs, pull_tail = _run_part(
             self.tail,
             env,
-            [*entries, *self.tail_by],
-            differentiated,
+            by=[*entries, *self.tail_by],
+            of=[atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)],
             note_inputs=note_entries,
         )
-        # What a backward pass keeps is a tree of arrays. This one has none: its structure says
-        # which entries have a tangent.
+        # What a backward pass keeps must be a tree of arrays. So these marks are a tree without
+        # arrays, whose structure says which entries have a tangent.
         entry_marks = [() if has_tangent else None for has_tangent in have_tangents]
-        return tuple(outputs), Partial(
-            self._pull_back, entry_marks, pull_head, pull_tail
-        )
+        pull = Partial(self._pull_back, entry_marks, pull_head, pull_tail)
+        return tuple(outputs), pull
 
     def _pull_back(
         self,
@@ -130,43 +137,49 @@ class BackwardPlan:
         options: Options,
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
-        inexact = [each for each in cotangents if _jax.holds_inexact(each)]
+        inexact = filter(_jax.holds_inexact, cotangents)
+        # Likewise the rule of `note_zeros` enters whether the cotangent of each of these entries is
+        # zero, unless JAX knows that all are.
         with noting() as are_zeros:
-            pulled = pull_tail([_without_symbol(each) for each in inexact])
-        entry_count = len(pulled) - len(self.tail_by)
-        gradients = dict(zip(self.tail_by, pulled[entry_count:], strict=True))
-        # If all of them are zeros, no rule was asked.
-        are_zeros = are_zeros or [True] * entry_count
-        with_tangents = zip(pulled[:entry_count], are_zeros, strict=True)
+            pulled = pull_tail(list(map(_instantiate, inexact)))
+        num_entries = len(pulled) - len(self.tail_by)
+        of_tail = pulled[num_entries:]
+        gradients = dict(zip(self.tail_by, of_tail, strict=True))
+        are_zeros = are_zeros or [True] * num_entries
+        with_tangents = zip(pulled[:num_entries], are_zeros, strict=True)
         entering = []
         for mark in entry_marks:
-            if mark is None:
-                entering.append(None)
-                continue
-            cotangent, is_zero = next(with_tangents)
-            entering.append(None if is_zero else cotangent)
-        if self.head_by and any(each is not None for each in entering):
-            # Noting tells `_warn_unscaled` that this is the backward pass of a boundary.
+            cotangent = None
+            if mark is not None:
+                cotangent, is_zero = next(with_tangents)
+                if is_zero:
+                    cotangent = None
+            entering.append(cotangent)
+        if self.head_by and any(cotangent is not None for cotangent in entering):
+            # Tells `_warn_unscaled` of an inner `scale_backward` that this one scales for it.
             with noting():
                 of_head = self._pull_through_head(pull_head, entering, options)
-            for var, gradient in zip(self.head_of, of_head, strict=True):
+            for var, gradient in zip(self.head_sources, of_head, strict=True):
                 if gradients.get(var) is not None:
                     gradient = gradient + widen(gradients[var])
                 gradients[var] = gradient
-        return tuple(
-            cast(gradients[var], var.aval.dtype) if var in gradients else None
-            for var in self.inputs
-        )
+        results = []
+        for var in self.inputs:
+            gradient = None
+            if var in gradients:
+                gradient = cast(gradients[var], var.aval.dtype)
+            results.append(gradient)
+        return tuple(results)
 
     def _pull_through_head(
         self, pull: Any, cotangents: list[Any], options: Options
     ) -> list[jax.Array]:
-        """Returns what the head makes of cotangents, in float32 or wider.
+        """Pulls cotangents back through the head, and returns the gradients in float32 or wider.
 
         There is one cotangent for each entry. It is `None` if nothing depends on the entry.
         """
-        entering = [each for each in cotangents if each is not None]
-        axes = self._agreed_axes(entering, options.axis_name)
+        entering = [cotangent for cotangent in cotangents if cotangent is not None]
+        axes = self._find_agreed_axes(entering, options.axis_name)
 
         def pull_scaled(scale: jax.Array) -> list[Any]:
             scaled = iter(multiply(entering, scale))
@@ -181,83 +194,89 @@ class BackwardPlan:
         scale = jnp.float32(options.scale or 1)
         is_finite = jnp.array(True)
         if options.scale is None or options.retries:
-            bits = reduce_sizes(Scaled(entering), by_leaf=True).numbers
-            _, agreed = agree_on_sizes(
-                jnp.zeros(0, jnp.bool_), dict(enumerate(bits)), axes
-            )
-            largest = jnp.stack(list(agreed.values()))
+            largest = _find_largest(entering, axes)
             is_finite = jnp.all(jnp.isfinite(largest))
             if options.scale is None:
-                scale = choose_power(largest, MOST_RAISED if options.retries else 0)
+                most_raised = MOST_RAISED if options.retries else 0
+                scale = choose_power(largest, most_raised)
         if options.retries:
             scaled, scale = pull_with_retries(
                 pull_scaled, scale, is_finite, options.retries, axes
             )
+            reason = _NO_SECOND.format(options.retries)
+            guard = functools.partial(_jax.refuse_transposing, reason=reason)
         else:
             scaled = pull_scaled(scale)
-        pairs = zip(scaled, self.head_of, strict=True)
-        gradients = divide(
-            [cast(gradient, var.aval.dtype) for gradient, var in pairs], scale
-        )
-        if not options.retries:
-            return [
-                _jax.note_transposing(gradient, _warn_unscaled)
-                for gradient in gradients
-            ]
-        reason = _NO_SECOND.format(options.retries)
-        return [_jax.refuse_transposing(gradient, reason) for gradient in gradients]
+            guard = functools.partial(_jax.note_transposing, note=_warn_unscaled)
+        in_own_dtypes = []
+        for gradient, var in zip(scaled, self.head_sources, strict=True):
+            in_own_dtypes.append(cast(gradient, var.aval.dtype))
+        return list(map(guard, divide(in_own_dtypes, scale)))
 
-    def _agreed_axes(
+    def _find_agreed_axes(
         self, entering: list[Any], axis_name: Any
     ) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale."""
         of_inputs = [_jax.varying(var.aval) for var in self.head_by]
-        of_cotangents = [_jax.varying(jax.typeof(each)) for each in entering]
-        vary_somewhere = frozenset().union(*of_inputs, *of_cotangents)
-        # Where an input does not vary, its gradient is a sum over devices.
-        axes = set(vary_somewhere.difference(frozenset.intersection(*of_inputs)))
-        # Where the devices exchange numbers, none may go round again alone. What does not vary
-        # is the same on all of them.
+        of_cotangents = map(_jax.varying, map(jax.typeof, entering))
+        varying = frozenset().union(*of_inputs, *of_cotangents)
+        # Where an input does not vary, its gradient is a sum over devices. These must scale their
+        # terms alike.
+        all_inputs_vary = frozenset.intersection(*of_inputs)
+        axes = set(varying - all_inputs_vary)
+        # Where the devices exchange numbers, none of them may repeat a pass alone. They do not need
+        # to agree along an axis along which nothing varies.
         for axis in (*self.axes, *axis_names(axis_name)):
-            if axis in vary_somewhere or not _is_told_apart(axis):
+            if axis in varying or not _shows_in_types(axis):
                 axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
 
 
-def _vjp(
+def _find_largest(cotangents: list[Any], axes: Any) -> jax.Array:
+    """Returns the largest magnitude of each cotangent on all devices, an `f32[n]`."""
+    bits = reduce_sizes(Scaled(cotangents), by_leaf=True).numbers
+    no_flags = jnp.zeros(0, jnp.bool_)
+    _, largest = agree_on_sizes(no_flags, dict(enumerate(bits)), axes)
+    return jnp.stack(list(largest.values()))
+
+
+def _run_part(
     part: Part,
     env: dict[Any, Any],
+    *,
     by: Sequence[Any],
     of: Sequence[Any],
     note_inputs: Callable[..., Sequence[Any]] = lambda *inputs: inputs,
     note_outputs: Callable[..., Sequence[Any]] = lambda *outputs: outputs,
 ) -> tuple[list[Any], Any]:
-    """Returns the outputs of a part, and what pulls cotangents of those in `of` back to `by`.
+    """Runs a part of a program on the values in `env`.
 
-    Both may go through functions that note what JAX knows of their derivatives.
+    Returns all of its outputs, and a function that pulls cotangents of those in `of` back to the
+    variables in `by`. The values of both may go through functions that note what JAX knows of
+    their derivatives.
     """
-    places = []
-    for i, atom in enumerate(part.outputs):
-        if any(atom is each for each in of):  # by identity: literals are not hashable
-            places.append(i)
+    differentiated = set(map(id, of))  # by identity, as literals are not hashable
+    places = [i for i, atom in enumerate(part.outputs) if id(atom) in differentiated]
 
-    def run_part(*values: Any) -> Any:
+    def run(*values: Any) -> Any:
         values_of = env | dict(zip(by, note_inputs(*values), strict=True))
-        outputs = part(*(values_of[var] for var in part.inputs))
-        return list(note_outputs(*(outputs[i] for i in places))), outputs
+        outputs = part(*[values_of[var] for var in part.inputs])
+        outputs_of = note_outputs(*[outputs[i] for i in places])
+        return list(outputs_of), outputs
 
-    _, pull, outputs = jax.vjp(run_part, *(env[var] for var in by), has_aux=True)
+    inputs = [env[var] for var in by]
+    _, pull, outputs = jax.vjp(run, *inputs, has_aux=True)
     return outputs, pull
 
 
 def _warn_unscaled() -> None:
-    """Warns of a second reverse pass, unless that is the backward pass of a boundary itself."""
+    """Warns of a second reverse pass, unless a `scale_backward` around this one scales it."""
     if not is_noting():
         warnings.warn(_UNSCALED_SECOND, stacklevel=2)
 
 
-def _without_symbol(cotangent: Any) -> Any:
-    """Returns a cotangent as `jax.vjp` takes it: zeros where it is known to be zero."""
+def _instantiate(cotangent: Any) -> Any:
+    """Returns a cotangent as `jax.vjp` takes it: an array of zeros if it is known to be zero."""
     if isinstance(cotangent, SymbolicZero):
         return _make_zero(cotangent.aval)
     return cotangent
@@ -266,11 +285,16 @@ def _without_symbol(cotangent: Any) -> Any:
 def _make_zero(aval: Any) -> Any:
     """Returns the cotangent of a value that nothing depends on."""
     zero = _jax.zero_cotangent(aval)
-    return blank(aval) if zero is None else zero
+    if zero is None:
+        return blank(aval)
+    return zero
 
 
-def _is_told_apart(axis: Any) -> bool:
-    """Returns whether types say what differs along a named axis, which must be there."""
+def _shows_in_types(axis: Any) -> bool:
+    """Returns whether types show what varies along a named axis.
+
+    Raises a `NameError` if there is no such axis.
+    """
     try:
         return _jax.is_told_apart(axis)
     except NameError as error:

@@ -1,11 +1,11 @@
 """A traced program in two parts: the half-precision part, and what follows it in float32.
 
-The *head* is every equation that a half-precision value comes from, and those that take one, if a
-cotangent comes back to that value. The *tail* is the rest. Its backward pass needs no scale, and
-the cotangents that leave it for the head say which scale that needs.
+The *head* is every equation that a half-precision value comes from, and every one that takes such a
+value if a cotangent comes back to it. The *tail* is the rest. Its backward pass needs no scale, and
+the cotangents that leave it for the head say which scale the head needs.
 
-Control flow and functions with derivative rules belong to one part as a whole. Calls that mean
-nothing but their program, such as `jit` and `jax.checkpoint`, and `shard_map` are divided in two.
+Control flow and functions with derivative rules belong to one part as a whole. `shard_map`, and
+calls that only run their program, such as `jit` and `jax.checkpoint`, are divided in two.
 """
 
 import itertools
@@ -24,10 +24,12 @@ def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
     Matrix products in float32 count as half precision if an `autocast` may yet make them that:
     if the program was traced for one, or if nothing else in it is in half precision.
     """
+    jaxpr = program.jaxpr
     holds_typed_half = EquationSearch(is_typed_half)
-    casts = under_autocast or not any(map(holds_typed_half, program.jaxpr.eqns))
+    casts = under_autocast or not any(map(holds_typed_half, jaxpr.eqns))
     finder = HalfFinder(holds_typed_half, casts)
-    finder.search(program, [True] * len(program.jaxpr.outvars), Owner.MODEL)
+    pulled_outputs = [True] * len(jaxpr.outvars)
+    finder.search(program, pulled_outputs, Owner.MODEL)
     splitter = _Splitter(finder.holds_half)
     head, tail = splitter.divide(program, needed=())
     return splitter.make_parts(program, head, tail, from_head=[])
@@ -36,8 +38,8 @@ def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
 class _Splitter:
     """Splits a program, and those that its calls hold.
 
-    A program that is called many times is split once for each set of outputs that the head needs,
-    so that its parts are functions that are called many times.
+    A program that is called many times is split once for each set of outputs that the head needs.
+    So each part stays one function that is called many times.
     """
 
     def __init__(self, holds_half: Callable[[JaxprEqn], bool]) -> None:
@@ -88,14 +90,20 @@ class _Splitter:
         """Returns steps as two parts, of which the head returns some of the outputs itself."""
         jaxpr = program.jaxpr
         constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        of_head = [var for step in head for var in step.outvars]
-        from_tail = [atom for i, atom in enumerate(jaxpr.outvars) if i not in from_head]
-        tail_part = Part("tail", tail, [*of_head, *jaxpr.invars], from_tail, constants)
+        of_head = _list_computed(head)
+        returned, others = _divide_outputs(jaxpr.outvars, from_head)
+        tail_part = Part("tail", tail, [*of_head, *jaxpr.invars], others, constants)
         computed = set(of_head)
         crossing = [var for var in tail_part.inputs if var in computed]
-        head_outputs = [*crossing, *(jaxpr.outvars[i] for i in from_head)]
+        head_outputs = [*crossing, *returned]
         head_part = Part("head", head, jaxpr.invars, head_outputs, constants)
-        return Split(list(jaxpr.invars), head_part, tail_part, crossing, from_head)
+        return Split(
+            inputs=list(jaxpr.invars),
+            head=head_part,
+            tail=tail_part,
+            crossing=crossing,
+            from_head=from_head,
+        )
 
     def _divide_equation(self, eqn: JaxprEqn, in_head: set[Any]) -> list[Step]:
         """Returns an equation as one step, or as two if it is a call with a head and a tail."""
@@ -110,12 +118,15 @@ class _Splitter:
         parts = self._split_call(inner, needed, is_mapped)
         if parts is None:
             return [whole]
-        # New variables, as a program may be called twice.
+        # What each variable of the program is outside of the call.
         outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
-        outside |= {var: Crossing(var.aval) for var in parts.crossing}
-        crossing = [outside[var] for var in parts.crossing]
-        returned = [eqn.outvars[i] for i in parts.from_head]
-        others = [var for i, var in enumerate(eqn.outvars) if i not in parts.from_head]
+        crossing = []
+        for var in parts.crossing:
+            outside[var] = Crossing(
+                var.aval
+            )  # a new one, as a program may be called twice
+            crossing.append(outside[var])
+        returned, others = _divide_outputs(eqn.outvars, parts.from_head)
         head = Step(
             eqn,
             invars=[outside[var] for var in parts.head.inputs],
@@ -137,20 +148,34 @@ class _Splitter:
     def _split_call(
         self, program: ClosedJaxpr, needed: Sequence[bool], is_mapped: bool
     ) -> Split | None:
-        """Returns a program that is called in its parts, `None` if all of it is the head's."""
+        """Returns the parts of a program that is called, `None` if all of it is the head's."""
         jaxpr = program.jaxpr
         key = jaxpr, tuple(map(id, program.consts)), tuple(needed), is_mapped
-        if key not in self._known:
-            head, tail = self.divide(program, itertools.compress(jaxpr.outvars, needed))
-            computed = {var for step in head for var in step.outvars}
+        if key in self._known:
+            return self._known[key]
+        parts = None
+        head, tail = self.divide(program, itertools.compress(jaxpr.outvars, needed))
+        if tail:
+            computed = set(_list_computed(head))
             from_head = []
-            for i, (atom, is_needed) in enumerate(
-                zip(jaxpr.outvars, needed, strict=True)
-            ):
+            for i, atom in enumerate(jaxpr.outvars):
                 is_of_head = not isinstance(atom, Literal) and atom in computed
-                if is_needed or (is_of_head and not is_mapped):
+                if needed[i] or (is_of_head and not is_mapped):
                     from_head.append(i)
-            self._known[key] = None
-            if tail:
-                self._known[key] = self.make_parts(program, head, tail, from_head)
-        return self._known[key]
+            parts = self.make_parts(program, head, tail, from_head)
+        self._known[key] = parts
+        return parts
+
+
+def _list_computed(steps: Sequence[Step]) -> list[Any]:
+    """Returns the variables that some steps compute."""
+    return [var for step in steps for var in step.outvars]
+
+
+def _divide_outputs(
+    outputs: Sequence[Any], from_head: list[int]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the outputs that the head returns itself, and the others."""
+    of_head = [outputs[i] for i in from_head]
+    others = [output for i, output in enumerate(outputs) if i not in from_head]
+    return of_head, others

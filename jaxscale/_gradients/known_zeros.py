@@ -1,6 +1,6 @@
 """What JAX knows of derivatives that are zero, carried from one part of a program to the other.
 
-JAX knows of some derivatives that they are zero, and derivative rules of functions may ask. But
+JAX knows of some derivatives that they are zero, and a function's own derivative rule may ask. But
 `jax.vjp` takes and returns arrays: what crosses from the head to the tail, or back, would look as
 if it had a derivative, and rules in the other part would fail, or compute with zeros. So values
 that cross go through one of two functions here, whose rules write down what JAX knows.
@@ -20,7 +20,7 @@ _notes: ContextVar[list[bool]] = ContextVar("notes")
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[bool]]:
-    """Gives a list that `note_tangents` or `note_zeros` fills inside of this context."""
+    """Yields a list, which `note_tangents` or `note_zeros` fills inside of this context."""
     notes: list[bool] = []
     token = _notes.set(notes)
     try:
@@ -36,7 +36,7 @@ def is_noting() -> bool:
 
 def _write(flags: list[bool]) -> None:
     notes = _notes.get(None)
-    # Without a list, the program around is differentiated later, and nobody asks.
+    # Without a list, a program around this one is differentiated, and nobody asks.
     if notes is not None:
         notes[:] = flags
 
@@ -66,10 +66,14 @@ def _note_zeros_forward(*values: Any) -> tuple[Any, None]:
 
 
 def _note_zeros_backward(_: None, cotangents: Any) -> Any:
-    are_zeros = [isinstance(cotangent, SymbolicZero) for cotangent in cotangents]
+    are_zeros = []
+    pulled = []
+    for cotangent in cotangents:
+        is_zero = isinstance(cotangent, SymbolicZero)
+        are_zeros.append(is_zero)
+        pulled.append(None if is_zero else cotangent)
     _write(are_zeros)
-    pairs = zip(cotangents, are_zeros, strict=True)
-    return tuple(None if is_zero else cotangent for cotangent, is_zero in pairs)
+    return tuple(pulled)
 
 
 note_zeros.defvjp(_note_zeros_forward, _note_zeros_backward, symbolic_zeros=True)

@@ -72,7 +72,8 @@ class Part:
     def without_casts(self, by: Iterable[Any]) -> tuple["Part", dict[Any, Any]]:
         """Returns the part without the casts of some inputs to half precision.
 
-        What each is cast to becomes an input. The second result says of what it is a cast.
+        The result of each cast becomes an input. The second result says of which input it is the
+        cast.
         """
         wide = {var for var in by if not _jax.holds_half(var.aval)}
         sources: dict[Any, Any] = {}
@@ -83,18 +84,20 @@ class Part:
             else:
                 others.append(step)
         inputs = [*self.inputs, *sources]
-        return Part(
-            self.__name__, others, inputs, self.outputs, self._constants
-        ), sources
+        part = Part(self.__name__, others, inputs, self.outputs, self._constants)
+        return part, sources
 
     def find_derived(self, by: Iterable[Any]) -> set[Any]:
         """Returns the variables that may have a derivative by some of the inputs, and these."""
         derived = set(by)
         for step in self.steps:
-            is_stopped = step.eqn.primitive.name == "stop_gradient"
-            if not is_stopped and not derived.isdisjoint(variables(step.invars)):
-                written = (*step.outvars, *refs_of(step))
-                derived.update(var for var in written if _jax.holds_inexact(var.aval))
+            if step.eqn.primitive.name == "stop_gradient":
+                continue
+            if derived.isdisjoint(variables(step.invars)):
+                continue
+            for var in (*step.outvars, *refs_of(step)):
+                if _jax.holds_inexact(var.aval):
+                    derived.add(var)
         return derived
 
 
@@ -102,10 +105,10 @@ class Split(NamedTuple):
     """A program in two parts."""
 
     inputs: list[Any]  # the variables of its inputs
-    head: Part  # returns what the tail reads of it, and then the outputs in `from_head`
+    head: Part  # returns the values in `crossing`, and then the outputs in `from_head`
     tail: Part  # returns the other outputs
-    crossing: list[Any]  # the variables that go from the head to the tail
-    from_head: list[int]  # which outputs of the program the head returns itself
+    crossing: list[Any]  # the variables that the head computes and the tail reads
+    from_head: list[int]  # the places of the outputs that the head returns itself
 
 
 def refs_of(eqn: JaxprEqn | Step) -> Iterator[Any]:
@@ -124,7 +127,9 @@ def find_divisible(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if any(refs_of(eqn)):
         return None
     try:
-        return _jax.mapped(eqn).program if is_mapped else _jax.callee(eqn)
+        if is_mapped:
+            return _jax.mapped(eqn).program
+        return _jax.callee(eqn)
     except UnknownFormError:
         return None
 
@@ -144,26 +149,28 @@ def _call_mapped(
 ) -> list[Any]:
     """Returns the outputs of the head or the tail of a `shard_map`.
 
-    What goes from one to the other gets an axis in front, along which devices that may differ hold
-    a piece each.
+    What goes from one to the other gets a new first axis. Each device that may hold a value of its
+    own puts it in one place along that axis.
     """
     mapping = _jax.mapped(eqn)
     is_head = part is parts.head
     crossing = set(parts.crossing)
     specs = dict(zip(parts.inputs, mapping.options["in_specs"], strict=True))
     for var in crossing:
-        along = mapping.options["axis_names"]
+        axes = mapping.options["axis_names"]
         if mapping.options["check_vma"]:
-            along = _jax.varying(var.aval)
-        specs[var] = PartitionSpec(tuple(sorted(along, key=repr)) or None)
+            axes = _jax.varying(var.aval)
+        specs[var] = PartitionSpec(tuple(sorted(axes, key=repr)) or None)
 
     def call_part(*args: Any) -> tuple[Any, ...]:
         inputs = []
         for arg, var in zip(args, part.inputs, strict=True):
-            inputs.append(arg[0] if var in crossing else arg)
+            if var in crossing:
+                arg = arg[0]
+            inputs.append(arg)
         outputs = part(*inputs)
         if is_head:
-            return tuple(jnp.expand_dims(output, 0) for output in outputs)
+            outputs = [jnp.expand_dims(output, 0) for output in outputs]
         return tuple(outputs)
 
     options = {"in_specs": tuple(specs[var] for var in part.inputs)}
@@ -181,5 +188,6 @@ def _look_up(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _is_cast_to_half(step: Step) -> bool:
-    is_cast = step.eqn.primitive.name == "convert_element_type"
-    return is_cast and _jax.holds_half(step.outvars[0].aval)
+    if step.eqn.primitive.name != "convert_element_type":
+        return False
+    return _jax.holds_half(step.outvars[0].aval)

@@ -19,18 +19,18 @@ from jax.sharding import AxisType
 
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import list_gradients
-from .._trees.numbers import INFINITY_BITS
+from .._trees.numbers import INFINITY_BITS, float_bits
 from .scaled import Scaled, representable
 
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
 _LARGE = 2**16
 
-# So many leaves share one reduction at most; a CPU slows down beyond that.
+# At most this many leaves share one reduction; a CPU slows down beyond that.
 _MAX_SMALL_LEAVES = 64
 _MAX_LARGE_LEAVES = 16
 
-# A lone large leaf is split into so many parts, so that XLA on a CPU stores one of them and uses
-# all cores.
+# A lone large leaf is split into this many parts. Otherwise XLA on a CPU would store all of it
+# before it is reduced, instead of one part, and would not use all cores.
 _PARTS = 8
 
 _CONFIG: Any = jax.config  # type checkers do not know its attributes
@@ -52,7 +52,8 @@ class Reduction(NamedTuple):
 
     def finite(self) -> jax.Array:
         """Returns whether all groups are finite, a `bool[]`."""
-        # Combine the numbers before comparing, so that devices exchange a single one.
+        # The numbers are combined before they are compared, so that devices exchange a single one.
+        # Without numbers that are not flags it is 0, and finite.
         combined = self.largest_bits() if self.holds_sizes else self.squares()
         all_finite = _says_finite(combined)
         for flag in self._of_kind(jnp.bool_):
@@ -92,20 +93,19 @@ def reduce_gradients(
 ) -> Reduction:
     """Reduces the gradients in a tree to numbers that say whether they are finite.
 
-    Leaves of one type are combined element by element before they are reduced, as hundreds of
-    kernels are the cost of a verdict. With `by_leaf` each gradient is a group of its own. With
-    `squares` they are reduced to the sum of squares, which a norm needs.
+    Leaves of one type are combined element by element before they are reduced, as most of the cost
+    of a verdict would be hundreds of kernels. With `by_leaf` each gradient is a group of its own.
+    With `squares` they are reduced to the sum of squares, which a norm needs.
     """
-    return Reduction(
-        [_reduce_group(group, squares) for group in _groups(tree, by_leaf)]
-    )
+    groups = _groups(tree, by_leaf)
+    return Reduction([_reduce_group(group, squares) for group in groups])
 
 
 def reduce_sizes(grads: Scaled, *, by_leaf: bool = False) -> Reduction:
     """Reduces gradients to their largest absolute values, which also say whether they are finite.
 
-    The gradients are read as the backward pass left them, and the largest is divided: division
-    and rounding keep the order, so that is the largest of the divided ones.
+    The gradients are read as the backward pass left them, and only the largest is divided. As
+    division and rounding keep the order, it is then the largest of the divided gradients.
     """
     groups = _groups(grads.grads, by_leaf)
     return Reduction([_find_largest(group, grads.divisor) for group in groups])
@@ -114,16 +114,6 @@ def reduce_sizes(grads: Scaled, *, by_leaf: bool = False) -> Reduction:
 def nans_are_errors() -> bool:
     """Returns whether JAX raises an error at a NaN, so that no sum of squares may be NaN."""
     return _CONFIG.jax_debug_nans
-
-
-def float_bits(number: jax.Array) -> jax.Array:
-    """Returns the bits of a float32."""
-    return jax.lax.bitcast_convert_type(number, jnp.int32)
-
-
-def float_of_bits(bits: jax.Array) -> jax.Array:
-    """Returns the float32 of some bits."""
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _says_finite(number: jax.Array) -> jax.Array:
@@ -169,8 +159,8 @@ def _is_placed(aval: Any) -> bool:
 
 
 def _is_large(leaf: Any) -> bool:
-    size = jnp.size(leaf)
-    return isinstance(size, int) and size >= _LARGE  # a symbol in `jax.export`
+    size = jnp.size(leaf)  # may be a symbol in `jax.export`
+    return isinstance(size, int) and size >= _LARGE
 
 
 # Whether a group is finite, and the sum of its squares.
@@ -178,21 +168,23 @@ def _is_large(leaf: Any) -> bool:
 
 def _reduce_group(leaves: Sequence[Any], squares: bool) -> jax.Array:
     """Returns the number that `reduce_gradients` finds for a group of leaves of one type."""
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    is_placed = _is_placed(jax.typeof(leaves[0]))
+    first, *others = arrays = list(map(jnp.asarray, leaves))
+    is_placed = _is_placed(jax.typeof(first))
     if not squares and (is_placed or nans_are_errors()):
-        return _reduce_in_parts(_are_finite, leaves, _PARTS)
-    # A sum even if only the verdict is asked for: XLA merges the sums that devices exchange, that
-    # of the loss included, into one exchange.
-    total = _squares(leaves[0], is_placed)
-    for leaf in leaves[1:]:
-        total = jax.lax.add(total, _squares(leaf, is_placed))
+        return _reduce_in_parts(_are_finite, arrays, _PARTS)
+    # If devices hold parts of the leaves, this is a sum even if only the verdict is asked for: XLA
+    # merges the sums that devices exchange, that of the loss included, into one exchange. But JAX
+    # may raise an error at a NaN, and a sum of squares may be one.
+    total = _square(first, is_placed)
+    for array in others:
+        total = jax.lax.add(total, _square(array, is_placed))
     return widen(jnp.sum(total))
 
 
 def _are_finite(parts: Sequence[jax.Array]) -> jax.Array:
     """Returns whether all elements of arrays of one type are finite."""
-    return jnp.all(functools.reduce(jax.lax.bitwise_and, map(_is_finite, parts)))
+    flags = map(_is_finite, parts)
+    return jnp.all(functools.reduce(jax.lax.bitwise_and, flags))
 
 
 def _is_finite(part: jax.Array) -> jax.Array:
@@ -201,27 +193,27 @@ def _is_finite(part: jax.Array) -> jax.Array:
     return jax.lax.is_finite(widen(part))
 
 
-def _squares(leaf: jax.Array, is_placed: bool) -> jax.Array:
-    """Returns the squares of finite elements, and NaN or a number below 0 for the others.
+def _square(leaf: jax.Array, is_placed: bool) -> jax.Array:
+    """Squares the finite elements of a leaf. The others become NaN or a number below 0.
 
     Adding x - x would do the same, but compilers with fast math remove it.
     """
     if jnp.iscomplexobj(leaf):
-        return _squares(leaf.real, is_placed) + _squares(leaf.imag, is_placed)
-    leaf = widen(leaf)
-    square = jax.lax.mul(leaf, leaf)
-    magnitude = jax.lax.abs(leaf)
+        return _square(leaf.real, is_placed) + _square(leaf.imag, is_placed)
+    wide = widen(leaf)
+    square = jax.lax.mul(wide, wide)
+    magnitude = jax.lax.abs(wide)
     if not is_placed:
-        # Without constants in the shape of the leaf: leaves that are sharded differently would
-        # share one, and XLA would send a leaf between devices to match it.
-        is_finite = jax.lax.is_finite(leaf)
+        # Leaves that are sharded differently would share a constant in the shape of the leaf, and
+        # XLA would send a leaf between devices to match it. So there is none.
+        is_finite = jax.lax.is_finite(wide)
         return jax.lax.select(is_finite, square, jax.lax.neg(magnitude))
-    # Without a selection: XLA on a CPU fuses only arithmetic into a sum and would store the
-    # selection. The excess of an element over the largest number is 0 if it is finite, and inf
-    # for an inf. The square of that is inf as well, and inf - inf is NaN.
-    largest = float(jnp.finfo(leaf.dtype).max)
-    excess = jax.lax.sub(magnitude, jax.lax.full_like(leaf, largest))
-    excess = jax.lax.max(excess, jax.lax.full_like(leaf, 0))
+    # XLA on a CPU fuses only arithmetic into a sum, and would store a selection. So there is none.
+    # The excess of an element over the largest number is 0 if it is finite, and inf for an inf.
+    # The square of that is inf as well, and inf - inf is NaN.
+    largest = float(jnp.finfo(wide.dtype).max)
+    excess = jax.lax.sub(magnitude, jax.lax.full_like(wide, largest))
+    excess = jax.lax.max(excess, jax.lax.full_like(wide, 0))
     return jax.lax.sub(square, excess)
 
 
@@ -230,42 +222,45 @@ def _squares(leaf: jax.Array, is_placed: bool) -> jax.Array:
 
 def _find_largest(leaves: Sequence[Any], divisor: jax.Array | None) -> jax.Array:
     """Returns the largest absolute value in leaves of one type, divided, as a float32's bits."""
-    leaves = _real_leaves(leaves)
-    dtype = leaves[0].dtype
-    # By their bits: without the sign, floats are ordered as integers are. A maximum of floats may
-    # lose a NaN, and XLA on a CPU does not fuse it into one pass.
-    integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
-    without_sign = jnp.asarray(jnp.iinfo(integer).max, integer)
+    arrays = _real_arrays(leaves)
+    dtype = arrays[0].dtype
+    # The bits are compared: without the sign, floats are ordered as integers are. A maximum of
+    # floats may lose a NaN, and XLA on a CPU does not fuse it into one pass.
+    num_bits = jnp.finfo(dtype).bits
+    integer = jnp.dtype(f"int{num_bits}")
+    all_but_sign = jnp.asarray(jnp.iinfo(integer).max, integer)
+
+    def remove_sign(part: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(part, integer) & all_but_sign
 
     def find_largest_bits(parts: Sequence[jax.Array]) -> jax.Array:
-        bits = [
-            jax.lax.bitcast_convert_type(part, integer) & without_sign for part in parts
-        ]
+        bits = list(map(remove_sign, parts))
         # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
         return jnp.max(functools.reduce(jax.lax.max, bits), initial=0)
 
-    # The wider the integers are, the more parts, as XLA stores one part.
+    # XLA stores one part. So the wider the integers are, the more parts there are.
     num_parts = _PARTS // 2 * integer.itemsize
-    bits = _reduce_in_parts(find_largest_bits, leaves, num_parts)
+    bits = _reduce_in_parts(find_largest_bits, arrays, num_parts)
     largest = widen(jax.lax.bitcast_convert_type(bits, dtype))
     if divisor is not None:
         largest = largest / representable(divisor, largest.dtype)
     return float_bits(_as_float32(largest))
 
 
-def _real_leaves(leaves: Sequence[Any]) -> list[jax.Array]:
+def _real_arrays(leaves: Sequence[Any]) -> list[jax.Array]:
     """Returns the real and imaginary parts of leaves of one type, as arrays of one type."""
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    if jnp.iscomplexobj(arrays[0]):
-        parts = []
-        for array in arrays:
-            parts += [array.real, array.imag]
-        arrays = parts
-    has_own_integers = jnp.finfo(arrays[0].dtype).bits >= 16
-    if has_own_integers and _is_placed(jax.typeof(arrays[0])):
+    arrays = []
+    for array in map(jnp.asarray, leaves):
+        if jnp.iscomplexobj(array):
+            arrays += [array.real, array.imag]
+        else:
+            arrays.append(array)
+    # In some formats of 8 bits a NaN does not have the highest bits.
+    is_ordered = jnp.finfo(arrays[0].dtype).bits >= 16
+    if is_ordered and _is_placed(jax.typeof(arrays[0])):
         return arrays
-    # All in one type, so that devices exchange their numbers in one message.
-    return [widen(array) for array in arrays]
+    # In one type for all, so that devices exchange their numbers in one message.
+    return list(map(widen, arrays))
 
 
 def _as_float32(size: jax.Array) -> jax.Array:
@@ -282,20 +277,21 @@ def _as_float32(size: jax.Array) -> jax.Array:
 def _reduce_in_parts(
     reduce: Callable[[Sequence[jax.Array]], jax.Array],
     leaves: Sequence[jax.Array],
-    total: int,
+    num_parts: int,
 ) -> jax.Array:
-    """Reduces leaves of one type. On a CPU they are cut in `total` parts if they are large and few.
+    """Reduces leaves of one type. On a CPU, leaves that are large and few are cut into parts.
 
-    A TPU would store the parts, and gradients that its matrix products could reduce as they write.
+    On a TPU that would make XLA store the gradients, which otherwise are reduced by the very matrix
+    products that compute them.
     """
-    number = total // len(leaves)
-    if number <= 1 or not _is_large(leaves[0]) or not _is_whole(leaves[0]):
+    parts_per_leaf = num_parts // len(leaves)
+    if parts_per_leaf <= 1 or not _is_large(leaves[0]) or not _is_whole(leaves[0]):
         return reduce(leaves)
 
     def reduce_parts(*leaves: jax.Array) -> jax.Array:
         parts = []
         for leaf in leaves:
-            parts += _cut(leaf, number)
+            parts += _cut(leaf, parts_per_leaf)
         return reduce(parts)
 
     def reduce_leaves(*leaves: jax.Array) -> jax.Array:
@@ -305,7 +301,7 @@ def _reduce_in_parts(
 
 
 def _is_whole(leaf: jax.Array) -> bool:
-    """Returns whether a leaf lies on one device, or is what one device has of it."""
+    """Returns whether a leaf lies on one device, or is the part of one device in `shard_map`."""
     mesh = jax.typeof(leaf).sharding.mesh
     return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 

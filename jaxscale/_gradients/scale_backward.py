@@ -1,4 +1,4 @@
-"""`scale_backward`: a function whose backward pass is scaled, and nothing outside of it is.
+"""`scale_backward`: a function whose backward pass is scaled, while nothing outside of it is.
 
 The function is traced, and split in two (see `head_and_tail`). It becomes one `jax.custom_vjp`,
 whose rule runs both parts forward and back (see `backward_plan`).
@@ -129,7 +129,7 @@ def scale_backward(
 
 def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls `fun` with a scaled backward pass."""
-    output_names: list[str] = []  # those of the arrays
+    output_names: list[str] = []  # of the arrays alone
 
     def call_and_name(*args: Any, **kwargs: Any) -> Any:
         output = fun(*args, **kwargs)
@@ -137,14 +137,14 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
         return output
 
     flat = Flat(call_and_name, args, kwargs, getattr(fun, "__name__", "scale_backward"))
-    # What the function closes over, tracers among it, becomes an input: a `custom_vjp` function
-    # must not close over what it is differentiated by.
+    # A `custom_vjp` function must not close over what it is differentiated by. So whatever the
+    # function closes over, such as tracers, becomes an input.
     jaxpr, consts = _jax.without_constants(jax.make_jaxpr(flat)(*flat.arrays))
     program = _jax.closed(jaxpr)
     input_names = ["that it closes over"] * len(consts)
     input_names += [f"args{name}" for name in array_names(args)]
     input_names += [f"kwargs{name}" for name in array_names(kwargs)]
-    # Asked now: JAX may trace the backward pass when the `autocast` is through.
+    # Read now, as JAX may trace the backward pass after the `autocast` has ended.
     is_under_autocast = under_autocast.get()
 
     @functools.cache
@@ -155,18 +155,18 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
     def scaled(*inputs: Any) -> Any:
         return tuple(_jax.jaxpr_as_fun(program)(*inputs))
 
-    def run_forward(*inputs: Any) -> Any:
-        perturbed = tuple(
-            each.perturbed and _jax.holds_inexact(each.value) for each in inputs
-        )
-        values = [each.value for each in inputs]
-        for value, is_perturbed, name in zip(
-            values, perturbed, input_names, strict=True
-        ):
+    def run_forward(*primals: Any) -> Any:
+        values = []
+        perturbed = []
+        for primal, name in zip(primals, input_names, strict=True):
+            value = primal.value
+            is_perturbed = primal.perturbed and _jax.holds_inexact(value)
             if is_perturbed and _jax.has_narrow_range(value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, value.dtype))
+            values.append(value)
+            perturbed.append(is_perturbed)
         with _naming_the_line():
-            return plan_for(perturbed).run_forward(values)
+            return plan_for(tuple(perturbed)).run_forward(values)
 
     def run_backward(pull: Any, cotangents: Any) -> Any:
         for cotangent, name in zip(cotangents, output_names, strict=True):

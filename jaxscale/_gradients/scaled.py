@@ -74,12 +74,16 @@ def unscale(state: Any, tree: Any) -> Any:
 
 def multiply(tree: Any, factor: jax.Array) -> Any:
     """Returns a tree with its gradients multiplied by a scale, in float32 or wider."""
-    return _mapped(jax.lax.mul, tree, lambda dtype: representable(factor, dtype))
+    return _map_with_number(
+        jax.lax.mul, tree, lambda dtype: representable(factor, dtype)
+    )
 
 
 def divide(tree: Any, divisor: jax.Array) -> Any:
     """Returns a tree with its gradients divided by a scale, in float32 or wider."""
-    return _mapped(jax.lax.div, tree, lambda dtype: representable(divisor, dtype))
+    return _map_with_number(
+        jax.lax.div, tree, lambda dtype: representable(divisor, dtype)
+    )
 
 
 @functools.partial(
@@ -99,28 +103,30 @@ class Scaled:
     @functools.cached_property
     def divided(self) -> Any:
         """The gradients divided, in float32 or wider."""
-        return self.grads if self.divisor is None else divide(self.grads, self.divisor)
+        if self.divisor is None:
+            return self.grads
+        return divide(self.grads, self.divisor)
 
     def times_reciprocal(self, grads: Any) -> Any:
         """Returns `grads`, which may be zeros in the place of these, times the reciprocal.
 
-        XLA itself divides so. But it treats a written division as expensive, and would store the
-        result if two moments use it. Both are the same if the divisor is a power of two.
+        XLA itself divides in this way. But it treats a written division as expensive, and would
+        store the result if two moments use it. If the divisor is a power of two, both are the same.
         """
         divisor = self.divisor
         if divisor is None:
             return grads
-        return _mapped(
+        return _map_with_number(
             jax.lax.mul, grads, lambda dtype: 1 / representable(divisor, dtype)
         )
 
 
-def _mapped(
+def _map_with_number(
     op: Callable[[Any, Any], jax.Array], tree: Any, number: Callable[[Any], Any]
 ) -> Any:
-    """Returns a tree with `op` applied to each gradient and to the number for its dtype."""
-    number = functools.cache(number)
-    return map_gradients(lambda leaf: _apply(op, leaf, number(widened(leaf))), tree)
+    """Applies `op` to each gradient in a tree and to the number for its dtype."""
+    number_of = functools.cache(number)
+    return map_gradients(lambda leaf: _apply(op, leaf, number_of(widened(leaf))), tree)
 
 
 def _apply(

@@ -1,7 +1,7 @@
 """Gradients of a loss that are scaled in the backward pass and unscaled after it.
 
-The cotangent of the loss is multiplied by the loss scale, the *seed*. That leaves as an auxiliary
-output, so that the gradients are divided by the very number that scaled them.
+The cotangent of the loss is multiplied by the loss scale, the *seed*. The seed leaves the function
+as an auxiliary output, so that the gradients are divided by the very number that scaled them.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Seeded(NamedTuple):
 
 
 class TransformOutput(NamedTuple):
-    """What a transform returns of a seeded function, whichever form that has."""
+    """What a transform returns of a seeded function, whatever its form."""
 
     loss: Any  # `None` of `grad`
     aux: Any
@@ -217,8 +217,8 @@ def scale_transform(
 ) -> Callable[..., ScaledBackward]:
     """Returns a function that evaluates a loss, its auxiliary output and its scaled gradients.
 
-    A `state` of `None` is a scale of 1. Messages call `fun` by
-    the `name` that it has in the public function, `call`.
+    A `state` of `None` is a scale of 1. Messages call `fun` by the `name` that it has in the public
+    function, `call`.
     """
     seeded, reduce_seed = seed_cotangent(call, fun, state, has_aux, name)
     differentiated = transform(seeded, has_aux=True, **kwargs)
@@ -227,7 +227,7 @@ def scale_transform(
         output = unpack_output(call, differentiated(*args, **kwargs))
         loss = output.loss
         seed = reduce_seed(output.seed)
-        # no derivative of the loss must be scaled
+        # A derivative of this loss must not be scaled again.
         if seed is not None and loss is not None:
             loss = _with_tangent(jnp.divide, loss, seed)
         return ScaledBackward(loss, output.aux, Scaled(output.grads, seed))
@@ -251,7 +251,7 @@ def seed_cotangent(
         loss, aux = _split(call, name, fun(*args, **kwargs), has_aux)
         if scale is None:
             return loss, Seeded(aux, None)
-        # Its largest number depends on the dtype of the loss, which is known only here.
+        # How large it may be depends on the dtype of the loss, which is known only here.
         seed = make_seed(loss.dtype)
         return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
 
@@ -265,7 +265,7 @@ def seed_cotangent(
 
 
 def unpack_output(call: str, output: Any) -> TransformOutput:
-    """Names the parts of what a transform returned. Raises a `TypeError` for another form."""
+    """Names the parts of what a transform returned, or raises a `TypeError` for another form."""
     like = "value_and_grad"
     form = "(loss, grads), and with has_aux=True ((loss, aux), grads)"
     if call == "grad":
@@ -291,7 +291,7 @@ def unpack_output(call: str, output: Any) -> TransformOutput:
 
 
 def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
-    """Returns the loss as an array, and the auxiliary output. Raises a `TypeError` for others."""
+    """Returns the loss as an array, and the auxiliary output, or raises a `TypeError`."""
     aux = None
     if has_aux:
         if not (isinstance(output, tuple) and len(output) == 2):
@@ -326,7 +326,7 @@ def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array,
 def _with_tangent(
     op: Callable[[Any, Any], Any], loss: jax.Array, seed: jax.Array
 ) -> jax.Array:
-    """Returns `loss`, with tangents `op(tangent, seed)`, and hence such cotangents."""
+    """Returns `loss`, whose tangents become `op(tangent, seed)`, and hence its cotangents."""
     return loss
 
 
@@ -334,6 +334,7 @@ def _with_tangent(
 def _with_tangent_jvp(
     op: Callable[[Any, Any], Any], primals: Any, tangents: Any
 ) -> Any:
-    # A JVP rule, as JAX derives the reverse mode from it: both modes and their nestings work.
-    (loss, seed), (tangent, _) = primals, tangents
+    # From a JVP rule JAX derives the reverse mode, so that both modes and their nestings work.
+    loss, seed = primals
+    tangent, _ = tangents
     return _with_tangent(op, loss, seed), op(tangent, seed)

@@ -1,7 +1,7 @@
 """The verdict on the gradients of a step, and what else the same pass over them tells.
 
-All devices go by one verdict, and exchange it in one message. Flags by leaf say which gradients the
-last overflow was in, for `track_leaves=True`.
+All devices go by one verdict, and exchange it in one message. For `track_leaves=True`, flags by
+leaf say which gradients the last overflow was in.
 """
 
 import functools
@@ -20,13 +20,8 @@ from .._trees.gradient_leaves import (
     map_gradients,
     replace_gradients,
 )
-from .reduction import (
-    Reduction,
-    float_bits,
-    float_of_bits,
-    reduce_gradients,
-    reduce_sizes,
-)
+from .._trees.numbers import float_bits, float_of_bits
+from .reduction import Reduction, reduce_gradients, reduce_sizes
 from .scaled import Scaled
 
 
@@ -58,8 +53,8 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
 def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
     """Returns the largest absolute value among gradients, unscaled, an `f32[]`, or `None`.
 
-    Of complex gradients, real and imaginary parts count. It is inf or NaN exactly if one of them
-    is, or becomes so as it is unscaled, and at most float32's largest number if none is.
+    Of complex gradients, real and imaginary parts count. The result is inf or NaN exactly if a
+    gradient is, or becomes so as it is unscaled. Otherwise it is at most float32's largest number.
     """
     reduction = reduce_sizes(grads)
     if not reduction.holds_sizes:
@@ -68,14 +63,14 @@ def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
 
 
 def agree(finite: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns `finite` where it holds on every device along `axis_name`."""
+    """Returns a flag, or an array of them, that is set if `finite` is on all devices."""
     if axis_name is None:
         return finite
     return _find_least(finite.astype(jnp.int32), axis_name) == 1
 
 
 def _find_least(numbers: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns the least of some numbers on all devices along `axis_name`, each for itself."""
+    """Returns, for each of some numbers, the least one on all devices along `axis_name`."""
     try:
         return jax.lax.pmin(numbers, axis_name)
     except NameError as error:
@@ -107,20 +102,22 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...]:
 def agree_on_sizes(
     finite: jax.Array, sizes: dict[Any, jax.Array], axis_name: Any
 ) -> tuple[jax.Array, dict[Any, jax.Array]]:
-    """Returns what `agree` does for a `bool[n]`, and the largest of some sizes, in one message.
+    """Agrees on flags as `agree` does, and on the largest of some sizes, in one message.
 
-    The sizes of this device are the bits of an `f32[]` each. An `f32[]` each is returned.
+    `finite` is a `bool[n]`. Each size of this device comes as the bits of an `f32[]`, and the
+    largest of all devices is returned as an `f32[]`.
     """
     if not sizes:
         return agree(finite, axis_name), {}
     if axis_name is not None:
-        # Negated, as the least number counts. As an integer, since what becomes of NaN in a
-        # maximum of floats is up to the library that devices exchange numbers by.
+        # The sizes are negated, as the least number counts. They are integers, since what becomes
+        # of NaN in a maximum of floats is up to the library that devices exchange numbers by.
         flags = finite.astype(jnp.int32)
         negated = -jnp.stack(list(sizes.values()))
+        num_flags = flags.shape[0]
         least = _find_least(jnp.append(flags, negated), axis_name)
-        finite = least[: -len(sizes)] == 1
-        largest = -least[-len(sizes) :]
+        finite = least[:num_flags] == 1
+        largest = -least[num_flags:]
         sizes = dict(zip(sizes, largest, strict=True))
     return finite, {name: float_of_bits(bits) for name, bits in sizes.items()}
 
@@ -158,13 +155,11 @@ class Verdict(NamedTuple):
     grads_finite: jax.Array  # bool[]
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
-    # the sum of all squares, if the norm comes from the same pass
-    squares: jax.Array | None
-    # that all devices agree on, an f32[], if that was asked for
-    norm: jax.Array | None = None
-    loss: jax.Array | None = None  # the largest of all devices, if that was asked for
-    # the largest gradient, an f32[], if the policy needs it
-    largest: jax.Array | None = None
+    # These are `None` unless they were asked for.
+    squares: jax.Array | None  # the sum of all squares
+    norm: jax.Array | None = None  # f32[], that all devices agree on
+    loss: jax.Array | None = None  # the largest of all devices
+    largest: jax.Array | None = None  # f32[], the largest gradient
 
 
 class _Passes(NamedTuple):
@@ -185,8 +180,9 @@ def judge_gradients(
 ) -> Verdict:
     """Judges the gradients and the loss of one step.
 
-    `before_hook` are the gradients before a hook changed them, if one did. The verdict covers both,
-    as a clip hides an inf; the largest is that before the hook, and the norm that of `grads`.
+    `before_hook` holds the gradients before a hook changed them, if one did. The verdict covers
+    both, as a clip hides an inf. The largest gradient is that before the hook, and the norm is that
+    of `grads`.
     """
     passes = _make_passes(grads, before_hook, questions)
     flags = _find_flags(passes.decisive, loss, questions.by_leaf)
@@ -246,12 +242,12 @@ def _make_passes(
 
 def _find_flags(passes: Sequence[Reduction], loss: Any, by_leaf: bool) -> jax.Array:
     """Returns a `bool[n]`: if the gradients are finite, the loss, and with `by_leaf` each leaf."""
-    leaves = []
+    of_leaves = []
     if by_leaf:
-        leaves = [reduction.finite_groups() for reduction in passes]
-    finite = [reduction.finite() for reduction in passes]
-    parts = [finite, [all_finite(loss)], *zip(*leaves, strict=True)]
-    return jnp.stack([_all_hold(flags) for flags in parts])
+        of_leaves = [reduction.finite_groups() for reduction in passes]
+    of_gradients = [reduction.finite() for reduction in passes]
+    groups = [of_gradients, [all_finite(loss)], *zip(*of_leaves, strict=True)]
+    return jnp.stack(list(map(_all_hold, groups)))
 
 
 def _all_hold(flags: Iterable[jax.Array]) -> jax.Array:
@@ -261,31 +257,32 @@ def _all_hold(flags: Iterable[jax.Array]) -> jax.Array:
 def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
     """Returns a tree like `tree` with a `bool[]` for each gradient and `None` elsewhere.
 
-    A flag is set if its leaf is not `finite`; without `finite`, none is. The tree has the paths of
-    the gradients, and the same structure and types for any gradients of these parameters.
+    A flag is set if its leaf is not `finite`. Without `finite` no flag is set. The tree has the
+    paths of the gradients, and the same structure and types for any gradients of these parameters.
     """
     gradients = list_gradients(tree)
     if not gradients:
-        # One flag that is never set. `optax.tree_map_params` finds the parameters in a state by
-        # calling `init` with placeholders, and would take an empty tree of flags for parameters.
+        # `optax.tree_map_params` finds the parameters in a state by calling `init` with
+        # placeholders, and would take an empty tree of flags for parameters. So there is one flag,
+        # which is never set.
         return jnp.array(False)
     if finite is None:
-        # Each in a buffer of its own, as a donated state may hold none twice.
+        # Each flag has a buffer of its own, as a donated state may hold no buffer twice.
         return replace_gradients(tree, [jnp.array(False) for _ in gradients])
     return replace_gradients(tree, [~flag for flag in finite])
 
 
-def last_flags(flags: Any, new: Any, grads_finite: jax.Array) -> Any:
+def last_flags(old: Any, new: Any, grads_finite: jax.Array) -> Any:
     """Returns the new flags if the gradients overflowed, otherwise the old ones."""
 
-    def choose(flag: Any, new: Any) -> Any:
-        if flag is None:
+    def choose(old_flag: Any, new_flag: Any) -> Any:
+        if old_flag is None:
             return None
-        if new is None:
-            new = jnp.array(False)  # without a gradient, nothing could overflow
-        return jnp.where(grads_finite, flag, new)
+        if new_flag is None:
+            new_flag = jnp.array(False)  # without a gradient, nothing could overflow
+        return jnp.where(grads_finite, old_flag, new_flag)
 
-    return jax.tree.map(choose, flags, new, is_leaf=lambda flag: flag is None)
+    return jax.tree.map(choose, old, new, is_leaf=lambda flag: flag is None)
 
 
 def named_flags(flags: Any) -> dict[str, Any]:

@@ -19,7 +19,13 @@ import jax.numpy as jnp
 
 from .._state.scale import AdaptiveState
 from .._trees.checks import finite_number, int32, power_of_two
-from .._trees.numbers import increment
+from .._trees.numbers import (
+    EXPONENT_BIAS,
+    MANTISSA_BITS,
+    float_bits,
+    float_of_bits,
+    increment,
+)
 from .._trees.selection import tree_where
 from .base import CheckedLossScale, new_state
 
@@ -32,7 +38,7 @@ _LEVEL_UNITS = _LEVEL_BINADE // _BINADE
 UNSEEN = -256
 # No largest gradient has a higher logarithm.
 _HIGHEST = 128 * _BINADE
-# A crest rises by so much above the last one.
+# A crest rises by this much above the last one.
 _CREST_ROOM = 3 * _BINADE
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
@@ -184,43 +190,45 @@ class AdaptiveLossScale(CheckedLossScale):
         return _to_floats(after)
 
     def _to_integers(self, state: AdaptiveState) -> "_IntegerState":
-        """Returns a state in integers. Numbers that no step leaves behind are replaced."""
-        level = jnp.where(jnp.isfinite(state.level), state.level, self.level)
+        """Returns a state in integers, and replaces numbers that no step leaves behind."""
+        has_level = jnp.isfinite(state.level)
+        level = jnp.where(has_level, state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
-        peak = jnp.where(jnp.abs(state.peak) <= 128, state.peak, UNSEEN)
-        crest = jnp.where(jnp.abs(state.crest) <= 128, state.crest, UNSEEN)
+        peak = _heal_logarithm(state.peak)
+        crest = _heal_logarithm(state.crest)
         exponent = _log2(state.loss_scale) // _BINADE
         return _IntegerState(
             exponent=jnp.minimum(exponent, _exponent(self.max_scale)),
             peak=(peak * _BINADE).astype(jnp.int32),
             level=(level * _LEVEL_BINADE).astype(jnp.int32),
             crest=(crest * _BINADE).astype(jnp.int32),
-            finite_steps=jnp.maximum(jnp.asarray(state.finite_steps, jnp.int32), 0),
-            held_steps=jnp.maximum(jnp.asarray(state.held_steps, jnp.int32), 0),
-            overflows=jnp.maximum(jnp.asarray(state.overflows, jnp.int32), 0),
+            finite_steps=_heal_count(state.finite_steps),
+            held_steps=_heal_count(state.held_steps),
+            overflows=_heal_count(state.overflows),
         )
 
     def _after_overflow(self, now: "_IntegerState") -> "_IntegerState":
-        """Lowers the scale. The first overflow of a row also lowers the level, or raises the crest.
+        """Lowers the scale. The first overflow in a row also lowers the level, or raises the crest.
 
         If the gradients have grown, more overflows follow, and the scale alone falls.
         """
         top = jnp.maximum(now.peak, now.crest)
-        # While the scale is rising, or if `max_scale` holds it, the level lies beyond the levels
-        # that it stands for. Then the middle of these is what overflowed.
-        beyond = (now.exponent + 1) * _LEVEL_BINADE + top * _LEVEL_UNITS
-        is_ahead = now.level >= beyond
+        # The scale stands for the levels of one binade, which ends here. While the scale is rising,
+        # or if `max_scale` holds it, the level lies beyond them, and it was the middle of the
+        # binade that overflowed.
+        binade_end = (now.exponent + 1) * _LEVEL_BINADE + top * _LEVEL_UNITS
+        is_ahead = now.level >= binade_end
         # Before the first gradients the level is not known to be wrong.
         is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * _BINADE)
         is_repeated = is_blamed & ~is_ahead & (now.finite_steps < self.period // 4)
 
-        level = (
-            jnp.where(is_ahead, beyond - _LEVEL_BINADE // 2, now.level) - _LEVEL_BINADE
-        )
-        missing = jnp.maximum(_to_units(self.min_level) - level, 0)
-        level += missing
-        # What the level cannot fall, the peak rises.
-        peak = jnp.minimum(now.peak + _to_logarithm_above(missing), _HIGHEST)
+        binade_middle = binade_end - _LEVEL_BINADE // 2
+        overflowed = jnp.where(is_ahead, binade_middle, now.level)
+        level = overflowed - _LEVEL_BINADE
+        # Where the level would fall below its minimum, the peak rises by the rest.
+        rest = jnp.maximum(_to_units(self.min_level) - level, 0)
+        level += rest
+        peak = jnp.minimum(now.peak + _to_logarithm_above(rest), _HIGHEST)
         crest = self._raise_crest(now, top, level)
         exponent = self._lower_exponent(now, level, crest, is_repeated)
         return _IntegerState(
@@ -238,15 +246,18 @@ class AdaptiveLossScale(CheckedLossScale):
         self, now: "_IntegerState", top: jax.Array, level: jax.Array
     ) -> jax.Array:
         """Returns the crest after an overflow that repeats, given the lowered level."""
-        # The last crest was not enough if nothing finite has come near it. Usual gradients come
-        # near a low one.
+        # A crest that no finite step has come near was a guess, and not high enough. To a low one
+        # usual gradients come near, so that this says nothing.
         room = top - now.peak
-        is_guess = (now.held_steps == now.finite_steps) | (room < _CREST_ROOM)
-        higher = top + _CREST_ROOM + jnp.where(is_guess, 3 * room, 0)
+        is_unreached = now.held_steps == now.finite_steps
+        is_guess = is_unreached | (room < _CREST_ROOM)
+        crest = top + _CREST_ROOM
+        crest += jnp.where(is_guess, 3 * room, 0)
         # Beyond this the scale would not fall any further.
         lowest_scale = _exponent(self.min_scale) * _BINADE
         last = jnp.maximum(_to_logarithm(level) - lowest_scale, top)
-        return jnp.minimum(jnp.minimum(higher, last), _HIGHEST)
+        crest = jnp.minimum(crest, last)
+        return jnp.minimum(crest, _HIGHEST)
 
     def _lower_exponent(
         self,
@@ -259,13 +270,12 @@ class AdaptiveLossScale(CheckedLossScale):
         is_first = now.overflows == 0
         is_second = now.overflows == 1
         fall = jnp.where(is_first, 1, jnp.where(is_second, 8, 16))
-        lowered = now.exponent - fall
+        exponent = now.exponent - fall
         fitting = (_to_logarithm(level) - crest) // _BINADE
-        lowered = jnp.where(is_repeated, jnp.minimum(lowered, fitting), lowered)
+        exponent = jnp.where(is_repeated, jnp.minimum(exponent, fitting), exponent)
+        exponent = jnp.maximum(exponent, _exponent(self.min_scale))
         # A restored scale may lie below the minimum.
-        return jnp.minimum(
-            now.exponent, jnp.maximum(lowered, _exponent(self.min_scale))
-        )
+        return jnp.minimum(now.exponent, exponent)
 
     def _after_finite_step(
         self, now: "_IntegerState", x: jax.Array | None
@@ -273,9 +283,8 @@ class AdaptiveLossScale(CheckedLossScale):
         """Moves on after a finite step, with `x` the logarithm of its largest gradient."""
         slow = max(1, round(_LEVEL_BINADE / self.period))
         fast = max(1, round(_LEVEL_BINADE / self.search_period))
-        raised_level = now.level + jnp.where(
-            now.finite_steps >= self.period, fast, slow
-        )
+        is_searching = now.finite_steps >= self.period
+        raised_level = now.level + jnp.where(is_searching, fast, slow)
         now = now._replace(
             finite_steps=increment(now.finite_steps),
             held_steps=increment(now.held_steps),
@@ -284,9 +293,9 @@ class AdaptiveLossScale(CheckedLossScale):
             after = self._follow_level(now, raised_level)
         else:
             after = self._follow_gradient(now, raised_level, x)
-        target = (
-            _to_logarithm(after.level) - jnp.maximum(after.peak, after.crest)
-        ) // _BINADE
+        level = _to_logarithm(after.level)
+        top = jnp.maximum(after.peak, after.crest)
+        target = (level - top) // _BINADE
         target = jnp.minimum(target, now.exponent + 1)
         lowest = _exponent(self.min_scale)
         highest = _exponent(self.max_scale)
@@ -300,10 +309,10 @@ class AdaptiveLossScale(CheckedLossScale):
     ) -> "_IntegerState":
         """Returns the level, peak and crest after a finite step of which no gradient is known."""
         level = jnp.minimum(raised_level, _to_units(self.max_level))
-        # The peak that holds the scale where it has been lowered.
+        # The peak that keeps the scale where it has been lowered to.
         holding = _to_logarithm(now.level) - now.exponent * _BINADE
         peak = jnp.where(holding - _BINADE >= now.peak, holding, now.peak)
-        # What the level cannot rise, the peak falls.
+        # Where the level would rise above its maximum, the peak falls by the rest.
         peak -= _to_logarithm_above(raised_level - level)
         crest = jnp.full_like(now.crest, UNSEEN * _BINADE)  # the peak holds the scale
         return now._replace(peak=peak, level=level, crest=crest)
@@ -312,16 +321,16 @@ class AdaptiveLossScale(CheckedLossScale):
         self, now: "_IntegerState", raised_level: jax.Array, x: jax.Array
     ) -> "_IntegerState":
         """Returns all but the scale after a finite step whose largest gradient is known."""
-        # What this step has shown to fit, but for 2 binades.
+        # 2 binades below what this step has shown to fit.
         shown_level = x * _LEVEL_UNITS + (now.exponent - 2) * _LEVEL_BINADE
-        level = jnp.minimum(
-            jnp.maximum(raised_level, shown_level), _to_units(self.max_level)
-        )
+        level = jnp.maximum(raised_level, shown_level)
+        level = jnp.minimum(level, _to_units(self.max_level))
         faded = self._fade(now.peak, x)
         peak = jnp.maximum(x, faded)
 
-        above = now.crest - faded
-        is_reached = (above >= 0) & (4 * (x - faded) >= above)
+        # A step reaches the crest if it is a quarter of the way up or more.
+        height = now.crest - faded
+        is_reached = (height >= 0) & (4 * (x - faded) >= height)
         # If the level was lowered far, it may have been for a batch like this one.
         is_first = now.held_steps == now.finite_steps
         is_low = is_first & (level < _to_units(self.level) - 2 * _LEVEL_BINADE)
@@ -333,7 +342,7 @@ class AdaptiveLossScale(CheckedLossScale):
         return now._replace(
             peak=peak,
             level=level,
-            crest=jnp.where(above >= 0, crest, UNSEEN * _BINADE),
+            crest=jnp.where(height >= 0, crest, UNSEEN * _BINADE),
             finite_steps=finite_steps,
             held_steps=jnp.where(is_reached, 0, now.held_steps),
         )
@@ -357,9 +366,9 @@ class _IntegerState(NamedTuple):
 
 def _to_floats(state: _IntegerState) -> AdaptiveState:
     # 2 to the power of the exponent, which is that of a normal number of float32.
-    bits = (state.exponent + 127) << 23
+    bits = (state.exponent + EXPONENT_BIAS) << MANTISSA_BITS
     return AdaptiveState(
-        loss_scale=jax.lax.bitcast_convert_type(bits, jnp.float32),
+        loss_scale=float_of_bits(bits),
         peak=state.peak.astype(jnp.float32) / _BINADE,
         level=state.level.astype(jnp.float32) / _LEVEL_BINADE,
         crest=state.crest.astype(jnp.float32) / _BINADE,
@@ -367,6 +376,14 @@ def _to_floats(state: _IntegerState) -> AdaptiveState:
         held_steps=state.held_steps,
         overflows=state.overflows,
     )
+
+
+def _heal_logarithm(logarithm: jax.Array) -> jax.Array:
+    return jnp.where(jnp.abs(logarithm) <= 128, logarithm, UNSEEN)
+
+
+def _heal_count(count: jax.Array) -> jax.Array:
+    return jnp.maximum(jnp.asarray(count, jnp.int32), 0)
 
 
 def _to_units(level: float) -> int:
@@ -390,7 +407,8 @@ def _exponent(power: float) -> int:
 def _log2(number: jax.Array) -> jax.Array:
     """Returns the binary logarithm of a positive normal number in units, rounded down.
 
-    It is exact at powers of two and linear between them, at most 0.09 below the logarithm: the
-    exponent, and the first bits of the mantissa behind it.
+    It consists of the exponent and, behind the point, the first bits of the mantissa. So it is
+    exact at powers of two and linear between them, at most 0.09 below the logarithm.
     """
-    return (jax.lax.bitcast_convert_type(number, jnp.int32) >> 7) - 127 * _BINADE
+    # As many bits of the mantissa stay as there are in a binade of units.
+    return (float_bits(number) >> 7) - EXPONENT_BIAS * _BINADE

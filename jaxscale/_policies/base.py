@@ -47,7 +47,7 @@ class LossScale(abc.ABC):
       The interface is that of TensorFlow's `tf.train.experimental.LossScale`.
     """
 
-    # whether `adjust` is given the largest gradient
+    # Whether `adjust` is given the largest gradient.
     needs_largest: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -140,7 +140,7 @@ class CheckedLossScale(LossScale):
     init_scale: float
     _after_finite: Callable[[Any], Any]
     _after_nonfinite: Callable[[Any], Any]
-    # The type of the states, and what checks an argument of a name and returns its value.
+    # The type of the states, and for each argument the function that checks it and returns it.
     _state_type: ClassVar[type] = LossScaleState
     _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
         "init_scale": normal_float32,
@@ -162,13 +162,13 @@ class CheckedLossScale(LossScale):
         for names in self._list_ascending():
             values = [getattr(self, name) for name in names]
             if values != sorted(values):
-                first = ", ".join(str(value) for value in values[:-1])
+                *others, last = map(str, values)
                 raise ValueError(
-                    f"`{call}` needs {' <= '.join(names)}, got {first} and {values[-1]}."
+                    f"`{call}` needs {' <= '.join(names)}, got {', '.join(others)} and {last}."
                 )
 
     def _list_ascending(self) -> list[tuple[str, ...]]:
-        """Returns rows of arguments, none of which may be above the next in its row."""
+        """Returns rows of arguments. In a row none may be above the next."""
         return [("min_scale", "init_scale", "max_scale")]
 
     def _grow(self: Any, scale: jax.Array, factor: Any) -> jax.Array:

@@ -87,11 +87,11 @@ class DynamicLossScale(CheckedLossScale):
         )
 
     def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
-        left = jnp.maximum(state.hysteresis_tracker, 1) - 1
+        num_left = jnp.maximum(state.hysteresis_tracker, 1) - 1
+        backs_off = num_left == 0
+        lower = self._back_off(state.loss_scale)
         return LossScaleState(
-            loss_scale=jnp.where(
-                left == 0, self._back_off(state.loss_scale), state.loss_scale
-            ),
+            loss_scale=jnp.where(backs_off, lower, state.loss_scale),
             growth_tracker=jnp.zeros_like(state.growth_tracker),
-            hysteresis_tracker=left,
+            hysteresis_tracker=num_left,
         )

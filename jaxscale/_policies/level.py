@@ -1,13 +1,13 @@
 """Whether the level of the loss stands above that of its past.
 
-A run that is ruined, by a learning rate that was too high for some steps, say, keeps a high loss
+A run that is ruined, such as by a learning rate that was too high for some steps, keeps a high loss
 for good. No rule that skips spikes says so, as each of them accepts a new level. So the level of
-the loss is followed beside the spikes. It skips nothing: new data may also lift a loss.
+the loss is followed beside the spikes. That skips no step, as new data may also lift a loss.
 
-All of it is medians, which a few spikes do not move. The level is the median of the last 8 losses.
-Each 8 steps it enters the past, unless it stands above that already. So the past holds medians of
-blocks that share no loss, and their spread is not made small by losses that follow each other
-closely.
+All numbers here are medians, which a few spikes do not move. The level is the median of the last 8
+losses. Every 8 steps it enters the past, unless it stands above it already. So the past holds
+medians of blocks that share no loss, and the likeness of neighboring losses does not make their
+spread small.
 """
 
 from typing import NamedTuple
@@ -16,36 +16,37 @@ import jax
 import jax.numpy as jnp
 
 from .._state.optimizer import LossScaledState, SpikeState
-from .._trees.numbers import increment, increment_if
+from .._trees.numbers import float_bits, float_of_bits, increment, increment_if
 
-# The level is the median of so many losses.
+# The level is the median of this many losses.
 BLOCK = 8
-# The past is so many levels: it is known after 512 steps.
+# The past is this many levels: it is known after 512 steps.
 PAST = 64
 
-# So many of the newest levels do not count yet, or a rise over 50 steps would hide itself.
+# This many of the newest levels do not count yet, or a rise over 50 steps would hide itself.
 _TOO_NEW = 4
 
 # A level stands above the past if it exceeds all of these:
-# - its median, by so many standard deviations, of which a normal distribution has 1.349 between its
-#   quartiles;
+# - the median of the past, by this many standard deviations. A normal distribution has 1.349 of
+#   them between its quartiles;
 _SIGMAS = 10.0
 _QUARTILE_DISTANCE = 1.349
-# - its median, by so many times the distance from there to its fourth highest level, which is far
-#   where losses have a heavy tail. With 5 rather than 6, twice as many healthy runs of that kind
-#   would do so;
+# - the median, by this many times the distance from there to the fourth highest level. That one is
+#   far away where losses have a heavy tail. With 5 instead of 6, the level of twice as many healthy
+#   runs of that kind would stand above the past;
 _TAILS = 6.0
-# - its highest level, as losses of a few values, such as rewards, may have no distance elsewhere.
+# - the highest level of the past. Losses with few values, such as rewards, may have no other
+#   distance than that.
 
-# After so many steps above its past, a level is the new past: four times as long as it takes to
-# know one. A loop that looks every thousand steps sees it, and new data are not held against a run
-# for ever.
+# After this many steps above its past, a level starts a new past. That is four times as long as it
+# takes to learn one: a loop that looks every thousand steps sees the raised level, and new data are
+# not held against a run for ever.
 _FORGET_AFTER = 2048
 
-# A level may stand above its past by chance for some steps: from so many in a row on it counts.
+# A level may stand above its past by chance for some steps. After this many in a row it is raised.
 _RAISED_AFTER = 16
-# The level rises some steps after the loss: the median of 8 after 4 to 5, that of a slow rise
-# later.
+# The level rises some steps after the loss: as a median of 8 after 4 or 5, and later if the loss
+# rises slowly. It takes at most this many.
 _RISE_TAKES = 64
 
 
@@ -136,7 +137,8 @@ def _find_threshold(levels: jax.Array, min_relative_deviation: float) -> jax.Arr
     deviation = jnp.maximum(deviation, min_relative_deviation * jnp.abs(middle))
     of_spread = _SIGMAS * deviation
     of_tail = _TAILS * (ordered[-4] - middle)
-    return jnp.maximum(middle + jnp.maximum(of_spread, of_tail), ordered[-1])
+    threshold = middle + jnp.maximum(of_spread, of_tail)
+    return jnp.maximum(threshold, ordered[-1])
 
 
 def _find_middle(ordered: jax.Array) -> jax.Array:
@@ -148,9 +150,8 @@ def _find_middle(ordered: jax.Array) -> jax.Array:
 
 def _sort(numbers: jax.Array) -> jax.Array:
     """Sorts float32 numbers, as integers: XLA does that several times as fast on a CPU."""
-    bits = jax.lax.bitcast_convert_type(numbers, jnp.int32)
-    integers = jnp.sort(_flip_negative(bits))
-    return jax.lax.bitcast_convert_type(_flip_negative(integers), jnp.float32)
+    integers = jnp.sort(_flip_negative(float_bits(numbers)))
+    return float_of_bits(_flip_negative(integers))
 
 
 def _flip_negative(bits: jax.Array) -> jax.Array:

@@ -111,15 +111,16 @@ class LogMaxLossScale(CheckedLossScale):
     ) -> LogMaxState:
         # Without gradients a finite step says nothing about their size, as if all were 0.
         size = jnp.zeros(()) if largest is None else largest
-        # all zeros do not count, see below
+        # The logarithm of 0 is not used: see below.
         x = jnp.log2(jnp.where(size > 0, size, 1.0))
         x = jnp.where(grads_finite, x, self.log_max)
         next_state = self._average(state, x)
         scale = self._predict_scale(next_state)
         scale = jnp.where(jnp.isnan(scale), state.loss_scale, scale)
         next_state = next_state._replace(loss_scale=scale)
-        # The logarithm of 0 is -inf: it would stay in the averages for good.
-        return tree_where(~grads_finite | (size > 0), next_state, state)
+        # The logarithm of 0 is -inf, and would stay in the averages for good.
+        has_logarithm = ~grads_finite | (size > 0)
+        return tree_where(has_logarithm, next_state, state)
 
     def _average(self, state: LogMaxState, x: jax.Array) -> LogMaxState:
         """Enters the logarithm of a step into the moving averages."""
@@ -134,11 +135,10 @@ class LogMaxLossScale(CheckedLossScale):
 
     def _predict_scale(self, state: LogMaxState) -> jax.Array:
         """Returns the scale that keeps the largest gradient some deviations below an overflow."""
-        mean = state.x_hat / (1 - state.b1_correction)
-        slow_mean = state.slow_x_hat / (1 - state.b2_correction)
-        variance = (
-            state.xsquared_hat / (1 - state.b2_correction) - slow_mean * slow_mean
-        )
+        mean = _correct(state.x_hat, state.b1_correction)
+        slow_mean = _correct(state.slow_x_hat, state.b2_correction)
+        mean_square = _correct(state.xsquared_hat, state.b2_correction)
+        variance = mean_square - slow_mean * slow_mean
         # The variance of a constant is 0, and rounding may take it below.
         deviation = jnp.sqrt(jnp.maximum(variance, 0.0))
         scale = jnp.exp2(_TARGET - (deviation * self.overflow_std_dev + mean))
@@ -147,3 +147,8 @@ class LogMaxLossScale(CheckedLossScale):
 
 def _average(old: jax.Array, new: jax.Array, beta: float) -> jax.Array:
     return old * beta + new * (1 - beta)
+
+
+def _correct(average: jax.Array, correction: jax.Array) -> jax.Array:
+    """Removes from a moving average the share of the 0 that it started from."""
+    return average / (1 - correction)

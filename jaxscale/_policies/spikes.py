@@ -1,12 +1,15 @@
 """The rule that skips finite steps whose loss or gradient norm stands out.
 
-The last losses are kept in one window and the last gradient norms in another, and each new value is
-judged by its own window. All arithmetic is in float32, on windows that are first scaled to about 1.
-Otherwise their squares would overflow, and a single 1e30 would hide every spike until it has left
-the window.
+One window holds the last losses, another the last gradient norms. A value is a spike if it exceeds
+the *threshold* of its window, which lies some standard deviations above the mean. Then the value
+enters the window, clipped, so that one spike does not hide the next.
+
+A window is scaled to about 1 before its statistics are computed in float32. Otherwise its squares
+could overflow, and a single 1e30 would hide every spike until it has left the window.
 """
 
 import dataclasses
+import functools
 import numbers
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,24 +18,31 @@ import jax.numpy as jnp
 
 from .._state.optimizer import SpikeState
 from .._trees.checks import int32
-from .._trees.numbers import increment
+from .._trees.numbers import (
+    EXPONENT_BIAS,
+    INFINITY_BITS,
+    MANTISSA_BITS,
+    float_bits,
+    float_of_bits,
+    increment,
+)
 from .._trees.selection import tree_where
 from .level import BLOCK, PAST, count_blind_step, follow_level
 
 # The standard deviation counts as at least this part of the mean: float32 resolves about 1e-7.
 _MIN_RELATIVE_STD = 1e-6
 
-# A value further from the mean than this many times the distance of the threshold is clipped as it
-# enters its window. From spike to spike of a row the limit grows by the same factor, or a level a
-# million times as high would be skipped for longer than `check` bears.
+# A value that enters its window is clipped to this many times the distance from the mean to the
+# threshold. From spike to spike in a row, the limit grows by the same factor. Otherwise a new level
+# that is a million times as high would be skipped for so long that `check` would raise an error.
 _CLIP_FACTOR = 5.0
 
-# Values are clipped from this many entries on, even before any is judged: an early spike would hide
-# others.
+# Values are clipped from this many entries on, even before any is judged, as an early spike would
+# hide others.
 _MIN_CLIP_HISTORY = 4
 
-# From this spike of a row on, values enter as they are: with a full default window they then are
-# accepted in 6 more steps, however large they are.
+# From this spike in a row on, spikes enter as they are. With a full default window their level is
+# then accepted in 6 more steps, however high it is.
 _FIRST_UNCLIPPED = 10
 
 
@@ -53,8 +63,7 @@ class _Judgement(NamedTuple):
     window: jax.Array  # f32[window], with the value as its newest entry
     num_entries: jax.Array  # i32[], how many the window has
     threshold: jax.Array  # f32[], what the value had to exceed
-    # f32[], by how many standard deviations it stands above the mean
-    deviation: jax.Array
+    deviation: jax.Array  # f32[], how many standard deviations it stands above the mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,31 +78,38 @@ class SpikeRule:
       steps are taken as they are, and a spike among them is applied.
     - A step that is not finite enters neither window; it is skipped anyway. A step whose norm is
       exactly 0 has nothing to learn from: it is not judged, and enters neither window. So gradients
-      that are rare among zeros are no spikes.
+      that are rare among zeros are not spikes.
     - A step whose gradients are finite, but so large that their norm is not, is a spike from the
       first step on: it would set Adam's second moment to inf for good. No such level is accepted.
-    - A spike enters its window as the threshold itself, if no other was skipped in the last
-      `window` steps. So it hides no other. The k-th of a row enters as up to `sigmas * 5**(k - 1)`
-      standard deviations above the mean, at least `5 * sigmas`, and from the tenth on as it is. So
-      a new level is accepted after a few skipped steps: with the defaults 6 where it is 100
-      standard deviations higher, 7 where it is 1000, 8 where it is 100 000, and never more than 15.
-    - From the fifth step on, what is no spike is clipped to `5 * sigmas` standard deviations from
-      the mean as it enters.
+    - A spike is clipped as it enters its window. If no other was skipped in the last `window`
+      steps, it enters as the threshold itself, so that it hides no other. If one was, the k-th
+      spike in a row is clipped to `sigmas * max(5, 5**(k - 1))` standard deviations above the mean,
+      and from the tenth on not at all. So a new level is accepted after a few skipped steps: with
+      the defaults after 6 if it is 100 standard deviations higher, after 7 if it is 1000, after 8
+      if it is 100 000, and never after more than 15.
+    - From the fifth step on, a value that is not a spike is clipped to `5 * sigmas` standard
+      deviations from the mean as it enters.
     - The standard deviation counts as at least 1e-6 of the mean, and at least half the spacing of
       numbers in the dtype of the loss, so that rounding alone is never a spike. A window of zeros
       judges nothing. Losses below zero are judged in the same way. A low value is never a spike.
 
-    A rule by the window cannot tell a rare kind of batch from a bad one. A kind that stands out and
-    makes 3, 4 or 5 % of the steps loses 55, 30 or 15 % of them, and one in every 50th step is
-    hardly ever learned from. Nor are gradients that are rare among tiny ones, such as 1e-6, rather
-    than among zeros. `jaxscale.check` is told the share of skipped steps.
+    This rule cannot tell a rare kind of batch from a bad one. A kind that stands out and makes up
+    3, 4 or 5 % of the steps loses 55, 30 or 15 % of them, and one that comes in every 50th step is
+    hardly ever learned from. Gradients that are rare among tiny ones, such as 1e-6, are also
+    skipped; only those that are rare among exact zeros are kept. `jaxscale.check` knows the share
+    of skipped steps, and warns of a high one.
 
-    Nor can it tell a ruined run from new data: it accepts either level. So the state also follows
-    the level of the loss, the median of the last 8 losses. `level_count` is for how many steps in a
-    row that has stood above its past: above the median of the last 60 or so levels that did not,
-    one for each 8 steps, by 10 robust standard deviations, and above each of them. It needs 512
-    losses first. From 16 on, a sudden rise to 1.5 times a loss of 1 +- 0.1 is seen after about 20
-    steps. After 2048 steps the level is forgotten, and its past is learned anew. It skips nothing.
+    Nor can it tell a ruined run from new data, as it accepts either level. So the state also
+    follows the level of the loss, and never skips a step for it:
+
+    - The level is the median of the last 8 losses. Every 8 steps it is added to its past, unless it
+      stands above that. It takes 512 losses until the past is known.
+    - The level stands above its past if it exceeds the highest of the last 60 or so levels, and
+      their median by 10 robust standard deviations, and by 6 times the distance from there to the
+      fourth highest of them.
+    - `level_count` counts for how many steps in a row it does so. Take 16 as an alarm: a sudden
+      rise to 1.5 times a loss of 1 +- 0.1 is seen after about 20 steps. After 2048 steps the past
+      is forgotten, and learned anew.
 
     Args:
       window: how many of the last steps are kept, at least 2.
@@ -104,7 +120,7 @@ class SpikeRule:
         default half of `window`.
 
     Raises:
-      ValueError: if an argument is out of range.
+      ValueError: if an argument is out of range, or a bool.
       TypeError: if `sigmas` is not a number, or a count not an integer.
 
     Example:
@@ -152,26 +168,30 @@ class SpikeRule:
 
     def init(self) -> SpikeState:
         """Returns the initial state: both windows are empty."""
-        # Each field has an array of its own, as a donated state may not hold a buffer twice.
+        # These are functions, so that each field has an array of its own: a donated state may not
+        # hold a buffer twice.
+        zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+        infinity = functools.partial(jnp.full, (), jnp.inf, jnp.float32)
+        no_steps = functools.partial(jnp.zeros, (), jnp.int32)
         return SpikeState(
-            losses=jnp.zeros((self.window,), jnp.float32),
-            grad_norms=jnp.zeros((self.window,), jnp.float32),
-            loss_count=jnp.zeros((), jnp.int32),
-            norm_count=jnp.zeros((), jnp.int32),
-            total_spikes=jnp.zeros((), jnp.int32),
-            spike_count=jnp.zeros((), jnp.int32),
-            loss_threshold=jnp.full((), jnp.inf, jnp.float32),
-            norm_threshold=jnp.full((), jnp.inf, jnp.float32),
-            loss_deviation=jnp.zeros((), jnp.float32),
-            norm_deviation=jnp.zeros((), jnp.float32),
-            total_norm_overflows=jnp.zeros((), jnp.int32),
-            cooldown=jnp.zeros((), jnp.int32),
-            level_count=jnp.zeros((), jnp.int32),
-            level_threshold=jnp.full((), jnp.inf, jnp.float32),
-            recent_losses=jnp.zeros((BLOCK,), jnp.float32),
-            past_levels=jnp.zeros((PAST,), jnp.float32),
-            level_steps=jnp.zeros((), jnp.int32),
-            past_count=jnp.zeros((), jnp.int32),
+            losses=zeros((self.window,)),
+            grad_norms=zeros((self.window,)),
+            loss_count=no_steps(),
+            norm_count=no_steps(),
+            total_spikes=no_steps(),
+            spike_count=no_steps(),
+            loss_threshold=infinity(),
+            norm_threshold=infinity(),
+            loss_deviation=zeros(()),
+            norm_deviation=zeros(()),
+            total_norm_overflows=no_steps(),
+            cooldown=no_steps(),
+            level_count=no_steps(),
+            level_threshold=infinity(),
+            recent_losses=zeros((BLOCK,)),
+            past_levels=zeros((PAST,)),
+            level_steps=no_steps(),
+            past_count=no_steps(),
         )
 
     def judge(
@@ -185,31 +205,34 @@ class SpikeRule:
           grad_norm: the global norm of the gradients, a floating scalar. It is inf if the squares
             of finite gradients overflow; that is a spike. If it is 0, the step is not a spike, and
             the state stays as it is.
-          finite: a `bool[]`, whether the gradients and the loss are finite. If not, the same holds.
-            In both cases only a `level_count` above 0 goes on counting.
+          finite: a `bool[]`, whether the gradients and the loss are finite. If not, the step is not
+            a spike, and the state stays as it is. In both cases a `level_count` above 0 goes on
+            counting.
 
         Returns:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
         """
-        reach = self._find_reach(state)
-        norm = self._judge_value(grad_norm, state.grad_norms, state.norm_count, reach)
-        is_spike = norm.is_spike
+        limit = self._find_limit(state)
+        of_norm = self._judge_value(
+            grad_norm, state.grad_norms, state.norm_count, limit
+        )
+        is_spike = of_norm.is_spike
         next_state = state._replace(
-            grad_norms=norm.window,
-            norm_count=norm.num_entries,
-            norm_threshold=norm.threshold,
-            norm_deviation=norm.deviation,
+            grad_norms=of_norm.window,
+            norm_count=of_norm.num_entries,
+            norm_threshold=of_norm.threshold,
+            norm_deviation=of_norm.deviation,
         )
         if loss is None:
             next_state = count_blind_step(next_state)
         else:
-            judgement = self._judge_value(loss, state.losses, state.loss_count, reach)
-            is_spike |= judgement.is_spike
+            of_loss = self._judge_value(loss, state.losses, state.loss_count, limit)
+            is_spike |= of_loss.is_spike
             next_state = next_state._replace(
-                losses=judgement.window,
-                loss_count=judgement.num_entries,
-                loss_threshold=judgement.threshold,
-                loss_deviation=judgement.deviation,
+                losses=of_loss.window,
+                loss_count=of_loss.num_entries,
+                loss_threshold=of_loss.threshold,
+                loss_deviation=of_loss.deviation,
             )
             next_state = follow_level(
                 next_state,
@@ -220,15 +243,23 @@ class SpikeRule:
         is_judged = jnp.asarray(finite)
         norm_overflows = jnp.zeros((), jnp.bool_)
         if self._is_guarded:
-            # There is nothing to learn: a norm of 0 is not a norm to judge others by.
+            # A step whose norm is 0 has nothing to learn from, and no other is to be judged by it.
             is_judged &= jnp.asarray(grad_norm) != 0
-            # Adam's second moment would be inf for good.
+            # A step whose norm is inf would set Adam's second moment to inf for good.
             norm_overflows = ~jnp.isfinite(grad_norm)
             is_spike |= norm_overflows
+        next_state = self._count_step(next_state, is_spike, norm_overflows)
+        is_skipped = is_spike & is_judged
+        return is_skipped, tree_where(is_judged, next_state, count_blind_step(state))
+
+    def _count_step(
+        self, state: SpikeState, is_spike: jax.Array, norm_overflows: jax.Array
+    ) -> SpikeState:
+        """Counts a step that was judged."""
         total_spikes = increment(state.total_spikes)
         spike_count = increment(state.spike_count)
         overflows = increment(state.total_norm_overflows)
-        next_state = next_state._replace(
+        return state._replace(
             total_spikes=jnp.where(is_spike, total_spikes, state.total_spikes),
             spike_count=jnp.where(is_spike, spike_count, 0),
             total_norm_overflows=jnp.where(
@@ -238,21 +269,26 @@ class SpikeRule:
                 is_spike, self.window, jnp.maximum(state.cooldown, 1) - 1
             ),
         )
-        return is_spike & is_judged, tree_where(
-            is_judged, next_state, count_blind_step(state)
-        )
 
-    def _find_reach(self, state: SpikeState) -> jax.Array:
-        """Returns at most how far above the mean a spike enters, in distances of the threshold."""
-        row = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
-        of_row = jnp.maximum(_CLIP_FACTOR, _CLIP_FACTOR ** row.astype(jnp.float32))
-        of_row = jnp.where(row + 1 < _FIRST_UNCLIPPED, of_row, jnp.inf)
-        return jnp.where(state.cooldown == 0, 1.0, of_row)
+    def _find_limit(self, state: SpikeState) -> jax.Array:
+        """Returns the limit that the next spike is clipped to as it enters its window.
+
+        It says how many times as far above the mean as the threshold a spike may stand.
+        """
+        num_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
+        in_row = _CLIP_FACTOR ** num_before.astype(jnp.float32)
+        in_row = jnp.maximum(_CLIP_FACTOR, in_row)
+        in_row = jnp.where(num_before + 1 < _FIRST_UNCLIPPED, in_row, jnp.inf)
+        is_alone = state.cooldown == 0
+        return jnp.where(is_alone, 1.0, in_row)
 
     def _judge_value(
-        self, value: Any, window: jax.Array, count: jax.Array, spike_reach: jax.Array
+        self, value: Any, window: jax.Array, count: jax.Array, spike_limit: jax.Array
     ) -> _Judgement:
-        """Judges a value by the window of the last ones, and enters it there."""
+        """Judges a value by the window of the last ones, and enters it there.
+
+        `spike_limit` is what `_find_limit` returned.
+        """
         dtype = jnp.result_type(value)
         statistics = _measure(window, count)
         mean = statistics.mean
@@ -272,18 +308,21 @@ class SpikeRule:
             distance = self.sigmas * std
             # Zeros alone do not say how large a value may be.
             is_judged &= distance > 0
-            # A value far above the mean, or far below, would hide the spikes that follow.
-            highest = mean + jnp.where(is_judged, spike_reach, _CLIP_FACTOR) * distance
+            # A value far above the mean, or far below, would hide the spikes that follow. What is
+            # judged, and not a spike, is below any limit.
+            limit = jnp.where(is_judged, spike_limit, _CLIP_FACTOR)
+            highest = mean + limit * distance
             lowest = mean - _CLIP_FACTOR * distance
             clipped = jnp.clip(scaled, lowest, highest)
             has_history = statistics.num_entries >= _MIN_CLIP_HISTORY
             may_clip = is_judged | (has_history & (distance > 0))
+            # What is not clipped enters bit by bit as it is.
             is_clipped = may_clip & (clipped != scaled)
             entry = jnp.where(is_clipped, clipped * statistics.unit, value)
 
         threshold = mean + self.sigmas * std
         is_spike = is_judged & (scaled > threshold)
-        # The norm of finite gradients may be inf. It is no level that others could be judged by.
+        # The norm of finite gradients may be inf. No other norm could be judged by that.
         enters = jnp.isfinite(value)
         next_window = jnp.concatenate([window[1:], entry[None]])
         next_count = jnp.minimum(count, self.window - 1) + 1
@@ -342,24 +381,25 @@ def _measure(window: jax.Array, count: jax.Array) -> _Statistics:
     """Measures the mean and the standard deviation of the `count` newest entries of a window."""
     length = window.shape[0]
     positions = jnp.arange(length, dtype=jnp.int32)
-    # A restored window may hold an inf or a NaN, which would spoil both results.
+    # An inf or a NaN in a restored window would spoil both results.
     is_entry = (positions >= length - count) & jnp.isfinite(window)
     num_entries = jnp.sum(is_entry, dtype=jnp.int32)
     sizes = jnp.where(is_entry, jnp.abs(window), 0.0)
     unit, inverse_unit = _round_down_to_power_of_two(jnp.max(sizes))
 
-    # Take two passes, with the newest entry as the origin. This is exact for equal entries, where
-    # the sum of 128 numbers would be off by several roundings.
+    # Two passes, with the newest entry as the origin: the first finds the mean, the second the
+    # deviations from it. For equal entries this is exact, where the sum of 128 numbers would be off
+    # by several roundings.
     scaled = jnp.where(is_entry, window * inverse_unit, 0.0)
     origin = scaled[jnp.max(jnp.where(is_entry, positions, 0))]
     offsets = jnp.where(is_entry, scaled - origin, 0.0)
-    # At least 2, as the variance is divided by one less.
+    # At least 2, as the squares are divided by one less.
     divisor = jnp.maximum(num_entries, 2).astype(jnp.float32)
-    mean = jnp.sum(offsets) / divisor
-    squares = jnp.where(is_entry, jnp.square(offsets - mean), 0.0)
+    mean_offset = jnp.sum(offsets) / divisor
+    squares = jnp.where(is_entry, jnp.square(offsets - mean_offset), 0.0)
     std = jnp.sqrt(jnp.sum(squares) / (divisor - 1))
     return _Statistics(
-        mean=origin + mean,
+        mean=origin + mean_offset,
         std=std,
         num_entries=num_entries,
         unit=unit,
@@ -372,12 +412,11 @@ def _round_down_to_power_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     They are made from bits: a logarithm is rounded, and a division is not exact on every device.
     """
-    exponent_mask = 0xFF << 23
-    smallest = 1 << 23  # the bits of the smallest normal number
+    smallest = 1 << MANTISSA_BITS  # the bits of the smallest normal number
     # The bits of a power of two and those of its inverse add up to twice the bits of 1.0.
-    total = 2 * (127 << 23)
-    bits = jax.lax.bitcast_convert_type(size, jnp.int32) & exponent_mask
+    total = 2 * EXPONENT_BIAS << MANTISSA_BITS
+    bits = float_bits(size) & INFINITY_BITS  # without those of the mantissa
     bits = jnp.clip(bits, smallest, total - smallest)
     both = jnp.stack([bits, total - bits])
-    power, inverse = jax.lax.bitcast_convert_type(both, jnp.float32)
+    power, inverse = float_of_bits(both)
     return power, inverse

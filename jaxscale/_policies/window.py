@@ -12,7 +12,7 @@ from .._trees.checks import int32
 from .._trees.numbers import increment
 from .base import CheckedLossScale, new_state
 
-# So many growths, or backoffs, move the window.
+# The window moves after this many growths or backoffs.
 _MOVES = 3
 
 

@@ -15,11 +15,11 @@ from .._trees.grammar import and_more
 from .optimizer import LossScaledState, SpikeState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
 
-# Fields by which a mapping is known as what NNX made of a `LossScaledState`. Not all fields: what
-# is empty, such as the inner state of plain SGD, is left out.
+# A mapping with these fields is what NNX made of a `LossScaledState`. Others may be left out, as
+# NNX leaves out what is empty, such as the inner state of plain SGD.
 _TELLING_FIELDS = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
 
-# So many of the nodes of a tree are named in a message.
+# A message names at most this many nodes of a tree.
 _MOST_NAMES = 8
 
 
@@ -34,7 +34,7 @@ def is_scaling(node: Any) -> bool:
 
 
 def restore_types(tree: Any) -> Any:
-    """Makes states again of the mappings that Flax NNX made of them.
+    """Turns mappings that Flax NNX made of states back into states.
 
     `nnx.state(optimizer)` and `nnx.split(optimizer)` make mappings of named tuples.
     """
@@ -55,20 +55,21 @@ def _is_mapping_of_state(node: Any) -> bool:
 
 
 def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
-    """Makes a `LossScaledState` of its fields. One that is left out, as it is empty, is `None`."""
-    fields: dict[str, Any] = {
-        name: mapping.get(name) for name in LossScaledState._fields
-    }
-    fields["scaling"] = _restore_scaling(fields["scaling"])
-    if fields["spikes"] is not None:
-        fields["spikes"] = SpikeState(**fields["spikes"])
-    window = fields["inner_state"]
+    """Makes a `LossScaledState` of a mapping of its fields."""
+    state = _restore_tuple(LossScaledState, mapping)
+    spikes = state.spikes
+    if spikes is not None:
+        spikes = SpikeState(**spikes)
+    window = state.inner_state
     if isinstance(window, Mapping) and "mini_step" in window:
-        window_fields: dict[str, Any] = {
-            name: window.get(name) for name in optax.MultiStepsState._fields
-        }
-        fields["inner_state"] = optax.MultiStepsState(**window_fields)
-    return LossScaledState(**fields)
+        window = _restore_tuple(optax.MultiStepsState, window)
+    scaling = _restore_scaling(state.scaling)
+    return state._replace(scaling=scaling, spikes=spikes, inner_state=window)
+
+
+def _restore_tuple(kind: Any, mapping: Mapping[str, Any]) -> Any:
+    """Makes a named tuple of its fields. A field that is left out, as it is empty, is `None`."""
+    return kind(*map(mapping.get, kind._fields))
 
 
 def _restore_scaling(fields: Mapping[str, Any]) -> Any:
@@ -110,7 +111,7 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
 def check_policy_state(
     call: str, state: Any, kind: type = object, grads: Any = None
 ) -> Any:
-    """Returns the state that a policy was given, as arrays, or says what to pass instead.
+    """Returns the state that a policy was given, as arrays, or raises a `TypeError`.
 
     The `grads` that came with it tell whether the arguments were swapped.
     """
@@ -149,7 +150,7 @@ def check_alone(argument: str, state: Any) -> None:
 
 
 def find_one(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
-    """Returns the one node of a tree that `matches`, or raises a `ValueError` if it is not one."""
+    """Returns the one node of a tree that `matches`, or raises a `ValueError`."""
     places = []
     nodes = []
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches):
@@ -172,7 +173,7 @@ def _suggest_state(tree: Any) -> str:
     """Returns what to pass instead of a tree without a state."""
     if hasattr(tree, "init"):
         return "It makes states and is not one itself: pass what its `init` returned."
-    # nothing looked inside
+    # The search could not look inside of a leaf.
     if hasattr(tree, "opt_state") and jax.tree_util.all_leaves([tree]):
         return "Pass its `opt_state`."
     if callable(tree):

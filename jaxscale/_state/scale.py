@@ -106,6 +106,8 @@ def unwrap(tree: Any) -> Any:
     """Returns a tree with arrays in the place of the variables around them."""
 
     def get_array(leaf: Any) -> Any:
-        return leaf.__jax_array__() if is_wrapped(leaf) else leaf
+        if is_wrapped(leaf):
+            return leaf.__jax_array__()
+        return leaf
 
     return jax.tree.map(get_array, tree, is_leaf=is_wrapped)

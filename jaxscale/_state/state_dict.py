@@ -18,8 +18,11 @@ from .._trees.leaf import NumberKind, kind_of
 from .optimizer import SpikeState
 from .scale import UnitLossScaleState, is_policy_state, unwrap
 
-# Raise it if older code could not read a dictionary by its rules; a new field is not such a case.
+# Raise it if older code could not read a new dictionary by its own rules. A new field is not such a
+# case.
 _VERSION = 1
+# The fields of a saved state whose scale is 1, and has never moved.
+_UNMOVED_FIELDS = {"loss_scale": 1, "growth_tracker": 0, "hysteresis_tracker": 0}
 # Fields of our own states that have no default: the optimizer's states, and the number of
 # micro-batches in an accumulator, which cannot be read without it.
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
@@ -112,11 +115,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       >>> jaxscale.from_state_dict(tx.init(jnp.ones(2)), saved).total_steps
       Array(0, dtype=int32)
     """
-    if (
-        isinstance(target, dict)
-        and "version" in target
-        and not isinstance(state_dict, dict)
-    ):
+    is_saved = isinstance(target, dict) and "version" in target
+    if is_saved and not isinstance(state_dict, dict):
         raise TypeError(
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
             "after a fresh `tx.init(params)`."
@@ -137,7 +137,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
 
 
 class _Unmatched(NamedTuple):
-    """The paths of what only one side has. `_restore` enters them."""
+    """The paths of what only one side has, which `_restore` enters here."""
 
     missing: list[str]  # only in the target
     unknown: list[str]  # only in the dictionary
@@ -159,13 +159,13 @@ def _restore(path: str, node: Any, saved: Any, unmatched: _Unmatched) -> Any:
     if isinstance(node, UnitLossScaleState):
         return node  # its type says that the scale is 1, whatever was saved
 
-    # Without a field in common it is not another version of this state, but something else.
+    # What has no field in common with this state is not another version of it.
     is_other = bool(values) and values.keys().isdisjoint(children)
     is_own = _is_own(node) and not is_other
     if is_own:
         values = {_RENAMED.get(name, name): value for name, value in values.items()}
         if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
-            values["scaling"] = None  # so that of the target stays
+            values["scaling"] = None  # so that the target's stays
         if path == "" and is_policy_state(node) and _scaled_nothing(values, {}):
             return node
     if children.keys() >= set(SpikeState._fields):
@@ -244,35 +244,29 @@ def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
-    """Returns whether a saved scale of 1 is none, as `skip_nonfinite` and a fixed one of 1 have.
+    """Returns whether a saved scale of 1 is that of a run that scaled nothing.
 
-    One that came down to 1 looks the same after an overflow, and only there: any other step counts
-    towards growth. So it is one if the last step of the `state` around it was an overflow.
+    `skip_nonfinite`, and a fixed scale of 1, save such a scale. One that came down to 1 looks the
+    same after an overflow, and only there, as any other step counts towards growth. So it is one
+    that came down if the last step of the `state` around it was an overflow.
     """
     fields = _children(scaling) or {}
-    loss_scale = _find_number(fields.get("loss_scale"))
-    growth_tracker = _find_number(fields.get("growth_tracker"))
-    hysteresis_tracker = _find_number(fields.get("hysteresis_tracker"))
-    if loss_scale is None or growth_tracker is None or hysteresis_tracker is None:
-        return False
-    if np.any(loss_scale != 1) or np.any(growth_tracker) or np.any(hysteresis_tracker):
-        return False
-    overflows = _read_number(state.get("total_notfinite"), 0)
-    overflows = overflows - _read_number(state.get("total_notfinite_loss"), 0)
-    is_applied = _read_number(state.get("step_applied"), True)
-    return not np.any((overflows > 0) & ~is_applied)
+    for name, unmoved in _UNMOVED_FIELDS.items():
+        number = _find_number(fields, name)
+        if number is None or np.any(number != unmoved):
+            return False
+    num_bad = _find_number(state, "total_notfinite", default=0)
+    num_bad_losses = _find_number(state, "total_notfinite_loss", default=0)
+    is_applied = _find_number(state, "step_applied", default=True)
+    return not np.any((num_bad > num_bad_losses) & ~is_applied)
 
 
-def _find_number(node: Any) -> np.ndarray | None:
-    """Returns the one number of a saved field, in whatever variable it is, `None` without one."""
-    leaves = jax.tree.leaves(node)
-    return np.asarray(leaves[0]) if leaves else None
-
-
-def _read_number(node: Any, default: int) -> np.ndarray:
-    """Returns the one number of a saved field, or a default without one."""
-    number = _find_number(node)
-    return np.asarray(default) if number is None else number
+def _find_number(fields: dict[str, Any], name: str, default: Any = None) -> Any:
+    """Returns the number of a saved field as an array, whatever variable is around it."""
+    leaves = jax.tree.leaves(fields.get(name)) or jax.tree.leaves(default)
+    if not leaves:
+        return None
+    return np.asarray(leaves[0])
 
 
 def _is_empty(node: Any) -> bool:
@@ -280,22 +274,21 @@ def _is_empty(node: Any) -> bool:
 
 
 def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
-    """Gives the saved windows of a `SpikeState`, and their counts, the lengths of a target."""
+    """Gives the saved windows of a `SpikeState`, and their counts, the lengths of the target's."""
     for name, count_name in _WINDOWS.items():
         length = np.shape(children[name])[-1]
-        window = _find_number(values.get(name))
+        window = _find_number(values, name)
         if window is None or window.ndim == 0 or window.shape[-1] == length:
             continue
         # The newest entries are at the end, and zeros before them.
         newest = window[..., -length:]
-        num_zeros = length - newest.shape[-1]
-        padding = [(0, 0)] * newest.ndim
-        padding[-1] = (num_zeros, 0)
-        values[name] = np.pad(newest, padding)
-        count = _find_number(values.get(count_name))
-        values[count_name] = None
+        resized = np.zeros((*window.shape[:-1], length), window.dtype)
+        resized[..., length - newest.shape[-1] :] = newest
+        values[name] = resized
+        count = _find_number(values, count_name)
         if count is not None:
-            values[count_name] = np.minimum(count, np.int32(length))
+            count = np.minimum(count, np.int32(length))
+        values[count_name] = count
 
 
 def _is_own(node: Any) -> bool:
@@ -384,8 +377,8 @@ def _cast_exactly(place: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray
         is_equal = cast.astype(values.dtype) == values
     is_nan = values != values
     is_exact = is_equal | is_nan
-    # a wrapped number wraps back, with another sign between
     if kind is NumberKind.INTEGER:
+        # An integer that was wrapped becomes equal again, but has the other sign in between.
         is_exact &= (cast < 0) == (values < 0)
     if not is_exact.all():
         raise ValueError(

@@ -40,7 +40,7 @@ def cast(leaf: Any, dtype: Any) -> Any:
 
 
 def _has_dtype(leaf: Any, dtype: Any) -> bool:
-    # Most have theirs already, and a conversion takes longer to trace than a product.
+    # Most leaves have it already, and a conversion takes longer to trace than a product.
     return isinstance(leaf, jax.Array) and leaf.dtype == dtype and not is_weak(leaf)
 
 
@@ -58,10 +58,9 @@ def cast_like(tree: _Tree, like: Any) -> _Tree:
 def blank(aval: Any) -> jax.Array:
     """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
     sharding = None
-    # `full` of keys takes no sharding
+    # `full` takes no sharding for keys.
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
         sharding = aval.sharding
-    return vary(
-        jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding), varying(aval)
-    )
+    zeros = jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
+    return vary(zeros, varying(aval))

@@ -90,7 +90,8 @@ def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
     """Returns `value` as a `bool[]` array, or raises a `TypeError`."""
-    is_bool = getattr(value, "dtype", type(value)) in (bool, jnp.bool_)
+    dtype = getattr(value, "dtype", type(value))
+    is_bool = dtype in (bool, jnp.bool_)
     if isinstance(value, type) or not is_bool or jnp.shape(value):
         raise TypeError(
             f"`{call}({name}=...)` must be a scalar bool, got {describe_value(value)}. "

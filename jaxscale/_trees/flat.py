@@ -39,7 +39,7 @@ class Flat:
         self._fun = fun
         self._leaves, self._structure = jax.tree.flatten((args, kwargs))
         self.arrays = [leaf for leaf in self._leaves if isinstance(leaf, TRACED)]
-        # of the last call, those that are arrays among them
+        # What the last call returned, with `_ARRAY` in the place of each array.
         self._outputs: list[Any] = []
         self._output_structure: Any = None
 
@@ -52,11 +52,13 @@ class Flat:
             leaves.append(leaf)
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
         outputs, self._output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
-        returned = [output for output in outputs if isinstance(output, jax.Array)]
-        # No array of a trace is kept beyond it.
-        self._outputs = [
-            _ARRAY if isinstance(output, jax.Array) else output for output in outputs
-        ]
+        returned = []
+        self._outputs = []
+        for output in outputs:
+            if isinstance(output, jax.Array):
+                returned.append(output)
+                output = _ARRAY  # no array of a trace is kept beyond it
+            self._outputs.append(output)
         return returned
 
     def restored(self, outputs: Iterable[Any]) -> Any:
@@ -93,7 +95,7 @@ _ARRAY = object()
 def array_names(tree: Any, kind: type | tuple[type, ...] = TRACED) -> list[str]:
     """Returns where each array of JAX is in a tree, as `['w']`, for messages.
 
-    A class need not know how to name its children. Then its leaves are numbered.
+    If a class cannot name its children, all leaves are numbered instead.
     """
     leaves = jax.tree.leaves(tree)
     try:

@@ -29,6 +29,14 @@ _KINDS = {
 }
 
 
+_PYTHON_TYPES = {
+    NumberKind.BOOL: bool,
+    NumberKind.INTEGER: int,
+    NumberKind.FLOATING: float,
+    NumberKind.COMPLEX: complex,
+}
+
+
 def kind_of(dtype: Any) -> NumberKind:
     """Returns the kind of numbers that a dtype holds, `NONE` for that of keys, text and so on."""
     for scalar_type, kind in _KINDS.items():
@@ -41,7 +49,7 @@ def is_array_like(leaf: Any) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
 
     The type decides, as modules and abstract values also have a `dtype`. A NumPy array of numbers
-    counts even if JAX does not support its dtype, so that JAX refuses it.
+    counts even if JAX does not support its dtype, so that JAX itself refuses it.
     """
     if isinstance(leaf, jax.Array):
         return True
@@ -107,8 +115,8 @@ def dtype_holds(dtype: Any, number: Any) -> bool:
         is_in_range = info.min <= number.real <= info.max
         return is_in_range and number.real == int(number.real)
     limit = _overflow_limit(dtype)
-    overflows = [limit <= abs(part) < math.inf for part in (number.real, number.imag)]
-    return not any(overflows)
+    parts = (number.real, number.imag)
+    return not any(limit <= abs(part) < math.inf for part in parts)
 
 
 def _overflow_limit(dtype: Any) -> float:
@@ -122,13 +130,9 @@ def _overflow_limit(dtype: Any) -> float:
 
 def make_array(number: Any, dtype: Any) -> np.ndarray:
     """Returns a Python number as an array of a dtype that holds it."""
-    # With NumPy, as JAX makes a Python number an int32 or a float32 first.
     kind = kind_of(dtype)
-    if kind is NumberKind.COMPLEX:
-        return np.asarray(complex(number), dtype)
-    of_kind = {
-        NumberKind.BOOL: bool,
-        NumberKind.INTEGER: int,
-        NumberKind.FLOATING: float,
-    }[kind]
-    return np.asarray(of_kind(number.real), dtype)
+    if kind is not NumberKind.COMPLEX:
+        number = number.real
+    number = _PYTHON_TYPES[kind](number)
+    # NumPy makes the array, as JAX would make the number an int32 or a float32 first.
+    return np.asarray(number, dtype)

@@ -17,15 +17,14 @@ _TAG = "jaxscale"
 
 
 def wrap_call(call: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that runs in `call`, which takes a function and its arguments."""
+    """Returns a function that calls `call(fun, args, kwargs)`, also for objects of NNX."""
     module = getattr(fun, "__self__", None)
     method = getattr(fun, "__func__", None)
     if not holds_objects(module) and holds_objects(fun):
         module = fun
         method = _call_module
 
-    # a module has attributes that are not to be copied
-    @functools.wraps(fun, updated=())
+    @functools.wraps(fun, updated=())  # the attributes of a module are not copied
     def transformed_fun(*args: Any, **kwargs: Any) -> Any:
         # A module of NNX is an argument of its own methods: they may change it.
         if method is not None and holds_objects(module):
@@ -43,9 +42,12 @@ def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def holds_objects(tree: Any) -> bool:
     """Returns whether there are objects of NNX in a tree."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    return any(map(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
+    return "flax.nnx" in sys.modules and len(_list_objects(tree)) > 0
+
+
+def _list_objects(tree: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=_is_object)
+    return list(filter(_is_object, leaves))
 
 
 def call_with_objects(
@@ -59,15 +61,13 @@ def call_with_objects(
     Objects of NNX among the arguments are brought up to date.
     """
     nnx: Any = sys.modules["flax.nnx"]
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
-    if not all(_may_change(leaf) for leaf in leaves if _is_object(leaf)):
+    if not all(map(_may_change, _list_objects((args, kwargs)))):
         return _call_beside_objects(call, fun, args, kwargs)
 
     def call_pure(nodes: Any) -> Any:
         inner_args, inner_kwargs = nnx.from_tree(nodes, ctxtag=_TAG, is_inner=True)
         output = fun(*inner_args, **inner_kwargs)
-        leaves = jax.tree.leaves((inner_args, inner_kwargs), is_leaf=_is_object)
-        objects = [leaf for leaf in leaves if _is_object(leaf)]
+        objects = _list_objects((inner_args, inner_kwargs))
         return nnx.to_tree((objects, output), ctxtag=_TAG)
 
     with nnx.update_context(_TAG):
@@ -83,10 +83,10 @@ def _call_beside_objects(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls a function in `call` with all arguments but the objects, which it takes as they are.
+    """Calls `call(fun, args, kwargs)`, while the objects pass `call` by as they are.
 
-    The objects are from outside of a `jit` around this: the function may read them, and NNX says so
-    if it tries to change them.
+    They come from outside of a `jit` around this call. So the function may read them, and NNX
+    raises an error if it tries to change them.
     """
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
 
@@ -109,8 +109,8 @@ def _may_change(node: Any) -> bool:
     else:
         members = [member for _, member in nnx.iter_graph(node)]
     for member in members:
-        # Of the others in a graph, a class such as `kind = nnx.Param` has no such state, and an
-        # `nnx.Rngs` takes any name for that of a stream.
+        # Other members of a graph are not asked: a class such as `kind = nnx.Param` has no such
+        # state, and an `nnx.Rngs` takes any name for that of a stream.
         if isinstance(member, nnx.Variable):
             state = getattr(member, "_trace_state", None)
             if state is not None and not state.is_valid():

@@ -1,10 +1,25 @@
-"""Counters that stop at their limit, and the bits of float32's infinity."""
+"""Counters that stop at their limit, and the bits of float32 numbers."""
 
 import jax
 import jax.numpy as jnp
 import optax
 
 INFINITY_BITS = 0x7F800000  # of float32; a NaN of that sign has larger ones
+
+# The bits of a positive float32 are those of the exponent, to which the bias is added, and below
+# them those of the mantissa.
+MANTISSA_BITS = 23
+EXPONENT_BIAS = 127
+
+
+def float_bits(numbers: jax.Array) -> jax.Array:
+    """Returns the bits of float32 numbers as integers."""
+    return jax.lax.bitcast_convert_type(numbers, jnp.int32)
+
+
+def float_of_bits(bits: jax.Array) -> jax.Array:
+    """Returns the float32 numbers that have some bits."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def increment(counter: jax.Array) -> jax.Array:

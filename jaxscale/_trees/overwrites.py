@@ -15,9 +15,8 @@ from .leaf import dtype_of, is_inexact_leaf
 
 def holds_overwrites(tree: Any) -> bool:
     """Returns whether a tree has leaves that their gradients replace."""
-    return any(
-        is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    )
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return any(is_overwrite(path) for path, _ in pairs)
 
 
 def without_overwrites(tree: Any) -> Any:
@@ -43,7 +42,7 @@ def zero_overwrites(grads: optax.Updates) -> optax.Updates:
 def overwrite(
     outcome: optax.Params, grads: optax.Updates, params: optax.Params | None
 ) -> optax.Params:
-    """Replaces those leaves in the outcome of a step by their gradients, as `replace_finite`."""
+    """Replaces those leaves in the outcome of a step by their gradients that are finite."""
     return _map_overwrites(replace_finite, outcome, grads, params)
 
 
@@ -52,8 +51,8 @@ def overwriting_updates(
 ) -> optax.Updates:
     """Returns updates which, added to the parameters, replace those leaves by their gradients.
 
-    A sum p + u cannot always be exact: it is to the rounding of the larger of both values, and
-    never 0 if the new value is not 0.
+    A sum p + u cannot always be exact. It is rounded as the larger of the old and the new value
+    is, and never 0 if the new value is not 0.
     """
 
     def find_difference(new: Any, old: Any) -> Any:
@@ -63,8 +62,9 @@ def overwriting_updates(
         wide_old = widen(old)
         update = wide_new - wide_old
         vanishes = (wide_old + update == 0) & (wide_new != 0)
-        next_to_old = jnp.nextafter(-wide_old, jnp.sign(wide_new) * jnp.inf)
-        return jnp.where(vanishes, next_to_old, update)
+        # The least update whose sum is not 0, but has the sign of the new value.
+        smallest = jnp.nextafter(-wide_old, jnp.sign(wide_new) * jnp.inf)
+        return jnp.where(vanishes, smallest, update)
 
     return _map_overwrites(find_difference, updates, grads, params)
 

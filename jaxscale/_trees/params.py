@@ -62,11 +62,9 @@ def apply_updates(params: Any, updates: optax.Updates) -> Any:
     """
 
     def add(param: Any, update: Any) -> Any:
-        if (
-            update is None
-            or not is_array_like(param)
-            or dtype_of(update) == jax.dtypes.float0
-        ):
+        if update is None or not is_array_like(param):
+            return param
+        if dtype_of(update) == jax.dtypes.float0:
             return param
         wide_param = widen(param) if is_inexact_leaf(param) else param
         return cast(wide_param + update, dtype_of(param))
@@ -83,12 +81,11 @@ def cast_updates(params: Any, updates: optax.Updates) -> optax.Updates:
         return updates
 
     def make_addable(update: Any, param: Any) -> Any:
-        if (
-            update is None
-            or not is_inexact_leaf(param)
-            or jnp.finfo(dtype_of(param)).bits > 8
-        ):
+        if update is None or not is_inexact_leaf(param):
             return update
-        return cast(update, dtype_of(param))
+        dtype = dtype_of(param)
+        if jnp.finfo(dtype).bits > 8:
+            return update
+        return cast(update, dtype)
 
     return jax.tree.map(make_addable, updates, params)

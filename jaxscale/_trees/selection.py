@@ -95,7 +95,7 @@ def _cast_number(leaf: Any, dtype: Any) -> Any:
 
 
 def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
-    """Selects as `select` does, in the types of `old`; another dtype is an error."""
+    """Selects as `select` does, with the types of `old`. Another dtype is an error."""
 
     def keep_type(path: KeyPath, leaf: Any, old_leaf: Any) -> Any:
         if not is_array_like(leaf) or not is_array_like(old_leaf):
@@ -110,9 +110,8 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
             return old_leaf.at[...].set(leaf)
         return leaf
 
-    return jax.tree_util.tree_map_with_path(
-        keep_type, select(call, pred, new, old), old
-    )
+    selected = select(call, pred, new, old)
+    return jax.tree_util.tree_map_with_path(keep_type, selected, old)
 
 
 def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
@@ -149,9 +148,7 @@ def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
 
 def _unequal_dtypes(call: str, path: KeyPath, a: Any, b: Any) -> str:
     message = _unequal(call, path, "dtypes", a, b)
-    return (
-        f"{message} Cast one to the dtype of the other, or the step would compile anew."
-    )
+    return f"{message} Cast one to the other's dtype, or the step would compile anew."
 
 
 def _place(path: KeyPath) -> str:
@@ -164,19 +161,19 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
     second_structure = jax.tree.structure(second)
     if first_structure == second_structure:
         return
-    first_paths = _leaf_paths(first)
-    second_paths = _leaf_paths(second)
-    only_first = [path for path in first_paths if path not in second_paths]
-    only_second = [path for path in second_paths if path not in first_paths]
     raise ValueError(
         f"`{call}` needs two trees of one structure. Leaves only in the first: "
-        f"{', '.join(only_first) or 'none'}; only in the second: "
-        f"{', '.join(only_second) or 'none'}. They are {first_structure} and {second_structure}."
+        f"{_name_others(first, second)}; only in the second: {_name_others(second, first)}. "
+        f"They are {first_structure} and {second_structure}."
     )
 
 
+def _name_others(tree: Any, other: Any) -> str:
+    """Returns the paths of the leaves of a tree that are not in another one, as text."""
+    others = _leaf_paths(other)
+    return ", ".join(path for path in _leaf_paths(tree) if path not in others) or "none"
+
+
 def _leaf_paths(tree: Any) -> list[str]:
-    return [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in pairs]

@@ -1,6 +1,5 @@
 """Gradients: exact, unscaled by what scaled them, whatever differentiates."""
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -9,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from tables import assert_same_bits, cases, wide
 from training import x64
@@ -22,7 +22,9 @@ MODEL = {
     "v": jax.random.normal(jax.random.key(3), (16, 2)),
 }
 NOOP = jaxscale.NoOpLossScale().init()
-SCALES, DTYPES = [2.0**24, 40000.7, 2.0**-30, 2.0**-126], ["float16", "bfloat16"]
+SCALES = [2.0**24, 40000.7, 2.0**-30, 2.0**-126]
+WIDENED = {"float16": "float32", "bfloat16": "float32"}
+DTYPES = [*WIDENED, "float32", "float64"]
 KINDS = (jax.value_and_grad, jaxscale.value_and_grad), (jax.grad, jaxscale.grad)
 
 
@@ -36,21 +38,30 @@ def loss_fn(params, x, y):
 
 
 def test_power_of_two_scaling_is_exact():
-    compiled = jax.jit(
-        lambda state: jaxscale.value_and_grad(loss_fn, state)(MODEL, X, Y)
-    )
+    @jax.jit
+    def evaluate(state):
+        return jaxscale.value_and_grad(loss_fn, state)(MODEL, X, Y)
+
+    expected = evaluate(at(0))
     for exponent in (-60, -1, 1, 15, 24, 60):
-        assert_same_bits(compiled(at(exponent)), compiled(at(0)))
+        assert_same_bits(evaluate(at(exponent)), expected)
 
 
-def test_the_loss_is_not_multiplied_and_cannot_overflow():
-    def run(state):
-        return jaxscale.value_and_grad(lambda w: 1e34 * w, state)(jnp.array(1.0))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_cannot_overflow(compiled):
+    with jax.disable_jit(not compiled):
+        evaluate = jaxscale.value_and_grad(lambda w: 1e34 * w, at(12))
+        loss, grad = jax.jit(evaluate)(jnp.array(1.0))
+    assert_same_bits([loss, grad], [jnp.float32(1e34)] * 2)
 
-    for step in (run, jax.jit(run)):
-        assert_same_bits(step(at(12)), (jnp.float32(1e34), jnp.float32(1e34)))
-    loss = jax.jit(lambda s, w: jaxscale.value_and_grad(lambda w: w * 3.0, s)(w)[0])
-    text = loss.lower(at(5), jnp.array(1.0)).compile().as_text()
+
+def test_the_loss_is_not_multiplied():
+    @jax.jit
+    def evaluate(state, w):
+        loss, _ = jaxscale.value_and_grad(lambda w: w * 3.0, state)(w)
+        return loss
+
+    text = evaluate.lower(at(5), jnp.array(1.0)).compile().as_text()
     assert text.count(" multiply(") == 1, text
 
 
@@ -64,18 +75,17 @@ def test_gradients_of_half_precision_come_back_float32_and_do_not_underflow():
 
 @cases(
     "loss_scale, dtype",
-    itertools.product(SCALES, [*DTYPES, "float32", "float64"]),
+    itertools.product(SCALES, DTYPES),
     fast=[(2.0**24, "float16"), (2.0**-126, "bfloat16"), (40000.7, "float64")],
 )
 def test_the_seed_is_a_number_of_the_dtype_of_the_loss(loss_scale, dtype):
-    with x64() if dtype == "float64" else contextlib.nullcontext():
-        state = at(0)._replace(loss_scale=jnp.array(loss_scale, jnp.float32))
-        loss, grad = jaxscale.value_and_grad(lambda w: w * 1, state)(
-            jnp.array(0.5, dtype)
-        )
-        assert loss.dtype == dtype
-        # Neither inf nor 0, and divided by the same.
-        assert_same_bits(grad, jnp.ones((), "float32" if dtype in DTYPES else dtype))
+    state = at(0)._replace(loss_scale=jnp.array(loss_scale, jnp.float32))
+    with x64():
+        w = jnp.array(0.5, dtype)
+        loss, grad = jaxscale.value_and_grad(lambda w: w * 1, state)(w)
+    assert loss.dtype == dtype
+    # The seed is neither inf nor 0, and the gradient is divided by the same.
+    assert_same_bits(grad, np.ones((), WIDENED.get(dtype, dtype)))
 
 
 def of_numbers(a, b, c):
@@ -114,89 +124,118 @@ def test_it_mirrors_what_differentiates(name, has_aux):
     transforms, loss, args, options = LOSSES[name]
 
     def fun(*args):
-        return (loss(*args), (args[-1], None, "text")) if has_aux else loss(*args)
+        if has_aux:
+            return loss(*args), (args[-1], None, "text")
+        return loss(*args)
 
+    options = options | {"has_aux": has_aux}
     for (_, ours), transform in zip(KINDS, transforms, strict=True):
-        expected = transform(fun, has_aux=has_aux, **options)(*args)
-        result = ours(fun, at(5), transform=transform, has_aux=has_aux, **options)(
-            *args
-        )
-        assert jax.tree.structure(result) == jax.tree.structure(expected)
-        for leaves in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
-            if not isinstance(leaves[0], str):
-                assert_same_bits(
-                    *(x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves)
-                )
+        expected = transform(fun, **options)(*args)
+        result = ours(fun, at(5), transform=transform, **options)(*args)
+        assert_same_bits(as_arrays(result), as_arrays(expected))
 
 
-def test_signature_and_keyword_arguments_are_those_of_the_function():
-    def keyword_loss(params, *, batch, power=2):
-        """My loss."""
-        return jnp.mean((params["w"] - batch) ** power)
+def as_arrays(tree):
+    """A tree with arrays in the place of numbers, and nothing in that of the text."""
 
-    for theirs, ours in KINDS:
-        fun, expected = ours(keyword_loss, at(3)), theirs(keyword_loss)
-        assert (inspect.signature(fun), fun.__doc__) == (
-            inspect.signature(keyword_loss),
-            "My loss.",
-        )
-        assert_same_bits(*(f(MODEL, batch=1.0, power=3) for f in (fun, expected)))
+    def as_array(leaf):
+        if isinstance(leaf, str):
+            return ()
+        return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+
+    return jax.tree.map(as_array, tree)
 
 
-# What a `transform` may map `jax.value_and_grad` or `jax.grad` over, for gradients by example.
+def keyword_loss(params, *, batch, power=2):
+    """My loss."""
+    return jnp.mean((params["w"] - batch) ** power)
+
+
+@cases("theirs, ours", KINDS)
+def test_signature_and_keyword_arguments_are_those_of_the_function(theirs, ours):
+    fun = ours(keyword_loss, at(3))
+    assert inspect.signature(fun) == inspect.signature(keyword_loss)
+    assert fun.__doc__ == "My loss."
+    expected = theirs(keyword_loss)(MODEL, batch=1.0, power=3)
+    assert_same_bits(fun(MODEL, batch=1.0, power=3), expected)
+
+
+# What a `transform` may map `jax.value_and_grad` or `jax.grad` over, for gradients by example. Each
+# takes the differentiated function, and which of both made it.
 DOUBLES = jnp.arange(1.0, 25.0).reshape(2, 4, 3) / 8
 
 
-def vmapped(d, kind, axes=(0, 0)):
+def vmapped(fun, kind, axes=(0, 0)):
     """A `vmap` over examples, with the axes that losses and gradients come out along."""
-    return jax.vmap(d, (None, 0), axes if kind is jax.value_and_grad else axes[::-1])
+    if kind is jax.grad:
+        axes = axes[::-1]
+    return jax.vmap(fun, (None, 0), axes)
 
 
-def nested(axes):
-    return lambda d, kind: vmapped(vmapped(d, kind), kind, axes)
+def vmapped_twice(fun, kind, axes):
+    return vmapped(vmapped(fun, kind), kind, axes)
 
 
+def looped(fun, kind):
+    return lambda w, xs: jax.lax.map(functools.partial(fun, w), xs)
+
+
+# The examples, and what maps a function over them.
 MAPS = {
-    # name: (the examples, what maps a function over them)
     "examples": (DOUBLES[0], vmapped),
     "gradients last": (DOUBLES[0], functools.partial(vmapped, axes=(0, -1))),
     "no examples": (DOUBLES[0, :0], vmapped),
-    "a loop": (
-        DOUBLES[0],
-        lambda d, _: lambda w, xs: jax.lax.map(lambda x: d(w, x), xs),
+    "a loop": (DOUBLES[0], looped),
+    "nested, losses transposed": (
+        DOUBLES,
+        functools.partial(vmapped_twice, axes=(1, 0)),
     ),
-    "nested, losses transposed": (DOUBLES, nested((1, 0))),
-    "nested, gradients transposed": (DOUBLES, nested((0, 1))),
+    "nested, gradients transposed": (
+        DOUBLES,
+        functools.partial(vmapped_twice, axes=(0, 1)),
+    ),
 }
 
 
+def find_tangent(fun, w, xs):
+    return jax.jvp(lambda w: fun(w, xs), (w,), (w,))
+
+
+def call(fun, w, xs):
+    return jax.jit(fun)(w, xs)
+
+
+# What is compared, and in which dtype.
+COMPARED = {
+    "float32": (call, "float32"),
+    "float16": (call, "float16"),
+    "derivatives": (find_tangent, "float32"),
+}
+
+
+def squared_sum(w, x):
+    return jnp.sum(w * x) ** 2 / 64, jnp.sum(x)
+
+
 @cases(
-    "name, dtype",
-    itertools.product(MAPS, ["float32", "float16"]),
-    fast=[("examples", "float16"), ("examples", "float32")],
+    "name, compared",
+    itertools.product(MAPS, COMPARED),
+    fast=[("examples", compared) for compared in COMPARED],
 )
-def test_gradients_by_example_are_those_of_jax(name, dtype):
+def test_gradients_by_example_are_those_of_jax(name, compared):
+    run, dtype = COMPARED[compared]
     examples, mapped = MAPS[name]
-    w, xs = jnp.array([1.0, -2.0, 0.5], dtype), examples.astype(dtype)
-
-    def fun(w, x):
-        return jnp.sum(w * x) ** 2 / 64, jnp.sum(x)
-
+    w = jnp.array([1.0, -2.0, 0.5], dtype)
+    xs = examples.astype(dtype)
     for kind, ours in KINDS:
 
         def by_example(fun, kind=kind, **kwargs):
             return mapped(kind(fun, **kwargs), kind)
 
-        theirs = by_example(fun, has_aux=True)
+        expected = run(by_example(squared_sum, has_aux=True), w, xs)
         for state in (at(24), NOOP):  # a float16 loss caps the first
-            scaled = ours(fun, state, transform=by_example, has_aux=True)
-            assert_same_bits(wide(jax.jit(scaled)(w, xs)), wide(theirs(w, xs)))
-            if dtype == "float32":  # and so are their derivatives
-                pairs = [
-                    jax.jvp(lambda w, f=f: f(w, xs), (w,), (w,))
-                    for f in (scaled, theirs)
-                ]
-                assert_same_bits(*pairs)
+            scaled = ours(squared_sum, state, transform=by_example, has_aux=True)
+            assert_same_bits(wide(run(scaled, w, xs)), wide(expected))
 
 
 def test_noop_adds_no_operation():

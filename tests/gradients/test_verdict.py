@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import fast_math
 import jax
@@ -21,16 +22,14 @@ import jaxscale
 from jaxscale._gradients.reduction import reduce_gradients, reduce_sizes
 from jaxscale._gradients.scaled import Scaled
 
-DTYPES = ["float32", "float16", "bfloat16", "complex64", "float64", "complex128"]
-DTYPES += ["float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"]
+DTYPES = [
+    *("float32", "float16", "bfloat16", "complex64", "float64", "complex128"),
+    *("float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"),
+]
 MIXED = ["mixed, on one device", "mixed, on several"]
 # More of one shape than are put together, and some of another.
-SHAPES = {f"{i:02}": (3,) for i in range(66)} | {
-    "a": (2, 2),
-    "b": (2, 2),
-    "c": (),
-    "d": (0,),
-}
+SHAPES = {f"{i:02}": (3,) for i in range(66)}
+SHAPES |= {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
 
 
 def is_finite(tree, **options):
@@ -42,8 +41,13 @@ def has_finite_sizes(tree, divisor=None, **options):
 
 
 def applies(tx):
-    """Whether an optimizer applies gradients."""
-    return lambda tree: tx.update(tree, tx.init(tree))[1].total_notfinite == 0
+    """Returns a function that says whether an optimizer applies gradients."""
+
+    def verdict(tree):
+        _, state = tx.update(tree, tx.init(tree))
+        return state.total_notfinite == 0
+
+    return verdict
 
 
 SGD = optax.identity()
@@ -112,9 +116,10 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
     with x64():
         tree = filled(dtype)
         assert verdict(tree)
-        for leaf_name, leaf in tree.items():
+        for key, leaf in tree.items():
             for i in range(leaf.size):
-                assert not verdict(tree | {leaf_name: spoil(leaf, i)}), (leaf_name, i)
+                spoiled = tree | {key: spoil(leaf, i)}
+                assert not verdict(spoiled), (key, i)
 
 
 @pytest.mark.standard_promotion
@@ -131,56 +136,87 @@ def test_the_largest_finite_number_passes(name, dtype, one_device):
         assert verdict(filled(dtype, -largest))
 
 
-def reductions(fun, *args, branch=0):
-    """How many reductions are in a program, and how many numbers they take in.
+class Reductions(NamedTuple):
+    """How many reductions are in a program, and how many numbers they take in."""
 
-    Of what depends on the platform, the first branch is a CPU's, and the last everyone else's.
-    """
+    number: int
+    num_inputs: int
 
-    def equations(jaxpr):
-        for eqn in jaxpr.eqns:
-            if "branches" in eqn.params:
-                yield from equations(eqn.params["branches"][branch].jaxpr)
-            else:
-                yield eqn
 
+def list_equations(jaxpr, branch):
+    for eqn in jaxpr.eqns:
+        if "branches" in eqn.params:
+            yield from list_equations(eqn.params["branches"][branch].jaxpr, branch)
+        else:
+            yield eqn
+
+
+def count_reductions(fun, tree, branch=0):
+    """Counts reductions. If the platform decides, the first branch is that of a CPU."""
     sizes = []
-    for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr):
+    for eqn in list_equations(jax.make_jaxpr(fun)(tree).jaxpr, branch):
         if eqn.primitive.name.startswith("reduce_"):
             sizes.append(eqn.invars[0].aval.size)
-    return len(sizes), sum(sizes)
+    return Reductions(len(sizes), sum(sizes))
 
 
-@cases("squares", [False, True])
-def test_leaves_of_one_type_are_reduced_as_one(squares, one_device):
-    tree = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
-    tree |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
-    together = functools.partial(is_finite, squares=squares)
-    assert reductions(together, tree) == (2 + 1 + 1, 4 * 8)  # 64 + 6, and two more
-    assert reductions(functools.partial(together, by_leaf=True), tree) == (72, 72 * 8)
-    large = {f"w{i}": jax.ShapeDtypeStruct((2**16,), jnp.float32) for i in range(20)}
-    assert reductions(together, large)[0] == 2  # 16 + 4
+# Leaves of 8 numbers: 70 of one type, one of another shape, and one of another dtype.
+LEAVES_OF_8 = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
+LEAVES_OF_8 |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
+squares = cases("squares", [False, True])
 
 
-def test_a_large_leaf_is_taken_in_parts_on_a_cpu_alone(one_device):
-    # Of an axis that can be divided, the rest stays whole.
-    shapes = {
-        (2**16,): 8,
-        (9, 2**13): 8,
-        (2**14 + 2, 6): 2,
-        (2**16 + 1,): 1,
-        (2**15,): 1,
-    }
+@squares
+def test_small_leaves_of_one_type_are_reduced_as_one(squares, one_device):
+    reduce = functools.partial(is_finite, squares=squares)
+    # 64 + 6 leaves of one type, and two others.
+    expected = Reductions(4, num_inputs=4 * 8)
+    assert count_reductions(reduce, LEAVES_OF_8) == expected
+
+
+@squares
+def test_by_leaf_each_is_reduced_by_itself(squares, one_device):
+    reduce = functools.partial(is_finite, squares=squares, by_leaf=True)
+    expected = Reductions(72, num_inputs=72 * 8)
+    assert count_reductions(reduce, LEAVES_OF_8) == expected
+
+
+@squares
+def test_fewer_large_leaves_are_reduced_as_one(squares, one_device):
+    reduce = functools.partial(is_finite, squares=squares)
+    large = jax.ShapeDtypeStruct((2**16,), jnp.float32)
+    assert count_reductions(reduce, [large] * 20).number == 2  # 16 + 4
+
+
+# The shape of a leaf, and in how many parts it is taken: of an axis that can be divided.
+PARTS = {
+    "one axis": ((2**16,), 8),
+    "the second axis": ((9, 2**13), 8),
+    "an axis that is even": ((2**14 + 2, 6), 2),
+    "an odd axis": ((2**16 + 1,), 1),
+    "a small leaf": ((2**15,), 1),
+}
+
+
+@cases("name", PARTS)
+def test_a_large_leaf_is_taken_in_parts_on_a_cpu_alone(name, one_device):
+    shape, num_parts = PARTS[name]
+    leaf = np.ones(shape, np.float32)
+    on_cpu = count_reductions(jaxscale.all_finite, leaf)
+    elsewhere = count_reductions(jaxscale.all_finite, leaf, branch=-1)
+    assert on_cpu == Reductions(1, leaf.size // num_parts)
+    assert elsewhere == Reductions(1, leaf.size)
+
+
+@cases("name", PARTS)
+def test_no_element_of_a_leaf_in_parts_is_overlooked(name, one_device):
+    shape, _ = PARTS[name]
+    leaf = np.ones(shape, np.float32)
     verdict = jax.jit(jaxscale.all_finite)
-    for shape, parts in shapes.items():
-        leaf = np.ones(shape, np.float32)
-        size = np.prod(shape)
-        assert reductions(jaxscale.all_finite, leaf) == (1, size // parts)
-        assert reductions(jaxscale.all_finite, leaf, branch=-1) == (1, size)
-        for i in np.random.default_rng(0).integers(0, size, 16):
-            spoiled = leaf.copy()
-            spoiled.flat[i] = np.nan
-            assert not verdict(spoiled)
+    for i in np.random.default_rng(0).integers(0, leaf.size, 16):
+        spoiled = leaf.copy()
+        spoiled.flat[i] = np.nan
+        assert not verdict(spoiled), i
 
 
 @cases("dtype", ["float16", "complex64"])
@@ -221,15 +257,14 @@ def test_by_leaf_says_which(one_device):
 
 @cases("axis_type, number", [(AxisType.Auto, 3), (AxisType.Explicit, 2)])
 def test_where_leaves_lie_is_known_or_they_stay_apart(axis_type, number):
-    # Of one shape, but divided differently: to put them together would send one of them around.
-    # So would it to take them in parts, large as they are.
+    # The leaves have one shape, but are divided differently. Putting them together would send one
+    # of them around, and so would taking them in parts.
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    specs = [PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec("x")]
-    tree = [
-        jax.device_put(jnp.ones((512, 512)), NamedSharding(mesh, spec))
-        for spec in specs
-    ]
-    assert reductions(jaxscale.all_finite, tree)[0] == number
+    tree = []
+    for spec in [PartitionSpec("x"), PartitionSpec(None, "x"), PartitionSpec("x")]:
+        sharding = NamedSharding(mesh, spec)
+        tree.append(jax.device_put(jnp.ones((512, 512)), sharding))
+    assert count_reductions(jaxscale.all_finite, tree).number == number
     compiled = jax.jit(jaxscale.all_finite).lower(tree).compile()
     assert not re.search("all-gather|all-to-all|permute", compiled.as_text())
     assert compiled(tree)
@@ -239,7 +274,7 @@ def test_inside_of_shard_map_all_leaves_lie_on_one_device():
     counts = []
 
     def verdict(tree):
-        counts.append(reductions(jaxscale.all_finite, tree)[0])
+        counts.append(count_reductions(jaxscale.all_finite, tree).number)
         return jaxscale.all_finite(tree, axis_name="x")
 
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from references import trajectory
 from tables import POLICIES, assert_same_bits, avals, cases
+from training import x64
 
 import jaxscale
 from jaxscale import presets
@@ -39,19 +40,21 @@ def scanned(policy, state, sizes):
 
 def follow(policy, start, steps):
     """The states after each step from a first one, which are those of the reference."""
-    first = policy.init()
-    leaves = [jnp.asarray(x, leaf.dtype) for x, leaf in zip(start, first, strict=True)]
-    states = scanned(policy, type(first)(*leaves), np.float32(steps))
-    verdicts = [(size < BAD, size if size >= 0 else None) for size in steps]
-    rows = [leaf.tolist() for leaf in states]
-    assert list(zip(*rows, strict=True)) == trajectory(policy, start, verdicts)
+    like = policy.init()
+    first = type(like)(*start)
+    first = jax.tree.map(lambda x, leaf: jnp.asarray(x, leaf.dtype), first, like)
+    states = scanned(policy, first, np.float32(steps))
+    verdicts = []
+    for size in steps:
+        largest = size if size >= 0 else None
+        verdicts.append((size < BAD, largest))
+    numbers = [leaf.tolist() for leaf in states]
+    assert list(zip(*numbers, strict=True)) == trajectory(policy, start, verdicts)
     return states
 
 
 def replaced(state, **fields):
-    return state._replace(
-        **{name: jnp.float32(value) for name, value in fields.items()}
-    )
+    return state._replace(**jax.tree.map(jnp.float32, fields))
 
 
 # The rules that probe.
@@ -104,13 +107,11 @@ def test_moves_at_the_bounds_are_those_of_the_reference():
     numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
     policies = [jaxscale.DynamicLossScale(**numbers)]
     for clip, clamp in itertools.product([True, False], ["never", "moves", "steps"]):
-        policies.append(
-            presets.PresetLossScale(**numbers, clip_growth=clip, clamp=clamp)
-        )
-    for policy, scale, step in itertools.product(
-        policies, [1.0, 8.0, 64.0], [1.0, BAD]
-    ):
-        follow(policy, (scale, 0, 1), [step])
+        preset = presets.PresetLossScale(**numbers, clip_growth=clip, clamp=clamp)
+        policies.append(preset)
+    for policy in policies:
+        for scale, step in itertools.product([1.0, 8.0, 64.0], [1.0, BAD]):
+            follow(policy, (scale, 0, 1), [step])
 
 
 @pytest.mark.parametrize("step", [1.0, BAD])
@@ -131,12 +132,10 @@ def test_an_unusable_restored_scale_heals():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     for scale in (0.0, -1.0, np.inf, np.nan):
         state = replaced(policy.init(), loss_scale=scale)
-        after_finite = policy.adjust(state, True)
-        after_overflow = policy.adjust(state, False)
-        assert after_finite.loss_scale == policy.init_scale * policy.growth_factor, (
-            scale
-        )
-        assert after_overflow.loss_scale == policy.init_scale / 2, scale
+        grown = policy.adjust(state, True)
+        assert grown.loss_scale == policy.init_scale * 2, scale
+        lowered = policy.adjust(state, False)
+        assert lowered.loss_scale == policy.init_scale / 2, scale
 
 
 def test_a_tracker_restored_beyond_the_interval_grows_at_once():
@@ -197,35 +196,60 @@ def test_the_adaptive_rule_follows_the_reference(policy, sizes):
     assert states.loss_scale.max() <= policy.max_scale
 
 
+def make_start(exponent, peak, level, crest, finite_steps, held_steps, overflows=0):
+    """A state in numbers of Python. Peak and crest are in units of 2**-16, the level of 2**-20."""
+    return jaxscale.AdaptiveState(
+        loss_scale=2.0**exponent,
+        peak=float(np.float32(peak / 2**16)),
+        level=float(np.float32(level / 2**20)),
+        crest=float(np.float32(crest / 2**16)),
+        finite_steps=finite_steps,
+        held_steps=held_steps,
+        overflows=overflows,
+    )
+
+
 UNITS = st.integers(-128 * 2**16, 128 * 2**16) | st.just(-256 * 2**16)
+COUNTS = st.integers(0, 2**31 - 100)
 
 
-@hypothesis.given(
-    st.integers(-30, 60),
-    UNITS,
-    st.integers(0, int(15.5 * 2**20)),
-    UNITS,
-    st.integers(0, 2**31 - 100),
-    st.integers(0, 2**31 - 100) | st.none(),
-    st.integers(0, 9),
-    SIZES,
-)
-# Counters at their end; and between a threshold and its double or half: an overflow that repeats, a
-# gradient that comes near the crest, a crest that is held no longer.
-@hypothesis.example(8, 0, 0, 2**23, 2**31 - 5, 2**31 - 5, 0, [1.0] * LENGTH)
-@hypothesis.example(8, 0, 2**23, 0, ADAPTIVE.period * 3 // 8, None, 0, [BAD] * LENGTH)
-@hypothesis.example(4, 0, 2**23, 2**19, 9, 1, 0, [8.0] * LENGTH)
-@hypothesis.example(
-    4, 0, 2**23, 2**19, 10**6, ADAPTIVE.period * 3 // 4, 0, [1.0] * LENGTH
-)
-def test_the_adaptive_rule_follows_the_reference_from_any_state(
-    exponent, peak, level, crest, finite_steps, held_steps, overflows, sizes
-):
-    if held_steps is None:
-        held_steps = finite_steps
-    floats = (2.0**exponent, peak / 2**16, level / 2**20, crest / 2**16)
-    floats = [float(np.float32(x)) for x in floats]
-    follow(ADAPTIVE, (*floats, finite_steps, held_steps, overflows), sizes)
+@st.composite
+def adaptive_states(draw):
+    finite_steps = draw(COUNTS)
+    return make_start(
+        exponent=draw(st.integers(-30, 60)),
+        peak=draw(UNITS),
+        level=draw(st.integers(0, int(15.5 * 2**20))),
+        crest=draw(UNITS),
+        finite_steps=finite_steps,
+        held_steps=draw(COUNTS | st.just(finite_steps)),
+        overflows=draw(st.integers(0, 9)),
+    )
+
+
+@hypothesis.given(adaptive_states(), SIZES)
+def test_the_adaptive_rule_follows_the_reference_from_any_state(start, sizes):
+    follow(ADAPTIVE, start, sizes)
+
+
+END = 2**31 - 5
+REPEATED = ADAPTIVE.period * 3 // 8
+FORGOTTEN = ADAPTIVE.period * 3 // 4
+# The last three are between a threshold and its double or half.
+STARTS = {
+    "a crest that nothing reached": (make_start(12, 0, 15 * 2**20, 2**18, 9, 9), BAD),
+    "a crest that was reached": (make_start(12, 0, 15 * 2**20, 2**18, 9, 1), BAD),
+    "counters at their end": (make_start(8, 0, 0, 2**23, END, END), 1.0),
+    "an overflow repeats": (make_start(8, 0, 2**23, 0, REPEATED, REPEATED), BAD),
+    "the crest is nearly reached": (make_start(4, 0, 2**23, 2**19, 9, 1), 8.0),
+    "the crest fades": (make_start(4, 0, 2**23, 2**19, 10**6, FORGOTTEN), 1.0),
+}
+
+
+@cases("name", STARTS)
+def test_the_adaptive_rule_follows_the_reference_at_its_thresholds(name):
+    start, size = STARTS[name]
+    follow(ADAPTIVE, start, [size] * LENGTH)
 
 
 adjust = jax.jit(ADAPTIVE.adjust)
@@ -389,12 +413,33 @@ def test_a_scale_of_python_is_strongly_typed_again(policy):
 @policies
 def test_devices_agree_on_the_next_state(policy):
     policy = ALL[policy]
+    state = policy.init()
     update = functools.partial(policy.update, axis_name="data")
     mapped = jax.jit(jax.vmap(update, (None, 0), axis_name="data"))
-    for shards, size in (([0.125, 0.0], 0.125), ([0.125, jnp.nan], jnp.nan)):
-        after, _ = mapped(policy.init(), jnp.array(shards))
-        alone = jax.jit(policy.adjust)(policy.init(), bool(size == size), size)
-        assert_same_bits(after, jax.tree.map(lambda x: jnp.stack([x, x]), alone))
+    adjust = jax.jit(policy.adjust)
+    for largest in (0.0, jnp.nan):
+        after, _ = mapped(state, jnp.array([0.125, largest]))
+        size = 0.125 + largest
+        alone = adjust(state, not math.isnan(size), size)
+        for member in range(2):
+            own = jax.tree.map(lambda leaf, i=member: leaf[i], after)
+            assert_same_bits(own, alone)
+
+
+@cases("dtype", ["float32", "complex64", "float64", "complex128"], fast=["complex128"])
+def test_no_finite_gradient_ruins_logmax_for_good(dtype):
+    policy = presets.openseq2seq_logmax(beta1=0.0, beta2=0.0)
+    info = np.finfo(dtype)
+    numbers = [info.max, info.max, info.smallest_normal, info.smallest_subnormal, 0, 1]
+    if "complex" in dtype:
+        numbers = [number * (1 + 1j) for number in numbers]
+    with x64():
+        update = jax.jit(policy.update)
+        state = policy.init()
+        for number in (*numbers, np.inf, *numbers, 0.25, 0.25, 0.25):
+            state, _ = update(state, {"w": jnp.asarray([0.125, number], dtype)})
+            assert jnp.isfinite(jnp.stack(state)).all(), number
+            assert avals(state) == avals(policy.init()), number
 
 
 def test_no_gradients_are_finite():
@@ -406,19 +451,23 @@ def test_no_gradients_are_finite():
 def test_every_kind_of_scalar_bool_is_taken():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
     for verdict in (True, np.bool_(True), np.array(True)):
-        assert policy.adjust(policy.init(), verdict).loss_scale == 2.0**16, type(
-            verdict
-        )
+        state = policy.adjust(policy.init(), verdict)
+        assert state.loss_scale == 2.0**16, type(verdict)
 
 
-def test_policies_are_plain_values():
-    for name, policy in ALL.items():
-        config = json.loads(json.dumps(policy.get_config()))
-        again = type(policy).from_config(config)
-        assert (again, hash(again)) == (policy, hash(policy)), name
-        assert jax.tree.leaves(policy) == [policy], name
-        pair = (policy, policy.init())
-        assert pickle.loads(pickle.dumps(pair)) == pair, name
+@pytest.mark.parametrize("policy", ALL.values(), ids=ALL)
+def test_a_policy_is_made_again_from_its_config(policy):
+    config = json.loads(json.dumps(policy.get_config()))
+    again = type(policy).from_config(config)
+    assert again == policy
+    assert hash(again) == hash(policy)
+
+
+@pytest.mark.parametrize("policy", ALL.values(), ids=ALL)
+def test_a_policy_is_a_plain_value(policy):
+    assert jax.tree.leaves(policy) == [policy]
+    pair = (policy, policy.init())
+    assert pickle.loads(pickle.dumps(pair)) == pair
 
 
 def test_a_policy_is_frozen():

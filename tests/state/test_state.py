@@ -58,13 +58,13 @@ SCALINGS = {
     "marked": Own(OwnState(FOUR, (FOUR, FOUR))),
     "unmarked": Own(UnmarkedState(FOUR)),
 }
-CALLS = {
+TRANSFORMS = {
     "scale": lambda tree: jaxscale.scale(tree, jnp.ones(2)),
     "unscale": lambda tree: jaxscale.unscale(tree, jnp.ones(2)),
     "value_and_grad": lambda tree: jaxscale.value_and_grad(jnp.sum, tree)(jnp.ones(2)),
     "grad": lambda tree: jaxscale.grad(jnp.sum, tree)(jnp.ones(2)),
-    "metrics": jaxscale.metrics,
 }
+CALLS = TRANSFORMS | {"metrics": jaxscale.metrics}
 
 
 @pytest.mark.standard_promotion
@@ -80,60 +80,73 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
         Carry(opt_state, jnp.array(99.0), jnp.array(1), jnp.array(2)),
         jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx),
     ]
-    # One that is not marked is known by its place alone.
-    bare = [opt_state.scaling, Carry(params, opt_state.scaling, FOUR, FOUR)]
-    for call, function in CALLS.items():
-        expected = function(opt_state)
-        for tree in trees:
-            assert_same_bits(function(tree), expected)
-        for tree in [opt_state] + bare * (scaling != "unmarked"):
-            if call == "metrics":
-                assert function(tree)["loss_scale"] == 4
-            else:
-                assert_same_bits(
-                    function(tree), function(STATE._replace(loss_scale=FOUR))
-                )
     for tree in trees:
+        for function in CALLS.values():
+            assert_same_bits(function(tree), function(opt_state))
         jaxscale.check(tree)
 
 
+@pytest.mark.standard_promotion
+@cases("scaling", SCALINGS, fast=["dynamic", "unmarked"])
+def test_the_scale_of_any_state_is_read(scaling):
+    opt_state = jaxscale.loss_scaled(optax.adam(0.1), SCALINGS[scaling]).init(NAMED)
+    trees = [opt_state]
+    # One that is not marked is known by its place alone.
+    if scaling != "unmarked":
+        trees += [opt_state.scaling, Carry(NAMED, opt_state.scaling, FOUR, FOUR)]
+    of_four = STATE._replace(loss_scale=FOUR)
+    for tree in trees:
+        for function in TRANSFORMS.values():
+            assert_same_bits(function(tree), function(of_four))
+        assert jaxscale.metrics(tree)["loss_scale"] == 4
+
+
 OPT_STATE = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
-NOT_FOUND = [
-    (NAMED, "none in"),
-    (optax.adam(0.1).init(NAMED), "none in"),
-    (Carry(NAMED, FOUR, FOUR, FOUR), "none in"),
-    (
+NOT_FOUND = {
+    "parameters": (NAMED, "none in"),
+    "another optimizer": (optax.adam(0.1).init(NAMED), "none in"),
+    "a carry": (Carry(NAMED, FOUR, FOUR, FOUR), "none in"),
+    "a state without a mark": (
         UnmarkedState(FOUR),
         r"none in .*`class UnmarkedState`, write `is_loss_scale_state = True`",
     ),
-    ([OPT_STATE, {"d": OPT_STATE}], r"2, at \[0\], \[1\]\['d'\]\. Pass"),
-    (
+    "two optimizers": (
+        [OPT_STATE, {"d": OPT_STATE}],
+        r"2, at \[0\], \[1\]\['d'\]\. Pass",
+    ),
+    "three of two kinds": (
         Carry((OPT_STATE, STATE), STATE, FOUR, FOUR),
         r"3, at .*\[0\], .*\[1\], \.loss_scale\. Pass",
     ),
-    ({"a": SCALINGS["marked"].init(), "b": STATE}, r"2, at \['a'\], \['b'\]\. Pass"),
-]
+    "two policies": (
+        {"a": SCALINGS["marked"].init(), "b": STATE},
+        r"2, at \['a'\], \['b'\]\. Pass",
+    ),
+}
 
 
 @cases("call", CALLS)
-def test_a_name_is_not_a_state_and_one_of_several_is_not_chosen(call):
-    for tree, found in NOT_FOUND:
-        with pytest.raises(
-            ValueError, match=rf"`{call}` needs .* exactly one .*, got {found}"
-        ):
-            CALLS[call](tree)
+@cases("name", NOT_FOUND)
+def test_a_name_is_not_a_state_and_one_of_several_is_not_chosen(name, call):
+    tree, found = NOT_FOUND[name]
+    message = rf"`{call}` needs .* exactly one .*, got {found}"
+    with pytest.raises(ValueError, match=message):
+        CALLS[call](tree)
 
 
-@cases("call", list(CALLS)[:4], fast=["grad"])
+def repeat(tree, number=4):
+    """The tree of a population of equal members."""
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * number), tree)
+
+
+@cases("call", TRANSFORMS, fast=["grad"])
 def test_a_population_is_scaled_under_vmap_alone(call):
-    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), OPT_STATE)
-    with pytest.raises(
-        ValueError, match=rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"
-    ):
-        CALLS[call](members)
-    alone = CALLS[call](OPT_STATE)
-    expected = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), alone)
-    assert_same_bits(jax.vmap(CALLS[call])(members), expected)
+    members = repeat(OPT_STATE)
+    message = rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"
+    with pytest.raises(ValueError, match=message):
+        TRANSFORMS[call](members)
+    together = jax.vmap(TRANSFORMS[call])(members)
+    assert_same_bits(together, repeat(TRANSFORMS[call](OPT_STATE)))
 
 
 # The state dictionary: what is in it, and what is read from those of other versions.
@@ -157,12 +170,12 @@ VERSION_1 = {
         "0": {"trace": {"b": f32(-1.5), "w": np.array([2, 3], f32)}},
         "1": {},
     },
-    **{
-        "step_applied": np.bool_(False),
-        "notfinite_count": i32(1),
-        "total_notfinite": i32(2),
-    },
-    **{"total_notfinite_loss": i32(1), "total_steps": i32(4), "nonfinite_leaves": None},
+    "step_applied": np.bool_(False),
+    "notfinite_count": i32(1),
+    "total_notfinite": i32(2),
+    "total_notfinite_loss": i32(1),
+    "total_steps": i32(4),
+    "nonfinite_leaves": None,
 }
 # Fields that came later.
 WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
@@ -179,15 +192,15 @@ def saved(**changes):
 @functools.cache
 def trained():
     state = FRESH
-    steps = [
+    # The loss of a step, and its gradients.
+    for loss, w, b in [
         (1, [2.0, 4], 1),
         (1, [np.inf, 0], 1),
         (1, [1.0, 1], -2),
         (np.inf, [1.0, 1], 1),
-    ]
-    for value, w, b in steps:
+    ]:
         grads = {"w": jnp.array(w), "b": jnp.array(b, jnp.bfloat16)}
-        _, state = TX.update(grads, state, PARAMS, value=jnp.float32(value))
+        _, state = TX.update(grads, state, PARAMS, value=jnp.float32(loss))
     return state
 
 
@@ -218,32 +231,54 @@ def test_earlier_versions_are_read(state_dict):
 
 
 # The names of their fields are those in checkpoints: for good.
-TRACKERS = "growth_tracker hysteresis_tracker"
-OF_TOLERANCE = "growth_tracker steps_since_change overflows_since_backoff"
-OF_LOGMAX = "x_hat slow_x_hat xsquared_hat b1_correction b2_correction"
-OF_WINDOW = "growth_tracker window_index window_up_count window_down_count"
-OF_ADAPTIVE = "peak level crest finite_steps held_steps overflows"
 POLICIES = {
-    "noop": (jaxscale.NoOpLossScale(), TRACKERS),
-    "dynamic": (jaxscale.DynamicLossScale(), TRACKERS),
-    "fairseq": (presets.fairseq(), OF_TOLERANCE),
-    "logmax": (presets.openseq2seq_logmax(), OF_LOGMAX),
-    "adaptive": (jaxscale.AdaptiveLossScale(), OF_ADAPTIVE),
-    "gradual": (presets.chainer(), "steps_since_backoff overflows"),
-    "window": (presets.WindowLossScale(), OF_WINDOW),
+    "noop": (
+        jaxscale.NoOpLossScale(),
+        "loss_scale growth_tracker hysteresis_tracker",
+    ),
+    "dynamic": (
+        jaxscale.DynamicLossScale(),
+        "loss_scale growth_tracker hysteresis_tracker",
+    ),
+    "fairseq": (
+        presets.fairseq(),
+        "loss_scale growth_tracker steps_since_change overflows_since_backoff",
+    ),
+    "logmax": (
+        presets.openseq2seq_logmax(),
+        "loss_scale x_hat slow_x_hat xsquared_hat b1_correction b2_correction",
+    ),
+    "adaptive": (
+        jaxscale.AdaptiveLossScale(),
+        "loss_scale peak level crest finite_steps held_steps overflows",
+    ),
+    "gradual": (presets.chainer(), "loss_scale steps_since_backoff overflows"),
+    "window": (
+        presets.WindowLossScale(),
+        "loss_scale growth_tracker window_index window_up_count window_down_count",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policys_state_is_written_by_the_names_of_version_1(name):
-    policy, others = POLICIES[name]
+    policy, names = POLICIES[name]
+    state_dict = jaxscale.to_state_dict(policy.init())
+    assert list(state_dict) == ["version", *names.split()]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policys_state_is_read_by_the_names_of_version_1(name):
+    policy, names = POLICIES[name]
     state = policy.init()
-    names = ["loss_scale", *others.split()]
-    assert list(jaxscale.to_state_dict(state)) == ["version", *names]
-    numbers = [np.full((), i, leaf.dtype) for i, leaf in enumerate(state, 1)]
-    restored = jaxscale.from_state_dict(state, dict(zip(names, numbers, strict=True)))
-    # The type of `NoOpLossScale`'s state says that its scale is 1.
-    assert list(map(float, restored)) == ([1, 0, 0] if name == "noop" else numbers)
+    state_dict = {}
+    for number, (field, leaf) in enumerate(zip(names.split(), state, strict=True), 1):
+        state_dict[field] = np.full((), number, leaf.dtype)
+    expected = list(state_dict.values())
+    if name == "noop":
+        expected = [1, 0, 0]  # the type of its state says that the scale is 1
+    restored = jaxscale.from_state_dict(state, state_dict)
+    assert list(map(float, restored)) == expected
 
 
 # A tree of every kind of container, and what is saved of it.
@@ -287,23 +322,24 @@ def test_containers_are_read(state_dict):
 
 # States of earlier and later versions.
 
-OURS = set(jaxscale.LossScaledState._fields) - {"inner_state"}
+OURS = [name for name in jaxscale.LossScaledState._fields if name != "inner_state"]
+MISSING = {"nothing": [], "all": OURS} | {name: [name] for name in OURS}
 
 
-def test_what_is_missing_takes_its_default_and_nothing_else_is_lost():
-    sets = ({}, OURS, *({name} for name in OURS))
-    for lost, as_none in itertools.product(sets, [False, True]):
-        state_dict = saved(born_later=np.ones(3), nested={"later": np.ones(3)})
-        state_dict["scaling"]["born_later"] = np.ones(3)
-        for name in lost:
-            state_dict[name] = None
-            if not as_none:
-                del state_dict[name]
-        restored = jaxscale.from_state_dict(FRESH, state_dict)
-        lost_fields = {name: getattr(FRESH, name) for name in lost}
-        expected = trained()._replace(**LATER | lost_fields)
-        assert_same_bits(restored, expected)
-        assert avals(restored) == avals(FRESH)
+@pytest.mark.parametrize("name", MISSING)
+@pytest.mark.parametrize("as_none", [False, True])
+def test_what_is_missing_takes_its_default_and_nothing_else_is_lost(name, as_none):
+    state_dict = saved(born_later=np.ones(3), nested={"later": np.ones(3)})
+    state_dict["scaling"]["born_later"] = np.ones(3)
+    defaults = {}
+    for field in MISSING[name]:
+        defaults[field] = getattr(FRESH, field)
+        state_dict.pop(field, None)
+        if as_none:
+            state_dict[field] = None
+    restored = jaxscale.from_state_dict(FRESH, state_dict)
+    assert_same_bits(restored, trained()._replace(**LATER | defaults))
+    assert avals(restored) == avals(FRESH)
 
 
 @cases(
@@ -315,12 +351,13 @@ def test_a_run_can_change_its_policy(origin, to):
     old_policy, _ = POLICIES[origin]
     new_policy, _ = POLICIES[to]
     old = jax.tree.map(lambda leaf: leaf + 1, old_policy.init())
-    expected = new_policy.init()
-    restored = jaxscale.from_state_dict(expected, jaxscale.to_state_dict(old))
+    fresh = new_policy.init()
+    common = {}
     if to != "noop":
-        common = set(old._fields) & set(expected._fields)
-        expected = expected._replace(**{name: getattr(old, name) for name in common})
-    assert_same_bits(restored, expected)
+        for name in set(old._fields) & set(fresh._fields):
+            common[name] = getattr(old, name)
+    restored = jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(old))
+    assert_same_bits(restored, fresh._replace(**common))
 
 
 def state_after(tx, *grads):
@@ -358,22 +395,16 @@ def test_no_scale_is_restored_where_none_was_saved(name, to):
     fresh = jaxscale.loss_scaled(optax.sgd(0.5), TO[to]).init(PARAMS)
     if scale is None:
         scale = fresh.scaling.loss_scale
-    by_jaxscale = jaxscale.to_state_dict(state)
-    without_version = {
-        key: value for key, value in by_jaxscale.items() if key != "version"
-    }
-    for state_dict in (
-        by_jaxscale,
-        serialization.to_state_dict(state),
-        without_version,
-    ):
+    without_version = jaxscale.to_state_dict(state)
+    del without_version["version"]
+    by_flax = serialization.to_state_dict(state)
+    for state_dict in (jaxscale.to_state_dict(state), without_version, by_flax):
         restored = jaxscale.from_state_dict(fresh, state_dict)
         assert restored.scaling.loss_scale == scale
         assert restored.total_steps == len(grads)
-    nested = jaxscale.from_state_dict(
-        {"opt": fresh}, jaxscale.to_state_dict({"opt": state})
-    )
-    assert nested["opt"].scaling.loss_scale == scale
+    nested = jaxscale.to_state_dict({"opt": state})
+    restored = jaxscale.from_state_dict({"opt": fresh}, nested)
+    assert restored["opt"].scaling.loss_scale == scale
 
 
 def test_a_bad_loss_is_no_overflow_that_a_scale_came_down_by():
@@ -387,20 +418,21 @@ def test_a_bad_loss_is_no_overflow_that_a_scale_came_down_by():
 
 @cases("to", TO)
 def test_no_scale_is_restored_of_a_policy_alone_that_scaled_nothing(to):
-    state = jaxscale.NoOpLossScale().init()
+    saved = jaxscale.to_state_dict(jaxscale.NoOpLossScale().init())
     fresh = TO[to].init()
-    assert_same_bits(
-        jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state)), fresh
-    )
+    assert_same_bits(jaxscale.from_state_dict(fresh, saved), fresh)
 
 
-# The restored scale, whether the step is good, and the scale after it.
+GROWING = jaxscale.loss_scaled(
+    optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
+)
+# The restored scale, what gradients of a step are multiplied by, and the scale after it.
 HIGH = {
-    "far above, good": (2.0**40, True, 2.0**24),
-    "far above, bad": (2.0**40, False, 2.0**23),
-    "inf": (jnp.inf, True, 2.0**24),
-    "the largest": (2.0**24, True, 2.0**24),
-    "below": (2.0**23, True, 2.0**24),
+    "far above, good": (2.0**40, 1.0, 2.0**24),
+    "far above, bad": (2.0**40, jnp.inf, 2.0**23),
+    "inf": (jnp.inf, 1.0, 2.0**24),
+    "the largest": (2.0**24, 1.0, 2.0**24),
+    "below": (2.0**23, 1.0, 2.0**24),
 }
 
 
@@ -410,15 +442,10 @@ def with_scale(state, scale):
 
 @cases("name", HIGH)
 def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it(name):
-    scale, is_good, expected = HIGH[name]
-    tx = jaxscale.loss_scaled(
-        optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
-    )
-    state = with_scale(tx.init(PARAMS), scale)
-    grads = PARAMS
-    if not is_good:
-        grads = jax.tree.map(lambda leaf: leaf * jnp.inf, PARAMS)
-    _, next_state = jax.jit(tx.update)(grads, state, PARAMS)
+    scale, factor, expected = HIGH[name]
+    state = with_scale(GROWING.init(PARAMS), scale)
+    grads = jax.tree.map(lambda leaf: leaf * factor, PARAMS)
+    _, next_state = jax.jit(GROWING.update)(grads, state, PARAMS)
     assert next_state.scaling.loss_scale == expected
     assert avals(next_state) == avals(state)
 
@@ -427,12 +454,9 @@ def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
     def loss_fn(params):
         return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 1e-4)
 
-    tx = jaxscale.loss_scaled(
-        optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
-    )
-    step = jax.jit(jaxscale.train_step(loss_fn, tx))
+    step = jax.jit(jaxscale.train_step(loss_fn, GROWING))
     params = {"w": jnp.ones(2)}
-    _, state, _ = step(params, with_scale(tx.init(params), 2.0**40))
+    _, state, _ = step(params, with_scale(GROWING.init(params), 2.0**40))
     assert state.step_applied
 
 
@@ -450,210 +474,223 @@ Foreign = collections.namedtuple("Foreign", "scaling extra")
 WINDOW = jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS)
 TRAIN_STATE = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
 BOTH = {"params": PARAMS, "opt_state": FRESH}
-TREES = [
-    (BOTH, "/params/w"),
-    (BOTH, "/opt_state"),
-    (FRESH, "/inner_state"),
-    (FRESH, "/inner_state/0/trace/w"),
-    (WINDOW, "/inner_state/inner_opt_state"),
-    (WINDOW, "/inner_state/counted"),
-    (Foreign(FRESH.scaling, jnp.ones(2)), "/extra"),
-    (TRAIN_STATE, "/step"),
-]
+TREES = {
+    "/params/w": BOTH,
+    "/opt_state": BOTH,
+    "/inner_state": FRESH,
+    "/inner_state/0/trace/w": FRESH,
+    "/inner_state/inner_opt_state": WINDOW,
+    "/inner_state/counted": WINDOW,
+    "/extra": Foreign(FRESH.scaling, jnp.ones(2)),
+    "/step": TRAIN_STATE,
+}
+# In states of ours, an unknown key is one of a later version.
+OF_OURS = ["/inner_state", "/inner_state/inner_opt_state", "/inner_state/counted"]
 
 
-# Each field that holds the state of another optimizer has a row above.
-OF_OTHERS = {
-    n
-    for cls in vars(jaxscale).values()
-    for n in getattr(cls, "_fields", ())
-    if "_state" in n
+@pytest.mark.parametrize("path", TREES)
+def test_elsewhere_missing_and_unknown_keys_are_named(path):
+    state_dict = parent = jaxscale.to_state_dict(TREES[path])
+    above, _, last = path.rpartition("/")
+    for name in above.split("/")[1:]:
+        parent = parent[name]
+    parent["renamed"] = parent.pop(last)
+    unknown = "none" if path in OF_OURS else f"{above}/renamed"
+    message = rf"in the target: {path}; only in the dictionary: {unknown}\."
+    with pytest.raises(ValueError, match=message):
+        jaxscale.from_state_dict(TREES[path], state_dict)
+
+
+def test_each_field_with_the_state_of_another_optimizer_has_a_row_above():
+    fields = set()
+    for cls in vars(jaxscale).values():
+        fields.update(getattr(cls, "_fields", ()))
+    of_others = {field for field in fields if "_state" in field}
+    assert of_others == {"inner_opt_state", "inner_state"}
+
+
+# A target, what was saved, and the error.
+BAD_VALUES = {
+    "a later version": (
+        FRESH,
+        saved(version=2),
+        "from 1 to 1, got 2. If a later .* upgrade jaxscale",
+    ),
+    "version 0": (FRESH, saved(version=0), "from 1 to 1, got 0"),
+    "another tree": (FRESH, {"opt_state": {"w": np.ones(2)}}, "dictionary: /opt_state"),
+    "a part as the target": (
+        FRESH.scaling,
+        VERSION_1,
+        "target: /loss_scale, /growth_tracker, .* /inner_state",
+    ),
+    "no parameters": (
+        TX.init({}),
+        VERSION_1,
+        "target: none; only in the dictionary: /inner_state",
+    ),
+    "another shape": (
+        FRESH,
+        saved(total_steps=i32([4, 4])),
+        r"/total_steps must be .* \(\), got \(2,",
+    ),
+    "a large integer": (
+        FRESH,
+        saved(total_steps=2**40),
+        "int32, got int64: 1099511627776 would become 0",
+    ),
+    "a rounded number": (
+        {"w": f32(1)},
+        {"w": 0.1},
+        "float32, got float64: 0.1 would become 0.1000",
+    ),
+    "a key named version": (
+        {"version": 1},
+        {"version": 1},
+        r"\(target\)` must be .*, got dict",
+    ),
+    "an array as the target": (
+        jnp.ones(2),
+        {},
+        r"\(target\)` must be a container.*, got ArrayImpl",
+    ),
+}
+BAD_TYPES = {
+    "a float for an integer": (
+        FRESH,
+        saved(total_steps=f32(4)),
+        "/total_steps must be int32, got float32: .4",
+    ),
+    "a dict for a number": (
+        FRESH,
+        saved(total_steps={"a": 4}),
+        "at /total_steps must have .* Array.*got dict",
+    ),
+    "a number for a state": (
+        FRESH,
+        saved(scaling=f32(4)),
+        "at /scaling must have .*LossScaleState, got float",
+    ),
+    "not a dict": (FRESH, 4, "must be a dict, got int"),
+    "swapped": (
+        VERSION_1,
+        FRESH,
+        "got what was saved as `target`: pass it second",
+    ),
+    "a function in the target": (
+        {"f": jnp.sin},
+        {"f": 1},
+        r"\(target\)` at /f must be an array.*pass only its ar",
+    ),
 }
 
 
-@pytest.mark.parametrize(("tree", "where"), TREES, ids=[where for _, where in TREES])
-def test_elsewhere_missing_and_unknown_keys_are_named(tree, where):
-    assert sorted(OF_OTHERS) == ["inner_opt_state", "inner_state"]
-    state_dict = parent = jaxscale.to_state_dict(tree)
-    _, *parents, last = where.split("/")
-    for name in parents:
-        parent = parent[name]
-    parent["renamed"] = parent.pop(last)
-    unknown = "/".join(["", *parents, "renamed"])
-    if where.startswith("/inner_state") and len(parents) < 2:
-        unknown = "none"  # beside it an unknown key is one of a later version
-    message = rf"in the target: {where}; only in the dictionary: {unknown}\."
-    with pytest.raises(ValueError, match=message):
-        jaxscale.from_state_dict(tree, state_dict)
+@pytest.mark.parametrize("name", BAD_VALUES | BAD_TYPES)
+def test_what_cannot_be_read_is_named(name):
+    error = ValueError if name in BAD_VALUES else TypeError
+    target, state_dict, message = (BAD_VALUES | BAD_TYPES)[name]
+    with pytest.raises(error, match=f"^`from_state_dict.*{message}"):
+        jaxscale.from_state_dict(target, state_dict)
 
 
-ERRORS = [
-    (
-        FRESH,
-        saved(version=2),
-        ValueError,
-        "from 1 to 1, got 2. If a later .* upgrade jaxscale",
-    ),
-    (FRESH, saved(version=0), ValueError, "from 1 to 1, got 0"),
-    (FRESH, {"opt_state": {"w": np.ones(2)}}, ValueError, "dictionary: /opt_state"),
-    (
-        FRESH.scaling,
-        VERSION_1,
-        ValueError,
-        "target: /loss_scale, /growth_tracker, .* /inner_state",
-    ),
-    (
-        TX.init({}),
-        VERSION_1,
-        ValueError,
-        "target: none; only in the dictionary: /inner_state",
-    ),
-    (
-        FRESH,
-        saved(total_steps=i32([4, 4])),
-        ValueError,
-        r"/total_steps must be .* \(\), got \(2,",
-    ),
-    (
-        FRESH,
-        saved(total_steps=f32(4)),
-        TypeError,
-        "/total_steps must be int32, got float32: .4",
-    ),
-    (
-        FRESH,
-        saved(total_steps=2**40),
-        ValueError,
-        "int32, got int64: 1099511627776 would become 0",
-    ),
-    (
-        FRESH,
-        saved(total_steps={"a": 4}),
-        TypeError,
-        "at /total_steps must have .* Array.*got dict",
-    ),
-    (
-        FRESH,
-        saved(scaling=f32(4)),
-        TypeError,
-        "at /scaling must have .*LossScaleState, got float",
-    ),
-    (FRESH, 4, TypeError, "must be a dict, got int"),
-    (VERSION_1, FRESH, TypeError, "got what was saved as `target`: pass it second"),
-    (
-        {"f": jnp.sin},
-        {"f": 1},
-        TypeError,
-        r"\(target\)` at /f must be an array.*pass only its ar",
-    ),
-    ({"version": 1}, {"version": 1}, ValueError, r"\(target\)` must be .*, got dict"),
-    (jnp.ones(2), {}, ValueError, r"\(target\)` must be a container.*, got ArrayImpl"),
-    (
-        {"w": f32(1)},
-        {"w": 0.1},
-        ValueError,
-        "float32, got float64: 0.1 would become 0.1000",
-    ),
-]
+UNSAVED = {
+    "an array": (jnp.ones(2), ValueError, "a container .*, got ArrayImpl"),
+    "a key": ({"version": 3}, ValueError, 'version.* Pass {"state": ...}'),
+    "text": ({"a": ["text"]}, TypeError, "at /a/0 must be an array .*got 'text'"),
+}
 
 
-UNSAVED = [
-    (jnp.ones(2), ValueError, "a container .*, got ArrayImpl"),
-    ({"version": 3}, ValueError, 'version.* Pass {"state": ...}'),
-    ({"a": ["text"]}, TypeError, "at /a/0 must be an array or a number, .*got 'text'"),
-]
-TRACED = [
-    jaxscale.to_state_dict,
-    lambda state: jaxscale.from_state_dict(FRESH, {"inner_state": state.inner_state}),
-    lambda state: jaxscale.from_state_dict(state, VERSION_1),
-]
+@pytest.mark.parametrize("name", UNSAVED)
+def test_what_cannot_be_written_is_named(name):
+    tree, error, message = UNSAVED[name]
+    with pytest.raises(error, match=rf"^`to_state_dict\(tree\)`.*{message}"):
+        jaxscale.to_state_dict(tree)
 
 
-def test_what_is_wrong_is_named():
-    for target, state_dict, error, message in ERRORS:
-        with pytest.raises(error, match=f"^`from_state_dict.*{message}"):
-            jaxscale.from_state_dict(target, state_dict)
-    for tree, error, message in UNSAVED:
-        with pytest.raises(error, match=rf"^`to_state_dict\(tree\)`.*{message}"):
-            jaxscale.to_state_dict(tree)
-    for function in TRACED:
-        with pytest.raises(TypeError, match=r"outside of `jit`"):
-            jax.jit(function)(FRESH)
+TRACED = {
+    "written": jaxscale.to_state_dict,
+    "read": lambda state: jaxscale.from_state_dict(
+        FRESH, {"inner_state": state.inner_state}
+    ),
+    "target": lambda state: jaxscale.from_state_dict(state, VERSION_1),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_nothing_is_written_or_read_while_tracing(name):
+    with pytest.raises(TypeError, match=r"outside of `jit`"):
+        jax.jit(TRACED[name])(FRESH)
 
 
 # Numbers: as the target has them, and exactly so.
 
 DTYPES = [
-    "bool",
-    "int8",
-    "uint8",
-    "int32",
-    "uint32",
-    "float16",
-    "bfloat16",
-    "float32",
-    "complex64",
+    *("bool", "int8", "uint8", "int32", "uint32"),
+    *("float16", "bfloat16", "float32", "complex64"),
 ]
 WIDE = [*DTYPES, "int64", "uint64", "float64", "complex128"]
 NUMBERS = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.0,
-    0.5,
-    0.1,
-    200.0,
-    2.0**24 + 1,
-    2.0**31,
-    2.0**63,
-    1e-8,
-    7e4,
+    *(0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 200.0, 2.0**24 + 1, 2.0**31, 2.0**63),
+    *(1e-8, 7e4, 3e38, 1e300, np.inf, -np.inf, np.nan),
 ]
-NUMBERS += [3e38, 1e300, np.inf, -np.inf, np.nan]
 # The type of Python that holds each number of a dtype; NumPy calls bfloat16 void.
 KINDS = {"b": bool, "i": int, "u": int, "f": float, "V": float, "c": complex}
 
 
-@cases("dtype", DTYPES, fast=["bool", "uint8", "bfloat16"])
+def numbers_of(kinds):
+    """The numbers in all dtypes of some kinds."""
+    for dtype, number in itertools.product(map(np.dtype, WIDE), NUMBERS):
+        if KINDS[dtype.kind] in kinds:
+            with np.errstate(all="ignore"):
+                yield np.array(number).astype(dtype)
+
+
+dtypes = cases("dtype", DTYPES, fast=["bool", "uint8", "bfloat16"])
+
+
+@dtypes
 def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
     target = {"x": jnp.zeros((), dtype)}
     dtype = target["x"].dtype
     kind = KINDS[dtype.kind]
-    for origin, number in itertools.product(map(np.dtype, WIDE), NUMBERS):
+    for value in numbers_of({kind}):
         with np.errstate(all="ignore"):
-            value = np.array(number).astype(origin)
-            cast = value.astype(dtype) if KINDS[origin.kind] is kind else None
-        if cast is None:
-            with pytest.raises(TypeError, match=f"at /x must be {dtype}, got {origin}"):
-                jaxscale.from_state_dict(target, {"x": value})
-        elif kind(cast[()]) == kind(value[()]) or np.isnan(value):
-            assert_same_bits(jaxscale.from_state_dict(target, {"x": value})["x"], cast)
-        else:
-            with pytest.raises(
-                ValueError, match=f"at /x must be {dtype}, got {origin}.*would"
-            ):
-                jaxscale.from_state_dict(target, {"x": value})
+            cast = value.astype(dtype)
+        if kind(cast[()]) == kind(value[()]) or np.isnan(value):
+            restored = jaxscale.from_state_dict(target, {"x": value})
+            assert_same_bits(restored, {"x": cast})
+            continue
+        message = f"at /x must be {dtype}, got {value.dtype}.*would"
+        with pytest.raises(ValueError, match=message):
+            jaxscale.from_state_dict(target, {"x": value})
 
 
-SPLIT = NamedSharding(
-    Mesh(np.array(jax.devices("cpu")), ("data",)), PartitionSpec("data")
+@dtypes
+def test_a_number_of_another_kind_is_not_cast(dtype):
+    target = {"x": jnp.zeros((), dtype)}
+    kind = KINDS[target["x"].dtype.kind]
+    for value in numbers_of(set(KINDS.values()) - {kind}):
+        message = f"at /x must be {dtype}, got {value.dtype}"
+        with pytest.raises(TypeError, match=message):
+            jaxscale.from_state_dict(target, {"x": value})
+
+
+DEVICES = jax.devices("cpu")
+MESH = Mesh(np.array(DEVICES), ("data",))
+split = functools.partial(
+    jax.device_put, device=NamedSharding(MESH, PartitionSpec("data"))
 )
 LEAVES = {  # each of a number
     "uncommitted": lambda n: jnp.full(3, n, jnp.float32),
-    "on a device": lambda n: jax.device_put(jnp.full(3, n), jax.devices("cpu")[5]),
-    "sharded": lambda n: jax.device_put(jnp.full(16, n, jnp.float32), SPLIT),
+    "on a device": lambda n: jax.device_put(jnp.full(3, n), DEVICES[5]),
+    "sharded": lambda n: split(jnp.full(16, n, jnp.float32)),
     "weak scalar": lambda n: jnp.asarray(float(n)),
-    "weak and sharded": lambda n: jax.device_put(
-        jnp.broadcast_to(jnp.asarray(n), (8,)), SPLIT
-    ),
-    "key": lambda n: jax.random.key(n),
-    "another key": lambda n: jax.random.key(n, impl="rbg"),
-    "sharded keys": lambda n: jax.device_put(
-        jax.random.split(jax.random.key(n), 8), SPLIT
-    ),
+    "weak and sharded": lambda n: split(jnp.broadcast_to(jnp.asarray(n), (8,))),
+    "key": jax.random.key,
+    "another key": functools.partial(jax.random.key, impl="rbg"),
+    "sharded keys": lambda n: split(jax.random.split(jax.random.key(n), 8)),
     "NumPy": lambda n: np.full(3, n, np.float64),
-    "NumPy scalar": lambda n: np.float32(n),
-    "int": lambda n: n,
+    "NumPy scalar": np.float32,
+    "int": int,
     "float": lambda n: n + 0.1,
     "complex number": lambda n: n + 0.1j,
 }
@@ -663,15 +700,13 @@ LEAVES = {  # each of a number
 def test_a_leaf_comes_back_as_the_targets(name):
     make = LEAVES[name]
     leaf = make(7)
-    restored = jaxscale.from_state_dict([make(0)], jaxscale.to_state_dict([leaf]))[0]
+    (restored,) = jaxscale.from_state_dict([make(0)], jaxscale.to_state_dict([leaf]))
     assert type(restored) is type(leaf)
     assert_same_bits(restored, leaf)
     if isinstance(leaf, jax.Array):
         assert avals(restored) == avals(leaf)
-        assert (restored.committed, restored.sharding) == (
-            leaf.committed,
-            leaf.sharding,
-        )
+        assert restored.committed == leaf.committed
+        assert restored.sharding == leaf.sharding
 
 
 def test_a_dictionary_is_a_copy():
@@ -679,7 +714,8 @@ def test_a_dictionary_is_a_copy():
     state = jax.tree.map(jnp.copy, trained())
     state_dict = jaxscale.to_state_dict(state)
     restored = jaxscale.from_state_dict(FRESH, state_dict)
-    jax.jit(lambda state: jax.tree.map(lambda x: x + x, state), donate_argnums=0)(state)
+    doubled = jax.jit(lambda tree: jax.tree.map(jnp.add, tree, tree), donate_argnums=0)
+    doubled(state)
     assert state.total_steps.is_deleted()
     assert_same_bits(state_dict, jaxscale.to_state_dict(trained()))
     for leaf in jax.tree.leaves(state_dict["inner_state"]):

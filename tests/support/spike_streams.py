@@ -120,9 +120,12 @@ HEALTHY = {
 }
 
 
-def raised(rise, takes=1, noise=0.1, at=3003, runs=8, steps=6000):
-    """Losses of about 1 that rise by `rise` from step `at` on, over some steps."""
-    height = np.clip((np.arange(steps) - at + 1) / takes, 0, 1)
+RISE = 3003
+
+
+def raised(rise, takes=1, noise=0.1, runs=8, steps=6000):
+    """Losses of about 1 that rise by `rise` from step `RISE` on, over some steps."""
+    height = np.clip((np.arange(steps) - RISE + 1) / takes, 0, 1)
     return 1 + noise * _normal(runs, steps, seed=10) + rise * height
 
 

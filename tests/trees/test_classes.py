@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scaled_networks import inside, outside
 from tables import assert_same_bits, cases
 
 import jaxscale
@@ -30,21 +31,22 @@ class Checked:
                 raise TypeError(f"not an array of shape {shape}: {leaf}")
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"not floating: {leaf.dtype}")
-        self.w, self.b = w, b
+        self.w = w
+        self.b = b
+
+
+def flatten(node):
+    return (node.w, node.b), None
 
 
 def flatten_with_keys(node):
-    return tuple(
-        (jax.tree_util.GetAttrKey(name), getattr(node, name)) for name in "wb"
-    ), None
+    key = jax.tree_util.GetAttrKey
+    return ((key("w"), node.w), (key("b"), node.b)), None
 
 
 def register(cls, with_keys=flatten_with_keys):
     jax.tree_util.register_pytree_with_keys(
-        cls,
-        with_keys,
-        lambda _, children: cls(*children),
-        lambda node: ((node.w, node.b), None),
+        cls, with_keys, lambda _, children: cls(*children), flatten
     )
     return cls
 
@@ -69,6 +71,7 @@ register(Unnamed, without_names)
 
 PARAMS = Checked(jnp.full((3, 4), 0.5), jnp.zeros(4))
 BATCH = Batch(jnp.ones((3, 4)), jnp.ones(4))
+SCALING = jaxscale.DynamicLossScale().init()
 
 
 def model(p, x):
@@ -81,52 +84,138 @@ def loss(p, x):
     return jnp.mean(y.w) + jnp.mean(y.b)
 
 
-def loss_of_output(wrap):
-    return lambda p, x: jnp.mean(wrap(model)(p, x).w)
+# Gradients and selections.
 
 
-def both(p, state, x):
+def test_value_and_grad_takes_them():
+    jaxscale.value_and_grad(loss, SCALING)(PARAMS, BATCH)
+
+
+@cases("wrap", [scale_backward, inside, outside], fast=[inside, outside])
+def test_a_wrapped_loss_takes_them(wrap):
+    jax.grad(wrap(loss))(PARAMS, BATCH)
+
+
+@cases("wrap", [scale_backward, jaxscale.autocast], fast=[scale_backward])
+def test_a_wrapped_model_returns_them(wrap):
+    wrapped = wrap(model)
+    jax.grad(lambda p: jnp.mean(wrapped(p, BATCH).w))(PARAMS)
+
+
+def test_they_are_scaled_and_selected():
+    unscaled = jaxscale.unscale(SCALING, jaxscale.scale(SCALING, PARAMS))
+    jaxscale.tree_where(jaxscale.all_finite(PARAMS), PARAMS, unscaled)
+
+
+# Steps.
+
+
+def adam(**options):
+    return jaxscale.loss_scaled(optax.adam(0.1), **options)
+
+
+def loss_with_state(p, state, x):
     return loss(p, x), (Checked(state.w + 1, state.b), model(p, x))
 
 
-def trained(tx, compiled=True, fun=loss, state=(), **options):
-    """Two steps, what is said of them, and the optimizer's state saved and restored."""
+def double_weights(grads):
+    return Checked(2 * grads.w, grads.b)
+
+
+def merge_state(params, state):
+    return Checked(state.w, params.b)
+
+
+ALL_OPTIONS = adam(
+    spikes=jaxscale.SpikeRule(), track_leaves=True, check_updates=True, max_norm=1.0
+)
+EAGER = {"compiled": False}
+STATE = {"fun": loss_with_state, "has_aux": True, "state": (PARAMS,)}
+# An optimizer, and options of `train`.
+STEPS = {
+    "plain": (adam(), {}),
+    "eager": (adam(), EAGER),
+    "state and aux": (adam(), STATE),
+    "retries": (adam(), STATE | {"retries": 1}),
+    "retries, eager": (adam(), STATE | {"retries": 1} | EAGER),
+    "on_grads": (adam(), {"on_grads": double_weights}),
+    "after": (adam(), STATE | {"after": merge_state}),
+    "all options": (ALL_OPTIONS, {}),
+    "adaptive": (adam(loss_scale="adaptive"), {}),
+    "multi_steps": (jaxscale.multi_steps(optax.adam(0.1), 2), {}),
+    "skip_nonfinite": (jaxscale.skip_nonfinite(optax.adam(0.1)), {}),
+}
+
+
+def train(tx, compiled=True, fun=loss, state=(), **options):
+    """Parameters and optimizer state after two steps."""
     step = jaxscale.train_step(fun, tx, has_state=bool(state), **options)
-    step = jax.jit(step) if compiled else step
-    params, opt_state = PARAMS, tx.init(PARAMS)
+    if compiled:
+        step = jax.jit(step)
+    params = PARAMS
+    opt_state = tx.init(PARAMS)
     for _ in range(2):
         params, opt_state, *rest = step(params, opt_state, *state, BATCH)
-        state = rest[:1] if state else ()
+        if state:
+            state = rest[:1]
+    return params, opt_state
+
+
+@pytest.mark.standard_promotion  # of Optax's Adam
+@cases("name", STEPS, fast=["state and aux", "retries, eager", "all options"])
+def test_they_are_trained_watched_and_saved(name):
+    tx, options = STEPS[name]
+    params, opt_state = train(tx, **options)
     assert isinstance(params, Checked)
-    assert not any(map(jnp.array_equal, *map(jax.tree.leaves, (params, PARAMS))))
+    assert not jnp.array_equal(params.w, PARAMS.w)
+    assert not jnp.array_equal(params.b, PARAMS.b)
     jaxscale.check((params, opt_state))
     jaxscale.metrics(opt_state)
-    restored = jaxscale.from_state_dict(
-        tx.init(PARAMS), jaxscale.to_state_dict(opt_state)
-    )
-    assert_same_bits(*map(jax.tree.leaves, (restored, opt_state)))
+    saved = jaxscale.to_state_dict(opt_state)
+    restored = jaxscale.from_state_dict(tx.init(PARAMS), saved)
+    assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(opt_state))
 
 
-def updated(tx, compiled):
+UPDATES = {
+    "tracked": (adam(track_leaves=True), True),
+    "eager": (adam(), False),
+    "multi_steps": (jaxscale.multi_steps(optax.adam(0.1), 1), True),
+}
+
+
+@pytest.mark.standard_promotion
+@cases("name", UPDATES, fast=["tracked"])
+def test_they_are_updated_and_kept(name):
+    tx, compiled = UPDATES[name]
     grads = jax.grad(loss)(PARAMS, BATCH)
 
-    def run(opt_state):
+    def update(opt_state):
         updates, opt_state = tx.update(grads, opt_state, PARAMS)
         params = optax.apply_updates(PARAMS, updates)
-        return jaxscale.apply_gradients(
-            tx, grads, opt_state, params, keep=(BATCH, BATCH)
-        )
+        kept = (BATCH, BATCH)
+        return jaxscale.apply_gradients(tx, grads, opt_state, params, keep=kept)
 
-    params, _, kept = (jax.jit(run) if compiled else run)(tx.init(PARAMS))
+    if compiled:
+        update = jax.jit(update)
+    params, _, kept = update(tx.init(PARAMS))
     assert isinstance(params, Checked)
     assert isinstance(kept, Batch)
 
 
-def counted(grads):
-    rows = diagnostics.table(diagnostics.leaf_counts({"layer": grads})).rows
+# What is said of them.
+
+
+def test_their_gradients_are_counted_by_name():
+    grads = {"layer": jax.grad(loss)(PARAMS, BATCH)}
+    rows = diagnostics.table(diagnostics.leaf_counts(grads)).rows
     assert {row.path for row in rows} == {"layer/w", "layer/b"}
-    histograms = diagnostics.leaf_histograms({"layer": grads})
+    histograms = diagnostics.leaf_histograms(grads)
     assert "layer/w" in str(diagnostics.underflow(histograms))
+
+
+@pytest.mark.slow
+def test_a_loss_of_them_is_traced():
+    diagnostics.trace(loss, SCALING)(PARAMS, BATCH)
 
 
 @register
@@ -140,108 +229,29 @@ class Counting(Checked):
         self.b = b
 
 
+def loss_beside_a_counter(p, x):
+    return loss(Checked(p.w, x.b), x)
+
+
 def checked():
     return loss, PARAMS, BATCH
 
 
 def counting():
-    return (
-        lambda p, x: loss(Checked(p.w, x.b), x),
-        Counting(PARAMS.w, jnp.int32(3)),
-        BATCH,
-    )
+    return loss_beside_a_counter, Counting(PARAMS.w, jnp.int32(3)), BATCH
 
 
-def examined(name):
-    """What the doctor says of a loss, which names its leaves and has tried `scale_backward`."""
+@pytest.mark.slow
+@cases("name, paths", [("checked", "wb"), ("counting", "w")])
+def test_the_doctor_names_their_leaves_and_tries_scale_backward(name, paths):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
         status = cli.main(["doctor", f"{__name__}:{name}", "--json"])
-    results = json.loads(said.getvalue())
     assert status == 0
+    results = json.loads(said.getvalue())
     compared = {leaf["path"] for leaf in results["comparison"]["leaves"]}
-    assert compared == ({"w", "b"} if name == "checked" else {"w"})
+    assert compared == set(paths)
     assert results["scale_backward_raised"] == ""
-
-
-def scaled(**options):
-    return jaxscale.loss_scaled(optax.adam(0.1), **options)
-
-
-def in_both_orders():
-    for fun in (
-        scale_backward(jaxscale.autocast(loss)),
-        jaxscale.autocast(scale_backward(loss)),
-    ):
-        jax.grad(fun)(PARAMS, BATCH)
-
-
-def selected():
-    unscaled = jaxscale.unscale(SCALING, jaxscale.scale(SCALING, PARAMS))
-    return jaxscale.tree_where(jaxscale.all_finite(PARAMS), PARAMS, unscaled)
-
-
-ALL_OPTIONS = {"track_leaves": True, "check_updates": True, "max_norm": 1.0}
-STATE = {"fun": both, "has_aux": True, "state": (PARAMS,)}
-SCALING = jaxscale.DynamicLossScale().init()
-ENTRIES = {
-    "doctor": lambda: examined("checked"),
-    "doctor, a counter beside": lambda: examined("counting"),
-    "scale_backward": lambda: jax.grad(scale_backward(loss))(PARAMS, BATCH),
-    "scale_backward, output": lambda: jax.grad(loss_of_output(scale_backward))(
-        PARAMS, BATCH
-    ),
-    "both orders": in_both_orders,
-    "autocast, output": lambda: jax.grad(loss_of_output(jaxscale.autocast))(
-        PARAMS, BATCH
-    ),
-    "value_and_grad": lambda: jaxscale.value_and_grad(loss, SCALING)(PARAMS, BATCH),
-    "selection": selected,
-    "step": lambda: trained(scaled()),
-    "step, eager": lambda: trained(scaled(), compiled=False),
-    "step, state and aux": lambda: trained(scaled(), **STATE),
-    "step, retries": lambda: trained(scaled(), retries=1, **STATE),
-    "step, retries, eager": lambda: trained(
-        scaled(), compiled=False, retries=1, **STATE
-    ),
-    "step, on_grads": lambda: trained(
-        scaled(), on_grads=lambda g: Checked(2 * g.w, g.b)
-    ),
-    "step, after": lambda: trained(
-        scaled(), after=lambda p, s: Checked(s.w, p.b), **STATE
-    ),
-    "step, all options": lambda: trained(
-        scaled(spikes=jaxscale.SpikeRule(), **ALL_OPTIONS)
-    ),
-    "step, adaptive": lambda: trained(
-        jaxscale.loss_scaled(optax.adam(0.1), "adaptive")
-    ),
-    "step, multi_steps": lambda: trained(jaxscale.multi_steps(optax.adam(0.1), 2)),
-    "step, skip_nonfinite": lambda: trained(jaxscale.skip_nonfinite(optax.adam(0.1))),
-    "update": lambda: updated(scaled(track_leaves=True), True),
-    "update, eager": lambda: updated(scaled(), False),
-    "update, multi_steps": lambda: updated(
-        jaxscale.multi_steps(optax.adam(0.1), 1), True
-    ),
-    "trace": lambda: diagnostics.trace(loss, SCALING)(PARAMS, BATCH),
-    "counts": lambda: counted(jax.grad(loss)(PARAMS, BATCH)),
-}
-FAST = [
-    "both orders",
-    "scale_backward, output",
-    "step, all options",
-    "step, retries, eager",
-]
-
-
-@pytest.mark.standard_promotion  # of Optax's Adam
-@cases(
-    "name",
-    ENTRIES,
-    fast=[*FAST, "step, state and aux", "update", "counts", "selection"],
-)
-def test_a_class_that_looks_at_its_children_works(name):
-    ENTRIES[name]()
 
 
 def test_names_for_messages_stop_no_run():

@@ -1,0 +1,60 @@
+"""Runs of steps that a rule for spikes judges, compiled once for all rules that are equal."""
+
+import functools
+import gzip
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxscale
+
+TESTS = pathlib.Path(__file__).parent.parent
+OLMO_TRACE = TESTS / "presets" / "traces" / "olmo_skip_step_optimizer.json.gz"
+with gzip.open(OLMO_TRACE) as file:
+    OLMO = json.load(file)
+# Losses and norms, made up and recorded, that OLMo-core's own optimizers were run on.
+STREAMS = {}
+for name, stream in OLMO["streams"].items():
+    losses = np.array(stream["loss"], np.float32)
+    STREAMS[name] = (losses, np.array(stream["grad_norm"], np.float32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def judge_all(rule, losses, norms, finite=None):
+    """Whether each step is a spike, and the states after each step. There may be no losses."""
+
+    def step(state, values):
+        loss, norm, is_finite = values
+        if is_finite is None:
+            is_finite = jaxscale.all_finite((loss, norm))
+        is_spike, state = rule.judge(state, loss, norm, is_finite)
+        return state, (is_spike, state)
+
+    return jax.lax.scan(step, rule.init(), (losses, norms, finite))[1]
+
+
+def take_last(states):
+    return jax.tree.map(lambda leaf: leaf[-1], states)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def judge_compiled(rule, state, loss, norm, finite):
+    return rule.judge(state, loss, norm, finite)
+
+
+def judge_one(rule, state, loss, norm, finite=True):
+    """Whether a step of these numbers is a spike, and the state after it."""
+    if loss is not None:
+        loss = jnp.float32(loss)
+    return judge_compiled(rule, state, loss, jnp.float32(norm), finite)
+
+
+def state_after(rule, numbers):
+    """The state after steps whose losses and norms are these numbers."""
+    state = rule.init()
+    for number in numbers:
+        _, state = judge_one(rule, state, number, number)
+    return state
