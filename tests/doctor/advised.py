@@ -51,7 +51,7 @@ def __getattr__(name):
     return lambda: (loss_fn, {"w": jnp.array([1.0, 0.5, 2.0])}, pair.batch)
 
 
-def multiply(x, w):
+def _multiply(x, w):
     """A product in half precision."""
     return x.astype(HALF) * w
 
@@ -62,10 +62,10 @@ def multiply(x, w):
 @advice("Write `jax.nn.log_softmax(logits)` instead", 5 * ROWS)
 def log_of_softmax():
     def faulty(x, w):
-        return jnp.log(jax.nn.softmax(multiply(x, w)))  # fault
+        return jnp.log(jax.nn.softmax(_multiply(x, w)))  # fault
 
     def cured(x, w):
-        return jax.nn.log_softmax(multiply(x, w))
+        return jax.nn.log_softmax(_multiply(x, w))
 
     return faulty, cured
 
@@ -73,12 +73,12 @@ def log_of_softmax():
 @advice("Write `jax.nn.log_softmax(logits)` instead", 5 * ROWS)
 def log_of_softmax_written_out():
     def faulty(x, w):
-        z = multiply(x, w)
+        z = _multiply(x, w)
         e = jnp.exp(z - jnp.max(z, 1, keepdims=True))  # fault
         return jnp.log(e / jnp.sum(e, 1, keepdims=True))  # fault
 
     def cured(x, w):
-        return jax.nn.log_softmax(multiply(x, w))
+        return jax.nn.log_softmax(_multiply(x, w))
 
     return faulty, cured
 
@@ -97,10 +97,10 @@ def log_of_probability_that_is_cast():
 @advice("Write `jax.nn.log_sigmoid(logits)` instead", -5 * jnp.abs(ROWS))
 def log_of_sigmoid():
     def faulty(x, w):
-        return jnp.log(jax.nn.sigmoid(multiply(x, w)))  # fault
+        return jnp.log(jax.nn.sigmoid(_multiply(x, w)))  # fault
 
     def cured(x, w):
-        return jax.nn.log_sigmoid(multiply(x, w))
+        return jax.nn.log_sigmoid(_multiply(x, w))
 
     return faulty, cured
 
@@ -108,11 +108,11 @@ def log_of_sigmoid():
 @advice("Add up their logarithms instead", MANY_ROWS)
 def product_of_probabilities():
     def faulty(x, w):
-        p = jax.nn.sigmoid(multiply(x, w))
+        p = jax.nn.sigmoid(_multiply(x, w))
         return jnp.log(jnp.prod(p, 0))  # fault
 
     def cured(x, w):
-        p = jax.nn.sigmoid(multiply(x, w))
+        p = jax.nn.sigmoid(_multiply(x, w))
         return jnp.sum(jnp.log(p), 0)
 
     return faulty, cured
@@ -124,7 +124,7 @@ def product_in_a_loop():
         def step(product, q):
             return product * q, None  # fault
 
-        p = jax.nn.sigmoid(multiply(x, w))
+        p = jax.nn.sigmoid(_multiply(x, w))
         product, _ = jax.lax.scan(step, jnp.ones(3, HALF), p)
         return jnp.log(product)
 
@@ -132,7 +132,7 @@ def product_in_a_loop():
         def add(total, q):
             return total + q, None
 
-        p = jax.nn.sigmoid(multiply(x, w))
+        p = jax.nn.sigmoid(_multiply(x, w))
         total, _ = jax.lax.scan(add, jnp.zeros(3, HALF), jnp.log(p))
         return total
 
@@ -142,11 +142,11 @@ def product_in_a_loop():
 @advice("the logarithm of `exp(x)` is `x`", ROWS)
 def log_of_density():
     def faulty(x, w):
-        z = multiply(x, w)
+        z = _multiply(x, w)
         return jnp.log(jnp.exp(-z * z / 2) / 2.5)  # fault
 
     def cured(x, w):
-        z = multiply(x, w)
+        z = _multiply(x, w)
         return -z * z / 2 - 0.92
 
     return faulty, cured
@@ -155,11 +155,11 @@ def log_of_density():
 @advice("Write `jax.nn.logsumexp(x)` instead", -10 * jnp.abs(ROWS))
 def log_of_sum_of_exponentials():
     def faulty(x, w):
-        z = multiply(x, w) - 20
+        z = _multiply(x, w) - 20
         return jnp.log(jnp.sum(jnp.exp(z), 1))  # fault
 
     def cured(x, w):
-        z = multiply(x, w) - 20
+        z = _multiply(x, w) - 20
         return jax.nn.logsumexp(z, 1)
 
     return faulty, cured
@@ -171,11 +171,11 @@ def log_of_sum_of_exponentials():
 @advice("Subtract the maximum of each row before the exponential", 6 * ROWS)
 def softmax_without_its_maximum():
     def faulty(x, w):
-        e = jnp.exp(multiply(x, w))  # fault
+        e = jnp.exp(_multiply(x, w))  # fault
         return e / jnp.sum(e, 1, keepdims=True) * x.astype(HALF)
 
     def cured(x, w):
-        z = multiply(x, w)
+        z = _multiply(x, w)
         e = jnp.exp(z - jnp.max(z, 1, keepdims=True))
         return e / jnp.sum(e, 1, keepdims=True) * x.astype(HALF)
 
@@ -185,10 +185,10 @@ def softmax_without_its_maximum():
 @advice("clip the exponent", jnp.array([[90.0, 2.0, 3.0], [1.0, 2.0, -1.0]]))
 def exponential():
     def faulty(x, w):
-        return jnp.exp(multiply(x, w).astype(FULL))  # fault
+        return jnp.exp(_multiply(x, w).astype(FULL))  # fault
 
     def cured(x, w):
-        return jnp.exp(jnp.minimum(multiply(x, w).astype(FULL), 5.0))
+        return jnp.exp(jnp.minimum(_multiply(x, w).astype(FULL), 5.0))
 
     return faulty, cured
 
@@ -199,10 +199,10 @@ def exponential():
 )
 def sum_over_many_numbers():
     def faulty(x, w):
-        return jnp.sum(multiply(x, w) ** 2)  # fault
+        return jnp.sum(_multiply(x, w) ** 2)  # fault
 
     def cured(x, w):
-        return jnp.mean(multiply(x, w) ** 2)
+        return jnp.mean(_multiply(x, w) ** 2)
 
     return faulty, cured
 
@@ -212,10 +212,10 @@ def sum_over_many_numbers():
 )
 def sum_whose_gradients_are_too_large():
     def faulty(x, w):
-        return jnp.sum(jnp.square(multiply(x, w).astype(FULL)))  # fault
+        return jnp.sum(jnp.square(_multiply(x, w).astype(FULL)))  # fault
 
     def cured(x, w):
-        return jnp.mean(jnp.square(multiply(x, w).astype(FULL)))
+        return jnp.mean(jnp.square(_multiply(x, w).astype(FULL)))
 
     return faulty, cured
 
@@ -223,10 +223,10 @@ def sum_whose_gradients_are_too_large():
 @advice("70000 is inf in float16.", jnp.ones((1000, 3)))
 def number_of_elements():
     def faulty(x, w):
-        return multiply(x, w).sum(0) / 70000  # fault
+        return _multiply(x, w).sum(0) / 70000  # fault
 
     def cured(x, w):
-        return multiply(x, w).sum(0).astype(FULL) / 70000
+        return _multiply(x, w).sum(0).astype(FULL) / 70000
 
     return faulty, cured
 
@@ -248,11 +248,11 @@ def mask():
 @advice("Compute this line in float32", jnp.array([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]))
 def epsilon():
     def faulty(x, w):
-        z = multiply(x, w)
+        z = _multiply(x, w)
         return x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)  # fault
 
     def cured(x, w):
-        z = multiply(x, w).astype(FULL)
+        z = _multiply(x, w).astype(FULL)
         return x * z / (jnp.sum(jnp.abs(z), 1, keepdims=True) + 1e-9)
 
     return faulty, cured
@@ -261,10 +261,10 @@ def epsilon():
 @advice("Keep the operand away from such a point: clip it", jnp.ones((2, 3)))
 def arc():
     def faulty(x, w):
-        return jnp.arccos(jnp.clip(multiply(x, w), -1, 1))  # fault
+        return jnp.arccos(jnp.clip(_multiply(x, w), -1, 1))  # fault
 
     def cured(x, w):
-        return jnp.arccos(jnp.clip(multiply(x, w), -0.999, 0.999))
+        return jnp.arccos(jnp.clip(_multiply(x, w), -0.999, 0.999))
 
     return faulty, cured
 
@@ -322,7 +322,7 @@ scaled.defvjp(lambda x: (x, None), scaled_backward)
 @advice("`mul`, in the backward pass, makes inf or NaN", ROWS)
 def rule_of_ones_own():
     def faulty(x, w):
-        return scaled(multiply(x, w))
+        return scaled(_multiply(x, w))
 
     def cured(x, w):
         return x * w
