@@ -122,9 +122,8 @@ class _Splitter:
         outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
         crossing = []
         for var in parts.crossing:
-            outside[var] = Crossing(
-                var.aval
-            )  # a new one, as a program may be called twice
+            # A new one, as a program may be called twice.
+            outside[var] = Crossing(var.aval)
             crossing.append(outside[var])
         returned, others = _divide_outputs(eqn.outvars, parts.from_head)
         head = Step(

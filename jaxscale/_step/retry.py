@@ -50,9 +50,8 @@ class _Attempt(NamedTuple):
 class _Round(NamedTuple):
     """What the loop over the passes of a traced step carries from one to the next."""
 
-    scaling: (
-        Any  # the scale state of the next pass, if there is one, or else of the last
-    )
+    # the scale state of the next pass, if there is one, or else of the last
+    scaling: Any
     number: jax.Array  # i32[], how many passes were repeated
     again: jax.Array  # bool[], whether there is a next pass
     results: list[jax.Array]  # the arrays in the result of the last pass

@@ -265,8 +265,9 @@ UNTOUCHED = {
 }
 
 
-def test_autocast_to_float32_is_the_function_itself():
-    assert jaxscale.autocast(attend_in_half, dtype=jnp.float32) is attend_in_half
+@pytest.mark.parametrize("fun", UNTOUCHED.values(), ids=UNTOUCHED)
+def test_autocast_to_float32_is_the_function_itself(fun):
+    assert jaxscale.autocast(fun, dtype=jnp.float32) is fun
 
 
 @cases("dtype", UNTOUCHED, fast=["complex64", "bfloat16"])
@@ -410,9 +411,8 @@ def test_kernels_and_solvers_in_full_precision_are_as_they_are_written(fun):
 
 def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
     batched_by_hand = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
-    batched_by_hand.def_vmap(
-        lambda *_: None
-    )  # JAX asks for a rule, and does not use it
+    # JAX asks for a rule, and does not use it.
+    batched_by_hand.def_vmap(lambda *_: None)
 
     def fun(w, x):
         return batched_by_hand(w, x) + batched_by_hand(w, 2 * x)

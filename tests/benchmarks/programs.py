@@ -138,9 +138,11 @@ def _is_stable(traced, compiled, carry):
     """Returns whether the next step takes what this one returns, and nothing is compiled anew."""
     before = jax.tree.leaves(carry)
     # The loss comes last, and belongs to no leaf of the carry.
-    avals = traced.jaxpr.out_avals[: len(before)]
-    shardings = jax.tree.leaves(compiled.output_shardings)[: len(before)]
-    for old, aval, sharding in zip(before, avals, shardings, strict=True):
+    outputs = zip(
+        traced.jaxpr.out_avals, jax.tree.leaves(compiled.output_shardings), strict=True
+    )
+    kept = list(outputs)[: len(before)]
+    for old, (aval, sharding) in zip(before, kept, strict=True):
         if (old.shape, old.dtype) != (aval.shape, aval.dtype):
             return False
         if old.weak_type != aval.weak_type:

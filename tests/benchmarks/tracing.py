@@ -62,17 +62,18 @@ def measure(activation, layers, rounds):
     """Returns for each method the median of its times, and of the ratios to plain JAX."""
     weights = [jnp.ones((4, 4))] * layers
     x = jnp.ones((2, 4))
-    figures = {name: {} for name in METHODS}
-    for direction, differentiate in PASSES.items():
-        times = {name: [] for name in METHODS}
-        for _ in range(rounds + 1):
-            for name, make in METHODS.items():
+    times = {name: {direction: [] for direction in PASSES} for name in METHODS}
+    for _ in range(rounds + 1):
+        for name, make in METHODS.items():
+            for direction, differentiate in PASSES.items():
                 fun = differentiate(make(ACTIVATIONS[activation]))
-                times[name].append(seconds_to_trace(fun, weights, x))
-        for name in METHODS:
+                times[name][direction].append(seconds_to_trace(fun, weights, x))
+    figures = {name: {} for name in METHODS}
+    for name in METHODS:
+        for direction in PASSES:
             # The first turn filled JAX's caches.
-            seconds = np.array(times[name][1:])
-            plain = np.array(times["plain JAX"][1:])
+            seconds = np.array(times[name][direction][1:])
+            plain = np.array(times["plain JAX"][direction][1:])
             figures[name][direction] = {
                 "seconds": float(np.median(seconds)),
                 "ratio": float(np.median(seconds / plain)),

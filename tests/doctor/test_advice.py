@@ -27,7 +27,9 @@ def blamed_lines(name):
     function = ADVICE[name].faulty
     if name == "rule_of_ones_own":
         function = scaled_backward
-    numbers = "|".join(map(str, faulty_lines(function)))
+    lines = faulty_lines(function)
+    assert lines, f"no line of {name} is marked as faulty"
+    numbers = "|".join(map(str, lines))
     place = rf"at advised\.py:({numbers})"
     return rf"begins {place}|{place}\. Take a mean instead"
 

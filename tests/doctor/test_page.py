@@ -137,7 +137,9 @@ def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
 def test_the_lines_around_the_faulty_one_keep_their_indentation(exam, no_matplotlib):
     shown = Page(draw_page(exam, diagnose(exam)))
     source = shown.texts["pre"][0]
-    lines = re.findall(r"^.{2} *(\d+)  ( *)\S", source, re.MULTILINE)
+    lines = re.findall(r"^.{2}( *\d+)  ( *)\S", source, re.MULTILINE)
+    assert len(lines) == sum(1 for line in source.splitlines() if line.strip())
+    assert {len(number) for number, _ in lines} == {5}
     numbers = [int(number) for number, _ in lines]
     assert numbers == [LINE - 2, LINE - 1, LINE, LINE + 1, LINE + 2]
     assert {indentation for _, indentation in lines} == {"", "    "}

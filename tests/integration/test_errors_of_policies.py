@@ -151,7 +151,7 @@ CASES = {
         lambda: presets.from_keras(OPT_STATE),
         TypeError,
         [
-            "`presets.from_keras(config)` must be a dict, got LossScaledState",
+            "`presets.from_keras(config)` must be a dict, got LossScaledState. "
             "Pass what `get_config",
         ],
     ),

@@ -224,9 +224,8 @@ def is_run_again(eqn):
 
 def is_assembled(eqn):
     """A copy of an equation is a program that runs, and an equal one is the same object."""
-    copies = [_jax.copy_of(eqn, [0])]
-    one = _jax.assemble([jax.typeof(X)], copies, 1)
-    other = _jax.assemble([jax.typeof(X)], copies, 1)
+    one = _jax.assemble([jax.typeof(X)], [_jax.copy_of(eqn, [0])], 1)
+    other = _jax.assemble([jax.typeof(X)], [_jax.copy_of(eqn, [0])], 1)
     (output,) = _jax.jaxpr_as_fun(one)(X)
     is_one_object = _jax.closed(one).jaxpr is _jax.closed(other).jaxpr
     return is_one_object and (output == jnp.sin(X)).all()

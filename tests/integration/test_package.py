@@ -315,7 +315,9 @@ def test_a_name_that_is_wrong_does_not_resolve(name):
 @cases("program", ["imports_lazily", "without_flax"], fast=["imports_lazily"])
 def test_a_program_imports_the_package(program):
     path = ROOT / "tests" / "support" / f"{program}.py"
-    subprocess.run([sys.executable, str(path)], check=True)
+    # Of this checkout, whatever is installed.
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(path)], check=True, env=environment)
 
 
 @cases("flags", ["", "--xla_a=1", "--xla_allow_excess_precision=true"])

@@ -294,7 +294,7 @@ def test_a_scale_that_only_ever_grew_is_warned_of_once():
     # By default Python shows one text of one line of a program once.
     assert len({warning.lineno for warning in caught}) == 1
     (text,) = {str(warning.message) for warning in caught}
-    assert caught[0].filename == __file__
+    assert {warning.filename for warning in caught} == {__file__}
     assert "`jax.value_and_grad`" in text
     assert "train_step(loss_fn, tx)" in text
     assert "skip_nonfinite(tx)" in text

@@ -134,7 +134,11 @@ def test_devices_agree_on_the_largest_norm_of_all(check, step_of_tx):
     assert run.state.grad_norm == 5.0
 
 
-@check_and_step
+@cases(
+    "check, step_of_tx",
+    itertools.product([True, False], [fused_step, step]),
+    fast=[(False, step)],
+)
 def test_devices_agree_on_the_leaves_that_overflowed(check, step_of_tx):
     run = run_over_sharded_pair(AGREEING["tracked"], check, step_of_tx)
     assert run.state_after_bad.nonfinite_leaves == {"a": True, "b": True}
