@@ -182,7 +182,7 @@ def _list_worst_leaves(exam: Exam) -> list[str]:
 
 def _explain_cause(place: TracedNonfinite) -> str:
     what = (
-        f"`{place.primitive}`, in the {place.direction} pass, makes inf or NaN of "
+        f"`{place.primitive}`, in the {place.direction} pass, gives inf or NaN in "
         f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
     )
     if place.cause == "range":

@@ -108,15 +108,15 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
     which = join_lines(remedy.lines, where, "this line")
     if not remedy.works:
         return f"With {which} in float32, the gradients are still wrong: more lines need it."
-    how = "to the last bit"
+    result = "are those of float32 to the last bit"
     if remedy.error:
-        how = f"within {percent(remedy.error)}"
+        result = f"differ from those of float32 by {percent(remedy.error)}"
     verb = "Or compute"
     if is_first:
         verb = "Compute"
     return (
-        f"{verb} {which} in float32: that was tried, and the gradients then are those of float32 "
-        f"{how}. {say_how_to_widen(exam)}"
+        f"{verb} {which} in float32: that was tried, and the gradients then {result}. "
+        f"{say_how_to_widen(exam)}"
     )
 
 

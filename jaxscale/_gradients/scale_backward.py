@@ -26,9 +26,10 @@ _NO_FORWARD = (
     "mode: `jax.grad`, `jax.vjp`."
 )
 _HALF_INPUT = (
-    "`scale_backward(fun)` was differentiated by its input {}, which is {}: a gradient of that "
-    "dtype flushes to 0 as it is unscaled. Keep parameters in float32 and cast them inside of "
-    "`fun`; or let `fun` include what made the input, such as the whole model or the loss."
+    "`scale_backward(fun)` was differentiated with respect to its input {}, which is {}: a "
+    "gradient of that dtype flushes to 0 as it is unscaled. Keep parameters in float32 and "
+    "cast them inside `fun`; or let `fun` include what made the input, such as the whole "
+    "model or the loss."
 )
 
 _WAY_OUT = (

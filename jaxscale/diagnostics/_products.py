@@ -70,7 +70,7 @@ class Products(NamedTuple):
             return "No matrix products and no convolutions."
         what = "matrix products and convolutions"
         if total == 1:
-            what = "matrix product and convolutions"
+            what = "matrix product or convolution"
         parts = [f"{count} in {dtype}" for dtype, count in sorted(self.counts.items())]
         text = [f"{total} {what}: {', '.join(parts)}."]
         for line in self.not_half[:_MOST_LINES]:

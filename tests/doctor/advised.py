@@ -319,7 +319,7 @@ def scaled_backward(_, cotangent):
 scaled.defvjp(lambda x: (x, None), scaled_backward)
 
 
-@advice("`mul`, in the backward pass, makes inf or NaN", ROWS)
+@advice("`mul`, in the backward pass, gives inf or NaN", ROWS)
 def rule_of_ones_own():
     def faulty(x, w):
         return scaled(_multiply(x, w))

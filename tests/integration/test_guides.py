@@ -32,7 +32,7 @@ GUIDES = {str(guide.relative_to(ROOT)): guide for guide in find_guides()}
 # Each name in these is one of the code. Guides of tests also name what other libraries have.
 OF_OUR_CODE = [name for name in GUIDES if name.startswith(("jaxscale/", ".github/"))]
 
-FILE = re.compile(r"[\w.][\w./-]*\.(?:py|md|json|npz|ipynb|jinja)")
+FILE = re.compile(r"[\w.][\w./-]*\.(?:py|md|json|npz|ipynb|jinja|cff)")
 PATH = re.compile(rf"(?<![\w/.])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w")
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
