@@ -75,7 +75,7 @@ def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     return is_cast(eqn, around) and not is_full_precision(eqn)
 
 
-def is_logits(eqn: JaxprEqn, around: Owner) -> bool:
+def is_attention_scores(eqn: JaxprEqn, around: Owner) -> bool:
     """Returns whether a product is that of queries and keys in JAX's attention."""
     if eqn.primitive.name != "dot_general":
         return False

@@ -28,7 +28,7 @@ from .._jax import (
     with_result_type,
 )
 from . import table
-from .casts import is_logits
+from .casts import is_attention_scores
 from .chains import fits_chain
 from .frame import Frame
 from .readers import has_gradient
@@ -73,6 +73,7 @@ def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
             length += link.size
     if length > LONGEST or frame.repeats_left < 0:
         frame.compute_links(eqn)
+        # A new chain may start here, but only from a narrow value.
         if not frame.reads_narrow(eqn):
             return run_as_written(frame, eqn)
     for index, var in enumerate(eqn.outvars):
@@ -86,7 +87,8 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return run_as_written(frame, eqn)
     operands = _read_operands(frame, eqn)
     precision = frame.precision
-    if is_logits(eqn, frame.place.owner):
+    if is_attention_scores(eqn, frame.place.owner):
+        # A softmax in float32 follows.
         return [_multiply_into_float32(eqn, operands, precision.narrow)]
     frame.kinds[eqn.outvars[0]] = Product()
     if precision.operand != precision.narrow:
@@ -157,14 +159,15 @@ def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if not has_gradient(eqn):
         return bind(eqn, list(map(frame.read_half_without_gradient, eqn.invars)))
     is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
-    # If other equations read an input of this one, the cotangents of all readers are added in
-    # float32. So this one runs in float32, unless the cotangents that it sends back are rounded
-    # already: then they come from products alone, and its derivative adds none of them up.
+    # Where cotangents meet in an input, this equation runs in float32. One case is exempt: only
+    # products read its outputs, and its derivative adds nothing up. Then the cotangents that it
+    # sends back are rounded already.
     sends_back_rounded = not is_summed and _is_only_rounded(frame, eqn)
     if frame.reads_meeting(eqn) and not sends_back_rounded:
         return _follow_in_float32(frame, eqn)
     if is_summed:
         return _run_wide_and_round(frame, eqn)
+    # This reader is no product, so where cotangents meet it reads a stand-in of its own.
     return bind(eqn, list(map(frame.read_own_half, eqn.invars)))
 
 
@@ -214,8 +217,8 @@ def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def follow_elementwise(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an elementwise equation in half precision if all of its inputs are in it.
 
-    If it broadcasts an input, its derivative is a sum, which must be computed in float32. So is
-    then the equation, as a link.
+    If it broadcasts an input, its derivative is a sum, which must be computed in float32. Then the
+    equation is computed in float32 too, as a link.
     """
     output: Any = eqn.outvars[0]
     if is_float32(output) and _broadcasts_narrow(frame, eqn, output.aval.shape):
@@ -233,8 +236,9 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation that moves the elements of its first input, or only names it."""
     moved = eqn.invars[0]
     _keep_kind(frame, eqn)
-    if eqn.primitive.name == "broadcast_in_dim" and is_float32(moved):
-        # A chain that reads the large array can start from the small one, and keep that.
+    if operation(eqn) == "broadcast_in_dim" and is_float32(moved):
+        # The broadcast is also kept as a link, besides being done now: a chain that reads the
+        # large array can then start from the small one, and keep that.
         frame.grown[eqn.outvars[0]] = frame.link_besides(eqn)
     if operation(eqn) != "name":
         return follow_inputs(frame, eqn)
@@ -287,7 +291,10 @@ def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _is_bias(kind: Kind, total: Any) -> bool:
-    """Returns whether an addend is a bias: a parameter, and smaller than a sum of several axes."""
+    """Returns whether an addend is a bias: a parameter that is smaller than the total.
+
+    If the total has at most one axis, the parameter may have any size.
+    """
     if not isinstance(kind, Parameter):
         return False
     return total.aval.ndim <= 1 or kind.size < count_elements(total)
@@ -324,7 +331,7 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if is_float32(atom) and dtype == FLOAT32:
         return move(frame, eqn)
     if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
-        # Casting the result back, as for a product, would give this exactly.
+        # Readers in half precision take this array: rounding `var` would give the same numbers.
         frame.written[var] = frame.read_wide(atom)
     return run_as_written(frame, eqn)
 
@@ -337,6 +344,7 @@ def _convert_narrow(frame: Frame, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     atom = eqn.invars[0]
     if dtype == FLOAT32:
         frame.kinds[eqn.outvars[0]] = frame.kind_of(atom)
+        # As a call takes it: in both views, if its cotangents meet.
         return frame.read_for_call(atom)
     half = frame.read_own_half(atom)
     if dtype == frame.precision.narrow:

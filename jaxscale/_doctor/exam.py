@@ -19,14 +19,15 @@ from .remedy import Relief
 class Exam(NamedTuple):
     """What was measured. All of it is on the host, except for the histogram.
 
-    A loss scale *fits* if nothing overflows at it. The *largest* scale is the largest that fits,
-    or `loss_scale` if none is known.
+    A loss scale *fits* if nothing overflows at it. The *largest* scale is `largest_scale`, the
+    largest that fits. Where none is known, attributes at the largest scale are at `loss_scale`.
 
     Attributes:
       target: the model, as named on the command line.
       autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
       is_quick: whether only inf and NaN were looked for, and nothing was compared with float32.
-      is_auto: whether no loss scale was asked for. Then `loss_scale` is the largest.
+      is_auto: whether no loss scale was asked for. Then `loss_scale` is the largest that fits, or
+        1 if none is known.
       loss: the loss, under `jaxscale.autocast` if that was used.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
       dtypes: the formats in which the loss is computed.
@@ -40,8 +41,8 @@ class Exam(NamedTuple):
       backward_trial: what `jaxscale.scale_backward` does on this loss. `None` without a
         `calibration`, and in a quick exam.
       largest_gradient: the largest magnitude of a gradient, unscaled, at the largest scale.
-      is_limited: whether a number of the backward pass limits the largest scale that is far larger
-        than all gradients.
+      is_limited: whether the largest scale is limited by a number of the backward pass that is far
+        larger than all gradients.
       ceiling: where the backward pass overflows at the least scale that was seen not to fit.
       relief: the lines that let a higher scale fit if they are in float32. Looked for if
         `is_limited`, or if the largest scale is below 1; `None` if not, or if there are none.
@@ -52,8 +53,8 @@ class Exam(NamedTuple):
       unshifted: the source lines that take the exponential of a row without subtracting its
         maximum first, and overflow.
       loss_sums: the sums that the loss is made of.
-      zero_leaves: the names of the gradients that are 0 everywhere, in float32 if they are known
-        in it.
+      zero_leaves: the names of the gradients that are 0 everywhere in float32. Where the float32
+        gradients are not known, those at the largest scale count.
       leaf_table: the gradients at `loss_scale`, leaf by leaf.
       histogram: the gradients at the largest scale, where the fewest are flushed on the way.
       shares: what each format would keep of the gradients in `histogram`, at the judged scale.
@@ -104,20 +105,26 @@ class Exam(NamedTuple):
 
     @property
     def is_all_zero(self) -> bool:
-        """Whether all gradients are 0 at the largest scale."""
+        """Whether all gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
         has_finite_nonzero = self.suggestion.needed is not None
         return not has_finite_nonzero and not self.leaf_table.nonfinite_rows
 
     @property
-    def is_due_to_autocast(self) -> bool:
-        """Whether `jaxscale.autocast` is to blame for faults: without it the loss is finite."""
+    def blames_autocast(self) -> bool:
+        """Whether `jaxscale.autocast` is blamed for a fault, if there is one.
+
+        It is if it was used, and the loss is finite without it.
+        """
         if self.loss_as_written is None:
             return False
         return math.isfinite(self.loss_as_written)
 
     @property
     def largest_scale(self) -> float | None:
-        """The largest loss scale that does not overflow, or `None` if it is not known."""
+        """The largest loss scale that fits, or `None` if none is known.
+
+        None is known if none was looked for, or if none that was tried fits.
+        """
         if self.calibration is None:
             return None
         return self.calibration.init_scale

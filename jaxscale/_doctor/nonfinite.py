@@ -241,7 +241,7 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
 def _say_cures(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns what to write instead of an operation, if something is better than a cast."""
     is_range = place.cause == "range"
-    if is_range and not exam.is_due_to_autocast and re.search(_MASK, place.source):
+    if is_range and not exam.blames_autocast and re.search(_MASK, place.source):
         return ["For a mask, use -1e4 instead of -1e9 or `finfo.min`."]
     if place.where in exam.unshifted:
         return [
@@ -265,7 +265,7 @@ def _say_how_to_compute(
         return [say_remedy(remedy, exam, place.where, is_first=is_first)]
     if not is_first:
         return []
-    if place.cause == "range" or exam.is_due_to_autocast:
+    if place.cause == "range" or exam.blames_autocast:
         return [f"Compute this line in float32. {say_how_to_widen(exam)}"]
     return [_advise_on_point(place)]
 

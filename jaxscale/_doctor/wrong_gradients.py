@@ -121,7 +121,7 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
 
 
 def say_how_to_widen(exam: Exam) -> str:
-    if exam.is_due_to_autocast:
+    if exam.blames_autocast:
         return (
             "Exempt it from autocast: call what this line calls, or a function of this line, "
             "through `jaxscale.full_precision`."

@@ -96,17 +96,18 @@ class SpikeRule:
     This rule cannot tell a rare kind of batch from a bad one. A kind that stands out and makes up
     3, 4 or 5 % of the steps loses 55, 30 or 15 % of them, and one that comes in every 50th step is
     hardly ever learned from. Gradients that are rare among tiny ones, such as 1e-6, are also
-    skipped; only those that are rare among exact zeros are kept. `jaxscale.check` knows the share
-    of skipped steps, and warns of a high one.
+    skipped; only those that are rare among exact zeros are kept. `total_spikes` of
+    `jaxscale.metrics` counts what is lost.
 
     Nor can it tell a ruined run from new data, as it accepts either level. So the state also
     follows the level of the loss, and never skips a step for it:
 
     - The level is the median of the last 8 losses. Every 8 steps it is added to its past, unless it
       stands above that. It takes 512 losses until the past is known.
-    - The level stands above its past if it exceeds the highest of the last 60 or so levels, and
-      their median by 10 robust standard deviations, and by 6 times the distance from there to the
-      fourth highest of them.
+    - The past holds 64 levels, and the newest 4 do not count yet. The level stands above its past
+      if three things hold. It exceeds the highest of the other 60. It exceeds their median by 10
+      robust standard deviations. And it exceeds the median by 6 times the distance from the median
+      to the fourth highest level.
     - `level_count` counts for how many steps in a row it does so. Take 16 as an alarm: a sudden
       rise to 1.5 times a loss of 1 +- 0.1 is seen after about 20 steps. After 2048 steps the past
       is forgotten, and learned anew.
@@ -114,8 +115,9 @@ class SpikeRule:
     Args:
       window: how many of the last steps are kept, at least 2.
       sigmas: how many standard deviations above the mean a step may stand, above 0 and at most
-        1e6. Norms are often far from a normal distribution: with a logarithm whose standard
-        deviation is 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good steps for spikes.
+        1e6. Norms are often far from a normal distribution: if the logarithm of the norm is normal
+        with a standard deviation of 0.3, 0.6 or 1, the default takes 3, 22 or 57 of 10 000 good
+        steps for spikes.
       min_history: how many entries a window must have before it judges, from 2 to `window`; by
         default half of `window`.
 
@@ -224,6 +226,7 @@ class SpikeRule:
             norm_deviation=of_norm.deviation,
         )
         if loss is None:
+            # The level stays where it is, so only a `level_count` above 0 goes on.
             next_state = count_blind_step(next_state)
         else:
             of_loss = self._judge_value(loss, state.losses, state.loss_count, limit)
@@ -273,12 +276,14 @@ class SpikeRule:
     def _find_limit(self, state: SpikeState) -> jax.Array:
         """Returns the limit that the next spike is clipped to as it enters its window.
 
-        It says how many times as far above the mean as the threshold a spike may stand.
+        It is a multiple of the distance from the mean to the threshold: 1 for a spike that is alone
+        in its window, and inf for one that enters as it is.
         """
         num_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
         in_row = _CLIP_FACTOR ** num_before.astype(jnp.float32)
         in_row = jnp.maximum(_CLIP_FACTOR, in_row)
         in_row = jnp.where(num_before + 1 < _FIRST_UNCLIPPED, in_row, jnp.inf)
+        # For `cooldown` more steps, a spike is not alone in its window.
         is_alone = state.cooldown == 0
         return jnp.where(is_alone, 1.0, in_row)
 
@@ -308,8 +313,9 @@ class SpikeRule:
             distance = self.sigmas * std
             # Zeros alone do not say how large a value may be.
             is_judged &= distance > 0
-            # A value far above the mean, or far below, would hide the spikes that follow. What is
-            # judged, and not a spike, is below any limit.
+            # A value far above the mean, or far below, would hide the spikes that follow.
+            # `spike_limit` only clips spikes: a judged value that is none is not above the
+            # threshold. What is not judged yet is clipped to `_CLIP_FACTOR`.
             limit = jnp.where(is_judged, spike_limit, _CLIP_FACTOR)
             highest = mean + limit * distance
             lowest = mean - _CLIP_FACTOR * distance
@@ -393,7 +399,8 @@ def _measure(window: jax.Array, count: jax.Array) -> _Statistics:
     scaled = jnp.where(is_entry, window * inverse_unit, 0.0)
     origin = scaled[jnp.max(jnp.where(is_entry, positions, 0))]
     offsets = jnp.where(is_entry, scaled - origin, 0.0)
-    # At least 2, as the squares are divided by one less.
+    # At least 2, as the squares are divided by one less. The mean of one entry is right as well,
+    # since its offset is 0.
     divisor = jnp.maximum(num_entries, 2).astype(jnp.float32)
     mean_offset = jnp.sum(offsets) / divisor
     squares = jnp.where(is_entry, jnp.square(offsets - mean_offset), 0.0)

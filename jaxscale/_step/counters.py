@@ -123,7 +123,7 @@ def move_skip_rate(
     num_lost: jax.Array,
     step_share: Any,
     *,
-    retries: bool,
+    has_retries: bool,
 ) -> jax.Array:
     """Moves `skip_rate` by one more step, in which the scale may have moved.
 
@@ -139,11 +139,11 @@ def move_skip_rate(
       num_lost: how many steps were lost, an `f32[]`: 1 if this one was skipped, otherwise 0; with
         micro-batches, maybe more.
       step_share: which share of a step of the optimizer this was, an `f32[]` or a number.
-      retries: whether overflows are repeated, so that none of them costs a step.
+      has_retries: whether overflows are repeated, so that none of them costs a step.
     """
     net = num_lost
     # A policy that follows the gradients also grows after it fell without an overflow.
-    if not (policy.needs_largest or retries):
+    if not (policy.needs_largest or has_retries):
         grows = after.loss_scale > before.loss_scale
         ratio = jnp.where(grows, after.loss_scale / before.loss_scale, 1.0)
         # From 0, NaN and inf, as another scaler may have left them, a scale does not grow.

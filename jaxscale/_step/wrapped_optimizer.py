@@ -64,8 +64,9 @@ class WrappedOptimizer:
     """An optimizer whose bad steps are skipped: what `loss_scaled` makes of its arguments.
 
     Its methods `init` and `update` are those of the transformation that users get. The others are
-    what a training step asks of an optimizer. A `BareOptimizer` has them as well, and names the
-    `call` in its errors.
+    what a training step asks of an optimizer. A `BareOptimizer` has them as well. Some take a
+    `call`, the name of the function that the user called: only a `BareOptimizer` uses it, in its
+    errors.
 
     Attributes:
       inner: the optimizer inside.
@@ -100,6 +101,7 @@ class WrappedOptimizer:
     def init(self, params: optax.Params) -> LossScaledState:
         # `update` passes the parameters in float32, so moments must be float32 from the start.
         wide_params = map_gradients(widen, params)
+        # What is under a key `_overwrite_with_gradient` is replaced by a step, not optimized.
         inner_state = self.inner.init(without_overwrites(wide_params))
         check_not_nested(inner_state)
         # Leaves that an optimizer makes from Python numbers are weakly typed, and after a step
@@ -206,6 +208,7 @@ class WrappedOptimizer:
             largest=self.policy.needs_largest,
             # If JAX raises an error at each NaN, the squares have to wait for the verdict.
             squares=needs_squares and not nans_are_errors(),
+            # The norm comes from the squares: without them this asks for nothing.
             agreed_norm=judges_spikes or shows_norm,
             agreed_loss=judges_spikes,
         )
@@ -292,6 +295,7 @@ class WrappedOptimizer:
         if result.retries is not None:
             old_scaling = result.retries.scaling
         moved = adjust_scale(self.policy, old_scaling, grads_finite, verdict.largest)
+        # Not after a bad loss. Within a window, `growth_unit` decides as well.
         may_move = self.window.lets_scale_move(verdict, grads_finite, stepped)
         if is_spike is not None:
             may_move &= ~is_spike  # a spike says nothing about the scale
@@ -302,6 +306,7 @@ class WrappedOptimizer:
             state, verdict, grads_finite, is_spike, scaling, result.retries
         )
         applied = next_state.step_applied
+        # How often steps are lost, less what growths of the scale explain.
         skip_rate = move_skip_rate(
             state.skip_rate,
             self.policy,
@@ -309,7 +314,7 @@ class WrappedOptimizer:
             after=scaling,
             num_lost=self.window.count_lost(window_state, applied, stepped),
             step_share=self.window.find_step_share(window_state),
-            retries=result.retries is not None,
+            has_retries=result.retries is not None,
         )
         nonfinite_leaves = state.nonfinite_leaves
         if nonfinite_leaves is not None:
@@ -365,6 +370,7 @@ def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
     finite = tree_where(verdict.grads_finite, grads.divided, zeros)
     squares = reduce_gradients(finite, squares=True).squares()
     squares = jnp.where(verdict.grads_finite, squares, jnp.inf)
+    # As bits: what a maximum of floats over devices makes of a NaN is not defined.
     norm = agree_on_size(norm_bits(jnp.sqrt(squares)), verdict.axis_name)
     return verdict._replace(squares=squares, norm=norm)
 

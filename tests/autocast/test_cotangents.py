@@ -39,7 +39,7 @@ def in_jit(w):
     return jnp.mean(normalizers - jnp.diag(logits))
 
 
-def in_two_jits(w):
+def in_a_jit_called_twice(w):
     layer = jax.jit(lambda x, w: jax.nn.relu(x @ w))
     x = X @ w[0]
     return jnp.mean(layer(x, w[1]) ** 2 + layer(x, w[2]) * x)
@@ -65,7 +65,7 @@ def constant_of_scan(w):
     return carry + jnp.sum(keys) + jnp.sum(weights)
 
 
-def constant_of_scan_alone(w):
+def constant_read_only_in_scan(w):
     keys = X @ w[0]
 
     def body(carry, x):
@@ -138,6 +138,7 @@ def with_own_jvp(x):
 def jvp_of_own_jvp(primals, tangents):
     (x,) = primals
     (dx,) = tangents
+    # Not the true derivative: without this rule the gradient would be another one.
     return with_own_jvp(x), dx * jax.nn.sigmoid(x) + dx * x
 
 
@@ -228,7 +229,8 @@ def behind_barrier(w):
     return cross_entropy(logits) + jnp.sum(logits @ w[1])
 
 
-def without_sign(w):
+def absolute(w):
+    # The derivative of `abs` adds what comes from either side of 0.
     return jnp.mean(jnp.abs(X @ w[0]))
 
 
@@ -251,13 +253,13 @@ def stacked_by_map(w):
 FUNCTIONS = [
     plain,
     in_jit,
-    in_two_jits,
+    in_a_jit_called_twice,
     stacked_by_map,
     stacked_by_scan,
     constant_of_scan,
     sliced_by_scan,
     in_remat,
-    constant_of_scan_alone,
+    constant_read_only_in_scan,
     named,
     in_branches,
     in_own_rules,
@@ -265,7 +267,7 @@ FUNCTIONS = [
     residual,
     gated,
     read_by_products,
-    without_sign,
+    absolute,
     written_in_half,
     cast_by_hand,
     over_devices,
@@ -304,6 +306,7 @@ def test_additions_in_half_precision_are_of_products_alone(name, around):
     assert_near_by_norm(jax.jit(gradient)(W), jax.grad(fun)(W), share=0.01)
 
 
+# `own_precision` is in half precision by hand, so what it adds there is its own choice.
 @cases("name", sorted(PROGRAMS.keys() - {"own_precision"}), fast=["moves"])
 def test_additions_of_programs_in_half_precision_are_of_products_alone(name):
     fun, args = PROGRAMS[name]
@@ -322,7 +325,9 @@ def q_learning(scores):
 
 
 LOSSES = {"cross entropy": cross_entropy, "InfoNCE": contrast, "DQN": q_learning}
-# 1 - p of the right class, from 4e-2 to 1e-7. Of 12 rows 1/12 has digits that half lacks.
+# The margin of the right logit, and how many rows there are. 1 - p of the right class falls from
+# 4e-2 to 2e-7. A mean of 12 rows puts 1/12 into each cotangent, which half precision rounds; 1/16
+# is exact.
 MARGINS = {6.0: 16, 9.0: 12, 11.0: 16, 14.0: 12, 18.0: 16}
 
 
@@ -357,7 +362,8 @@ def test_confident_predictions_have_the_gradients_of_products_in_half_by_hand(
     cast = jaxscale.autocast(plain, half)
     of_hand = error(jaxscale.grad(by_hand, scaling))
     assert error(jaxscale.grad(cast, scaling)) <= 1.05 * of_hand
-    # No cotangent flushes: the scale is that of what enters the product, after all was added.
+    # Here no cotangent flushes: `scale_backward` finds its scale from the cotangent that enters the
+    # product, after all that meet were added.
     of_hand = error(jax.grad(jaxscale.scale_backward(by_hand)))
     assert error(jax.grad(jaxscale.scale_backward(cast))) <= 1.05 * of_hand
     cast_around = jaxscale.autocast(jaxscale.scale_backward(plain), half)
@@ -383,7 +389,7 @@ def stand_in(half, wide):
 
 
 def stand_in_of(wide):
-    """A stand-in for an array, by the array itself in half precision."""
+    """A stand-in for `wide`, whose value is `wide` rounded."""
     return stand_in(wide.astype(jnp.float16), wide)
 
 

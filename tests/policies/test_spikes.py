@@ -44,7 +44,10 @@ def assert_windows_are(state, reference, rtol):
 
 
 def assert_looks_are(states, looks):
-    """Both thresholds and deviations of each step are those of the reference."""
+    """Both thresholds and deviations of each step are those of the reference.
+
+    A look is what a window says of one value: its threshold and its deviation.
+    """
     of_losses, of_norms = zip(*looks, strict=True)
     assert_numbers_are(states.loss_threshold, states.loss_deviation, of_losses)
     assert_numbers_are(states.norm_threshold, states.norm_deviation, of_norms)
@@ -99,7 +102,7 @@ class Steps(NamedTuple):
 
 
 def draw_steps(runs, seed, length=200):
-    """Steps in runs of a kind and a number, and usual ones up to the length."""
+    """For each of `runs`, a kind and a number, that many steps; then usual ones up to `length`."""
     kinds = []
     for kind, number in runs:
         kinds += [kind] * number
@@ -143,7 +146,10 @@ def test_any_steps_are_judged_as_by_the_reference(runs, seed, options):
 
 
 def list_recorded_runs():
-    """The plain runs of `benchmarks/spikes.py`, of each seed and player: their losses and norms."""
+    """The program, losses and norms of each plain run of `benchmarks/spikes.py`.
+
+    There is one for each seed and each player: a GAN has two.
+    """
     runs = []
     for row in json.loads(RECORDED.read_text())["rows"]:
         plain = row["ways"]["plain"]
@@ -169,8 +175,8 @@ def test_recorded_runs_are_judged_as_by_the_reference():
 
 
 # OLMo-core lets steps that are not finite into its windows, and this rule does not. So only those
-# of its runs are replayed that were given none. The streams here still hold such steps, which must
-# leave no mark.
+# of its runs are replayed that hold no such step. From some, such steps had been left out. Here the
+# streams still hold them, and they must leave no mark.
 OLMO_RUNS = {case["id"]: case for case in OLMO["cases"] if all(case["finite"])}
 
 
@@ -206,6 +212,7 @@ def test_a_new_level_is_accepted_after_a_few_steps(deviations, num_skips):
         skipped = np.flatnonzero(is_spike)
         assert set(skipped.tolist()) <= set(range(200, 200 + num_skips)), seed
         numbers.append(len(skipped))
+    # No run skips more, by the assertion above. Some run skips as many, or one less.
     assert max(numbers) in (num_skips, num_skips - 1)
 
 
@@ -236,7 +243,11 @@ def test_only_a_rise_beyond_rounding_is_a_spike(name):
 
 # Fields that have the unit of the loss.
 OF_LOSSES = [
-    *("losses", "loss_threshold", "recent_losses", "past_levels", "level_threshold")
+    "losses",
+    "loss_threshold",
+    "recent_losses",
+    "past_levels",
+    "level_threshold",
 ]
 
 

@@ -25,7 +25,10 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def nan_uphill(params, _):
-    """A gradient function that returns NaN where `GRADS` point, and otherwise `GRADS`."""
+    """A gradient function: NaN uphill of `TWO`, and otherwise `GRADS`.
+
+    Uphill is where a step along `GRADS` leads.
+    """
     is_uphill = params["w"][0] > 1.001
     return jax.tree.map(lambda grad: jnp.where(is_uphill, jnp.nan, grad), GRADS)
 
@@ -129,7 +132,7 @@ def test_max_norm_may_be_any_positive_number(max_norm, window, size):
         jax.tree.map(np.testing.assert_array_equal, updates, expected)
     numbers = np.concatenate([np.ravel(update) for update in updates.values()])
     norm = np.linalg.norm(np.float64(numbers))
-    # float32's smallest normal number at least.
+    # A `max_norm` below float32's smallest normal number, about 1.2e-38, counts as that.
     assert norm <= max(max_norm * (1 + 1e-6), 2e-38)
 
 
