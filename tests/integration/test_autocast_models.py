@@ -379,16 +379,21 @@ def placed_args(layout):
 every_layout = cases("layout", LAYOUTS, fast=["sharded"])
 
 
+def assert_same_places(tree, other):
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
 @cases("fun", [mlp, jax.jit(mlp)])
 @every_layout
 def test_arrays_stay_where_they_are(layout, fun, placed_args):
+    half_fun = jaxscale.autocast(fun)
     plain = jax.jit(jax.value_and_grad(fun))(*placed_args)
-    cast = jax.jit(jax.value_and_grad(jaxscale.autocast(fun)))(*placed_args)
+    cast = jax.jit(jax.value_and_grad(half_fun))(*placed_args)
     assert_near_by_norm(cast, plain, share=0.015)
     assert avals(cast) == avals(plain)
-    for a, b in zip(jax.tree.leaves(cast), jax.tree.leaves(plain), strict=True):
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-    assert products(jaxscale.autocast(fun), *placed_args) == ["float16"] * 2
+    assert_same_places(cast, plain)
+    assert products(half_fun, *placed_args) == ["float16"] * 2
 
 
 @every_layout
