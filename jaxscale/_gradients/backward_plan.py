@@ -78,15 +78,16 @@ class BackwardPlan:
         self.inputs = parts.inputs
         self.tail = parts.tail
         self.axes = _jax.collective_axes(program)
-        by = set(itertools.compress(self.inputs, perturbed))
+        differentiated_by = set(itertools.compress(self.inputs, perturbed))
         # Parameters are cast before the head, and their gradients cast back after it. The loop of
-        # retries keeps all gradients in memory at once, and in half precision they take half of it.
-        self.head, self.sources = parts.head.without_casts(by)
-        by |= set(self.sources)
-        derived = self.head.find_derived(by)
-        self.head_by = [var for var in self.head.inputs if var in by]
+        # retries keeps all gradients in memory at once. In half precision they take half the memory
+        # of float32.
+        self.head, self.sources = parts.head.without_casts(differentiated_by)
+        differentiated_by |= set(self.sources)
+        derived = self.head.find_derived(differentiated_by)
+        self.head_by = [var for var in self.head.inputs if var in differentiated_by]
         self.head_sources = [self.sources.get(var, var) for var in self.head_by]
-        self.tail_by = [var for var in self.tail.inputs if var in by]
+        self.tail_by = [var for var in self.tail.inputs if var in differentiated_by]
         self.entries = [var for var in self.head.outputs if var in derived]
         self.entry_types: list[Any] = []
 
@@ -95,9 +96,9 @@ class BackwardPlan:
         env = dict(zip(self.inputs, inputs, strict=True))
         for var, source in self.sources.items():
             env[var] = cast(env[source], var.aval.dtype)
-        # JAX runs the rule of `note_tangents` only if an entry has a tangent. Then the rule enters
-        # into this list whether each entry has one. Otherwise the list stays empty.
-        with noting() as have_tangents:
+        # The rule of `note_tangents` fills this list: one bool for each entry, whether it has a
+        # tangent. If none has one, JAX never runs the rule, and the list stays empty.
+        with noting() as noted:
             crossing, pull_head = _run_part(
                 self.head,
                 env,
@@ -108,7 +109,7 @@ class BackwardPlan:
         env |= zip(self.head.outputs, crossing, strict=True)
         # The types in a `shard_map` are known only now, and are the same in each call.
         self.entry_types = [jax.typeof(env[var]) for var in self.entries]
-        have_tangents = have_tangents or [False] * len(self.entries)
+        have_tangents = noted or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
         num_entries = len(entries)
 
@@ -138,25 +139,27 @@ class BackwardPlan:
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
         inexact = filter(_jax.holds_inexact, cotangents)
-        # Likewise the rule of `note_zeros` enters whether the cotangent of each of these entries is
-        # zero, unless JAX knows that all are.
-        with noting() as are_zeros:
+        # The rule of `note_zeros` fills this list: one bool for each entry with a tangent, whether
+        # its cotangent is zero. If JAX knows that all are, it never runs the rule, and the list
+        # stays empty.
+        with noting() as noted:
             pulled = pull_tail(list(map(_instantiate, inexact)))
         num_entries = len(pulled) - len(self.tail_by)
         of_tail = pulled[num_entries:]
         gradients = dict(zip(self.tail_by, of_tail, strict=True))
-        are_zeros = are_zeros or [True] * num_entries
-        with_tangents = zip(pulled[:num_entries], are_zeros, strict=True)
+        are_zeros = noted or [True] * num_entries
+        cotangents_and_zeros = zip(pulled[:num_entries], are_zeros, strict=True)
         entering = []
         for mark in entry_marks:
             cotangent = None
             if mark is not None:
-                cotangent, is_zero = next(with_tangents)
+                cotangent, is_zero = next(cotangents_and_zeros)
                 if is_zero:
                     cotangent = None
             entering.append(cotangent)
         if self.head_by and any(cotangent is not None for cotangent in entering):
-            # Tells `_warn_unscaled` of an inner `scale_backward` that this one scales for it.
+            # `_warn_unscaled` of an inner `scale_backward` sees by this that it is scaled. The list
+            # is not read.
             with noting():
                 of_head = self._pull_through_head(pull_head, entering, options)
             for var, gradient in zip(self.head_sources, of_head, strict=True):
@@ -192,16 +195,18 @@ class BackwardPlan:
             return list(pull(at_entries))
 
         scale = jnp.float32(options.scale or 1)
-        is_finite = jnp.array(True)
+        may_repeat = jnp.array(True)
         if options.scale is None or options.retries:
             largest = _find_largest(entering, axes)
-            is_finite = jnp.all(jnp.isfinite(largest))
+            # No retry helps if a cotangent is inf or NaN before it is scaled.
+            may_repeat = jnp.all(jnp.isfinite(largest))
             if options.scale is None:
+                # Only a retry could take a raised scale back.
                 most_raised = MOST_RAISED if options.retries else 0
                 scale = choose_power(largest, most_raised)
         if options.retries:
             scaled, scale = pull_with_retries(
-                pull_scaled, scale, is_finite, options.retries, axes
+                pull_scaled, scale, may_repeat, options.retries, axes
             )
             reason = _NO_SECOND.format(options.retries)
             guard = functools.partial(_jax.refuse_transposing, reason=reason)
@@ -219,21 +224,22 @@ class BackwardPlan:
         """Returns the axes along which the devices must use one scale."""
         of_inputs = [_jax.varying(var.aval) for var in self.head_by]
         of_cotangents = map(_jax.varying, map(jax.typeof, entering))
-        varying = frozenset().union(*of_inputs, *of_cotangents)
-        # Where an input does not vary, its gradient is a sum over devices. These must scale their
-        # terms alike.
-        all_inputs_vary = frozenset.intersection(*of_inputs)
-        axes = set(varying - all_inputs_vary)
-        # Where the devices exchange numbers, none of them may repeat a pass alone. They do not need
-        # to agree along an axis along which nothing varies.
+        axes_of_any = frozenset().union(*of_inputs, *of_cotangents)
+        axes_of_every_input = frozenset.intersection(*of_inputs)
+        # JAX sums the gradient of an input over each axis along which the input is the same on all
+        # devices, but other values differ. The terms of that sum must have one scale.
+        axes = set(axes_of_any - axes_of_every_input)
+        # Along an axis where devices exchange numbers they must repeat a pass together, unless
+        # types show that nothing differs along it.
         for axis in (*self.axes, *axis_names(axis_name)):
-            if axis in varying or not _shows_in_types(axis):
+            if axis in axes_of_any or not _shows_in_types(axis):
                 axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
 
 
 def _find_largest(cotangents: list[Any], axes: Any) -> jax.Array:
     """Returns the largest magnitude of each cotangent on all devices, an `f32[n]`."""
+    # `agree_on_sizes` takes bits, and returns floats.
     bits = reduce_sizes(Scaled(cotangents), by_leaf=True).numbers
     no_flags = jnp.zeros(0, jnp.bool_)
     _, largest = agree_on_sizes(no_flags, dict(enumerate(bits)), axes)
@@ -270,7 +276,10 @@ def _run_part(
 
 
 def _warn_unscaled() -> None:
-    """Warns of a second reverse pass, unless a `scale_backward` around this one scales it."""
+    """Warns of a second reverse pass, unless a `scale_backward` around this one scales it.
+
+    An outer `scale_backward` pulls back inside of `noting`: that is how this one sees it.
+    """
     if not is_noting():
         warnings.warn(_UNSCALED_SECOND, stacklevel=2)
 
@@ -285,7 +294,7 @@ def _instantiate(cotangent: Any) -> Any:
 def _make_zero(aval: Any) -> Any:
     """Returns the cotangent of a value that nothing depends on."""
     zero = _jax.zero_cotangent(aval)
-    if zero is None:
+    if zero is None:  # this version of JAX takes only arrays
         return blank(aval)
     return zero
 

@@ -40,8 +40,9 @@ class Reduction(NamedTuple):
     """The result of one pass over the gradients: a number for each group of leaves.
 
     A bool says whether the group is finite. A float is the sum of its squares, which may overflow
-    to inf; it is NaN or below 0 if the group is not finite. An `i32[]` is its largest absolute
-    value, as the bits of a float32, which are ordered as the numbers are.
+    to inf. It is NaN or -inf if the group is not finite, and so is then a sum of such floats. An
+    `i32[]` is the largest absolute value of the group, as the bits of a float32, which are ordered
+    as the numbers are.
     """
 
     numbers: list[jax.Array]
@@ -53,7 +54,7 @@ class Reduction(NamedTuple):
     def finite(self) -> jax.Array:
         """Returns whether all groups are finite, a `bool[]`."""
         # The numbers are combined before they are compared, so that devices exchange a single one.
-        # Without numbers that are not flags it is 0, and finite.
+        # If all numbers are flags, this is 0, which counts as finite.
         combined = self.largest_bits() if self.holds_sizes else self.squares()
         all_finite = _says_finite(combined)
         for flag in self._of_kind(jnp.bool_):
@@ -155,6 +156,7 @@ def _is_placed(aval: Any) -> bool:
     mesh = aval.sharding.mesh
     if mesh.empty:
         return jax.device_count() == 1
+    # With an `Auto` axis the compiler places arrays, and their types do not say where.
     return mesh.size == 1 or AxisType.Auto not in mesh.axis_types
 
 
@@ -170,11 +172,11 @@ def _reduce_group(leaves: Sequence[Any], squares: bool) -> jax.Array:
     """Returns the number that `reduce_gradients` finds for a group of leaves of one type."""
     first, *others = arrays = list(map(jnp.asarray, leaves))
     is_placed = _is_placed(jax.typeof(first))
+    # If only the verdict is asked for, flags say it. But if devices may hold parts of the leaves, a
+    # sum says it: XLA merges the sums that devices exchange, that of the loss included, into one
+    # exchange. A sum of squares may be NaN, so flags also say it if JAX raises an error at a NaN.
     if not squares and (is_placed or nans_are_errors()):
         return _reduce_in_parts(_are_finite, arrays, _PARTS)
-    # If devices hold parts of the leaves, this is a sum even if only the verdict is asked for: XLA
-    # merges the sums that devices exchange, that of the loss included, into one exchange. But JAX
-    # may raise an error at a NaN, and a sum of squares may be one.
     total = _square(first, is_placed)
     for array in others:
         total = jax.lax.add(total, _square(array, is_placed))
@@ -194,7 +196,7 @@ def _is_finite(part: jax.Array) -> jax.Array:
 
 
 def _square(leaf: jax.Array, is_placed: bool) -> jax.Array:
-    """Squares the finite elements of a leaf. The others become NaN or a number below 0.
+    """Squares the finite elements of a leaf. The others become NaN or -inf.
 
     Adding x - x would do the same, but compilers with fast math remove it.
     """
@@ -205,12 +207,12 @@ def _square(leaf: jax.Array, is_placed: bool) -> jax.Array:
     magnitude = jax.lax.abs(wide)
     if not is_placed:
         # Leaves that are sharded differently would share a constant in the shape of the leaf, and
-        # XLA would send a leaf between devices to match it. So there is none.
+        # XLA would send a leaf between devices to match it. So no constant is used here.
         is_finite = jax.lax.is_finite(wide)
         return jax.lax.select(is_finite, square, jax.lax.neg(magnitude))
-    # XLA on a CPU fuses only arithmetic into a sum, and would store a selection. So there is none.
-    # The excess of an element over the largest number is 0 if it is finite, and inf for an inf.
-    # The square of that is inf as well, and inf - inf is NaN.
+    # XLA on a CPU fuses only arithmetic into a sum, and would store a selection. So no selection is
+    # used here. The excess of an element over the largest number is 0 if it is finite, and inf for
+    # an inf. The square of an inf is inf as well, and inf - inf is NaN.
     largest = float(jnp.finfo(wide.dtype).max)
     excess = jax.lax.sub(magnitude, jax.lax.full_like(wide, largest))
     excess = jax.lax.max(excess, jax.lax.full_like(wide, 0))
@@ -238,7 +240,8 @@ def _find_largest(leaves: Sequence[Any], divisor: jax.Array | None) -> jax.Array
         # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
         return jnp.max(functools.reduce(jax.lax.max, bits), initial=0)
 
-    # XLA stores one part. So the wider the integers are, the more parts there are.
+    # XLA stores one part, which is to have the same number of bytes for every width. So there are
+    # `_PARTS` for 16 bits, and twice as many for 32.
     num_parts = _PARTS // 2 * integer.itemsize
     bits = _reduce_in_parts(find_largest_bits, arrays, num_parts)
     largest = widen(jax.lax.bitcast_convert_type(bits, dtype))
@@ -255,11 +258,11 @@ def _real_arrays(leaves: Sequence[Any]) -> list[jax.Array]:
             arrays += [array.real, array.imag]
         else:
             arrays.append(array)
-    # In some formats of 8 bits a NaN does not have the highest bits.
+    # In some 8-bit formats the bits of a NaN are not the highest, so a maximum would miss it.
     is_ordered = jnp.finfo(arrays[0].dtype).bits >= 16
     if is_ordered and _is_placed(jax.typeof(arrays[0])):
         return arrays
-    # In one type for all, so that devices exchange their numbers in one message.
+    # They are widened to one type, so that devices exchange their numbers in one message.
     return list(map(widen, arrays))
 
 

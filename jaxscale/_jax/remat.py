@@ -18,25 +18,25 @@ from .once import differentiated_once
 
 @reads_form
 def with_rematted(
-    eqn: JaxprEqn, program: Jaxpr, numbers: Sequence[int] | None = None
+    eqn: JaxprEqn, program: Jaxpr, arrays_per_input: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Returns the parameters of a `jax.checkpoint` of another program.
+    """Returns the parameters of a `jax.checkpoint`, with `program` in the place of its own.
 
-    `numbers` says how many arrays that program takes for each input of the equation, after any
-    constants of its own. Without it nothing is known of what the program takes.
+    `arrays_per_input` says how many arrays `program` takes for each input of the equation, after
+    any constants of its own. Without it nothing is known of what the program takes.
     """
     remat_object = eqn.params.get("_prim")
     options = eqn.params if remat_object is None else remat_object.params
     prevent_cse = options["prevent_cse"]
     if isinstance(prevent_cse, bool):
-        of_program = prevent_cse
-    elif not numbers:
-        of_program = any(prevent_cse)
+        new_prevent_cse = prevent_cse
+    elif not arrays_per_input:
+        new_prevent_cse = any(prevent_cse)
     else:  # since JAX 0.12 one for each input
-        of_arrays = repeat_each(prevent_cse, numbers)
+        of_arrays = repeat_each(prevent_cse, arrays_per_input)
         number_of_constants = len(program.invars) - len(of_arrays)
-        of_program = (False,) * number_of_constants + of_arrays
-    options = options | {"jaxpr": program, "prevent_cse": of_program}
+        new_prevent_cse = (False,) * number_of_constants + of_arrays
+    options = options | {"jaxpr": program, "prevent_cse": new_prevent_cse}
     if remat_object is None:
         return options
     return eqn.params | {"_prim": type(remat_object)(**options)}
@@ -59,6 +59,7 @@ def rematerialized(
     """
     eqn = _remat(prevent_cse)
     jaxpr, consts = without_constants(program)
+    # JAX's new form cannot be transposed, and reverse mode transposes what is made in such a rule.
     if eqn.primitive.name == OBJECT and hijax.in_forward_rule.get():
         return _recomputed_transposed(program, prevent_cse)
     params = with_rematted(eqn, jaxpr)
@@ -70,13 +71,16 @@ def _recomputed_transposed(
 ) -> Callable[..., list[Any]]:
     """Returns a function that runs a program, which the transposed program computes again.
 
-    JAX's new `jax.checkpoint` cannot be transposed where it stands. A `custom_jvp` function can,
-    and all that is kept for that are its arguments.
+    Reverse mode transposes the derivative part of a forward rule as it stands, and JAX's new
+    `jax.checkpoint` has no rule for that. A call of a `custom_jvp` function has one: it computes
+    what is not linear in the function again, and transposes the rest. Until then the call is one
+    equation, of which only the arguments are kept.
     """
 
     def run(*args: Any) -> list[Any]:
         if prevent_cse:
-            # One barrier each: the outputs of a common one would all depend on what is transposed.
+            # Each argument has its own barrier. Reverse mode would take all outputs of a shared one
+            # for linear, as some of its inputs are, and could compute none of them again.
             args = tuple(map(jax.lax.optimization_barrier, args))
         return list(jaxpr_as_fun(program)(*args))
 
@@ -102,23 +106,27 @@ def _remat(prevent_cse: bool) -> JaxprEqn:
 def _class_without_barrier(remat_class: Any) -> Any:
     """Returns a class of objects that keep `prevent_cse=False` inside of a `jax.checkpoint`.
 
-    JAX's own forget it there. A barrier around their arguments and cotangents is the price: XLA
-    then stores a cotangent that it would not have stored, such as a number that was broadcast.
+    JAX's own objects lose it there, and put a barrier around their arguments and cotangents. That
+    costs memory: XLA then stores a cotangent that it would not have stored, such as a number that
+    was broadcast.
     """
 
     class RematWithoutBarrier(remat_class):
         def remat(self, trace: Any, *args: Any) -> Any:
+            # JAX asks for the outputs, for what to keep, and for what the backward pass runs.
             outputs, residuals, run_again = super().remat(trace, *args)
             without_barrier = functools.partial(_run_without_barrier, run_again)
             return outputs, residuals, without_barrier
 
         def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
             batch = super().batch
+            # `batch` also returns the dims, which are Python values. They cannot come out of a
+            # traced function, so they are put in a list.
             out_dims = []
 
             def batched(*args: Any) -> Any:
                 outputs, dims_of_outputs = batch(axis_data, args, dims)
-                out_dims.extend(dims_of_outputs)
+                out_dims[:] = dims_of_outputs
                 return outputs
 
             outputs = _run_without_barrier(batched, *args)
@@ -128,7 +136,7 @@ def _class_without_barrier(remat_class: Any) -> Any:
 
 
 def _run_without_barrier(fun: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function that makes one `jax.checkpoint`, and makes one without a barrier of it."""
+    """Runs a function that makes one `jax.checkpoint` object, but with one without a barrier."""
     program, types = jax.make_jaxpr(fun, return_shape=True)(*args)
     if [eqn.primitive.name for eqn in program.eqns] != [OBJECT]:
         # Another version of JAX. What it makes is right, and only stores more.

@@ -2,8 +2,8 @@
 
 The largest gradient does not say how much larger the numbers between the layers are, which
 overflow first: that is learned from overflows, as the `level`. Nor does it say how large the
-gradients of rare batches are, as a step that overflows shows no size: that is tried, as the
-`crest`.
+gradients of rare batches are: a step that overflows hides their size. So sizes are tried out, as
+the `crest`.
 
 All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
 2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
@@ -34,7 +34,7 @@ _BINADE = 2**16
 _LEVEL_BINADE = 2**20
 # How many units of a level are in one of a logarithm.
 _LEVEL_UNITS = _LEVEL_BINADE // _BINADE
-# The logarithm of the usual largest gradient as long as none was seen, and of a rare one.
+# What the peak and the crest are while nothing is known of them: lower than any logarithm.
 UNSEEN = -256
 # No largest gradient has a higher logarithm.
 _HIGHEST = 128 * _BINADE
@@ -78,17 +78,23 @@ class AdaptiveLossScale(CheckedLossScale):
       rises by `1 / search_period`. It rises at least to 2 below the level that this step has shown
       to fit, and at most to `max_level`. Then `loss_scale <- 2**floor(level - max(peak, crest))`,
       but at most twice the last scale.
-    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one. If the scale
-      was still rising towards the level, the level falls to 1/2 below the levels that the scale
-      stood for, and a search goes on. If the level would fall below `min_level`, the peak rises
-      instead, which wears off.
-    - If another overflow was less than `period / 4` finite steps ago, the crest also rises, to 3
-      above itself or above the peak. If no finite step has reached the crest since it last rose, or
-      if it is less than 3 above the peak, its distance from the peak is first multiplied by 4. So
-      the distance is 3, then 15, then 63. A finite step reaches the crest if its `x` is at least a
-      quarter of the way up from the peak. Then the crest falls half the way to `x`, or rises to
-      `x`. If the first step that reaches it finds the level more than 2 below the initial level, a
-      search begins. If no step reaches it in `period / 2` finite steps, it fades like the peak.
+    - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one, and
+      `finite_steps` starts again at 0. If the level was above all levels that give this scale, as
+      while the scale rises, it falls to 1/2 below these instead. Then `finite_steps` goes on, and
+      so does a search. If the level would fall below `min_level`, the peak rises instead, which
+      wears off. Before the first gradients only the scale falls.
+    - If `finite_steps` was below `period / 4` when an overflow made it start again, the crest also
+      rises, and `held_steps` starts again with it. The new distance from the peak is
+      `4 * distance + 3` if the crest was untried or less than 3 above the peak, and otherwise
+      `distance + 3`. So it is 3, then 15, then 63, unless that would ask for a scale below
+      `min_scale`. *Untried* means that both counts are equal: the last overflow that made
+      `finite_steps` start again also raised the crest, and no step has reached it since. (They are
+      also equal if that overflow left the crest, and came right after a step that reached it.)
+    - A finite step *reaches* the crest if its `x` is at least a quarter of the way up from the peak
+      to the crest. Then the crest falls half the way to `x`, or rises to `x`, and `held_steps`
+      starts again at 0. If this step finds an untried crest, and the level more than 2 below the
+      initial level, a search begins. If no step reaches the crest in `period / 2` finite steps, it
+      fades like the peak.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Level, peak and crest stay.
     - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
@@ -168,7 +174,7 @@ class AdaptiveLossScale(CheckedLossScale):
             peak=float(UNSEEN),
             level=_to_units(self.level) / _LEVEL_BINADE,
             crest=float(UNSEEN),
-            finite_steps=self.period,
+            finite_steps=self.period,  # so that a search begins
             held_steps=0,
             overflows=0,
         )
@@ -190,7 +196,10 @@ class AdaptiveLossScale(CheckedLossScale):
         return _to_floats(after)
 
     def _to_integers(self, state: AdaptiveState) -> "_IntegerState":
-        """Returns a state in integers, and replaces numbers that no step leaves behind."""
+        """Returns a state in integers.
+
+        Numbers that no step writes, as in a damaged checkpoint, are replaced.
+        """
         has_level = jnp.isfinite(state.level)
         level = jnp.where(has_level, state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
@@ -213,9 +222,10 @@ class AdaptiveLossScale(CheckedLossScale):
         If the gradients have grown, more overflows follow, and the scale alone falls.
         """
         top = jnp.maximum(now.peak, now.crest)
-        # The scale stands for the levels of one binade, which ends here. While the scale is rising,
-        # or if `max_scale` holds it, the level lies beyond them, and it was the middle of the
-        # binade that overflowed.
+        # All levels of one binade give the same scale, and this is the end of that binade. If the
+        # level is not below it, the scale has not caught up, or `max_scale` holds it, and the
+        # overflow says nothing about the level. Then the middle of the binade is taken for the
+        # level that overflowed.
         binade_end = (now.exponent + 1) * _LEVEL_BINADE + top * _LEVEL_UNITS
         is_ahead = now.level >= binade_end
         # Before the first gradients the level is not known to be wrong.
@@ -246,17 +256,16 @@ class AdaptiveLossScale(CheckedLossScale):
         self, now: "_IntegerState", top: jax.Array, level: jax.Array
     ) -> jax.Array:
         """Returns the crest after an overflow that repeats, given the lowered level."""
-        # A crest that no finite step has come near was a guess, and not high enough. To a low one
-        # usual gradients come near, so that this says nothing.
+        # An untried crest was only a guess, and not high enough: the next one is much higher. So is
+        # the next one after a low crest: usual gradients reach that, which proves nothing.
         room = top - now.peak
-        is_unreached = now.held_steps == now.finite_steps
-        is_guess = is_unreached | (room < _CREST_ROOM)
+        is_guess = _is_untried(now) | (room < _CREST_ROOM)
         crest = top + _CREST_ROOM
         crest += jnp.where(is_guess, 3 * room, 0)
-        # Beyond this the scale would not fall any further.
+        # A higher crest than this would ask for a scale below `min_scale`.
         lowest_scale = _exponent(self.min_scale) * _BINADE
-        last = jnp.maximum(_to_logarithm(level) - lowest_scale, top)
-        crest = jnp.minimum(crest, last)
+        highest_useful = jnp.maximum(_to_logarithm(level) - lowest_scale, top)
+        crest = jnp.minimum(crest, highest_useful)
         return jnp.minimum(crest, _HIGHEST)
 
     def _lower_exponent(
@@ -309,7 +318,8 @@ class AdaptiveLossScale(CheckedLossScale):
     ) -> "_IntegerState":
         """Returns the level, peak and crest after a finite step of which no gradient is known."""
         level = jnp.minimum(raised_level, _to_units(self.max_level))
-        # The peak that keeps the scale where it has been lowered to.
+        # If the scale is a binade or more below what level and peak allow, an overflow or the crest
+        # lowered it, or it has not risen yet: this peak keeps it there.
         holding = _to_logarithm(now.level) - now.exponent * _BINADE
         peak = jnp.where(holding - _BINADE >= now.peak, holding, now.peak)
         # Where the level would rise above its maximum, the peak falls by the rest.
@@ -328,17 +338,18 @@ class AdaptiveLossScale(CheckedLossScale):
         faded = self._fade(now.peak, x)
         peak = jnp.maximum(x, faded)
 
-        # A step reaches the crest if it is a quarter of the way up or more.
+        # A step reaches the crest if it is a quarter of the way up or more. A crest below the peak
+        # is forgotten.
         height = now.crest - faded
         is_reached = (height >= 0) & (4 * (x - faded) >= height)
         # If the level was lowered far, it may have been for a batch like this one.
-        is_first = now.held_steps == now.finite_steps
-        is_low = is_first & (level < _to_units(self.level) - 2 * _LEVEL_BINADE)
+        is_untried = _is_untried(now)
+        is_low = is_untried & (level < _to_units(self.level) - 2 * _LEVEL_BINADE)
         finite_steps = jnp.where(is_reached & is_low, self.period, now.finite_steps)
         is_held = now.held_steps < self.period // 2
-        waiting = jnp.where(is_held, now.crest, self._fade(now.crest, x))
-        reached = jnp.maximum(x, (now.crest + x) // 2)
-        crest = jnp.where(is_reached, reached, waiting)
+        crest_if_missed = jnp.where(is_held, now.crest, self._fade(now.crest, x))
+        crest_if_reached = jnp.maximum(x, (now.crest + x) // 2)
+        crest = jnp.where(is_reached, crest_if_reached, crest_if_missed)
         return now._replace(
             peak=peak,
             level=level,
@@ -362,6 +373,16 @@ class _IntegerState(NamedTuple):
     finite_steps: jax.Array
     held_steps: jax.Array
     overflows: jax.Array
+
+
+def _is_untried(state: _IntegerState) -> jax.Array:
+    """Returns whether the last overflow raised the crest, and no finite step has reached it since.
+
+    Both counters start at 0 when the crest rises, and reaching it sets `held_steps` back. An
+    overflow that leaves the crest sets back only `finite_steps`: so the counters differ after it,
+    also if no step reached the crest. They are equal if the step before it reached the crest.
+    """
+    return state.held_steps == state.finite_steps
 
 
 def _to_floats(state: _IntegerState) -> AdaptiveState:
@@ -410,5 +431,5 @@ def _log2(number: jax.Array) -> jax.Array:
     It consists of the exponent and, behind the point, the first bits of the mantissa. So it is
     exact at powers of two and linear between them, at most 0.09 below the logarithm.
     """
-    # As many bits of the mantissa stay as there are in a binade of units.
-    return (float_bits(number) >> 7) - EXPONENT_BIAS * _BINADE
+    # 16 of the 23 bits of the mantissa stay, as a binade has 2**16 units.
+    return (float_bits(number) >> (MANTISSA_BITS - 16)) - EXPONENT_BIAS * _BINADE

@@ -208,6 +208,8 @@ def train_step(
     optimizer = as_optimizer(call, tx)
     plan.check_retries(optimizer)
     if find_wrapped_optimizer(tx) is None:
+        # A `loss_scaled` inside of `optax.chain` shows only in a state. So states are made, without
+        # a model, to warn of a bare optimizer before the first step.
         for state in _possible_states(tx):
             plan.warn_if_bare(optimizer, state, stacklevel=3)
     order = "(params, opt_state, ...)"
@@ -217,8 +219,8 @@ def train_step(
     def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         _check_params(transform, params)
         argument = "train_step(...)(opt_state=...)"
-        before = optimizer.check_state(argument, opt_state, order)
-        check_same_optimizer(argument, optimizer, before, params)
+        checked_state = optimizer.check_state(argument, opt_state, order)
+        check_same_optimizer(argument, optimizer, checked_state, params)
         carried = ()  # the state that the step carries, if it does
         if has_state:
             if not args:
@@ -234,9 +236,9 @@ def train_step(
             copy = treedef.unflatten(leaves)
             return plan.differentiate(scaling, params, *copy, *args, **kwargs)
 
-        traced = is_traced(params, before, leaves, args, kwargs)
-        result = plan.find_gradients(optimizer, before, backward, traced, params)
-        params, opt_state = apply_step(optimizer, before, params, result)
+        traced = is_traced(params, checked_state, leaves, args, kwargs)
+        result = plan.find_gradients(optimizer, checked_state, backward, traced, params)
+        params, opt_state = apply_step(optimizer, checked_state, params, result)
         output = result.loss
         if has_aux:
             output = (result.loss, result.aux)
@@ -247,18 +249,23 @@ def train_step(
         argument = "train_step(has_state=True)"
         state = select_if_applied(argument, optimizer, opt_state, result.state, old)
         if after is not None:
-            leaves, treedef = jax.tree.flatten(state)
-            new = after(params, treedef.unflatten(leaves))
-            old = treedef.unflatten(leaves)
+            new_leaves, new_treedef = jax.tree.flatten(state)
+            new = after(params, new_treedef.unflatten(new_leaves))
+            old = new_treedef.unflatten(new_leaves)
             argument = "train_step(after=...)"
-            state = select_if_stepped(argument, optimizer, before, opt_state, new, old)
+            state = select_if_stepped(
+                argument, optimizer, checked_state, opt_state, new, old
+            )
         return params, opt_state, state, output
 
     return name_step(step)
 
 
 def _possible_states(tx: Any) -> Iterator[Any]:
-    """Yields states of an optimizer, if it can make any without the parameters of a model."""
+    """Yields the states for two made-up sets of parameters, none and one vector.
+
+    A set that `init` does not take is left out.
+    """
     for params in ({}, jax.ShapeDtypeStruct((1,), jnp.float32)):
         with contextlib.suppress(Exception):
             yield jax.eval_shape(tx.init, params)

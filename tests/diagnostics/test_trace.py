@@ -52,7 +52,10 @@ def trace_model(model, plant, loss_scale):
 
 
 class Fault(NamedTuple):
-    """Where a fault is found: in which pass, layer, and iteration of a scan, and its length."""
+    """Where a fault is found: in which pass, layer and iteration of a scan.
+
+    `visits` says how often its equation ran.
+    """
 
     direction: str
     layer: str = ""
@@ -194,10 +197,12 @@ def given_then_made(w, xs):
 
 @summed
 def embedding(table):
+    # The gradient adds three cotangents of 2**15 in one float16.
     return table[jnp.zeros(3, int)]  # plant: embedding
 
 
 def seed(w):
+    # The cotangent of the loss, 2**17, is cast to float16 here.
     return jnp.sum((w * 1).astype(jnp.float32))  # plant: seed
 
 
@@ -219,8 +224,10 @@ def trace_by_example():
     def transform(fun, **kwargs):
         return jax.vmap(jax.value_and_grad(fun, **kwargs), (None, 0))
 
+    # Scaled, four of these six numbers are inf.
     examples = half([1, 2], [3, 4], [1, 300])
-    loss_scale = 2.0**24  # float16 caps it
+    # The loss is in float16, so it is scaled by 2**15, the largest power of two there.
+    loss_scale = 2.0**24
     return trace(
         by_example, half(1, 2), examples, transform=transform, loss_scale=loss_scale
     )
@@ -242,6 +249,8 @@ class First(NamedTuple):
     text: tuple[str, ...] | None = None
 
 
+# A cause is "range" if float32 would hold the number, "value" if it would not, "infinities" if a
+# NaN was made of infinities that are meant, and "given" if an argument or a constant held it.
 FIRST = {
     "masked row": First(
         lambda: trace(masked_row, half(1, 1), loss_scale=1),
@@ -288,7 +297,7 @@ FIRST = {
         lambda: trace(given_then_made, HALF(2), half(np.inf, 60000), loss_scale=1),
         first={"cause": "range", "iteration": (1,), "times": 2},
     ),
-    # In float16 only.
+    # It is finite in float32, and nothing else is found.
     "embedding": First(
         lambda: trace(embedding, np.ones((2, 1), HALF)),
         first={"primitive": "scatter-add", "cause": "range", "elements": 1},
@@ -302,7 +311,7 @@ FIRST = {
             "scaled": True,
         },
     ),
-    # What is given is left out where another place explains an output.
+    # The inf in the argument `b` is not among the places, as another place explains an output.
     "options": First(
         trace_options,
         first={},
@@ -389,7 +398,7 @@ def test_the_other_places_are_named(name):
 
 @cases("name", FIRST)
 def test_a_report_consists_of_plain_values(name):
-    hash(first_report(name))
+    hash(first_report(name))  # fails if anything in it is an array or a list
 
 
 @summed
@@ -409,6 +418,7 @@ def test_equal_reports_have_equal_hashes():
 
 def test_functions_of_the_library_have_the_lines_of_their_own_calls():
     # JAX caches the trace of `jnp.where`, with the line of its first call.
+    # -1e9 is -inf in float16, and the call in `loss_fn` leaves every -inf out.
     def mask(x, keep):
         x = jnp.where(keep, x, -1e9)  # plant: first call
         return jnp.where(keep, jnp.exp(x), -1e9)  # plant: second call
@@ -482,13 +492,13 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
     exact = x.astype(np.float64) * y.astype(np.float64)
     rounded = exact.astype(np.float16)
     is_zero = is_subnormal(exact) & (rounded == 0)
-    is_rounded = is_subnormal(exact) & is_subnormal(rounded)
+    becomes_subnormal = is_subnormal(exact) & is_subnormal(rounded)
     if is_subnormal(x).any() or is_subnormal(y).any():
-        # what was subnormal before did not become so here
-        is_rounded &= rounded != exact
+        # If any input was subnormal, a subnormal result counts only if it was rounded.
+        becomes_subnormal &= rounded != exact
     nonzero = np.count_nonzero(exact)
     zeros = np.count_nonzero(is_zero)
-    subnormals = np.count_nonzero(is_rounded)
+    subnormals = np.count_nonzero(becomes_subnormal)
     num_lost = zeros + subnormals
 
     lost = find_lost(PRODUCT, [x, y], [rounded], least=0.5)
@@ -574,6 +584,7 @@ def argmax(w):
 
 
 def dead_code(w):
+    # The logarithms of 0 are -inf, and nothing uses them.
     @jax.jit
     def double_both(a, b):
         return a * 2, b * 2
@@ -582,6 +593,7 @@ def dead_code(w):
         return x * 2, jnp.log(x * 0)
 
     called, _ = double_both(w, jnp.log(w * 0))
+    # The scan has no derivative, so it runs as it is written, with its unused output.
     carried, _ = jax.lax.scan(body, jax.lax.stop_gradient(w), length=2)
     return called * carried
 
@@ -618,7 +630,7 @@ def test_nothing_is_found_of_a_mask_among_the_arguments():
 
 
 def test_nothing_is_found_of_the_division_by_the_loss_scale():
-    # The bounds of the divisor would be 0 and inf in float16.
+    # The divisor is clipped to two float32 numbers, which would be 0 and inf in float16.
     assert not trace(jnp.sum, half(1, 1, 1)).found
 
 
@@ -641,6 +653,7 @@ def test_effects_of_a_program_happen():
 def with_rounded_numbers(w):
     x = w / (jnp.abs(w) + 1e-9)  # plant: became zero
     x = x.sum() / 70000  # plant: became inf
+    # A zero and an infinity that were written as such are not reported.
     return x * 0.0 + jnp.inf * 1e-3 + w[0]
 
 

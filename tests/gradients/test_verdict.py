@@ -27,7 +27,7 @@ DTYPES = [
     *("float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz"),
 ]
 MIXED = ["mixed, on one device", "mixed, on several"]
-# More of one shape than are put together, and some of another.
+# 66 leaves of one shape, as at most 64 share one reduction, and some of other shapes.
 SHAPES = {f"{i:02}": (3,) for i in range(66)}
 SHAPES |= {"a": (2, 2), "b": (2, 2), "c": (), "d": (0,)}
 
@@ -65,8 +65,8 @@ REDUCTIONS = {
 }
 VERDICTS = REDUCTIONS | {
     "of a step": applies(jaxscale.skip_nonfinite(SGD)),
-    "of a step, both": applies(jaxscale.skip_nonfinite(SGD, **TRACKED)),
-    "of a step, adaptive, both": applies(
+    "of a step, with norm and leaves": applies(jaxscale.skip_nonfinite(SGD, **TRACKED)),
+    "of a step, adaptive, with norm and leaves": applies(
         jaxscale.loss_scaled(SGD, "adaptive", **TRACKED)
     ),
 }
@@ -90,7 +90,7 @@ def filled(dtype, value=1.0):
 
 
 def spoil(leaf, i):
-    """A leaf whose element `i` is inf, -inf or NaN, if it is complex in one of its parts."""
+    """A leaf whose element `i` is inf, -inf or NaN; of a complex element, one part is."""
     bad = (np.inf, -np.inf, np.nan)[i % 3]
     if np.iscomplexobj(leaf):
         bad = complex(1, bad) if i % 2 else complex(bad, 1)
@@ -106,7 +106,7 @@ def spoil(leaf, i):
     fast=[
         ("public", MIXED[1]),
         ("of the largest", "complex64"),
-        ("of a step, both", MIXED[0]),
+        ("of a step, with norm and leaves", MIXED[0]),
     ],
 )
 def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
@@ -163,10 +163,10 @@ def count_reductions(fun, tree, branch=0):
 # Leaves of 8 numbers: 70 of one type, one of another shape, and one of another dtype.
 LEAVES_OF_8 = {f"w{i}": jnp.ones((4, 2)) for i in range(70)}
 LEAVES_OF_8 |= {"b": jnp.ones(8), "half": jnp.ones((4, 2), jnp.bfloat16)}
-squares = cases("squares", [False, True])
+with_and_without_squares = cases("squares", [False, True])
 
 
-@squares
+@with_and_without_squares
 def test_small_leaves_of_one_type_are_reduced_as_one(squares, one_device):
     reduce = functools.partial(is_finite, squares=squares)
     # 64 + 6 leaves of one type, and two others.
@@ -174,14 +174,14 @@ def test_small_leaves_of_one_type_are_reduced_as_one(squares, one_device):
     assert count_reductions(reduce, LEAVES_OF_8) == expected
 
 
-@squares
+@with_and_without_squares
 def test_by_leaf_each_is_reduced_by_itself(squares, one_device):
     reduce = functools.partial(is_finite, squares=squares, by_leaf=True)
     expected = Reductions(72, num_inputs=72 * 8)
     assert count_reductions(reduce, LEAVES_OF_8) == expected
 
 
-@squares
+@with_and_without_squares
 def test_fewer_large_leaves_are_reduced_as_one(squares, one_device):
     reduce = functools.partial(is_finite, squares=squares)
     large = jax.ShapeDtypeStruct((2**16,), jnp.float32)
@@ -229,7 +229,7 @@ def test_the_sum_of_squares_is_that_of_all(dtype, one_device):
         expected += np.sum(np.abs(tree[name].astype(np.complex128)) ** 2)
     total = reduce_gradients(tree, squares=True).squares()
     assert total.dtype == jnp.float32
-    # a float32 sum of 110 numbers
+    # a float32 sum of the squares of 207 numbers, or of twice as many parts
     np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 

@@ -22,7 +22,10 @@ POISON = jnp.full(3, jnp.inf)
 
 
 def poisoned(params, x):
-    """A loss that is finite with this batch, and whose gradients are NaN at every scale."""
+    """A loss that is finite with `POISON`, where its gradients are NaN at every scale.
+
+    The hyperbolic tangent is flat at inf, and 0 * inf is NaN.
+    """
     gates = jnp.tanh(params["w"] * x)
     return loss_fn(params, jnp.where(jnp.isinf(x), 1.0, x)) + jnp.sum(gates)
 
@@ -62,7 +65,7 @@ def by_the_book(policy, retries, batches):
             largest, loss = largest_and_loss(scaling, x)
         passes += number
         fits = bool(jnp.isfinite(largest))
-        # A row of the first 25 steps counts once.
+        # In the first 25 steps, and there are fewer here, a row of such steps counts once.
         if number > 0 and not fits and applied:
             exhausted += 1
         if not fits:
@@ -92,7 +95,8 @@ RULES = {
     },
     "low": jaxscale.DynamicLossScale(init_scale=4.0),
     "at its floor": jaxscale.DynamicLossScale(init_scale=1.0),
-    # Hysteresis that is left does not spare the scale: the same scale would overflow again.
+    # A policy that would wait for more overflows is told of this one until it lowers the scale, as
+    # the same scale would overflow again.
     "patient": jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=7),
     # A policy that tolerates this and more is left alone.
     "left alone": jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=1000),
@@ -128,8 +132,9 @@ def states_in(mode, step, opt_state):
     + [(name, 30, "vmap") for name in RULES if name not in ("hysteresis", "adaptive")],
 )
 def test_a_batch_that_no_scale_helps_costs_one_overflow(policy, retries, mode):
-    """In strict promotion, for which Optax's Adam is not made."""
+    """The states and counts after each step are those of `by_the_book`."""
     rule = RULES[policy]
+    # Plain SGD, as Optax's Adam is not made for strict promotion.
     tx = jaxscale.loss_scaled(optax.sgd(0.0), rule)
     step = jaxscale.train_step(poisoned, tx, retries=retries)
     runs = [MIXED, MIXED[::-1]] if mode == "vmap" else [MIXED]
@@ -137,12 +142,16 @@ def test_a_batch_that_no_scale_helps_costs_one_overflow(policy, retries, mode):
         states = states_in(mode, step, tx.init(PARAMS))
     never_repeats = policy in ("at its floor", "left alone")
     for i, batches in enumerate(runs):
-        run = jax.tree.map(operator.itemgetter(i), states)
-        actual = run.scaling, run.total_retries, run.total_exhausted
+        states_of_run = jax.tree.map(operator.itemgetter(i), states)
+        actual = (
+            states_of_run.scaling,
+            states_of_run.total_retries,
+            states_of_run.total_exhausted,
+        )
         expected = by_the_book(rule, retries, batches)
         assert_same_bits(actual, jax.tree.map(stack, *expected))
-        assert (run.total_exhausted[-1] == 0) == never_repeats
-        assert run.total_notfinite_loss[-1] == 1
+        assert (states_of_run.total_exhausted[-1] == 0) == never_repeats
+        assert states_of_run.total_notfinite_loss[-1] == 1
 
 
 @cases("window", [None, "inside", "outside"], fast=[None, "outside"])
@@ -237,7 +246,7 @@ each_mode = cases("mode", ["jit", "eager"], fast=["jit"])
 
 
 @each_mode
-def test_parameters_of_any_type_go_round(mode):
+def test_parameters_of_any_type_pass_through_the_loop(mode):
     params, opt_state, _ = repeated_step(mode)
     assert opt_state.total_notfinite == 0
     assert opt_state.total_retries > 0
@@ -252,7 +261,7 @@ def test_a_skipped_step_keeps_parameters_of_any_type(mode):
 
 
 @each_mode
-def test_outputs_of_any_type_go_round(mode):
+def test_outputs_of_any_type_pass_through_the_loop(mode):
     _, _, (_, aux) = repeated_step(mode)
     repeated = dict(aux)
     _, _, (_, once) = step_of_any_type("eager", 2.0**4, retries=0)
@@ -267,6 +276,7 @@ def test_counters_stay_at_their_largest_value():
     fields = state._asdict()
     counters = [name for name in fields if avals(fields[name]) == "int32[]"]
     state = state._replace(**dict.fromkeys(counters, most))
+    # One below: a step with several retries must not wrap around.
     state = state._replace(total_retries=most - 1)
     step = jax.jit(jaxscale.train_step(poisoned, hot(), retries=3))
     for batch in (POISON, BAD_LOSS):
@@ -275,15 +285,16 @@ def test_counters_stay_at_their_largest_value():
             assert_same_bits(getattr(state, name), most)
 
 
-def test_a_hook_gets_true_gradients_in_every_pass():
+def test_a_hook_gets_unscaled_gradients_in_every_pass():
     passes = []
 
     def hook(grads):
         passes.append(grads)
         return grads
 
-    step = jaxscale.train_step(loss_fn, hot(), on_grads=hook, retries=9)
-    _, opt_state, _ = run(step, hot(2.0**15).init(PARAMS), [OVERFLOW])
+    tx = hot(2.0**15)
+    step = jaxscale.train_step(loss_fn, tx, on_grads=hook, retries=9)
+    _, opt_state, _ = run(step, tx.init(PARAMS), [OVERFLOW])
     assert len(passes) == 1 + opt_state.total_retries > 1
     assert not jaxscale.all_finite(passes[0])
     expected = jaxscale.grad(loss_fn, opt_state)(PARAMS, OVERFLOW)
