@@ -197,7 +197,6 @@ def test_an_overflow_is_found_inside_of(name):
     assert "loss" in first.reaches
 
 
-@pytest.mark.slow
 def test_what_is_computed_again_is_the_same_place():
     # The forward pass makes the loss NaN, and what is computed again makes the gradients NaN.
     places = []

@@ -246,9 +246,16 @@ class Interpreter:
             need=unite(step.eqn, step.needs),
         )
         maker = key_of(visit.eqn, visit.around)
+        are_scaled = [visit.scaled] * len(arrays)
+        # Each output is one input. `jax.checkpoint` in its new form puts a barrier around what it
+        # computes again and its cotangents.
+        if step.eqn.primitive.name == "optimization_barrier":
+            are_scaled = [value.scaled for value in inputs]
         values = []
-        for array, origins in zip(arrays, self._watch(visit), strict=True):
-            values.append(Value(array, visit.scaled, origins, maker))
+        for array, is_scaled, origins in zip(
+            arrays, are_scaled, self._watch(visit), strict=True
+        ):
+            values.append(Value(array, is_scaled, origins, maker))
         return values
 
     def _run_while(
