@@ -31,9 +31,10 @@ from .._trees.casts import blank
 from .casts import has_products
 from .chains import is_call_for_chain
 from .frame import Frame
-from .higher_order import Way, place_inside, read_inputs, rewrite, run_inline
+from .higher_order import run_inline
 from .recompute import Narrow
 from .relu import is_relu, run_narrow_relu, run_rounded_relu
+from .rewriting import Way, place_inside, read_inputs, rewrite
 from .rules import Outputs, leave_to_chain, run_as_written
 from .values import ToRound, has_dtype, without_mark
 

@@ -5,41 +5,39 @@ overflow first: that is learned from overflows, as the `level`. Nor does it say 
 gradients of rare batches are: a step that overflows hides their size. So sizes are tried out, as
 the `crest`.
 
-All arithmetic is that of integers. Binary logarithms count in units of 2**-16, levels in units of
-2**-20; both are whole numbers that float32 holds exactly, so the state shows them as floats. The
-logarithm of a float comes from its bits, and a scale is built from its exponent: `log2` and `exp2`
-may be off by an ulp, and a scale that is not a power of two rounds every gradient.
+All arithmetic is that of integers: see `adaptive_units.py`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._state.scale import AdaptiveState
 from .._trees.checks import finite_number, int32, power_of_two
-from .._trees.numbers import (
-    EXPONENT_BIAS,
-    MANTISSA_BITS,
-    float_bits,
-    float_of_bits,
-    increment,
-)
+from .._trees.numbers import increment
 from .._trees.selection import tree_where
+from .adaptive_units import (
+    BINADE,
+    HIGHEST,
+    LEVEL_BINADE,
+    LEVEL_UNITS,
+    UNSEEN,
+    IntegerState,
+    heal_count,
+    heal_logarithm,
+    is_untried,
+    log2,
+    to_floats,
+    to_logarithm,
+    to_logarithm_above,
+    to_units,
+)
 from .base import CheckedLossScale, new_state
 
-# How many units a binade has: of a logarithm, and of a level, which rises in smaller steps.
-_BINADE = 2**16
-_LEVEL_BINADE = 2**20
-# How many units of a level are in one of a logarithm.
-_LEVEL_UNITS = _LEVEL_BINADE // _BINADE
-# What the peak and the crest are while nothing is known of them: lower than any logarithm.
-UNSEEN = -256
-# No largest gradient has a higher logarithm.
-_HIGHEST = 128 * _BINADE
 # A crest rises by this much above the last one.
-_CREST_ROOM = 3 * _BINADE
+_CREST_ROOM = 3 * BINADE
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
@@ -172,7 +170,7 @@ class AdaptiveLossScale(CheckedLossScale):
             AdaptiveState,
             loss_scale=self.init_scale,
             peak=float(UNSEEN),
-            level=_to_units(self.level) / _LEVEL_BINADE,
+            level=to_units(self.level) / LEVEL_BINADE,
             crest=float(UNSEEN),
             finite_steps=self.period,  # so that a search begins
             held_steps=0,
@@ -190,12 +188,12 @@ class AdaptiveLossScale(CheckedLossScale):
             # False for 0. XLA may take subnormal numbers for 0, or may not.
             is_seen = largest >= _SMALLEST
             after_finite = tree_where(
-                is_seen, self._after_finite_step(now, _log2(largest)), now
+                is_seen, self._after_finite_step(now, log2(largest)), now
             )
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
-        return _to_floats(after)
+        return to_floats(after)
 
-    def _to_integers(self, state: AdaptiveState) -> "_IntegerState":
+    def _to_integers(self, state: AdaptiveState) -> IntegerState:
         """Returns a state in integers.
 
         Numbers that no step writes, as in a damaged checkpoint, are replaced.
@@ -203,20 +201,20 @@ class AdaptiveLossScale(CheckedLossScale):
         has_level = jnp.isfinite(state.level)
         level = jnp.where(has_level, state.level, self.level)
         level = jnp.clip(level, self.min_level, self.max_level)
-        peak = _heal_logarithm(state.peak)
-        crest = _heal_logarithm(state.crest)
-        exponent = _log2(state.loss_scale) // _BINADE
-        return _IntegerState(
+        peak = heal_logarithm(state.peak)
+        crest = heal_logarithm(state.crest)
+        exponent = log2(state.loss_scale) // BINADE
+        return IntegerState(
             exponent=jnp.minimum(exponent, _exponent(self.max_scale)),
-            peak=(peak * _BINADE).astype(jnp.int32),
-            level=(level * _LEVEL_BINADE).astype(jnp.int32),
-            crest=(crest * _BINADE).astype(jnp.int32),
-            finite_steps=_heal_count(state.finite_steps),
-            held_steps=_heal_count(state.held_steps),
-            overflows=_heal_count(state.overflows),
+            peak=(peak * BINADE).astype(jnp.int32),
+            level=(level * LEVEL_BINADE).astype(jnp.int32),
+            crest=(crest * BINADE).astype(jnp.int32),
+            finite_steps=heal_count(state.finite_steps),
+            held_steps=heal_count(state.held_steps),
+            overflows=heal_count(state.overflows),
         )
 
-    def _after_overflow(self, now: "_IntegerState") -> "_IntegerState":
+    def _after_overflow(self, now: IntegerState) -> IntegerState:
         """Lowers the scale. The first overflow in a row also lowers the level, or raises the crest.
 
         If the gradients have grown, more overflows follow, and the scale alone falls.
@@ -226,22 +224,22 @@ class AdaptiveLossScale(CheckedLossScale):
         # level is not below it, the scale has not caught up, or `max_scale` holds it, and the
         # overflow says nothing about the level. Then the middle of the binade is taken for the
         # level that overflowed.
-        binade_end = (now.exponent + 1) * _LEVEL_BINADE + top * _LEVEL_UNITS
+        binade_end = (now.exponent + 1) * LEVEL_BINADE + top * LEVEL_UNITS
         is_ahead = now.level >= binade_end
         # Before the first gradients the level is not known to be wrong.
-        is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * _BINADE)
+        is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * BINADE)
         is_repeated = is_blamed & ~is_ahead & (now.finite_steps < self.period // 4)
 
-        binade_middle = binade_end - _LEVEL_BINADE // 2
+        binade_middle = binade_end - LEVEL_BINADE // 2
         overflowed = jnp.where(is_ahead, binade_middle, now.level)
-        level = overflowed - _LEVEL_BINADE
+        level = overflowed - LEVEL_BINADE
         # Where the level would fall below its minimum, the peak rises by the rest.
-        rest = jnp.maximum(_to_units(self.min_level) - level, 0)
+        rest = jnp.maximum(to_units(self.min_level) - level, 0)
         level += rest
-        peak = jnp.minimum(now.peak + _to_logarithm_above(rest), _HIGHEST)
+        peak = jnp.minimum(now.peak + to_logarithm_above(rest), HIGHEST)
         crest = self._raise_crest(now, top, level)
         exponent = self._lower_exponent(now, level, crest, is_repeated)
-        return _IntegerState(
+        return IntegerState(
             exponent=exponent,
             peak=jnp.where(is_blamed, peak, now.peak),
             level=jnp.where(is_blamed, level, now.level),
@@ -253,24 +251,24 @@ class AdaptiveLossScale(CheckedLossScale):
         )
 
     def _raise_crest(
-        self, now: "_IntegerState", top: jax.Array, level: jax.Array
+        self, now: IntegerState, top: jax.Array, level: jax.Array
     ) -> jax.Array:
         """Returns the crest after an overflow that repeats, given the lowered level."""
         # An untried crest was only a guess, and not high enough: the next one is much higher. So is
         # the next one after a low crest: usual gradients reach that, which proves nothing.
         room = top - now.peak
-        is_guess = _is_untried(now) | (room < _CREST_ROOM)
+        is_guess = is_untried(now) | (room < _CREST_ROOM)
         crest = top + _CREST_ROOM
         crest += jnp.where(is_guess, 3 * room, 0)
         # A higher crest than this would ask for a scale below `min_scale`.
-        lowest_scale = _exponent(self.min_scale) * _BINADE
-        highest_useful = jnp.maximum(_to_logarithm(level) - lowest_scale, top)
+        lowest_scale = _exponent(self.min_scale) * BINADE
+        highest_useful = jnp.maximum(to_logarithm(level) - lowest_scale, top)
         crest = jnp.minimum(crest, highest_useful)
-        return jnp.minimum(crest, _HIGHEST)
+        return jnp.minimum(crest, HIGHEST)
 
     def _lower_exponent(
         self,
-        now: "_IntegerState",
+        now: IntegerState,
         level: jax.Array,
         crest: jax.Array,
         is_repeated: jax.Array,
@@ -280,18 +278,18 @@ class AdaptiveLossScale(CheckedLossScale):
         is_second = now.overflows == 1
         fall = jnp.where(is_first, 1, jnp.where(is_second, 8, 16))
         exponent = now.exponent - fall
-        fitting = (_to_logarithm(level) - crest) // _BINADE
+        fitting = (to_logarithm(level) - crest) // BINADE
         exponent = jnp.where(is_repeated, jnp.minimum(exponent, fitting), exponent)
         exponent = jnp.maximum(exponent, _exponent(self.min_scale))
         # A restored scale may lie below the minimum.
         return jnp.minimum(now.exponent, exponent)
 
     def _after_finite_step(
-        self, now: "_IntegerState", x: jax.Array | None
-    ) -> "_IntegerState":
+        self, now: IntegerState, x: jax.Array | None
+    ) -> IntegerState:
         """Moves on after a finite step, with `x` the logarithm of its largest gradient."""
-        slow = max(1, round(_LEVEL_BINADE / self.period))
-        fast = max(1, round(_LEVEL_BINADE / self.search_period))
+        slow = max(1, round(LEVEL_BINADE / self.period))
+        fast = max(1, round(LEVEL_BINADE / self.search_period))
         is_searching = now.finite_steps >= self.period
         raised_level = now.level + jnp.where(is_searching, fast, slow)
         now = now._replace(
@@ -302,9 +300,9 @@ class AdaptiveLossScale(CheckedLossScale):
             after = self._follow_level(now, raised_level)
         else:
             after = self._follow_gradient(now, raised_level, x)
-        level = _to_logarithm(after.level)
+        level = to_logarithm(after.level)
         top = jnp.maximum(after.peak, after.crest)
-        target = (level - top) // _BINADE
+        target = (level - top) // BINADE
         target = jnp.minimum(target, now.exponent + 1)
         lowest = _exponent(self.min_scale)
         highest = _exponent(self.max_scale)
@@ -313,28 +311,26 @@ class AdaptiveLossScale(CheckedLossScale):
             overflows=jnp.zeros_like(now.overflows),
         )
 
-    def _follow_level(
-        self, now: "_IntegerState", raised_level: jax.Array
-    ) -> "_IntegerState":
+    def _follow_level(self, now: IntegerState, raised_level: jax.Array) -> IntegerState:
         """Returns the level, peak and crest after a finite step of which no gradient is known."""
-        level = jnp.minimum(raised_level, _to_units(self.max_level))
+        level = jnp.minimum(raised_level, to_units(self.max_level))
         # If the scale is a binade or more below what level and peak allow, an overflow or the crest
         # lowered it, or it has not risen yet: this peak keeps it there.
-        holding = _to_logarithm(now.level) - now.exponent * _BINADE
-        peak = jnp.where(holding - _BINADE >= now.peak, holding, now.peak)
+        holding = to_logarithm(now.level) - now.exponent * BINADE
+        peak = jnp.where(holding - BINADE >= now.peak, holding, now.peak)
         # Where the level would rise above its maximum, the peak falls by the rest.
-        peak -= _to_logarithm_above(raised_level - level)
-        crest = jnp.full_like(now.crest, UNSEEN * _BINADE)  # the peak holds the scale
+        peak -= to_logarithm_above(raised_level - level)
+        crest = jnp.full_like(now.crest, UNSEEN * BINADE)  # the peak holds the scale
         return now._replace(peak=peak, level=level, crest=crest)
 
     def _follow_gradient(
-        self, now: "_IntegerState", raised_level: jax.Array, x: jax.Array
-    ) -> "_IntegerState":
+        self, now: IntegerState, raised_level: jax.Array, x: jax.Array
+    ) -> IntegerState:
         """Returns all but the scale after a finite step whose largest gradient is known."""
         # 2 binades below what this step has shown to fit.
-        shown_level = x * _LEVEL_UNITS + (now.exponent - 2) * _LEVEL_BINADE
+        shown_level = x * LEVEL_UNITS + (now.exponent - 2) * LEVEL_BINADE
         level = jnp.maximum(raised_level, shown_level)
-        level = jnp.minimum(level, _to_units(self.max_level))
+        level = jnp.minimum(level, to_units(self.max_level))
         faded = self._fade(now.peak, x)
         peak = jnp.maximum(x, faded)
 
@@ -343,8 +339,7 @@ class AdaptiveLossScale(CheckedLossScale):
         height = now.crest - faded
         is_reached = (height >= 0) & (4 * (x - faded) >= height)
         # If the level was lowered far, it may have been for a batch like this one.
-        is_untried = _is_untried(now)
-        is_low = is_untried & (level < _to_units(self.level) - 2 * _LEVEL_BINADE)
+        is_low = is_untried(now) & (level < to_units(self.level) - 2 * LEVEL_BINADE)
         finite_steps = jnp.where(is_reached & is_low, self.period, now.finite_steps)
         is_held = now.held_steps < self.period // 2
         crest_if_missed = jnp.where(is_held, now.crest, self._fade(now.crest, x))
@@ -353,7 +348,7 @@ class AdaptiveLossScale(CheckedLossScale):
         return now._replace(
             peak=peak,
             level=level,
-            crest=jnp.where(height >= 0, crest, UNSEEN * _BINADE),
+            crest=jnp.where(height >= 0, crest, UNSEEN * BINADE),
             finite_steps=finite_steps,
             held_steps=jnp.where(is_reached, 0, now.held_steps),
         )
@@ -363,73 +358,5 @@ class AdaptiveLossScale(CheckedLossScale):
         return old + jax.lax.div(x - old, jnp.asarray(self.memory, jnp.int32))
 
 
-class _IntegerState(NamedTuple):
-    """An `AdaptiveState` in integers: the exponent of the scale, and units."""
-
-    exponent: jax.Array
-    peak: jax.Array  # in units of 2**-16
-    level: jax.Array  # in units of 2**-20
-    crest: jax.Array  # in units of 2**-16
-    finite_steps: jax.Array
-    held_steps: jax.Array
-    overflows: jax.Array
-
-
-def _is_untried(state: _IntegerState) -> jax.Array:
-    """Returns whether the last overflow raised the crest, and no finite step has reached it since.
-
-    Both counters start at 0 when the crest rises, and reaching it sets `held_steps` back. An
-    overflow that leaves the crest sets back only `finite_steps`: so the counters differ after it,
-    also if no step reached the crest. They are equal if the step before it reached the crest.
-    """
-    return state.held_steps == state.finite_steps
-
-
-def _to_floats(state: _IntegerState) -> AdaptiveState:
-    # 2 to the power of the exponent, which is that of a normal number of float32.
-    bits = (state.exponent + EXPONENT_BIAS) << MANTISSA_BITS
-    return AdaptiveState(
-        loss_scale=float_of_bits(bits),
-        peak=state.peak.astype(jnp.float32) / _BINADE,
-        level=state.level.astype(jnp.float32) / _LEVEL_BINADE,
-        crest=state.crest.astype(jnp.float32) / _BINADE,
-        finite_steps=state.finite_steps,
-        held_steps=state.held_steps,
-        overflows=state.overflows,
-    )
-
-
-def _heal_logarithm(logarithm: jax.Array) -> jax.Array:
-    return jnp.where(jnp.abs(logarithm) <= 128, logarithm, UNSEEN)
-
-
-def _heal_count(count: jax.Array) -> jax.Array:
-    return jnp.maximum(jnp.asarray(count, jnp.int32), 0)
-
-
-def _to_units(level: float) -> int:
-    return int(level * _LEVEL_BINADE)
-
-
-def _to_logarithm(level: jax.Array) -> jax.Array:
-    """Returns a level in units of a logarithm, rounded down."""
-    return level // _LEVEL_UNITS
-
-
-def _to_logarithm_above(level: jax.Array) -> jax.Array:
-    """Returns a level in units of a logarithm, rounded up."""
-    return (level + _LEVEL_UNITS - 1) // _LEVEL_UNITS
-
-
 def _exponent(power: float) -> int:
     return power_of_two("AdaptiveLossScale", "a scale", power)
-
-
-def _log2(number: jax.Array) -> jax.Array:
-    """Returns the binary logarithm of a positive normal number in units, rounded down.
-
-    It consists of the exponent and, behind the point, the first bits of the mantissa. So it is
-    exact at powers of two and linear between them, at most 0.09 below the logarithm.
-    """
-    # 16 of the 23 bits of the mantissa stay, as a binade has 2**16 units.
-    return (float_bits(number) >> (MANTISSA_BITS - 16)) - EXPONENT_BIAS * _BINADE

@@ -3,9 +3,6 @@
 One window holds the last losses, another the last gradient norms. A value is a spike if it exceeds
 the *threshold* of its window, which lies some standard deviations above the mean. Then the value
 enters the window, clipped, so that one spike does not hide the next.
-
-A window is scaled to about 1 before its statistics are computed in float32. Otherwise its squares
-could overflow, and a single 1e30 would hide every spike until it has left the window.
 """
 
 import dataclasses
@@ -18,19 +15,10 @@ import jax.numpy as jnp
 
 from .._state.optimizer import SpikeState
 from .._trees.checks import int32
-from .._trees.numbers import (
-    EXPONENT_BIAS,
-    INFINITY_BITS,
-    MANTISSA_BITS,
-    float_bits,
-    float_of_bits,
-    increment,
-)
+from .._trees.numbers import increment
 from .._trees.selection import tree_where
 from .level import BLOCK, PAST, count_blind_step, follow_level
-
-# The standard deviation counts as at least this part of the mean: float32 resolves about 1e-7.
-_MIN_RELATIVE_STD = 1e-6
+from .spike_statistics import measure, min_relative_std
 
 # A value that enters its window is clipped to this many times the distance from the mean to the
 # threshold. From spike to spike in a row, the limit grows by the same factor. Otherwise a new level
@@ -44,16 +32,6 @@ _MIN_CLIP_HISTORY = 4
 # From this spike in a row on, spikes enter as they are. With a full default window their level is
 # then accepted in 6 more steps, however high it is.
 _FIRST_UNCLIPPED = 10
-
-
-class _Statistics(NamedTuple):
-    """The mean and the standard deviation of a window, both in multiples of `unit`."""
-
-    mean: jax.Array  # f32[]
-    std: jax.Array  # f32[], unbiased
-    num_entries: jax.Array  # i32[], how many entries they come from
-    unit: jax.Array  # f32[], a power of two
-    inverse_unit: jax.Array  # f32[]
 
 
 class _Judgement(NamedTuple):
@@ -240,7 +218,7 @@ class SpikeRule:
             next_state = follow_level(
                 next_state,
                 jnp.asarray(loss).astype(jnp.float32),
-                min_relative_deviation=_min_relative_std(jnp.result_type(loss)),
+                min_relative_deviation=min_relative_std(jnp.result_type(loss)),
             )
 
         is_judged = jnp.asarray(finite)
@@ -295,7 +273,7 @@ class SpikeRule:
         `spike_limit` is what `_find_limit` returned.
         """
         dtype = jnp.result_type(value)
-        statistics = _measure(window, count)
+        statistics = measure(window, count)
         mean = statistics.mean
         std = statistics.std
         value = jnp.asarray(value).astype(jnp.float32)
@@ -309,7 +287,7 @@ class SpikeRule:
         entry = value
         if self._is_guarded:
             # Equal entries would make any other value a spike.
-            std = jnp.maximum(std, _min_relative_std(dtype) * jnp.abs(mean))
+            std = jnp.maximum(std, min_relative_std(dtype) * jnp.abs(mean))
             distance = self.sigmas * std
             # Zeros alone do not say how large a value may be.
             is_judged &= distance > 0
@@ -373,57 +351,3 @@ def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     if isinstance(sigmas, bool) or not 0 < number <= 1e6:
         raise ValueError(message)
     return number
-
-
-def _min_relative_std(dtype: Any) -> float:
-    """Returns the least standard deviation of values of a dtype, as a part of their mean."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return _MIN_RELATIVE_STD
-    half_spacing = float(jnp.finfo(dtype).eps) / 2
-    return max(_MIN_RELATIVE_STD, half_spacing)
-
-
-def _measure(window: jax.Array, count: jax.Array) -> _Statistics:
-    """Measures the mean and the standard deviation of the `count` newest entries of a window."""
-    length = window.shape[0]
-    positions = jnp.arange(length, dtype=jnp.int32)
-    # An inf or a NaN in a restored window would spoil both results.
-    is_entry = (positions >= length - count) & jnp.isfinite(window)
-    num_entries = jnp.sum(is_entry, dtype=jnp.int32)
-    sizes = jnp.where(is_entry, jnp.abs(window), 0.0)
-    unit, inverse_unit = _round_down_to_power_of_two(jnp.max(sizes))
-
-    # Two passes, with the newest entry as the origin: the first finds the mean, the second the
-    # deviations from it. For equal entries this is exact, where the sum of 128 numbers would be off
-    # by several roundings.
-    scaled = jnp.where(is_entry, window * inverse_unit, 0.0)
-    origin = scaled[jnp.max(jnp.where(is_entry, positions, 0))]
-    offsets = jnp.where(is_entry, scaled - origin, 0.0)
-    # At least 2, as the squares are divided by one less. The mean of one entry is right as well,
-    # since its offset is 0.
-    divisor = jnp.maximum(num_entries, 2).astype(jnp.float32)
-    mean_offset = jnp.sum(offsets) / divisor
-    squares = jnp.where(is_entry, jnp.square(offsets - mean_offset), 0.0)
-    std = jnp.sqrt(jnp.sum(squares) / (divisor - 1))
-    return _Statistics(
-        mean=origin + mean_offset,
-        std=std,
-        num_entries=num_entries,
-        unit=unit,
-        inverse_unit=inverse_unit,
-    )
-
-
-def _round_down_to_power_of_two(size: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest power of two up to `size`, and its inverse, both normal numbers.
-
-    They are made from bits: a logarithm is rounded, and a division is not exact on every device.
-    """
-    smallest = 1 << MANTISSA_BITS  # the bits of the smallest normal number
-    # The bits of a power of two and those of its inverse add up to twice the bits of 1.0.
-    total = 2 * EXPONENT_BIAS << MANTISSA_BITS
-    bits = float_bits(size) & INFINITY_BITS  # without those of the mantissa
-    bits = jnp.clip(bits, smallest, total - smallest)
-    both = jnp.stack([bits, total - bits])
-    power, inverse = float_of_bits(both)
-    return power, inverse

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._policies.adaptive import UNSEEN
+from .._policies.adaptive_units import UNSEEN
 from .._policies.level import find_raised_level
 from .._state.find import find_optimizer_state, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import pytest
+from flax.training import dynamic_scale
 from tables import assert_same_bits, avals, cases
 
 import jaxscale
@@ -223,7 +225,6 @@ def test_configurations_are_read(name):
 
 @pytest.mark.standard_promotion
 def test_a_live_flax_scaler_is_read():
-    dynamic_scale = pytest.importorskip("flax.training.dynamic_scale")
     live = dynamic_scale.DynamicScale(growth_interval=2, scale=64.0, minimum_scale=None)
     for _ in range(2):
         live, _, _, _ = live.value_and_grad(jnp.square)(jnp.float32(1))
@@ -237,7 +238,6 @@ def test_a_live_flax_scaler_is_read():
 
 @pytest.mark.standard_promotion
 def test_a_live_jmp_scaler_is_read():
-    jmp = pytest.importorskip("jmp")
     scale = jnp.float16(64)
     live = jmp.DynamicLossScale(
         scale, period=3, factor=4, min_loss_scale=jnp.float16(2)
@@ -250,7 +250,6 @@ def test_a_live_jmp_scaler_is_read():
 
 
 def test_jmps_scalers_that_do_not_move_are_read():
-    jmp = pytest.importorskip("jmp")
     fixed, _ = presets.from_jmp(jmp.StaticLossScale(jnp.float32(8)))
     assert fixed == jaxscale.FixedLossScale(8)
     none, _ = presets.from_jmp(jmp.NoOpLossScale())
