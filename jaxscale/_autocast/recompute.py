@@ -2,12 +2,14 @@
 
 A float32 model written for half precision keeps half-precision arrays for the backward pass. A
 softmax or a GELU in float32 between two products would keep several float32 arrays instead. So
-such elementwise operations are left to be computed when something else reads their result, and
-are then computed together, inside of `jax.checkpoint`: the backward pass keeps the half-precision
-arrays that they start from, and computes them again. Their numbers are the same.
+such elementwise operations are postponed until something else reads their result, and are then
+computed together, inside of `jax.checkpoint`: the backward pass keeps the half-precision arrays
+that they start from, and computes them again. Their numbers are the same.
 
-The result is computed once in each precision in which it is read. What another chain reads of it
-is part of that chain, so one equation may be in several. XLA finds these again in one pass.
+The result is computed once in each precision in which it is read. A chain whose value another chain
+reads becomes part of that one too, so an equation may be computed in several chains. XLA merges
+such duplicates in the forward pass. In the backward pass it does so only in loops: elsewhere each
+chain has a barrier of its own.
 """
 
 import itertools
@@ -37,10 +39,11 @@ from .._jax import (
 from .table import CHAINED_MOVES
 from .values import FLOAT32
 
-# A longer chain is cut, so that no equation is computed more often than this.
+# A longer chain is cut. Values along a chain may also be read elsewhere, and each is then computed
+# with all equations before it: this limits their number.
 LONGEST = 32
 
-# Without derivatives that depend on their inputs: they keep nothing for the backward pass.
+# Primitives whose derivatives do not depend on their inputs: no input is kept for them.
 _LINEAR = {"add", "convert_element_type", "neg", "stop_gradient", "sub"} | CHAINED_MOVES
 
 _order = itertools.count()
@@ -58,15 +61,16 @@ class Narrow(NamedTuple):
 
 
 class Half(NamedTuple):
-    """A half-precision array from which one chain starts, and which nothing else reads."""
+    """A `Single` in a chain that shares no equation: one cotangent needs no float32 view."""
 
     half: jax.Array
 
 
 class Single:
-    """A half-precision array that one equation reads: its cotangents meet no others there.
+    """A half-precision array that gets its cotangents from one equation.
 
-    If several chains have that equation, they may. The cast to float32 is made for these.
+    If only one chain contains that equation, this is one cotangent. If several do, their cotangents
+    are added, and that must happen in float32: `both` makes the cast for it.
     """
 
     __slots__ = ("_wide", "half")
@@ -84,11 +88,15 @@ class Single:
 
 
 class Link:
-    """An equation that is not computed yet, and the arrays or links that it reads.
+    """An equation that is not computed yet: a pytree of the arrays that its chain starts from.
 
-    It is a pytree of the arrays that its chain starts from. `index` says which of the outputs of
-    the equation it is, `size` how many equations it and the links before it have, and `is_shared`
-    whether its equation may be in several chains.
+    Attributes:
+      inputs: for each operand a `Link`, an array, `Narrow` or `Single`; `None` for a literal.
+      index: which output of the equation this is.
+      is_shared: whether several chains may contain the equation. Each output of one with several
+        may end a chain of its own. `Frame` also sets it, for a link with several readers.
+      order: the number of the link. Links are made in the order of the program.
+      size: how many equations its chain has, those in calls and repeated ones included.
     """
 
     __slots__ = ("eqn", "index", "inputs", "is_shared", "order", "size")
@@ -106,10 +114,10 @@ class Link:
 
 
 class Recomputed:
-    """The programs that one run computes again in the backward pass: equal chains share one.
+    """The chains of one `Frame` as functions, which the backward pass computes again.
 
-    In the body of a loop XLA cannot take what the forward pass computed for what the backward pass
-    computes again, and needs no barrier against it.
+    Equal chains share one, as `assemble` returns the same jaxpr for them. Inside a loop body XLA
+    cannot merge backward and forward pass, so they need no barrier there.
     """
 
     def __init__(self, in_loop: bool) -> None:
@@ -117,7 +125,7 @@ class Recomputed:
         self._functions: dict[Any, Callable[..., list[Any]]] = {}
 
     def run(self, program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of a program."""
+        """Runs a program so that the backward pass computes it again, and returns its outputs."""
         jaxpr = program.jaxpr
         if jaxpr not in self._functions:
             fun = _jax.rematerialized(program, prevent_cse=not self._in_loop)
@@ -126,24 +134,19 @@ class Recomputed:
 
 
 class Computed(NamedTuple):
-    """The value of a chain.
-
-    Attributes:
-      value: the array.
-      equations: how many equations were computed for it.
-    """
+    """The value of a chain, and how many equations were computed for it."""
 
     value: jax.Array
     equations: int
 
 
 class Chain(NamedTuple):
-    """What a value that is not computed yet is computed from.
+    """The equations of a value that is not computed yet, and the arrays that they start from.
 
     Attributes:
       links: the equations, in the order of the program.
-      starts: the arrays from which they start, by their keys (see `_key_of`): in half precision
-        as `Narrow`, `Single` or `Half`, others as they are.
+      starts: the arrays, by their keys (see `_key_of`). Half-precision ones are `Narrow` or
+        `Single`, and after `_open_singles` they are `Narrow` or `Half`.
     """
 
     links: list[Link]
@@ -158,7 +161,7 @@ def collect(last: Link) -> Chain:
     while waiting:
         for value in waiting.pop().inputs:
             if value is None:
-                continue
+                continue  # a literal
             if not isinstance(value, Link):
                 starts[_key_of(value)] = value
             elif value not in links:
@@ -168,28 +171,32 @@ def collect(last: Link) -> Chain:
 
 
 def _key_of(value: Any) -> Any:
-    """Returns a key of a link or an array. A variable is no key: it belongs to one jaxpr."""
+    """Returns a key of a value. It is no variable: a chain may have links of several jaxprs."""
     if isinstance(value, Link):
         return value
     if isinstance(value, Narrow | Single):
         return id(value.half)
-    return id(value)
+    return id(value)  # of an array: `Half` is never looked up
 
 
 def compute_chain(
     last: Link, dtype: np.dtype, scopes: Any, recomputed: Recomputed
 ) -> Computed:
-    """Computes the chain that ends in a link, and casts its value to `dtype` inside of it."""
+    """Computes the chain that ends in `last`, and as a part of it the cast to `dtype`."""
     chain = collect(last)
     with source(last.eqn, scopes, own=False):
         if all(map(_is_linear, chain.links)):
+            # not alone, as a linear chain computes with the float32 views
             chain = _open_singles(chain, is_alone=False)
             value = _compute_linear(chain, dtype)
         else:
             is_alone = not any(link.is_shared for link in chain.links)
             chain = _open_singles(chain, is_alone)
             program = _assemble(chain, dtype)
-            (value,) = recomputed.run(program, _views_of_starts(chain))
+            views: list[jax.Array] = []
+            for start in chain.starts.values():
+                views += _views_of(start)
+            (value,) = recomputed.run(program, views)
     return Computed(value, len(chain.links))
 
 
@@ -250,9 +257,10 @@ class _Assembler:
     Attributes:
       types: those of the inputs of the program: the views of what the chain starts from.
       copies: the equations of the program.
-      numbers: which value of the program each link, or each array that the chain starts from, is.
-      half_numbers: of such an array in half precision, until it is read: the numbers of its views.
-      number_of_values: how many the program has, its inputs among them.
+      numbers: by key (see `_key_of`), the number of each value that equations can read.
+      half_numbers: by key, the input numbers of a half-precision start. Equations read its cast to
+        float32, which is added when it is first read.
+      number_of_values: the number of values so far, inputs included.
     """
 
     def __init__(self, starts: dict[Any, Any]) -> None:
@@ -286,12 +294,13 @@ class _Assembler:
         return self._add(copy_of_cast(self.numbers[link], aval, dtype, link.eqn))
 
     def _number_of(self, key: Any, reader: JaxprEqn) -> int:
-        """Returns the number of a value in float32. The first equation that reads it casts it."""
+        """Returns the number of a value. A start is cast in the line of its first `reader`."""
         if key not in self.numbers:
             self.numbers[key] = self._add(self._widen(self.half_numbers[key], reader))
         return self.numbers[key]
 
     def _widen(self, views: range, reader: JaxprEqn) -> Copy:
+        """Returns the cast of a start to float32. The gradient goes to its `wide` view, if any."""
         half = views[0]
         aval = self.types[half]
         if len(views) == 1:
@@ -307,7 +316,7 @@ class _Assembler:
 
 
 def _assemble(chain: Chain, dtype: np.dtype) -> ClosedJaxpr:
-    """Returns the program of a chain, of the views of the arrays that it starts from."""
+    """Returns a chain as a program that takes the views of its starts."""
     assembler = _Assembler(chain.starts)
     for link in chain.links:
         assembler.add_link(link)
@@ -319,21 +328,14 @@ def _assemble(chain: Chain, dtype: np.dtype) -> ClosedJaxpr:
 
 
 def _views_of(start: Any) -> tuple[jax.Array, ...]:
-    """Returns what a chain takes for an array that it starts from."""
+    """Returns the arrays that a program takes for one start."""
     if isinstance(start, Narrow | Half):
         return tuple(start)
     return (start,)
 
 
-def _views_of_starts(chain: Chain) -> list[jax.Array]:
-    views: list[jax.Array] = []
-    for start in chain.starts.values():
-        views += _views_of(start)
-    return views
-
-
 def name_starts(last: Link, name: Callable[[jax.Array], jax.Array]) -> Link:
-    """Names the half-precision arrays of a chain, which the backward pass keeps."""
+    """Applies `name`, such as `checkpoint_name`, to the half-precision arrays of a chain."""
     chain = collect(last)
     starts = {}
     for key, start in chain.starts.items():
@@ -361,6 +363,7 @@ def _link_again(links: Sequence[Link], starts: dict[Any, Any]) -> Link:
 
 
 def _flatten(last: Link) -> tuple[list[Any], tuple[list[Link], list[Any]]]:
+    """Opens each `Single`, which is no pytree: after unflattening it is `Narrow`."""
     chain = _open_singles(collect(last), is_alone=False)
     return list(chain.starts.values()), (chain.links, list(chain.starts))
 
@@ -377,7 +380,7 @@ jax.tree_util.register_pytree_node(Link, _flatten, _unflatten)
 
 @jax.custom_jvp
 def join_operands(*operands: Any) -> Any:
-    """Returns the operands of a product of activations, whose gradients are read together.
+    """Returns the operands of a product. XLA computes both of their gradients before it uses one.
 
     Both operands of a product with batch dimensions are large, as in attention, and each of its
     gradients needs one of them. If XLA first computes what follows from one gradient, it keeps the
@@ -387,7 +390,8 @@ def join_operands(*operands: Any) -> Any:
 
 
 def _joined_jvp(operands: Any, tangents: Any) -> Any:
-    # The gradient of an operand that is a constant is not computed for this.
+    # Transposed, the barrier joins the two gradients. If an operand is a constant, there is nothing
+    # to join, and a barrier would force its gradient to be computed.
     if not any(isinstance(tangent, SymbolicZero) for tangent in tangents):
         tangents = jax.lax.optimization_barrier(tangents)
     return tuple(operands), tuple(tangents)

@@ -1,13 +1,20 @@
 """The rules for equations that hold no programs.
 
-A rule evaluates one equation of a program and returns its outputs. Four words:
+A rule evaluates one equation of a program and returns its outputs. The words:
 
-- A value is *narrow* if the program declares it as float32 and it is computed in half precision.
-- A *link* is an equation that is left to be computed later, when something reads its output. Links
-  that follow one another are a *chain* (see `recompute.py`). The rule returns no outputs for them.
-- Cotangents *meet* in a narrow value if it has several readers that are not all products. They must
-  be added in float32.
-- The *kind* of a value is what else is known of it: a constant, a parameter or a product.
+- A *reader* of a value is an equation that takes it as an input, or the program if it returns it.
+- To *round* is to cast float32 to half precision.
+- A value is *narrow* if the program declares it as float32, and its readers may run in half
+  precision. It was computed in half precision, or is rounded only for such readers (`ToRound`).
+- A narrow value has two *views*: the *half* is in half precision, the *wide* one is in float32.
+- Cotangents *meet* in a narrow value if it has several readers that are not all products, or if
+  they meet others further back. They must be added in float32. So a reader that sends some back
+  takes the wide view, or a *stand-in*: the half with a gradient that goes to the wide view. The
+  products share one stand-in, and another reader has its *own half*.
+- A *product* is a matrix product or a convolution.
+- The *kind* of a value is what else is known of it: a constant, a parameter, a product's result.
+- A *link* is an equation that is left to be computed later, when something reads its output. A rule
+  returns no outputs for it. Links that follow one another are a *chain* (see `recompute.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -63,15 +70,15 @@ def run_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Leaves an equation to be computed later, as the next link of the chains that it reads.
 
-    If the chain would be too long, or links were computed too often in this program, those that
-    the equation reads are computed now.
+    If its chain would have more than `LONGEST` equations, or chains have already computed too many
+    in this program (`repeats_left`), the links that the equation reads are computed now.
     """
-    length = 1
+    num_equations = 1
     for atom in eqn.invars:
         link = frame.link_of(atom)
         if link is not None:
-            length += link.size
-    if length > LONGEST or frame.repeats_left < 0:
+            num_equations += link.size
+    if num_equations > LONGEST or frame.repeats_left < 0:
         frame.compute_links(eqn)
         # A new chain may start here, but only from a narrow value.
         if not frame.reads_narrow(eqn):
@@ -88,22 +95,24 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
     operands = _read_operands(frame, eqn)
     precision = frame.precision
     if is_attention_scores(eqn, frame.place.owner):
-        # A softmax in float32 follows.
+        # A softmax in float32 reads the scores, so they stay in float32.
         return [_multiply_into_float32(eqn, operands, precision.narrow)]
     frame.kinds[eqn.outvars[0]] = Product()
     if precision.operand != precision.narrow:
-        # of operands such as float8, the result would be in float8
+        # Asked for no type, operands such as float8 give a result in float8. So always ask.
         return bind(eqn, operands, with_result_type(eqn, precision.narrow))
-    # JAX asks for float32 outputs in any float32 program. In half precision nothing is lost, as
-    # hardware accumulates in float32 anyway.
-    return bind(eqn, operands, with_preferred_type(eqn, FLOAT32, precision.narrow))
+    # In a float32 program, JAX asks products for float32 outputs. Asking for half precision instead
+    # only rounds the result: hardware accumulates in float32 anyway.
+    params = with_preferred_type(eqn, old=FLOAT32, new=precision.narrow)
+    return bind(eqn, operands, params)
 
 
 def _read_operands(frame: Frame, eqn: JaxprEqn) -> list[Any]:
     """Returns the operands of a product in half precision."""
     arrays = list(map(frame.read_half, eqn.invars))
     if _has_batch_dimensions(eqn):
-        # Both are activations, as in attention, and large.
+        # Both operands are large, as in attention. Their gradients are tied together, so that XLA
+        # does not keep an operand for one of them while it goes on from the other.
         arrays = join_operands(*arrays)
     operands = []
     for atom, array in zip(eqn.invars, arrays, strict=True):
@@ -116,18 +125,19 @@ def _read_operands(frame: Frame, eqn: JaxprEqn) -> list[Any]:
 def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
+    # for each operand: the axes that it sums over, and its batch axes
     return any(batch for _, batch in dot_dimensions(eqn))
 
 
 def _multiply_into_float32(
     eqn: JaxprEqn, operands: Sequence[Any], dtype: np.dtype
 ) -> jax.Array:
-    """Returns a product of half-precision arrays in float32. Its derivative is in half precision.
+    """Returns, in float32, a product of half-precision arrays.
 
     JAX's own derivative would multiply float32 cotangents by half-precision operands, for which
-    hardware has no fast product.
+    hardware has no fast product. This one multiplies in half precision, and then casts.
     """
-    derivative_params = with_preferred_type(eqn, FLOAT32, dtype)
+    derivative_params = with_preferred_type(eqn, old=FLOAT32, new=dtype)
 
     @jax.custom_jvp
     def multiply(*operands: Any) -> jax.Array:
@@ -138,9 +148,9 @@ def _multiply_into_float32(
         for i, tangent in enumerate(tangents):
             if isinstance(tangent, SymbolicZero):
                 continue
-            varied = list(operands)
-            varied[i] = tangent
-            (term,) = bind(eqn, varied, derivative_params)
+            with_tangent = list(operands)
+            with_tangent[i] = tangent
+            (term,) = bind(eqn, with_tangent, derivative_params)
             terms.append(cast(term, FLOAT32))
         return multiply(*operands), sum(terms[1:], start=terms[0])
 
@@ -149,7 +159,7 @@ def _multiply_into_float32(
 
 
 def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in half precision if all of its floating-point inputs are in it."""
+    """Evaluates an equation in half precision if its float32 inputs are all narrow or constants."""
     if _reads_wide(frame, eqn):
         return run_in_float32(frame, eqn)
     # The types of a program that an equation holds, such as the comparator of a sort, are fixed.
@@ -158,16 +168,21 @@ def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return run_as_written(frame, eqn)
     if not has_gradient(eqn):
         return bind(eqn, list(map(frame.read_half_without_gradient, eqn.invars)))
-    is_summed = eqn.primitive.name in table.SUMMED_BACKWARD
-    # Where cotangents meet in an input, this equation runs in float32. One case is exempt: only
-    # products read its outputs, and its derivative adds nothing up. Then the cotangents that it
-    # sends back are rounded already.
-    sends_back_rounded = not is_summed and _is_only_rounded(frame, eqn)
+    return _follow_narrow(frame, eqn)
+
+
+def _follow_narrow(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates an equation with a gradient whose float32 inputs are narrow or constants."""
+    adds_up_backward = eqn.primitive.name in table.SUMMED_BACKWARD
+    # If cotangents meet in an input, they must not be rounded first, so this equation runs in
+    # float32. One case is exempt: all readers round its outputs, as products do, and its derivative
+    # adds nothing up. Then what it sends back was rounded already.
+    sends_back_rounded = not adds_up_backward and _is_only_rounded(frame, eqn)
     if frame.reads_meeting(eqn) and not sends_back_rounded:
         return _follow_in_float32(frame, eqn)
-    if is_summed:
+    if adds_up_backward:
         return _run_wide_and_round(frame, eqn)
-    # This reader is no product, so where cotangents meet it reads a stand-in of its own.
+    # This reader is not a product. So where cotangents meet, it gets a stand-in of its own.
     return bind(eqn, list(map(frame.read_own_half, eqn.invars)))
 
 
@@ -186,10 +201,7 @@ def _is_only_rounded(frame: Frame, eqn: JaxprEqn) -> bool:
 
 
 def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32, and rounds the outputs.
-
-    Readers in float32 get the values before rounding.
-    """
+    """Evaluates an equation in float32, and rounds its outputs, but not for readers in float32."""
     outputs = []
     for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
         if is_float32(var):
@@ -200,9 +212,9 @@ def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32, or leaves it to a chain.
+    """Leaves an equation to a chain, or evaluates it in float32.
 
-    The outputs are narrow, but not rounded yet: readers in half precision round them.
+    Its outputs are then marked `ToRound`: readers in half precision round them, others do not.
     """
     if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
@@ -215,10 +227,10 @@ def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def follow_elementwise(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an elementwise equation in half precision if all of its inputs are in it.
+    """Evaluates an elementwise equation as `follow_inputs` does, unless it broadcasts an input.
 
-    If it broadcasts an input, its derivative is a sum, which must be computed in float32. Then the
-    equation is computed in float32 too, as a link.
+    If it broadcasts a narrow one, its derivative is a sum, which must be computed in float32. Then
+    the equation is computed in float32 too, as a link.
     """
     output: Any = eqn.outvars[0]
     if is_float32(output) and _broadcasts_narrow(frame, eqn, output.aval.shape):
@@ -227,41 +239,48 @@ def follow_elementwise(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _broadcasts_narrow(frame: Frame, eqn: JaxprEqn, shape: Any) -> bool:
-    """Returns whether a narrow input of an equation has another shape than its output."""
+    """Returns whether a narrow input of an equation differs in shape from the output."""
     inputs: list[Any] = eqn.invars
     return any(frame.is_narrow(atom) and atom.aval.shape != shape for atom in inputs)
 
 
 def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation that moves the elements of its first input, or only names it."""
-    moved = eqn.invars[0]
+    """Evaluates an equation that moves the elements of its first input, or gives it a name."""
     _keep_kind(frame, eqn)
-    if operation(eqn) == "broadcast_in_dim" and is_float32(moved):
-        # The broadcast is also kept as a link, besides being done now: a chain that reads the
-        # large array can then start from the small one, and keep that.
+    if operation(eqn) == "name":
+        return _name(frame, eqn)
+    if operation(eqn) == "broadcast_in_dim" and is_float32(eqn.invars[0]):
+        # A chain that reads the large array may start from the small one instead, and keep only
+        # that. So the broadcast is kept as a link too.
         frame.grown[eqn.outvars[0]] = frame.link_besides(eqn)
-    if operation(eqn) != "name":
-        return follow_inputs(frame, eqn)
+    return follow_inputs(frame, eqn)
 
-    def name(half: jax.Array) -> jax.Array:
+
+def _name(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Names a value for a policy of `jax.checkpoint`, as `checkpoint_name` asks.
+
+    The name goes to what the backward pass keeps. For a link, these are the half-precision arrays
+    that its chain starts from, and for a value in which cotangents meet, its half.
+    """
+
+    def give_name(half: jax.Array) -> jax.Array:
         return bind(eqn, [half])[0]
 
-    # The name is for what the backward pass keeps: the arrays that a chain starts from, or the
-    # half-precision one of the two views of a value.
-    link = frame.link_of(moved)
+    named = eqn.invars[0]
+    link = frame.link_of(named)
     if link is not None:
-        frame.defer(eqn.outvars[0], name_starts(link, name))
+        frame.defer(eqn.outvars[0], name_starts(link, give_name))
         return ()
-    if frame.meets(moved):
-        views = frame.read_views(moved)
-        return [views._replace(half=name(views.half))]
+    if frame.meets(named):
+        views = frame.read_views(named)
+        return [views._replace(half=give_name(views.half))]
     return follow_inputs(frame, eqn)
 
 
 def _keep_kind(frame: Frame, eqn: JaxprEqn) -> None:
     """Gives the outputs of an equation the kind of its first input.
 
-    Of a parameter fewer elements may be left, as after a slice.
+    A parameter may have fewer elements left, as after a slice.
     """
     kind = frame.kind_of(eqn.invars[0])
     for var in eqn.outvars:
@@ -272,20 +291,22 @@ def _keep_kind(frame: Frame, eqn: JaxprEqn) -> None:
 
 
 def add(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a sum. A bias is added to a product in float32.
+    """Evaluates a sum. If it adds a bias to a product, it is computed in float32.
 
-    Only readers in half precision get the sum rounded.
+    Then only readers in half precision get it rounded.
     """
     first, second = eqn.invars
     total = eqn.outvars[0]
-    for product, addend in ((first, second), (second, first)):
-        if not isinstance(frame.kind_of(product), Product):
+    for term, addend in ((first, second), (second, first)):
+        if not isinstance(frame.kind_of(term), Product):
             continue
         addend_kind = frame.kind_of(addend)
         is_biased = _is_bias(addend_kind, total)
+        # A product plus a bias or another product counts as a product.
         if is_biased or isinstance(addend_kind, Product):
             frame.kinds[total] = Product()
-        if is_biased and (frame.is_narrow(product) or frame.link_of(product)):
+        # A product that is neither narrow nor a link is in float32 already.
+        if is_biased and (frame.is_narrow(term) or frame.link_of(term)):
             return leave_to_chain(frame, eqn)
     return follow_elementwise(frame, eqn)
 
@@ -301,7 +322,7 @@ def _is_bias(kind: Kind, total: Any) -> bool:
 
 
 def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a product of elements. A value times itself is a power, and so in float32."""
+    """Evaluates an elementwise product. A square is a power, and so is computed in float32."""
     first, second = eqn.invars
     if first is second:
         return run_in_float32(frame, eqn)
@@ -311,8 +332,8 @@ def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a difference, in float32 if only operations in float32 read it.
 
-    It cancels digits, so it is rounded only if something needs that. Before an exponential or a
-    power, as in softmax, a variance or a loss, nothing does.
+    It cancels digits, so the result is rounded only if a reader needs half precision. Before an
+    exponential or a power, as in softmax, a variance or a loss, none does.
     """
     if eqn.outvars[0] in frame.readers.only_float32:
         return run_in_float32(frame, eqn)
@@ -329,26 +350,26 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if is_float32(atom) and dtype == frame.precision.narrow:
         return [frame.read_own_half(atom)]
     if is_float32(atom) and dtype == FLOAT32:
+        # Only the weak type changes.
         return move(frame, eqn)
     if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
-        # Readers in half precision take this array: rounding `var` would give the same numbers.
-        frame.written[var] = frame.read_wide(atom)
+        # Readers in half precision take `half`: rounding `var` again would give the same numbers.
+        half = frame.read_wide(atom)  # declared in half precision
+        frame.written[var] = half
     return run_as_written(frame, eqn)
 
 
 def _convert_narrow(frame: Frame, eqn: JaxprEqn, dtype: np.dtype) -> Any:
-    """Returns a narrow value in a dtype.
-
-    It is cast from half precision: a cast to float32 first would restore no digits.
-    """
+    """Returns a narrow value in the dtype that a cast asks for."""
     atom = eqn.invars[0]
     if dtype == FLOAT32:
         frame.kinds[eqn.outvars[0]] = frame.kind_of(atom)
-        # As a call takes it: in both views, if its cotangents meet.
+        # It stays narrow. If its cotangents meet, it is returned in both views.
         return frame.read_for_call(atom)
     half = frame.read_own_half(atom)
     if dtype == frame.precision.narrow:
         return half
+    # A cast to float32 first would restore no digits.
     return bind(eqn, [half])[0]
 
 

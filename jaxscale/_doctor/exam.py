@@ -17,49 +17,56 @@ from .remedy import Relief
 
 
 class Exam(NamedTuple):
-    """What was measured. All of it is on the host, except for the histogram.
+    """What was measured. Everything is on the host.
 
-    A loss scale *fits* if nothing overflows at it. The *largest* scale is `largest_scale`, the
-    largest that fits. Where none is known, attributes at the largest scale are at `loss_scale`.
+    A loss scale *fits* if nothing overflows at it. The *largest* scale is the largest that fits
+    (`largest_scale`). If none is known, what is described below as "at the largest scale" was
+    measured at `loss_scale`.
 
     Attributes:
       target: the model, as named on the command line.
       autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
       is_quick: whether only inf and NaN were looked for, and nothing was compared with float32.
-      is_auto: whether no loss scale was asked for. Then `loss_scale` is the largest that fits, or
-        1 if none is known.
+      is_auto: whether no loss scale was asked for.
       loss: the loss, under `jaxscale.autocast` if that was used.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
       dtypes: the formats in which the loss is computed.
       has_narrow_range: whether one of them has a smaller range than float32.
       backward_rules: the name of each custom backward rule, by the source line that calls its
         function.
-      loss_scale: the loss scale of `trace` and `leaf_table`.
-      judged_scale: the loss scale at which formats are judged: the one asked for, or 1.
+      loss_scale: the loss scale of `trace` and `leaf_table`: the one asked for. If `is_auto`, it is
+        the largest scale, or 1 if none is known.
+      judged_scale: the loss scale at which formats are judged: the one asked for, or 1 if
+        `is_auto`.
       calibration: the search for the largest scale. `None` if no format of the model needs a loss
         scale, or the loss itself is not finite.
       backward_trial: what `jaxscale.scale_backward` does on this loss. `None` without a
         `calibration`, and in a quick exam.
       largest_gradient: the largest magnitude of a gradient, unscaled, at the largest scale.
-      is_limited: whether the largest scale is limited by a number of the backward pass that is far
-        larger than all gradients.
-      ceiling: where the backward pass overflows at the least scale that was seen not to fit.
-      relief: the lines that let a higher scale fit if they are in float32. Looked for if
-        `is_limited`, or if the largest scale is below 1; `None` if not, or if there are none.
+      is_limited: whether the largest scale is limited by an intermediate number of the backward
+        pass that is far larger than all gradients.
+      ceiling: where the backward pass overflows at the lowest scale that was tried and does not
+        fit. `None` if there is no such scale, if `trace` found inf or NaN in the outputs, or if the
+        place was not found.
+      relief: the lines that let a higher scale fit if they are in float32. `None` if there are
+        none, or if they were not looked for: in a full exam they are, from the line of `ceiling`
+        on, if `is_limited` or if the largest scale is below 1.
       scale_comparison: the gradients at the judged scale against those at the largest, if that is
-        higher.
+        known and higher, else `None`.
       trace: the backward pass at `loss_scale`, equation by equation.
-      float32: the gradients against those in float32.
+      float32: the comparison of the gradients with float32, and what helps if they are wrong. Its
+        `comparison` is `None` if there was none: in a quick exam, or if not everything is finite.
       unshifted: the source lines that take the exponential of a row without subtracting its
         maximum first, and overflow.
       loss_sums: the sums that the loss is made of.
       zero_leaves: the names of the gradients that are 0 everywhere in float32. Where the float32
         gradients are not known, those at the largest scale count.
       leaf_table: the gradients at `loss_scale`, leaf by leaf.
-      histogram: the gradients at the largest scale, where the fewest are flushed on the way.
+      histogram: the gradients at the largest scale, where the fewest are flushed to 0 in the
+        backward pass.
       shares: what each format would keep of the gradients in `histogram`, at the judged scale.
-      layers: what each format would lose of each layer of them, at the judged scale.
-      suggestion: the loss scale at which float16 would store them best.
+      layers: what each format would lose of the gradients of each layer, at the judged scale.
+      suggestion: the loss scale at which float16 would store the gradients best.
     """
 
     # What was examined, and how.
@@ -106,6 +113,7 @@ class Exam(NamedTuple):
     @property
     def is_all_zero(self) -> bool:
         """Whether all gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
+        # `needed` is `None` if no gradient is both finite and nonzero.
         has_finite_nonzero = self.suggestion.needed is not None
         return not has_finite_nonzero and not self.leaf_table.nonfinite_rows
 
@@ -113,7 +121,7 @@ class Exam(NamedTuple):
     def blames_autocast(self) -> bool:
         """Whether `jaxscale.autocast` is blamed for a fault, if there is one.
 
-        It is if it was used, and the loss is finite without it.
+        True if autocast was used and the loss without it is finite.
         """
         if self.loss_as_written is None:
             return False
@@ -123,7 +131,7 @@ class Exam(NamedTuple):
     def largest_scale(self) -> float | None:
         """The largest loss scale that fits, or `None` if none is known.
 
-        None is known if none was looked for, or if none that was tried fits.
+        No scale is known if none was looked for, or if no scale that was tried fits.
         """
         if self.calibration is None:
             return None

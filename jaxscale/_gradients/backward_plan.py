@@ -32,36 +32,36 @@ from .verdict import agree_on_sizes, axis_names, no_such_axis
 _NO_SECOND = (
     "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "
     "for the gradient of a gradient norm. The loop of retries has no such derivative. Pass "
-    "`retries=0`, and wrap what is made of the gradients by `scale_backward`, too; or "
+    "`retries=0`, and wrap what you compute from the gradients in `scale_backward` as well; or "
     "differentiate the gradients in forward mode: `jax.jvp(jax.grad(...), ...)`."
 )
 _UNSCALED_SECOND = (
     "`scale_backward(retries=0)`: its backward pass is differentiated in reverse mode, such as for "
     "the gradient of a gradient norm. That second pass is not scaled, and small values flush to 0 "
-    "in it. Wrap what is made of the gradients by `scale_backward`, too, apart from the loss: "
-    "`loss(p) + scale_backward(lambda p: penalty(jax.grad(loss)(p)))(p)`."
+    "in it. Wrap what you compute from the gradients in `scale_backward` as well, separately from "
+    "the loss: `loss(p) + scale_backward(lambda p: penalty(jax.grad(loss)(p)))(p)`."
 )
 
 
 class Options(NamedTuple):
     """The arguments of a `scale_backward`, checked."""
 
-    scale: float | None  # `None` to take it from the cotangents
+    scale: float | None  # `None`: chosen from the cotangents
     retries: int
     axis_name: Any
 
 
 class BackwardPlan:
-    """A program that is split in two, and by which inputs each part is differentiated.
+    """A program that is split in two, and the inputs with respect to which each is differentiated.
 
     Attributes:
       inputs: the variables of the program's inputs.
       head: the half-precision part.
       tail: the part that follows it.
       sources: for each input of the head that is a cast of an input of the program, that input.
-      head_by: the inputs of the head that it is differentiated by.
-      head_sources: for each of these, the input of the program that it is or is cast from.
-      tail_by: the inputs of the program that the tail is differentiated by.
+      head_by: the inputs of the head with respect to which it is differentiated.
+      head_sources: for each of these, the program input that it equals or is a cast of.
+      tail_by: the inputs of the program with respect to which the tail is differentiated.
       entries: the outputs of the head where cotangents of the tail may enter it.
       entry_types: the type of each entry, once the program has run forward.
       axes: the named axes along which the program communicates.
@@ -73,15 +73,21 @@ class BackwardPlan:
         under_autocast: bool,
         perturbed: tuple[bool, ...],
     ) -> None:
-        """Splits a program. `perturbed` says by which of its inputs it is differentiated."""
+        """Splits a program.
+
+        Args:
+          program: the program.
+          under_autocast: whether an `autocast` around it may yet make its products half precision.
+          perturbed: for each of its inputs, whether it is differentiated with respect to it.
+        """
         parts = split(program, under_autocast)
         self.inputs = parts.inputs
         self.tail = parts.tail
         self.axes = _jax.collective_axes(program)
         differentiated_by = set(itertools.compress(self.inputs, perturbed))
-        # Parameters are cast before the head, and their gradients cast back after it. The loop of
-        # retries keeps all gradients in memory at once. In half precision they take half the memory
-        # of float32.
+        # The casts of parameters to half precision are taken out of the head and done in
+        # `run_forward`. So the loop of retries, which keeps all gradients at once, holds them in
+        # half precision: half the memory.
         self.head, self.sources = parts.head.without_casts(differentiated_by)
         differentiated_by |= set(self.sources)
         derived = self.head.find_derived(differentiated_by)
@@ -92,7 +98,10 @@ class BackwardPlan:
         self.entry_types: list[Any] = []
 
     def run_forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Partial]:
-        """Returns the outputs, and what pulls cotangents back through both parts."""
+        """Returns the outputs, and `pull(cotangents, options)`.
+
+        That function returns the gradients for the inputs, `None` for an input that has none.
+        """
         env = dict(zip(self.inputs, inputs, strict=True))
         for var, source in self.sources.items():
             env[var] = cast(env[source], var.aval.dtype)
@@ -103,7 +112,7 @@ class BackwardPlan:
                 self.head,
                 env,
                 by=self.head_by,
-                of=self.entries,
+                wanted=self.entries,
                 note_outputs=note_tangents,
             )
         env |= zip(self.head.outputs, crossing, strict=True)
@@ -116,15 +125,16 @@ class BackwardPlan:
         def note_entries(*values: Any) -> Any:
             return *note_zeros(*values[:num_entries]), *values[num_entries:]
 
+        inexact = [atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)]
         outputs, pull_tail = _run_part(
             self.tail,
             env,
             by=[*entries, *self.tail_by],
-            of=[atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)],
+            wanted=inexact,
             note_inputs=note_entries,
         )
-        # What a backward pass keeps must be a tree of arrays. So these marks are a tree without
-        # arrays, whose structure says which entries have a tangent.
+        # JAX keeps `pull` for the backward pass as a tree of arrays, so bools in it would become
+        # arrays. `()` and `None` are trees without arrays: their structure keeps the bools.
         entry_marks = [() if has_tangent else None for has_tangent in have_tangents]
         pull = Partial(self._pull_back, entry_marks, pull_head, pull_tail)
         return tuple(outputs), pull
@@ -138,7 +148,7 @@ class BackwardPlan:
         options: Options,
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
-        inexact = filter(_jax.holds_inexact, cotangents)
+        inexact = filter(_jax.holds_inexact, cotangents)  # as in `run_forward`
         # The rule of `note_zeros` fills this list: one bool for each entry with a tangent, whether
         # its cotangent is zero. If JAX knows that all are, it never runs the rule, and the list
         # stays empty.
@@ -148,20 +158,12 @@ class BackwardPlan:
         of_tail = pulled[num_entries:]
         gradients = dict(zip(self.tail_by, of_tail, strict=True))
         are_zeros = noted or [True] * num_entries
-        cotangents_and_zeros = zip(pulled[:num_entries], are_zeros, strict=True)
-        entering = []
-        for mark in entry_marks:
-            cotangent = None
-            if mark is not None:
-                cotangent, is_zero = next(cotangents_and_zeros)
-                if is_zero:
-                    cotangent = None
-            entering.append(cotangent)
-        if self.head_by and any(cotangent is not None for cotangent in entering):
-            # `_warn_unscaled` of an inner `scale_backward` sees by this that it is scaled. The list
-            # is not read.
+        at_entries = _spread(pulled[:num_entries], are_zeros, entry_marks)
+        if self.head_by and any(cotangent is not None for cotangent in at_entries):
+            # Only a signal: inside of `noting`, `_warn_unscaled` of an inner `scale_backward` knows
+            # that this one scales it. The list is not read.
             with noting():
-                of_head = self._pull_through_head(pull_head, entering, options)
+                of_head = self._pull_through_head(pull_head, at_entries, options)
             for var, gradient in zip(self.head_sources, of_head, strict=True):
                 if gradients.get(var) is not None:
                     gradient = gradient + widen(gradients[var])
@@ -175,59 +177,63 @@ class BackwardPlan:
         return tuple(results)
 
     def _pull_through_head(
-        self, pull: Any, cotangents: list[Any], options: Options
+        self, pull: Any, at_entries: list[Any], options: Options
     ) -> list[jax.Array]:
         """Pulls cotangents back through the head, and returns the gradients in float32 or wider.
 
-        There is one cotangent for each entry. It is `None` if nothing depends on the entry.
+        There is one cotangent for each entry. It is `None` if it is known to be zero.
         """
-        entering = [cotangent for cotangent in cotangents if cotangent is not None]
-        axes = self._find_agreed_axes(entering, options.axis_name)
+        nonzero = [cotangent for cotangent in at_entries if cotangent is not None]
+        axes = self._find_agreed_axes(nonzero, options.axis_name)
 
         def pull_scaled(scale: jax.Array) -> list[Any]:
-            scaled = iter(multiply(entering, scale))
-            at_entries = []
-            for aval, cotangent in zip(self.entry_types, cotangents, strict=True):
+            remaining = iter(multiply(nonzero, scale))
+            scaled_at_entries = []
+            for aval, cotangent in zip(self.entry_types, at_entries, strict=True):
                 if cotangent is None:
-                    at_entries.append(_make_zero(aval))
+                    scaled_at_entries.append(_make_zero(aval))
                 else:
-                    at_entries.append(cast(next(scaled), cotangent.dtype))
-            return list(pull(at_entries))
+                    scaled_at_entries.append(cast(next(remaining), cotangent.dtype))
+            return list(pull(scaled_at_entries))
 
         scale = jnp.float32(options.scale or 1)
         may_repeat = jnp.array(True)
         if options.scale is None or options.retries:
-            largest = _find_largest(entering, axes)
+            largest = _find_largest(nonzero, axes)
             # No retry helps if a cotangent is inf or NaN before it is scaled.
             may_repeat = jnp.all(jnp.isfinite(largest))
             if options.scale is None:
                 # Only a retry could take a raised scale back.
                 most_raised = MOST_RAISED if options.retries else 0
                 scale = choose_power(largest, most_raised)
+        # `guard` says what happens if the gradients are differentiated in reverse mode.
         if options.retries:
-            scaled, scale = pull_with_retries(
+            scaled_gradients, scale = pull_with_retries(
                 pull_scaled, scale, may_repeat, options.retries, axes
             )
             reason = _NO_SECOND.format(options.retries)
             guard = functools.partial(_jax.refuse_transposing, reason=reason)
         else:
-            scaled = pull_scaled(scale)
+            scaled_gradients = pull_scaled(scale)
             guard = functools.partial(_jax.note_transposing, note=_warn_unscaled)
         in_own_dtypes = []
-        for gradient, var in zip(scaled, self.head_sources, strict=True):
+        for gradient, var in zip(scaled_gradients, self.head_sources, strict=True):
             in_own_dtypes.append(cast(gradient, var.aval.dtype))
         return list(map(guard, divide(in_own_dtypes, scale)))
 
     def _find_agreed_axes(
-        self, entering: list[Any], axis_name: Any
+        self, cotangents: list[Any], axis_name: Any
     ) -> tuple[Any, ...] | None:
-        """Returns the axes along which the devices must use one scale."""
+        """Returns the axes along which the devices must use one scale, or `None`.
+
+        `head_by` is not empty: the caller checks that.
+        """
         of_inputs = [_jax.varying(var.aval) for var in self.head_by]
-        of_cotangents = map(_jax.varying, map(jax.typeof, entering))
+        of_cotangents = map(_jax.varying, map(jax.typeof, cotangents))
         axes_of_any = frozenset().union(*of_inputs, *of_cotangents)
         axes_of_every_input = frozenset.intersection(*of_inputs)
-        # JAX sums the gradient of an input over each axis along which the input is the same on all
-        # devices, but other values differ. The terms of that sum must have one scale.
+        # If an input is the same along an axis, but another input or a cotangent varies along it,
+        # JAX sums the gradient for that input over the axis. All terms must have one scale.
         axes = set(axes_of_any - axes_of_every_input)
         # Along an axis where devices exchange numbers they must repeat a pass together, unless
         # types show that nothing differs along it.
@@ -238,8 +244,8 @@ class BackwardPlan:
 
 
 def _find_largest(cotangents: list[Any], axes: Any) -> jax.Array:
-    """Returns the largest magnitude of each cotangent on all devices, an `f32[n]`."""
-    # `agree_on_sizes` takes bits, and returns floats.
+    """Returns an `f32[n]`: each cotangent's largest magnitude, over the devices along `axes`."""
+    # The magnitudes as bits, which `agree_on_sizes` turns into floats.
     bits = reduce_sizes(Scaled(cotangents), by_leaf=True).numbers
     no_flags = jnp.zeros(0, jnp.bool_)
     _, largest = agree_on_sizes(no_flags, dict(enumerate(bits)), axes)
@@ -251,28 +257,42 @@ def _run_part(
     env: dict[Any, Any],
     *,
     by: Sequence[Any],
-    of: Sequence[Any],
+    wanted: Sequence[Any],
     note_inputs: Callable[..., Sequence[Any]] = lambda *inputs: inputs,
     note_outputs: Callable[..., Sequence[Any]] = lambda *outputs: outputs,
 ) -> tuple[list[Any], Any]:
     """Runs a part of a program on the values in `env`.
 
-    Returns all of its outputs, and a function that pulls cotangents of those in `of` back to the
-    variables in `by`. The values of both may go through functions that note what JAX knows of
-    their derivatives.
+    Returns all of its outputs, and a function that pulls cotangents of the outputs in `wanted` back
+    to the variables in `by`. `note_inputs` is applied to the values of `by`, and `note_outputs` to
+    those of `wanted`: identities that record which derivatives JAX knows to be zero.
     """
-    differentiated = set(map(id, of))  # by identity, as literals are not hashable
-    places = [i for i, atom in enumerate(part.outputs) if id(atom) in differentiated]
+    wanted_ids = set(map(id, wanted))  # by identity, as literals are not hashable
+    places = [i for i, atom in enumerate(part.outputs) if id(atom) in wanted_ids]
 
-    def run(*values: Any) -> Any:
-        values_of = env | dict(zip(by, note_inputs(*values), strict=True))
-        outputs = part(*[values_of[var] for var in part.inputs])
-        outputs_of = note_outputs(*[outputs[i] for i in places])
-        return list(outputs_of), outputs
+    def run(*inputs: Any) -> Any:
+        values = env | dict(zip(by, note_inputs(*inputs), strict=True))
+        outputs = part(*[values[var] for var in part.inputs])
+        wanted_outputs = note_outputs(*[outputs[i] for i in places])
+        return list(wanted_outputs), outputs
 
-    inputs = [env[var] for var in by]
-    _, pull, outputs = jax.vjp(run, *inputs, has_aux=True)
+    # `run` returns (the outputs in `wanted`, all outputs).
+    _, pull, outputs = jax.vjp(run, *[env[var] for var in by], has_aux=True)
     return outputs, pull
+
+
+def _spread(
+    cotangents: Sequence[Any], are_zeros: Sequence[bool], entry_marks: Sequence[Any]
+) -> list[Any]:
+    """Returns one cotangent for each entry, `None` where it is known to be zero.
+
+    The cotangents are those of the entries whose mark is not `None`, in order.
+    """
+    nonzero = []
+    for cotangent, is_zero in zip(cotangents, are_zeros, strict=True):
+        nonzero.append(None if is_zero else cotangent)
+    remaining = iter(nonzero)
+    return [None if mark is None else next(remaining) for mark in entry_marks]
 
 
 def _warn_unscaled() -> None:

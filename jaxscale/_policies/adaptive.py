@@ -1,11 +1,11 @@
 """The policy that follows the largest gradient, instead of probing for the highest scale.
 
-The largest gradient does not say how much larger the numbers between the layers are, which
-overflow first: that is learned from overflows, as the `level`. Nor does it say how large the
-gradients of rare batches are: a step that overflows hides their size. So sizes are tried out, as
-the `crest`.
+The numbers between the layers may be larger than the largest gradient, and these overflow first.
+How much larger they are is learned from overflows, and stored as the `level`. The gradients of
+rare batches may also be larger than usual, and a step that overflows hides their size. So larger
+and larger sizes are tried, and the current guess is the `crest`.
 
-All arithmetic is that of integers: see `adaptive_units.py`.
+All arithmetic is on integers: see `adaptive_units.py`.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from .adaptive_units import (
 )
 from .base import CheckedLossScale, new_state
 
-# A crest rises by this much above the last one.
+# A raised crest is at least this far above the last one and the peak, if `min_scale` allows it.
 _CREST_ROOM = 3 * BINADE
 _SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
@@ -68,38 +68,41 @@ class AdaptiveLossScale(CheckedLossScale):
     one of them passes, which costs a handful of batches. With
     `jaxscale.train_step(..., retries=10)` no batch is lost.
 
-    In detail, with `x` the binary logarithm of the largest absolute value among the unscaled
-    gradients (linear between two powers of two):
+    In detail, the rule works with four binary logarithms. `x` is that of the largest absolute value
+    among the unscaled gradients of a step (linear between two powers of two). `peak` is that of its
+    usual size, and `crest` that of the size assumed for rare large batches, -256 if there are none.
+    `level` is that of what the largest scaled gradient may reach.
 
-    - Finite step: `peak <- max(x, peak + (x - peak) / memory)`. The level rises by `1 / period`. In
-      a search, that is at the start and once the last overflow is `period` finite steps ago, it
-      rises by `1 / search_period`. It rises at least to 2 below the level that this step has shown
-      to fit, and at most to `max_level`. Then `loss_scale <- 2**floor(level - max(peak, crest))`,
-      but at most twice the last scale.
+    - Finite step: `peak <- max(x, faded_peak)`, with `faded_peak = peak + (x - peak) / memory`. The
+      level rises by `1 / period`. In a *search*, that is while `finite_steps` is at least `period`,
+      as at the start, it rises by `1 / search_period`. It rises at least to 2 below what the
+      largest scaled gradient of this step has reached, and at most to `max_level`. Then
+      `loss_scale <- 2**floor(level - max(peak, crest))`, but at most twice the last scale.
     - First overflow in a row: `loss_scale <- loss_scale / 2`. The level falls by one, and
-      `finite_steps` starts again at 0. If the level was above all levels that give this scale, as
-      while the scale rises, it falls to 1/2 below these instead. Then `finite_steps` goes on, and
-      so does a search. If the level would fall below `min_level`, the peak rises instead, which
-      wears off. Before the first gradients only the scale falls.
-    - If `finite_steps` was below `period / 4` when an overflow made it start again, the crest also
-      rises, and `held_steps` starts again with it. The new distance from the peak is
-      `4 * distance + 3` if the crest was untried or less than 3 above the peak, and otherwise
-      `distance + 3`. So it is 3, then 15, then 63, unless that would ask for a scale below
-      `min_scale`. *Untried* means that both counts are equal: the last overflow that made
-      `finite_steps` start again also raised the crest, and no step has reached it since. (They are
-      also equal if that overflow left the crest, and came right after a step that reached it.)
-    - A finite step *reaches* the crest if its `x` is at least a quarter of the way up from the peak
-      to the crest. Then the crest falls half the way to `x`, or rises to `x`, and `held_steps`
-      starts again at 0. If this step finds an untried crest, and the level more than 2 below the
-      initial level, a search begins. If no step reaches the crest in `period / 2` finite steps, it
-      fades like the peak.
+      `finite_steps` restarts at 0. While the scale is still rising towards the level, though, an
+      overflow says little about the level. It is then set 1/2 below the lowest level that gives the
+      scale that overflowed, `finite_steps` goes on, and so does a search. In both cases the level
+      stops at `min_level`: the peak rises instead, and then fades back. Before the first gradients
+      only the scale falls.
+    - If an overflow restarts `finite_steps` while it is below `period / 4`, the crest also rises,
+      `held_steps` restarts at 0 too, and the scale falls at once to what the crest allows. With
+      `d = max(crest - peak, 0)` before the overflow, the crest becomes `peak + 4 * d + 3` if it was
+      untried or `d` was below 3, and otherwise `peak + d + 3`. So it is 3 above the peak, then 15,
+      then 63, unless that would ask for a scale below `min_scale`. *Untried* means that
+      `held_steps` equals `finite_steps`: the last overflow that restarted `finite_steps` also
+      raised the crest, and no step has reached it since.
+    - A finite step *reaches* the crest if its `x` is at least a quarter of the way up from
+      `faded_peak` to the crest. Then the crest falls half the way to `x`, or rises to `x`, and
+      `held_steps` restarts at 0. If the crest was untried, and the level is more than 2 below the
+      initial level, a search begins: `finite_steps <- period`. If no step reaches the crest in
+      `period / 2` finite steps, it fades like the peak. A crest below `faded_peak` is forgotten.
     - Second overflow in a row: `loss_scale <- loss_scale / 2**8`; each further one:
       `loss_scale <- loss_scale / 2**16`. Level, peak and crest stay.
     - All gradients are zero: nothing changes. If they are flushed to zero at `init_scale`, start
       higher: `jaxscale.check` says so.
-    - Finite step without gradients, as in `adjust(state, True)`: the peak stays. If the scale has
-      been lowered, the peak rises, so that only the rise of the level makes the scale grow. At
-      `max_level` the peak falls instead.
+    - Finite step without gradients, as in `adjust(state, True)`: the peak stays, and the crest is
+      forgotten. If the scale has been lowered or has not risen yet, the peak rises, so that only
+      the rise of the level makes the scale grow. At `max_level` the peak falls instead.
 
     The scale is always a power of two between `min_scale` and `max_scale`. The largest gradient
     comes from the pass that finds whether all gradients are finite. So no gradient is read more
@@ -108,7 +111,8 @@ class AdaptiveLossScale(CheckedLossScale):
     Args:
       init_scale: the scale of the first step, a power of two. The next steps at most double
         it, so that a low one finds its level within a few dozen steps and without a skip.
-      level: the level at the start, from -14 to below 16: float16 holds numbers below 2**16.
+      level: the level at the start, from -14 to below 16, the exponents of float16's normal
+        numbers.
       min_level: the level never falls below this.
       max_level: the level never rises above this. Half a binade below 16 leaves room for
         gradients that are larger than usual.
@@ -180,12 +184,18 @@ class AdaptiveLossScale(CheckedLossScale):
     def _move(
         self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
-        """Returns the next state. Without `largest` a scale doubles in `period` finite steps."""
+        """Returns the next state.
+
+        `largest` is the largest absolute value among the unscaled gradients, or `None` if it is not
+        known. Then the scale only follows the level: it doubles in `period` finite steps, and in a
+        search in `search_period`.
+        """
         now = self._to_integers(state)
         if largest is None:
             after_finite = self._after_finite_step(now, None)
         else:
-            # False for 0. XLA may take subnormal numbers for 0, or may not.
+            # Zero does not count as seen. Nor do subnormal numbers: some devices flush them to
+            # zero and others do not, and the scale should not depend on that.
             is_seen = largest >= _SMALLEST
             after_finite = tree_where(
                 is_seen, self._after_finite_step(now, log2(largest)), now
@@ -196,7 +206,9 @@ class AdaptiveLossScale(CheckedLossScale):
     def _to_integers(self, state: AdaptiveState) -> IntegerState:
         """Returns a state in integers.
 
-        Numbers that no step writes, as in a damaged checkpoint, are replaced.
+        Numbers that no step writes, as in a damaged checkpoint, are replaced: a level that is not
+        finite by the initial one, a peak or a crest by `UNSEEN`, and a negative count by 0. Level
+        and scale are brought into their ranges, but a scale below `min_scale` is left as it is.
         """
         has_level = jnp.isfinite(state.level)
         level = jnp.where(has_level, state.level, self.level)
@@ -215,51 +227,56 @@ class AdaptiveLossScale(CheckedLossScale):
         )
 
     def _after_overflow(self, now: IntegerState) -> IntegerState:
-        """Lowers the scale. The first overflow in a row also lowers the level, or raises the crest.
+        """Lowers the scale. The first overflow in a row also lowers the level.
 
-        If the gradients have grown, more overflows follow, and the scale alone falls.
+        If it comes soon after the last one, it also raises the crest. If the gradients have grown,
+        more overflows follow, and the scale alone falls.
         """
         top = jnp.maximum(now.peak, now.crest)
-        # All levels of one binade give the same scale, and this is the end of that binade. If the
-        # level is not below it, the scale has not caught up, or `max_scale` holds it, and the
-        # overflow says nothing about the level. Then the middle of the binade is taken for the
-        # level that overflowed.
+        # All levels in one binade give the same scale, and `binade_end` is the first level beyond
+        # those that give the current scale. If the level is there or higher, the scale lags behind
+        # it: the scale is still rising, or `max_scale` caps it. Then the overflow says little about
+        # the level, and the middle of the binade is taken for the level that overflowed.
         binade_end = (now.exponent + 1) * LEVEL_BINADE + top * LEVEL_UNITS
-        is_ahead = now.level >= binade_end
+        level_is_ahead = now.level >= binade_end
         # Before the first gradients the level is not known to be wrong.
         is_blamed = (now.overflows == 0) & (now.peak > UNSEEN * BINADE)
-        is_repeated = is_blamed & ~is_ahead & (now.finite_steps < self.period // 4)
+        is_soon = is_blamed & ~level_is_ahead & (now.finite_steps < self.period // 4)
 
         binade_middle = binade_end - LEVEL_BINADE // 2
-        overflowed = jnp.where(is_ahead, binade_middle, now.level)
+        overflowed = jnp.where(level_is_ahead, binade_middle, now.level)
         level = overflowed - LEVEL_BINADE
-        # Where the level would fall below its minimum, the peak rises by the rest.
-        rest = jnp.maximum(to_units(self.min_level) - level, 0)
-        level += rest
-        peak = jnp.minimum(now.peak + to_logarithm_above(rest), HIGHEST)
+        # The level stops at its minimum, and the peak rises by what is missing.
+        below_minimum = jnp.maximum(to_units(self.min_level) - level, 0)
+        level += below_minimum
+        peak = jnp.minimum(now.peak + to_logarithm_above(below_minimum), HIGHEST)
         crest = self._raise_crest(now, top, level)
-        exponent = self._lower_exponent(now, level, crest, is_repeated)
+        exponent = self._lower_exponent(now, level, crest, is_soon)
         return IntegerState(
             exponent=exponent,
             peak=jnp.where(is_blamed, peak, now.peak),
             level=jnp.where(is_blamed, level, now.level),
-            crest=jnp.where(is_repeated, crest, now.crest),
+            crest=jnp.where(is_soon, crest, now.crest),
             # If the level was ahead, it may have fallen far for one bad batch: a search goes on.
-            finite_steps=jnp.where(is_blamed & ~is_ahead, 0, now.finite_steps),
-            held_steps=jnp.where(is_repeated, 0, now.held_steps),
+            finite_steps=jnp.where(is_blamed & ~level_is_ahead, 0, now.finite_steps),
+            held_steps=jnp.where(is_soon, 0, now.held_steps),
             overflows=increment(now.overflows),
         )
 
     def _raise_crest(
         self, now: IntegerState, top: jax.Array, level: jax.Array
     ) -> jax.Array:
-        """Returns the crest after an overflow that repeats, given the lowered level."""
-        # An untried crest was only a guess, and not high enough: the next one is much higher. So is
-        # the next one after a low crest: usual gradients reach that, which proves nothing.
-        room = top - now.peak
-        is_guess = is_untried(now) | (room < _CREST_ROOM)
+        """Returns the crest after an overflow soon after the last one.
+
+        `top` is the higher of peak and crest before it, and `level` the lowered level.
+        """
+        # An untried crest was only a guess, and not high enough: the next one is much higher. The
+        # same holds after a crest less than `_CREST_ROOM` above the peak: usual gradients reach
+        # such a crest, so reaching it does not show that it is high enough.
+        distance = top - now.peak
+        is_guess = is_untried(now) | (distance < _CREST_ROOM)
         crest = top + _CREST_ROOM
-        crest += jnp.where(is_guess, 3 * room, 0)
+        crest += jnp.where(is_guess, 3 * distance, 0)
         # A higher crest than this would ask for a scale below `min_scale`.
         lowest_scale = _exponent(self.min_scale) * BINADE
         highest_useful = jnp.maximum(to_logarithm(level) - lowest_scale, top)
@@ -271,35 +288,42 @@ class AdaptiveLossScale(CheckedLossScale):
         now: IntegerState,
         level: jax.Array,
         crest: jax.Array,
-        is_repeated: jax.Array,
+        is_soon: jax.Array,
     ) -> jax.Array:
-        """Returns the exponent of the scale after an overflow: lower, but not below the minimum."""
+        """Returns the exponent of the scale after an overflow.
+
+        It is not below `min_scale` unless the old one was. `level` and `crest` are the new ones,
+        and count only if the overflow came soon after the last one.
+        """
         is_first = now.overflows == 0
         is_second = now.overflows == 1
         fall = jnp.where(is_first, 1, jnp.where(is_second, 8, 16))
         exponent = now.exponent - fall
         fitting = (to_logarithm(level) - crest) // BINADE
-        exponent = jnp.where(is_repeated, jnp.minimum(exponent, fitting), exponent)
+        exponent = jnp.where(is_soon, jnp.minimum(exponent, fitting), exponent)
         exponent = jnp.maximum(exponent, _exponent(self.min_scale))
-        # A restored scale may lie below the minimum.
+        # A restored scale may lie below the minimum, and an overflow must not raise it.
         return jnp.minimum(now.exponent, exponent)
 
     def _after_finite_step(
         self, now: IntegerState, x: jax.Array | None
     ) -> IntegerState:
-        """Moves on after a finite step, with `x` the logarithm of its largest gradient."""
+        """Returns the state after a finite step.
+
+        `x` is the logarithm of its largest gradient in units, or `None` if it is not known.
+        """
         slow = max(1, round(LEVEL_BINADE / self.period))
         fast = max(1, round(LEVEL_BINADE / self.search_period))
         is_searching = now.finite_steps >= self.period
         raised_level = now.level + jnp.where(is_searching, fast, slow)
-        now = now._replace(
+        counted = now._replace(
             finite_steps=increment(now.finite_steps),
             held_steps=increment(now.held_steps),
         )
         if x is None:
-            after = self._follow_level(now, raised_level)
+            after = self._follow_level(counted, raised_level)
         else:
-            after = self._follow_gradient(now, raised_level, x)
+            after = self._follow_gradient(counted, raised_level, x)
         level = to_logarithm(after.level)
         top = jnp.maximum(after.peak, after.crest)
         target = (level - top) // BINADE
@@ -312,13 +336,14 @@ class AdaptiveLossScale(CheckedLossScale):
         )
 
     def _follow_level(self, now: IntegerState, raised_level: jax.Array) -> IntegerState:
-        """Returns the level, peak and crest after a finite step of which no gradient is known."""
+        """Returns all but the scale after a finite step whose largest gradient is not known."""
         level = jnp.minimum(raised_level, to_units(self.max_level))
         # If the scale is a binade or more below what level and peak allow, an overflow or the crest
-        # lowered it, or it has not risen yet: this peak keeps it there.
-        holding = to_logarithm(now.level) - now.exponent * BINADE
-        peak = jnp.where(holding - BINADE >= now.peak, holding, now.peak)
-        # Where the level would rise above its maximum, the peak falls by the rest.
+        # lowered it, or it has not risen yet. Raising the peak keeps it there.
+        peak_of_scale = to_logarithm(now.level) - now.exponent * BINADE
+        is_lagging = peak_of_scale - BINADE >= now.peak
+        peak = jnp.where(is_lagging, peak_of_scale, now.peak)
+        # The level stops at its maximum, and the peak falls by what is missing.
         peak -= to_logarithm_above(raised_level - level)
         crest = jnp.full_like(now.crest, UNSEEN * BINADE)  # the peak holds the scale
         return now._replace(peak=peak, level=level, crest=crest)
@@ -326,19 +351,22 @@ class AdaptiveLossScale(CheckedLossScale):
     def _follow_gradient(
         self, now: IntegerState, raised_level: jax.Array, x: jax.Array
     ) -> IntegerState:
-        """Returns all but the scale after a finite step whose largest gradient is known."""
-        # 2 binades below what this step has shown to fit.
+        """Returns all but the scale after a finite step whose largest gradient is known.
+
+        `now` has counted this step already. `x` is the logarithm of the gradient in units.
+        """
+        # 2 binades below the largest scaled gradient of this step, which has proved to fit.
         shown_level = x * LEVEL_UNITS + (now.exponent - 2) * LEVEL_BINADE
         level = jnp.maximum(raised_level, shown_level)
         level = jnp.minimum(level, to_units(self.max_level))
         faded = self._fade(now.peak, x)
         peak = jnp.maximum(x, faded)
 
-        # A step reaches the crest if it is a quarter of the way up or more. A crest below the peak
-        # is forgotten.
+        # A step reaches the crest if it is a quarter of the way up or more. The way starts at the
+        # faded peak, not at one that this very step has raised. A crest below it is forgotten.
         height = now.crest - faded
         is_reached = (height >= 0) & (4 * (x - faded) >= height)
-        # If the level was lowered far, it may have been for a batch like this one.
+        # Overflows of batches like this one may have lowered the level too far: search again.
         is_low = is_untried(now) & (level < to_units(self.level) - 2 * LEVEL_BINADE)
         finite_steps = jnp.where(is_reached & is_low, self.period, now.finite_steps)
         is_held = now.held_steps < self.period // 2
@@ -354,7 +382,7 @@ class AdaptiveLossScale(CheckedLossScale):
         )
 
     def _fade(self, old: jax.Array, x: jax.Array) -> jax.Array:
-        """Moves a logarithm towards that of the last step, by one part in `memory`."""
+        """Returns a logarithm moved towards that of the current step, by one part in `memory`."""
         return old + jax.lax.div(x - old, jnp.asarray(self.memory, jnp.int32))
 
 

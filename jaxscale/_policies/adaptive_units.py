@@ -1,9 +1,9 @@
 """The state of `AdaptiveLossScale` in integers, and the units that it counts in.
 
-Binary logarithms count in units of 2**-16, levels in units of 2**-20. Both are whole numbers that
-float32 holds exactly, so the state shows them as floats. The logarithm of a float comes from its
-bits, and a scale is built from its exponent: `jnp.log2` and `jnp.exp2` may be off by an ulp, and a
-scale that is not a power of two rounds every gradient.
+Binary logarithms are counted in units of 2**-16, levels in units of 2**-20. float32 holds both
+exactly, so the state can store them as floats. The logarithm of a float comes from its bits, and a
+scale is built from its exponent: `jnp.log2` and `jnp.exp2` may be off by an ulp, and a scale that
+is not a power of two rounds every gradient.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from .._trees.numbers import EXPONENT_BIAS, MANTISSA_BITS, float_bits, float_of_
 # How many units a binade has: of a logarithm, and of a level, which rises in smaller steps.
 BINADE = 2**16
 LEVEL_BINADE = 2**20
-# How many units of a level are in one of a logarithm.
+# Level units per logarithm unit.
 LEVEL_UNITS = LEVEL_BINADE // BINADE
-# What the peak and the crest are while nothing is known of them: lower than any logarithm.
+# The peak or the crest while nothing is known of it: lower than any logarithm.
 UNSEEN = -256
 # No largest gradient has a higher logarithm.
 HIGHEST = 128 * BINADE
@@ -40,9 +40,10 @@ class IntegerState(NamedTuple):
 def is_untried(state: IntegerState) -> jax.Array:
     """Returns whether the last overflow raised the crest, and no finite step has reached it since.
 
-    Both counters start at 0 when the crest rises, and reaching it sets `held_steps` back. An
-    overflow that leaves the crest sets back only `finite_steps`: so the counters differ after it,
-    also if no step reached the crest. They are equal if the step before it reached the crest.
+    Both counters restart at 0 when an overflow raises the crest, and only `held_steps` restarts
+    when a step reaches it. An overflow may also restart `finite_steps` alone, and leave the crest.
+    Then the counters differ, even if no step has reached the crest. (One exception: if the step
+    just before that overflow reached the crest, both are 0.)
     """
     return state.held_steps == state.finite_steps
 
@@ -63,8 +64,8 @@ def to_floats(state: IntegerState) -> AdaptiveState:
 
 
 def heal_logarithm(logarithm: jax.Array) -> jax.Array:
-    """Returns a logarithm, or `UNSEEN` for one that no step writes."""
-    return jnp.where(jnp.abs(logarithm) <= 128, logarithm, UNSEEN)
+    """Returns a logarithm, or `UNSEEN` for one that no step writes. `UNSEEN` itself stays."""
+    return jnp.where(jnp.abs(logarithm) <= HIGHEST // BINADE, logarithm, UNSEEN)
 
 
 def heal_count(count: jax.Array) -> jax.Array:

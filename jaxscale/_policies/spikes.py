@@ -1,8 +1,8 @@
 """The rule that skips finite steps whose loss or gradient norm stands out.
 
 One window holds the last losses, another the last gradient norms. A value is a spike if it exceeds
-the *threshold* of its window, which lies some standard deviations above the mean. Then the value
-enters the window, clipped, so that one spike does not hide the next.
+the *threshold* of its window, which lies some standard deviations above the mean. Spike or not, the
+value then enters the window, clipped if it is far out, so that one spike does not hide the next.
 """
 
 import dataclasses
@@ -18,11 +18,12 @@ from .._trees.checks import int32
 from .._trees.numbers import increment
 from .._trees.selection import tree_where
 from .level import BLOCK, PAST, count_blind_step, follow_level
-from .spike_statistics import measure, min_relative_std
+from .spike_statistics import Statistics, measure, min_relative_std
 
-# A value that enters its window is clipped to this many times the distance from the mean to the
-# threshold. From spike to spike in a row, the limit grows by the same factor. Otherwise a new level
-# that is a million times as high would be skipped for so long that `check` would raise an error.
+# A value that is not a spike is clipped to this many times the distance from the mean to the
+# threshold as it enters its window. For spikes in a row, the limit grows by the same factor with
+# each further one. If it did not, a new level that is a million times as high would be skipped for
+# so long that `jaxscale.check` would raise an error.
 _CLIP_FACTOR = 5.0
 
 # Values are clipped from this many entries on, even before any is judged, as an early spike would
@@ -38,8 +39,8 @@ class _Judgement(NamedTuple):
     """Whether a value is a spike, and what the state keeps of it."""
 
     is_spike: jax.Array  # bool[]
-    window: jax.Array  # f32[window], with the value as its newest entry
-    num_entries: jax.Array  # i32[], how many the window has
+    entries: jax.Array  # f32[window], the window with the value as its newest entry
+    entry_count: jax.Array  # i32[], how many entries the window has
     threshold: jax.Array  # f32[], what the value had to exceed
     deviation: jax.Array  # f32[], how many standard deviations it stands above the mean
 
@@ -49,22 +50,23 @@ class SpikeRule:
     """Skips steps that are finite but bad: their loss or gradient norm stands out.
 
     Pass it as `spikes=` to `jaxscale.loss_scaled` or `jaxscale.skip_nonfinite`. A step is skipped
-    if its loss, or the global norm of its gradients, exceeds the mean of the last `window` ones by
-    more than `sigmas` standard deviations. Without a loss, a step is judged by its norm alone.
+    if its loss exceeds the mean of the last `window` losses by more than `sigmas` standard
+    deviations, or if the global norm of its gradients does so among the last `window` norms.
+    Without a loss, a step is judged by its norm alone.
 
     - A window judges nothing while it has fewer than `min_history` entries: by default the first 64
       steps are taken as they are, and a spike among them is applied.
     - A step that is not finite enters neither window; it is skipped anyway. A step whose norm is
-      exactly 0 has nothing to learn from: it is not judged, and enters neither window. So gradients
-      that are rare among zeros are not spikes.
+      exactly 0 offers nothing to learn from: it is not judged, and enters neither window. So
+      gradients that are rare among zeros are not spikes.
     - A step whose gradients are finite, but so large that their norm is not, is a spike from the
       first step on: it would set Adam's second moment to inf for good. No such level is accepted.
-    - A spike is clipped as it enters its window. If no other was skipped in the last `window`
-      steps, it enters as the threshold itself, so that it hides no other. If one was, the k-th
-      spike in a row is clipped to `sigmas * max(5, 5**(k - 1))` standard deviations above the mean,
-      and from the tenth on not at all. So a new level is accepted after a few skipped steps: with
-      the defaults after 6 if it is 100 standard deviations higher, after 7 if it is 1000, after 8
-      if it is 100 000, and never after more than 15.
+    - A spike is clipped as it enters its window. If there was no spike in the `window` steps before
+      it, it enters as the threshold itself, so that it does not hide the next one. Otherwise, as
+      the k-th spike in a row (k = 1, 2, ...), it is clipped to `sigmas * max(5, 5**(k - 1))`
+      standard deviations above the mean, and from the tenth on not at all. So a new level is
+      accepted after a few skipped steps: with the defaults after 6 if it is 100 standard deviations
+      higher, after 7 if it is 1000, after 8 if it is 100 000, and never after more than 15.
     - From the fifth step on, a value that is not a spike is clipped to `5 * sigmas` standard
       deviations from the mean as it enters.
     - The standard deviation counts as at least 1e-6 of the mean, and at least half the spacing of
@@ -72,23 +74,24 @@ class SpikeRule:
       judges nothing. Losses below zero are judged in the same way. A low value is never a spike.
 
     This rule cannot tell a rare kind of batch from a bad one. A kind that stands out and makes up
-    3, 4 or 5 % of the steps loses 55, 30 or 15 % of them, and one that comes in every 50th step is
-    hardly ever learned from. Gradients that are rare among tiny ones, such as 1e-6, are also
-    skipped; only those that are rare among exact zeros are kept. `total_spikes` of
+    3, 4 or 5 % of the steps has 55, 30 or 15 % of its own steps skipped, and one that comes in
+    every 50th step is hardly ever learned from. Gradients that are rare among tiny ones, such as
+    1e-6, are also skipped; only those that are rare among exact zeros are kept. `total_spikes` of
     `jaxscale.metrics` counts what is lost.
 
     Nor can it tell a ruined run from new data, as it accepts either level. So the state also
     follows the level of the loss, and never skips a step for it:
 
-    - The level is the median of the last 8 losses. Every 8 steps it is added to its past, unless it
-      stands above that. It takes 512 losses until the past is known.
+    - The level is the median of the last 8 losses. Every 8 steps it is added to the levels of the
+      past, unless it stands above them (see the next point). It takes 512 losses until the past is
+      known.
     - The past holds 64 levels, and the newest 4 do not count yet. The level stands above its past
       if three things hold. It exceeds the highest of the other 60. It exceeds their median by 10
-      robust standard deviations. And it exceeds the median by 6 times the distance from the median
-      to the fourth highest level.
-    - `level_count` counts for how many steps in a row it does so. Take 16 as an alarm: a sudden
-      rise to 1.5 times a loss of 1 +- 0.1 is seen after about 20 steps. After 2048 steps the past
-      is forgotten, and learned anew.
+      standard deviations, estimated from their quartiles. And it exceeds the median by 6 times the
+      distance from the median to the fourth highest level.
+    - `level_count` counts for how many steps in a row the level has stood above its past. Treat 16
+      as an alarm. If a loss of 1 +- 0.1 suddenly rises to 1.5 times that, 16 is reached after about
+      20 steps. After 2048 steps the past is forgotten, and learned anew.
 
     Args:
       window: how many of the last steps are kept, at least 2.
@@ -126,7 +129,8 @@ class SpikeRule:
     sigmas: float = 6.0
     min_history: int | None = None
 
-    # Whether windows are guarded against constant entries, and against spikes that hide others.
+    # Whether windows are guarded against constant entries and against spikes that hide others, and
+    # whether norms of 0 and inf are treated apart.
     _is_guarded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -179,27 +183,27 @@ class SpikeRule:
     ) -> tuple[jax.Array, SpikeState]:
         """Judges whether a step is a spike, and returns that with the next state.
 
+        A step that is not finite, or whose norm is 0, is not judged: it is not a spike, and of the
+        state only a `level_count` above 0 moves on.
+
         Args:
           state: the state of this step.
           loss: the loss, a floating scalar. If it is `None`, the window of losses stays as it is.
           grad_norm: the global norm of the gradients, a floating scalar. It is inf if the squares
-            of finite gradients overflow; that is a spike. If it is 0, the step is not a spike, and
-            the state stays as it is.
-          finite: a `bool[]`, whether the gradients and the loss are finite. If not, the step is not
-            a spike, and the state stays as it is. In both cases a `level_count` above 0 goes on
-            counting.
+            of finite gradients overflow; that is a spike.
+          finite: a `bool[]`, whether the gradients and the loss are finite.
 
         Returns:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
         """
-        limit = self._find_limit(state)
+        spike_limit = self._find_limit(state)
         of_norm = self._judge_value(
-            grad_norm, state.grad_norms, state.norm_count, limit
+            grad_norm, state.grad_norms, state.norm_count, spike_limit
         )
         is_spike = of_norm.is_spike
         next_state = state._replace(
-            grad_norms=of_norm.window,
-            norm_count=of_norm.num_entries,
+            grad_norms=of_norm.entries,
+            norm_count=of_norm.entry_count,
             norm_threshold=of_norm.threshold,
             norm_deviation=of_norm.deviation,
         )
@@ -207,11 +211,13 @@ class SpikeRule:
             # The level stays where it is, so only a `level_count` above 0 goes on.
             next_state = count_blind_step(next_state)
         else:
-            of_loss = self._judge_value(loss, state.losses, state.loss_count, limit)
+            of_loss = self._judge_value(
+                loss, state.losses, state.loss_count, spike_limit
+            )
             is_spike |= of_loss.is_spike
             next_state = next_state._replace(
-                losses=of_loss.window,
-                loss_count=of_loss.num_entries,
+                losses=of_loss.entries,
+                loss_count=of_loss.entry_count,
                 loss_threshold=of_loss.threshold,
                 loss_deviation=of_loss.deviation,
             )
@@ -221,17 +227,18 @@ class SpikeRule:
                 min_relative_deviation=min_relative_std(jnp.result_type(loss)),
             )
 
-        is_judged = jnp.asarray(finite)
+        counts = jnp.asarray(finite)  # whether the step is judged, and enters the state
         norm_overflows = jnp.zeros((), jnp.bool_)
         if self._is_guarded:
-            # A step whose norm is 0 has nothing to learn from, and no other is to be judged by it.
-            is_judged &= jnp.asarray(grad_norm) != 0
+            # A step whose norm is 0 offers nothing to learn from, and no other is to be judged by
+            # it.
+            counts &= jnp.asarray(grad_norm) != 0
             # A step whose norm is inf would set Adam's second moment to inf for good.
             norm_overflows = ~jnp.isfinite(grad_norm)
             is_spike |= norm_overflows
         next_state = self._count_step(next_state, is_spike, norm_overflows)
-        is_skipped = is_spike & is_judged
-        return is_skipped, tree_where(is_judged, next_state, count_blind_step(state))
+        is_skipped = is_spike & counts
+        return is_skipped, tree_where(counts, next_state, count_blind_step(state))
 
     def _count_step(
         self, state: SpikeState, is_spike: jax.Array, norm_overflows: jax.Array
@@ -257,68 +264,98 @@ class SpikeRule:
         It is a multiple of the distance from the mean to the threshold: 1 for a spike that is alone
         in its window, and inf for one that enters as it is.
         """
-        num_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
-        in_row = _CLIP_FACTOR ** num_before.astype(jnp.float32)
-        in_row = jnp.maximum(_CLIP_FACTOR, in_row)
-        in_row = jnp.where(num_before + 1 < _FIRST_UNCLIPPED, in_row, jnp.inf)
+        # The spikes in a row before the next one. No more than 9 need to be told apart.
+        spikes_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
+        grown = _CLIP_FACTOR ** spikes_before.astype(jnp.float32)
+        limit_in_row = jnp.maximum(_CLIP_FACTOR, grown)
+        is_clipped = spikes_before + 1 < _FIRST_UNCLIPPED
+        limit_in_row = jnp.where(is_clipped, limit_in_row, jnp.inf)
         # For `cooldown` more steps, a spike is not alone in its window.
         is_alone = state.cooldown == 0
-        return jnp.where(is_alone, 1.0, in_row)
+        return jnp.where(is_alone, 1.0, limit_in_row)
 
     def _judge_value(
-        self, value: Any, window: jax.Array, count: jax.Array, spike_limit: jax.Array
+        self,
+        value: Any,
+        entries: jax.Array,
+        entry_count: jax.Array,
+        spike_limit: jax.Array,
     ) -> _Judgement:
         """Judges a value by the window of the last ones, and enters it there.
 
-        `spike_limit` is what `_find_limit` returned.
+        The window holds `entry_count` values, at the end of `entries`. `spike_limit` is what
+        `_find_limit` returned.
         """
         dtype = jnp.result_type(value)
-        statistics = measure(window, count)
+        statistics = measure(entries, entry_count)
         mean = statistics.mean
         std = statistics.std
         value = jnp.asarray(value).astype(jnp.float32)
-        # In multiples of the unit, as the statistics are. It may be inf, which compares correctly.
+        # The value in multiples of the unit, as the statistics are. This may overflow to inf, which
+        # still compares correctly.
         scaled = value * statistics.inverse_unit
 
         min_history = self.min_history
         if min_history is None:
             min_history = max(2, self.window // 2)
-        is_judged = statistics.num_entries >= min_history
+        is_judged = statistics.num_finite >= min_history
         entry = value
         if self._is_guarded:
             # Equal entries would make any other value a spike.
             std = jnp.maximum(std, min_relative_std(dtype) * jnp.abs(mean))
-            distance = self.sigmas * std
+            distance_to_threshold = self.sigmas * std
             # Zeros alone do not say how large a value may be.
-            is_judged &= distance > 0
-            # A value far above the mean, or far below, would hide the spikes that follow.
-            # `spike_limit` only clips spikes: a judged value that is none is not above the
-            # threshold. What is not judged yet is clipped to `_CLIP_FACTOR`.
-            limit = jnp.where(is_judged, spike_limit, _CLIP_FACTOR)
-            highest = mean + limit * distance
-            lowest = mean - _CLIP_FACTOR * distance
-            clipped = jnp.clip(scaled, lowest, highest)
-            has_history = statistics.num_entries >= _MIN_CLIP_HISTORY
-            may_clip = is_judged | (has_history & (distance > 0))
-            # What is not clipped enters bit by bit as it is.
-            is_clipped = may_clip & (clipped != scaled)
-            entry = jnp.where(is_clipped, clipped * statistics.unit, value)
+            is_judged &= distance_to_threshold > 0
+            entry = _clip_entry(
+                value, scaled, statistics, distance_to_threshold, is_judged, spike_limit
+            )
 
         threshold = mean + self.sigmas * std
         is_spike = is_judged & (scaled > threshold)
         # The norm of finite gradients may be inf. No other norm could be judged by that.
         enters = jnp.isfinite(value)
-        next_window = jnp.concatenate([window[1:], entry[None]])
-        next_count = jnp.minimum(count, self.window - 1) + 1
+        next_entries = jnp.concatenate([entries[1:], entry[None]])
+        next_count = jnp.minimum(entry_count, self.window - 1) + 1
         safe_std = jnp.where(is_judged, std, 1.0)
         deviation = (scaled - mean) / safe_std
         return _Judgement(
             is_spike=is_spike,
-            window=jnp.where(enters, next_window, window),
-            num_entries=jnp.where(enters, next_count, count),
+            entries=jnp.where(enters, next_entries, entries),
+            entry_count=jnp.where(enters, next_count, entry_count),
             threshold=jnp.where(is_judged, threshold * statistics.unit, jnp.inf),
             deviation=jnp.where(is_judged, deviation, 0.0),
         )
+
+
+def _clip_entry(
+    value: jax.Array,
+    scaled: jax.Array,
+    statistics: Statistics,
+    distance_to_threshold: jax.Array,
+    is_judged: jax.Array,
+    spike_limit: jax.Array,
+) -> jax.Array:
+    """Returns what a value enters its window as: a value far out would hide the next spikes.
+
+    Args:
+      value: the value.
+      scaled: the value in multiples of the unit of the statistics.
+      statistics: those of the window.
+      distance_to_threshold: the distance from the mean to the threshold, in the same unit.
+      is_judged: whether the value is judged by this window.
+      spike_limit: how many times that distance above the mean a spike may enter.
+    """
+    # Upwards, `spike_limit` applies. It is at least 1, which is the threshold, so of judged values
+    # it clips only spikes. Values that are not judged yet are clipped to `_CLIP_FACTOR`.
+    limit = jnp.where(is_judged, spike_limit, _CLIP_FACTOR)
+    highest = statistics.mean + limit * distance_to_threshold
+    lowest = statistics.mean - _CLIP_FACTOR * distance_to_threshold
+    clipped = jnp.clip(scaled, lowest, highest)
+    has_history = statistics.num_finite >= _MIN_CLIP_HISTORY
+    may_clip = is_judged | (has_history & (distance_to_threshold > 0))
+    # What is not clipped enters bit for bit as it is.
+    is_clipped = may_clip & (clipped != scaled)
+    return jnp.where(is_clipped, clipped * statistics.unit, value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

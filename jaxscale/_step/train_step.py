@@ -1,8 +1,8 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
-backward pass whose gradients count, `apply_step` makes the step of the optimizer, which divides
-them, and `select_if_applied` and `select_if_stepped` choose between new and old state.
+The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` runs the
+backward passes and returns the last one, `apply_step` runs the optimizer on its gradients, divided
+by the scale, and `select_if_applied` and `select_if_stepped` choose between new and old state.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import optax
 from .._trees.leaf import is_array_like
 from .apply import select_if_applied, select_if_stepped
 from .matching import check_same_optimizer
-from .optimizer import apply_step, as_optimizer
+from .optimizer import Optimizer, apply_step, as_optimizer
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
 from .wrapped_optimizer import find_wrapped_optimizer
@@ -121,10 +121,11 @@ def train_step(
     Args:
       loss_fn: the loss, `loss_fn(params, *args)`, a floating-point scalar, preferably in float32.
       tx: the optimizer: a `jaxscale.loss_scaled` one, or any other, which applies every step, even
-        bad ones. It gets the loss as `value`. If its `update` needs more, write the loop.
+        bad ones. It gets the loss as `value`. If its `update` needs further arguments, write the
+        step yourself.
       transform: the function that differentiates: `jax.value_and_grad`,
         `equinox.filter_value_and_grad` or the like.
-      has_state: whether `loss_fn` carries state beside the parameters, such as batch statistics
+      has_state: whether `loss_fn` carries state besides the parameters, such as batch statistics
         or an `equinox.nn.State`. It is then `loss_fn(params, state, *args)` and returns
         `(loss, state)`. A skipped step keeps the old state. If the state may become NaN while loss
         and gradients are finite, let `loss_fn` return
@@ -132,21 +133,23 @@ def train_step(
       has_aux: whether `loss_fn` returns `(loss, aux)`; with `has_state`, `(loss, (state, aux))`.
       retries: how many times a step may repeat the backward pass at a lower scale if its loss is
         finite and its gradients are not, so that no batch is lost to the search for a scale.
-        `total_retries` in the state counts them. If even the last pass fails, the scale was not
-        to blame, and moves as after one overflow. The passes are a loop, so the model is compiled
-        once. The loop carries all gradients, which takes temporary memory even if nothing
-        overflows, and it has no reverse-mode derivative. With 0 there is no loop.
+        `total_retries` in the state counts them. If even the last pass fails, the cause lies
+        elsewhere: the scale then moves as after a single overflow, not as after one for each pass.
+        The passes are a loop, so the model is compiled once. The loop carries all gradients, which
+        takes temporary memory even if nothing overflows, and it has no reverse-mode derivative.
+        With 0 there is no loop.
       on_grads: a function that gets the gradients and returns those to use: `jax.lax.pmean` in
         `pmap`, clipping by example, masks. In every pass it gets the gradients, unscaled and in
-        float32 or wider. It returns gradients of the same structure and dtypes, in the same shapes
-        or in those of the parameters. If it gets or returns an inf or a NaN, the step is skipped,
-        so that no clipping hides an overflow. All devices along the axes that it or `loss_fn`
-        averages over skip and repeat together, even without the `axis_name` of `tx`.
+        float32 or wider. It returns gradients of the same structure and dtypes, and of the same
+        shapes or, if they came by example, of the shapes of the parameters. If it gets or returns
+        an inf or a NaN, the step is skipped, so clipping cannot hide an overflow. All devices along
+        the axes that it or `loss_fn` averages over skip and repeat together, even without the
+        `axis_name` of `tx`.
       after: a function `after(params, state)` of the new parameters and the state that returns
         the next state, for moving averages of the parameters and target networks. Its result is
-        used if the optimizer made a step; with `jaxscale.multi_steps` that is once in a window. It
-        needs `has_state`, and should have no side effects: on some machines it runs in every step,
-        and its result is dropped if the optimizer made none.
+        used if the optimizer made a step: with `jaxscale.multi_steps`, once for each group of
+        micro-batches. It needs `has_state`. It should have no side effects: it may run even if the
+        optimizer made no step, and its result is then dropped.
       **kwargs: passed to `transform`.
 
     Warns:
@@ -208,20 +211,23 @@ def train_step(
     optimizer = as_optimizer(call, tx)
     plan.check_retries(optimizer)
     if find_wrapped_optimizer(tx) is None:
-        # A `loss_scaled` inside of `optax.chain` shows only in a state. So states are made, without
-        # a model, to warn of a bare optimizer before the first step.
+        # No `loss_scaled` is visible from outside, but there may be one inside, such as in an
+        # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
+        # bare optimizer before the first step.
         for state in _possible_states(tx):
             plan.warn_if_bare(optimizer, state, stacklevel=3)
     order = "(params, opt_state, ...)"
     if has_state:
         order = "(params, opt_state, state, ...)"
 
-    def step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def step(
+        params: Any, opt_state: Any, *args: Any, **loss_kwargs: Any
+    ) -> tuple[Any, ...]:
         _check_params(transform, params)
         argument = "train_step(...)(opt_state=...)"
         checked_state = optimizer.check_state(argument, opt_state, order)
         check_same_optimizer(argument, optimizer, checked_state, params)
-        carried = ()  # the state that the step carries, if it does
+        carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:
                 raise TypeError(
@@ -234,9 +240,9 @@ def train_step(
 
         def backward(scaling: Any) -> BackwardResult:
             copy = treedef.unflatten(leaves)
-            return plan.differentiate(scaling, params, *copy, *args, **kwargs)
+            return plan.differentiate(scaling, params, *copy, *args, **loss_kwargs)
 
-        traced = is_traced(params, checked_state, leaves, args, kwargs)
+        traced = is_traced(params, checked_state, leaves, args, loss_kwargs)
         result = plan.find_gradients(optimizer, checked_state, backward, traced, params)
         params, opt_state = apply_step(optimizer, checked_state, params, result)
         output = result.loss
@@ -245,16 +251,17 @@ def train_step(
         if not has_state:
             return params, opt_state, output
 
-        (old,) = treedef.unflatten(leaves)
-        argument = "train_step(has_state=True)"
-        state = select_if_applied(argument, optimizer, opt_state, result.state, old)
+        (state_before,) = treedef.unflatten(leaves)
+        state = select_if_applied(
+            "train_step(has_state=True)",
+            optimizer,
+            opt_state,
+            result.state,
+            state_before,
+        )
         if after is not None:
-            new_leaves, new_treedef = jax.tree.flatten(state)
-            new = after(params, new_treedef.unflatten(new_leaves))
-            old = new_treedef.unflatten(new_leaves)
-            argument = "train_step(after=...)"
-            state = select_if_stepped(
-                argument, optimizer, checked_state, opt_state, new, old
+            state = _apply_after(
+                after, optimizer, checked_state, opt_state, params, state
             )
         return params, opt_state, state, output
 
@@ -262,13 +269,35 @@ def train_step(
 
 
 def _possible_states(tx: Any) -> Iterator[Any]:
-    """Yields the states for two made-up sets of parameters, none and one vector.
+    """Yields the states that `tx.init` makes for two dummies of parameters.
 
-    A set that `init` does not take is left out.
+    One is an empty tree, the other a single vector. A dummy that `init` rejects is skipped.
     """
     for params in ({}, jax.ShapeDtypeStruct((1,), jnp.float32)):
         with contextlib.suppress(Exception):
             yield jax.eval_shape(tx.init, params)
+
+
+def _apply_after(
+    after: Callable[[Any, Any], Any],
+    optimizer: Optimizer,
+    opt_state_before: Any,
+    opt_state: Any,
+    params: Any,
+    state: Any,
+) -> Any:
+    """Returns what a hook makes of a state, or the state if the optimizer made no step."""
+    leaves, treedef = jax.tree.flatten(state)  # a copy for each reader, as in the step
+    hooked = after(params, treedef.unflatten(leaves))
+    unhooked = treedef.unflatten(leaves)
+    return select_if_stepped(
+        "train_step(after=...)",
+        optimizer,
+        opt_state_before,
+        opt_state,
+        hooked,
+        unhooked,
+    )
 
 
 def name_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -279,7 +308,7 @@ def name_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_params(transform: Any, params: Any) -> None:
-    """Raises a `TypeError` if the parameters belong to another front end."""
+    """Raises a `TypeError` if this `transform` or this front end cannot take the parameters."""
     bases = [f"{base.__module__}.{base.__name__}" for base in type(params).__mro__]
     others = [leaf for leaf in jax.tree.leaves(params) if not is_array_like(leaf)]
     if hasattr(params, "opt_state"):

@@ -1,15 +1,15 @@
 """One step of an optimizer under a loss scale: `update` and `apply` of a `WrappedOptimizer`.
 
-1. *Verdict.* Are all gradients finite, and the loss, if it was passed? This takes one pass over the
-   gradients, and all devices agree on the answer. It covers the gradients rather than the updates,
-   as clipping by value and sign-based optimizers hide an inf; with `check_updates` it also covers
-   the updates. A `SpikeRule` may reject a step that is finite.
+1. *Verdict.* Are all gradients finite, and the loss too, if one was passed? This takes one pass
+   over the gradients, and all devices agree on the answer. It covers the gradients rather than the
+   updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates` it also
+   covers the updates. A `SpikeRule` may reject a step that is finite.
 2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
    when the window is full; without a window, whenever the gradients are good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
    stay as they are: by a branch on a CPU, by a selection on other machines.
 4. *Scale.* The policy gets the verdict, and the largest gradient if it needs that, and moves the
-   loss scale. After a bad loss or a spike the scale stays, as it is not to blame.
+   loss scale. After a bad loss or a spike the scale stays as it is, since it is not to blame.
 5. *Counters.* The state counts what happened, and `on_skip` is called if the step was skipped.
 
 With `skip_nonfinite=False` none of this happens: the step is that of the wrapped optimizer.
@@ -42,8 +42,8 @@ from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.overwrites import holds_overwrites, without_overwrites
 from .._trees.selection import tree_where
+from . import checks
 from .call_update import NO_ARGS
-from .checks import check_devices_agree, check_loss, check_not_nested, check_state
 from .counters import count_step, move_skip_rate, start_state
 from .inner_step import InnerStep, make_or_skip, show_norm
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
@@ -64,9 +64,9 @@ class WrappedOptimizer:
     """An optimizer whose bad steps are skipped: what `loss_scaled` makes of its arguments.
 
     Its methods `init` and `update` are those of the transformation that users get. The others are
-    what a training step asks of an optimizer. A `BareOptimizer` has them as well. Some take a
-    `call`, the name of the function that the user called: only a `BareOptimizer` uses it, in its
-    errors.
+    what a training step asks of an optimizer. A `BareOptimizer` (in `optimizer.py`), which stands
+    for an optimizer that `loss_scaled` has not wrapped, has them as well. Some take a `call`, the
+    name of the function that the user called: only a `BareOptimizer` uses it, in its messages.
 
     Attributes:
       inner: the optimizer inside.
@@ -79,9 +79,9 @@ class WrappedOptimizer:
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
-      last_init: a cache for `expected_types`: the types of the last `init`, under the key `"types"`
-        of a dict, as the class is frozen. To trace `init` again in each step would take a fifth as
-        long as to trace plain Optax.
+      last_init: the types of the last `init`, a cache for `expected_types`. It is a dict with the
+        one key `"types"`, as the class is frozen. Tracing `init` again in each step would take a
+        fifth of the time that tracing a step of plain Optax takes.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -99,21 +99,24 @@ class WrappedOptimizer:
     )
 
     def init(self, params: optax.Params) -> LossScaledState:
-        # `update` passes the parameters in float32, so moments must be float32 from the start.
+        # `update` passes the parameters to the inner optimizer in float32 or wider, so its moments
+        # must be as wide from the start.
         wide_params = map_gradients(widen, params)
         # What is under a key `_overwrite_with_gradient` is replaced by a step, not optimized.
         inner_state = self.inner.init(without_overwrites(wide_params))
-        check_not_nested(inner_state)
-        # Leaves that an optimizer makes from Python numbers are weakly typed, and after a step
-        # they would not be: the second step would compile anew.
+        checks.check_not_nested(inner_state)
+        # Leaves that an optimizer makes from Python numbers are weakly typed. After a step they
+        # would not be, so the second step would compile anew. A cast to its own dtype makes a leaf
+        # strongly typed.
         inner_state = cast_like(inner_state, inner_state)
-        inner_state = self.window.open(wide_params, inner_state)
-        self.last_init["types"] = _InitTypes(types_of(params), types_of(inner_state))
+        window_state = self.window.open(wide_params, inner_state)
+        self.last_init["types"] = _InitTypes(types_of(params), types_of(window_state))
 
-        state = start_state(self.policy.init(), inner_state)
+        state = start_state(self.policy.init(), window_state)
         if self.spikes is not None:
             state = state._replace(spikes=self.spikes.init())
         if self.track_leaves:
+            # One flag for the gradient of each parameter. None is set, as nothing overflowed yet.
             state = state._replace(nonfinite_leaves=flags_by_leaf(wide_params))
         if self.max_norm is not None or self.spikes is not None:
             state = state._replace(grad_norm=jnp.array(0, jnp.float32))
@@ -134,6 +137,7 @@ class WrappedOptimizer:
         loss = value
         if loss is None:  # some trainers pass it under this name
             loss = extra_args.get("loss")
+        # A `Scaled` without a divisor: these gradients are unscaled already.
         result = BackwardResult(loss=loss, state=None, aux=None, grads=Scaled(updates))
         trees = StepTrees(
             grads_argument=f"{call}(updates=...)",
@@ -159,12 +163,13 @@ class WrappedOptimizer:
         return types_of(state.inner_state)
 
     def check_state(self, argument: str, state: Any, order: str) -> LossScaledState:
-        """Returns the state of a step, as arrays, or raises an error if it is not one.
+        """Checks that an argument is the state of a step, and returns it as arrays.
 
-        Its scale may come from another policy: then it is lowered to the highest of this one.
-        `order` is that of the arguments of the call, for the error.
+        A scale above the highest of this policy, as another policy may have left it, is lowered to
+        that. `order` is the order of the call's arguments, for the error message.
         """
-        state = check_state(argument, state, self.policy, order)
+        state = checks.check_state(argument, state, self.policy, order)
+        # Without skips the scale never moves, and a policy of the user's own may have no maximum.
         if not self.skips or not isinstance(self.policy, CheckedLossScale):
             return state
         return state._replace(scaling=_cap_scale(self.policy, state.scaling))
@@ -177,7 +182,7 @@ class WrappedOptimizer:
     def find_verdict_state(
         self, call: str, state: LossScaledState
     ) -> LossScaledState | None:
-        """Returns the state that says whether a step was applied, `None` if every step is."""
+        """Returns `state` for its `step_applied`, or `None` if every step is applied."""
         if not self.skips:
             return None
         return state
@@ -189,37 +194,20 @@ class WrappedOptimizer:
 
         The devices along `axis_name` agree on it, by default those along the wrapper's own.
         """
-        check_loss(result.loss)
+        checks.check_loss(result.loss)
         if not self.skips:
             return None
         if axis_name is None:
             axis_name = self.axis_name
-        check_devices_agree(result.grads.divided, result.loss, axis_name)
-        judges_spikes = self._find_spike_rule(state) is not None
-        # The optimizer clips the mean of a window, so the norm of a micro-batch is of no use to it.
-        clips_these = self.max_norm is not None and not self.window.averages
-        needs_squares = judges_spikes or clips_these
-        # The state decides what it shows, not `track_leaves` and `max_norm`: its structure must
-        # not change.
-        shows_leaves = state.nonfinite_leaves is not None
-        shows_norm = state.grad_norm is not None
-        questions = Questions(
-            by_leaf=shows_leaves,
-            largest=self.policy.needs_largest,
-            # If JAX raises an error at each NaN, the squares have to wait for the verdict.
-            squares=needs_squares and not nans_are_errors(),
-            # The norm comes from the squares: without them this asks for nothing.
-            agreed_norm=judges_spikes or shows_norm,
-            agreed_loss=judges_spikes,
-        )
+        checks.check_devices_agree(result.grads.divided, result.loss, axis_name)
         verdict = judge_gradients(
             result.grads,
             result.loss,
             axis_name,
             before_hook=result.grads_before_hook,
-            questions=questions,
+            questions=self._find_questions(state),
         )
-        if needs_squares and verdict.squares is None:
+        if self._needs_squares(state) and verdict.squares is None:
             return _add_squares(verdict, result.grads)
         return verdict
 
@@ -239,8 +227,8 @@ class WrappedOptimizer:
         grads = result.grads
         if params is None and holds_overwrites(grads.grads):
             raise ValueError(
-                "`loss_scaled(...).update(params=...)` must be the parameters if there is anything "
-                "under a key `_overwrite_with_gradient`, which a step replaces, got None."
+                "`loss_scaled(...).update(params=...)` must be the parameters, got None: a step "
+                "replaces those whose gradients are under a key `_overwrite_with_gradient`."
             )
 
         inner_step = InnerStep(
@@ -268,7 +256,7 @@ class WrappedOptimizer:
             )
             is_good &= ~is_spike
 
-        # 2. Window.
+        # 2. Window. `inner_state` is its state, with the optimizer's inside; `EachStep` adds none.
         window_state, ready = self.window.add(
             state.inner_state, grads, result.loss, is_good
         )
@@ -279,27 +267,28 @@ class WrappedOptimizer:
             ready,
             verdict,
             grads,
-            state.grad_norm,
+            last_norm=state.grad_norm,
             averages=self.window.averages,
             check_updates=self.check_updates,
         )
-        stepped = ready.due
-        # From here on this covers the updates as well, if they are checked.
+        # From here on, `grads_finite` covers the updates as well, if they are checked.
         grads_finite = verdict.grads_finite
+        stepped = ready.due
         if step.updates_finite is not None:
             stepped &= step.updates_finite
             grads_finite &= step.updates_finite
 
         # 4. Scale.
-        old_scaling = state.scaling
+        scaling_before = state.scaling
         if result.retries is not None:
-            old_scaling = result.retries.scaling
-        moved = adjust_scale(self.policy, old_scaling, grads_finite, verdict.largest)
-        # Not after a bad loss. Within a window, `growth_unit` decides as well.
+            # Retries may have lowered the scale since this step began.
+            scaling_before = result.retries.scaling
+        moved = adjust_scale(self.policy, scaling_before, grads_finite, verdict.largest)
+        # The scale does not move after a bad loss. With a window, `growth_unit` also has a say.
         may_move = self.window.lets_scale_move(verdict, grads_finite, stepped)
         if is_spike is not None:
             may_move &= ~is_spike  # a spike says nothing about the scale
-        scaling = tree_where(may_move, moved, old_scaling)
+        scaling = tree_where(may_move, moved, scaling_before)
 
         # 5. Counters.
         next_state = count_step(
@@ -310,7 +299,7 @@ class WrappedOptimizer:
         skip_rate = move_skip_rate(
             state.skip_rate,
             self.policy,
-            before=old_scaling,
+            before=scaling_before,
             after=scaling,
             num_lost=self.window.count_lost(window_state, applied, stepped),
             step_share=self.window.find_step_share(window_state),
@@ -336,12 +325,36 @@ class WrappedOptimizer:
         self, inner_step: InnerStep, result: BackwardResult, state: LossScaledState
     ) -> tuple[Any, LossScaledState]:
         """Makes a step of the optimizer inside, whatever the gradients are."""
+        # There is no window, as that needs a verdict: `inner_state` is the optimizer's own.
         outcome, update = inner_step.make(
             result.grads.divided, state.inner_state, norm=None, value=result.loss
         )
         grad_norm = show_norm(state.grad_norm, update.norm, self.axis_name)
         next_state = state._replace(inner_state=update.opt_state, grad_norm=grad_norm)
         return outcome, next_state
+
+    def _find_questions(self, state: LossScaledState) -> Questions:
+        """Returns what the verdict on a backward pass has to answer."""
+        judges_spikes = self._find_spike_rule(state) is not None
+        return Questions(
+            # The state decides what it shows, here and in `agreed_norm`, not `track_leaves` and
+            # `max_norm`: its structure must not change.
+            by_leaf=state.nonfinite_leaves is not None,
+            largest=self.policy.needs_largest,
+            # If JAX raises an error at each NaN, squares wait for the verdict: see `_add_squares`.
+            squares=self._needs_squares(state) and not nans_are_errors(),
+            # The norm comes from the squares: without them this asks for nothing.
+            agreed_norm=judges_spikes or state.grad_norm is not None,
+            agreed_loss=judges_spikes,
+        )
+
+    def _needs_squares(self, state: LossScaledState) -> bool:
+        """Returns whether a step needs the sum of the squares of its own gradients."""
+        if self._find_spike_rule(state) is not None:
+            return True
+        # With a window, the optimizer clips the mean of several micro-batches, so the norm of one
+        # of them is of no use to it.
+        return self.max_norm is not None and not self.window.averages
 
     def _find_spike_rule(self, state: LossScaledState) -> SpikeRule | None:
         # A state without `spikes` comes from a run without the rule. Its structure must not
@@ -363,12 +376,12 @@ def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
 
 
 def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
-    """Adds the sum of all squares to a verdict, inf if the gradients are not finite."""
+    """Adds to a verdict the sum of squares and the norm, inf if gradients are not finite."""
     # If JAX raises an error at each NaN, the first pass must not square one. So squares are taken
     # now, of zeros if the gradients are bad.
     zeros = map_gradients(jnp.zeros_like, grads.divided)
-    finite = tree_where(verdict.grads_finite, grads.divided, zeros)
-    squares = reduce_gradients(finite, squares=True).squares()
+    finite_grads = tree_where(verdict.grads_finite, grads.divided, zeros)
+    squares = reduce_gradients(finite_grads, squares=True).squares()
     squares = jnp.where(verdict.grads_finite, squares, jnp.inf)
     # As bits: what a maximum of floats over devices makes of a NaN is not defined.
     norm = agree_on_size(norm_bits(jnp.sqrt(squares)), verdict.axis_name)
@@ -376,8 +389,9 @@ def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
 
 
 def find_wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:
-    """Returns the `WrappedOptimizer` behind a transformation, or `None` for any other."""
-    # Its method is the `update` of the transformation, and of each copy of that named tuple.
+    """Returns the `WrappedOptimizer` behind a transformation, or `None` if there is none."""
+    # A transformation is a named tuple. That of `loss_scaled` holds the bound method
+    # `WrappedOptimizer.update`, and so does each copy of it.
     update = getattr(tx, "update", None)
     optimizer = getattr(update, "__self__", None)
     if not isinstance(optimizer, WrappedOptimizer):

@@ -1,4 +1,4 @@
-"""What tracing costs, held by counts: what is traced, and which programs are shared."""
+"""What tracing costs, checked by counting: what is traced, and which programs are shared."""
 
 import functools
 from unittest import mock
@@ -30,7 +30,7 @@ def layers(activation, scopes=False):
 
 
 def recomputed(fun):
-    """The programs that `jax.checkpoint` holds, in the order of the equations."""
+    """The programs inside `jax.checkpoint`, which is called `remat2` here, in their order."""
     eqns = jax.make_jaxpr(fun)(X).eqns
     return [_jax.callee(e).jaxpr for e in eqns if _jax.operation(e) == "remat2"]
 
@@ -40,20 +40,21 @@ def count_different(programs):
 
 
 @cases("activation", [jnp.tanh, jax.nn.gelu, jax.nn.silu], fast=[jnp.tanh])
-def test_equal_chains_share_a_program_that_is_differentiated_once(activation):
-    cast = jaxscale.autocast(layers(activation))
-    programs = recomputed(cast)
+def test_equal_chains_share_a_program(activation):
+    autocast_network = jaxscale.autocast(layers(activation))
+    programs = recomputed(autocast_network)
     assert len(programs) >= LAYERS
-    # The first layers add to what the function is given; the last is summed.
+    # The first layer adds to the input. That sum is part of its chain, which is computed twice: in
+    # half precision and in float32. The other layers share one program. That makes 3 now.
     assert count_different(programs) <= 5
     expected = jax.grad(layers(activation))(X)
-    assert_near_by_norm(jax.grad(cast)(X), expected, share=0.01)
+    assert_near_by_norm(jax.grad(autocast_network)(X), expected, share=0.01)
 
 
 def test_equal_equations_are_differentiated_once(monkeypatch):
     rule = mock.Mock(wraps=ad.primitive_jvps[dot_general_p])
     monkeypatch.setitem(ad.primitive_jvps, dot_general_p, rule)
-    # of a size that no other program has: JAX remembers derivatives
+    # A size that no other test uses, since JAX caches derivatives.
     w = jnp.ones((7, 7))
 
     def network(x):
@@ -63,12 +64,13 @@ def test_equal_equations_are_differentiated_once(monkeypatch):
 
     gradient = jax.grad(jaxscale.autocast(network))
     program = jax.make_jaxpr(gradient)(jnp.ones((3, 7)))
+    # One call now. Two would still be far from one for each layer.
     assert 1 <= rule.call_count <= 2
-    # nothing stands around them
+    # The equations are in the program itself, not inside a `jit`.
     assert {"jit", "pjit"}.isdisjoint(map(_jax.operation, program.eqns))
 
 
-def test_chains_of_other_scopes_do_not_share_a_program():
+def test_chains_of_different_scopes_do_not_share_a_program():
     programs = recomputed(jaxscale.autocast(layers(jnp.tanh, scopes=True)))
     assert count_different(programs) == len(programs)
     scopes = set()
@@ -80,11 +82,14 @@ def test_chains_of_other_scopes_do_not_share_a_program():
 @cases("scopes", [False, True])
 def test_no_chain_is_traced_as_a_function(scopes, monkeypatch):
     network = layers(jnp.tanh, scopes)
-    recomputed(jaxscale.autocast(network))  # what is traced once for all
-    make_jaxpr = jax.make_jaxpr
-    counting = mock.Mock(wraps=make_jaxpr)
+    # A first run traces what later ones share, such as a cast to be copied.
+    recomputed(jaxscale.autocast(network))
+    uncounted = jax.make_jaxpr
+    counting = mock.Mock(wraps=uncounted)
     monkeypatch.setattr(jax, "make_jaxpr", counting)
-    make_jaxpr(jaxscale.autocast(functools.partial(network)))(X)
+    new_function = functools.partial(network)  # which no cache knows
+    uncounted(jaxscale.autocast(new_function))(X)
+    # `autocast` traces the network itself, and no chain.
     assert counting.call_count == 1
 
 
@@ -97,6 +102,7 @@ def test_chains_that_differ_in_a_number_do_not_share_a_program():
     assert count_different(programs) == len(programs) == 4
 
 
-def test_assembled_programs_are_whole():
+def test_assembled_programs_pass_the_checks_of_jax():
+    """JAX's own checks accept the programs that `autocast` puts together without tracing."""
     with jax.enable_checks():
         jax.make_jaxpr(jax.grad(jaxscale.autocast(layers(jax.nn.gelu))))(X)

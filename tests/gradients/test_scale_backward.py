@@ -1,4 +1,4 @@
-"""`scale_backward`: the gradients of float32 out of a backward pass in float16, and no state."""
+"""`scale_backward`: float32-quality gradients from a float16 backward pass, without any state."""
 
 import functools
 import inspect
@@ -20,15 +20,15 @@ from scaled_networks import (
     SMALL,
     X,
     Y,
+    autocast_scaled,
     equations_named,
     error,
-    inside,
     loss_of,
     member,
     net,
     net32,
-    outside,
-    second,
+    scaled_autocast,
+    squared_grad_norm,
     unchanged,
 )
 from tables import assert_same_bits, cases
@@ -38,7 +38,7 @@ import jaxscale
 from jaxscale import scale_backward
 from jaxscale._gradients.cotangent_scale import choose_power
 
-# Models that are differentiated, besides `net`.
+# Models that are differentiated, besides `net`, and a loss.
 
 
 def scanned(p, x, dtype=HALF):
@@ -61,7 +61,24 @@ def called_twice(p, x, dtype=HALF):
     return layer(p["w"][0]) + p["b"][None] * layer(p["w"][1])
 
 
-# Where `scale_backward` is put: each makes the gradient of a loss times a factor.
+def sown_loss(f):
+    """Returns a loss whose scan body also outputs float16 values, such as activations for plots.
+
+    No loss depends on these.
+    """
+
+    @scale_backward
+    def add_loss(p, total):
+        return total + loss_of(net, f / 2)(p), net(p, X, out=HALF)
+
+    def loss(p):
+        total, _ = jax.lax.scan(lambda total, _: add_loss(p, total), 0.0, length=2)
+        return total
+
+    return loss
+
+
+# Where `scale_backward` is put: each function returns the gradient function of a loss times `f`.
 
 
 def around_loss(f):
@@ -114,33 +131,19 @@ def around_autocast(f):
 
 
 def inside_autocast(f):
-    return jax.grad(outside(loss_of(net32, f)))
+    return jax.grad(autocast_scaled(loss_of(net32, f)))
 
 
 def inside_autocast_mixed(f):
-    return jax.grad(outside(loss_of(mixed, f)))
-
-
-def sow(f):
-    """Float16 outputs that no loss depends on, such as activations for plots, in a scan."""
-
-    @scale_backward
-    def add_loss(p, total):
-        return total + loss_of(net, f / 2)(p), net(p, X, out=HALF)
-
-    def loss(p):
-        total, _ = jax.lax.scan(lambda total, _: add_loss(p, total), 0.0, length=2)
-        return total
-
-    return loss
+    return jax.grad(autocast_scaled(loss_of(mixed, f)))
 
 
 def sowing(f):
-    return jax.grad(sow(f))
+    return jax.grad(sown_loss(f))
 
 
 def sowing_in_autocast(f):
-    return jax.grad(jaxscale.autocast(sow(f)))
+    return jax.grad(jaxscale.autocast(sown_loss(f)))
 
 
 def beside_a_target(f):
@@ -164,9 +167,10 @@ def in_a_population(f):
     return grad
 
 
-def told_apart(f):
-    """Where nothing differs, an axis that devices can be told apart by is left alone."""
-    loss = scale_backward(loss_of(net, f), HIGH * SMALL / f, axis_name="d")
+def on_equal_devices(f):
+    """Along an axis where nothing differs, devices need no common scale, even if it is named."""
+    scale = HIGH * SMALL / f  # `HIGH` is for a loss of size `SMALL`
+    loss = scale_backward(loss_of(net, f), scale, axis_name="d")
     whole = hosts.P()
     mesh = hosts.mesh_of("")
     return jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=whole, out_specs=whole)
@@ -180,7 +184,7 @@ PLACES = [
     *(around_loss, around_model, around_both, around_remat, inside_remat),
     *(around_closure, over_micro_batches, over_layers, one_call_twice),
     *(around_autocast, inside_autocast, inside_autocast_mixed, autocast_of_grad),
-    *(sowing, sowing_in_autocast, beside_a_target, in_a_population, told_apart),
+    *(sowing, sowing_in_autocast, beside_a_target, in_a_population, on_equal_devices),
 ]
 MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `net`
 
@@ -196,7 +200,7 @@ MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `n
         (one_call_twice, -60),
         (inside_autocast, -60),
         (in_a_population, -60),
-        (told_apart, -60),
+        (on_equal_devices, -60),
     ],
 )
 def test_gradients_are_right_whatever_the_size_of_the_loss(place, exponent):
@@ -237,27 +241,30 @@ def test_a_small_loss_beside_a_large_one():
 
 @cases("axis_name", [None, "d"])
 def test_along_an_axis_that_is_named_there_is_one_scale(axis_name):
-    """It is that of the large loss, at which the small one has no gradients left."""
+    """With `axis_name` it is that of the large loss, where the small one has no gradients left."""
     scaled = scale_backward(net, axis_name=axis_name)
     grads = jax.vmap(lambda f: jax.grad(loss_of(scaled, f))(PARAMS), axis_name="d")
     small = member(grads(jnp.array([1.0, SMALL])), 1)
-    assert jnp.any(small["w"]) == jnp.any(small["b"]) == (axis_name is None)
+    for leaf in small.values():
+        assert jnp.any(leaf) == (axis_name is None)
 
 
 # Retries.
 
 
-# The scale of a small loss, by how many retries that takes.
-OVERFLOWING = {0: HIGH / 16, 1: HIGH / 16, 2: HIGH}
-# Members of a population, each with its loss: the last needs one retry more than the second.
+# The factors of the losses of three members: the first never overflows, and the last once more than
+# the second.
 FACTORS = SMALL * 2.0 ** jnp.array([-16.0, 0.0, 4.0])
+# The scale to start from, by `retries`. The second member overflows twice from `HIGH`, and once
+# from `HIGH / 16`: with 0 retries that is not repaired.
+START_SCALES = {0: HIGH / 16, 1: HIGH / 16, 2: HIGH}
 MAPS = {"vmap": jax.vmap, "a loop": lambda fun: functools.partial(jax.lax.map, fun)}
 
 
 @functools.cache
 def grads_of_members(retries, mapped):
     def grad(f):
-        loss = scale_backward(loss_of(net, f), OVERFLOWING[retries], retries=retries)
+        loss = scale_backward(loss_of(net, f), START_SCALES[retries], retries=retries)
         return jax.grad(loss)(PARAMS)
 
     grads = jax.jit(MAPS[mapped](grad))(FACTORS)
@@ -274,8 +281,8 @@ def test_an_overflow_is_repeated_at_a_lower_scale_by_each_member_alone(retries, 
 
 @cases("mapped", MAPS)
 @cases("retries", [1, 2])
-def test_what_stays_bad_comes_out_so(retries, mapped):
-    """And is skipped later."""
+def test_gradients_that_still_overflow_are_returned_as_they_are(retries, mapped):
+    """So that the optimizer can skip the step."""
     *_, last = grads_of_members(retries, mapped)
     assert not jaxscale.all_finite(last)
 
@@ -290,7 +297,7 @@ def test_without_retries_an_overflow_comes_out_as_it_is(mapped):
 
 
 def watch(runs):
-    """A function that returns what it takes, and adds each run of its two passes to a list."""
+    """Returns an identity that appends "forward" or "backward" to `runs` as that pass runs."""
 
     def note(name, value):
         jax.debug.callback(lambda: runs.append(name))
@@ -303,8 +310,8 @@ def watch(runs):
     return watched
 
 
-# What the loss is multiplied by outside, its scale, and how often it runs backward: at the high
-# scale it overflows twice. Bad cotangents stay bad.
+# A factor on the loss outside of `scale_backward`, the scale, and the expected number of backward
+# passes. `HIGH` overflows twice. What is inf or NaN from outside is never repeated.
 PASSES = {
     "inf": (jnp.inf, "auto", 1),
     "NaN": (jnp.nan, "auto", 1),
@@ -320,6 +327,7 @@ def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(name):
     runs = []
     watched = watch(runs)
     fun = scale_backward(lambda p: loss_of(net)(watched(p)), scale)
+    # The other cases repeat nothing, and a NaN in them is real.
     with jax.debug_nans(name == "overflows"):
         grads = jax.jit(jax.grad(lambda p: factor * fun(p)))(PARAMS)
     jax.effects_barrier()
@@ -355,25 +363,40 @@ def test_the_loop_holds_gradients_of_cast_parameters_in_half_precision():
 # What passes as it is.
 
 
-def test_what_is_no_array_of_numbers_passes():
-    def fun(p, n, *, batch, key, **others):
-        y = net(p, X)
-        numbers = {"n": n + 1, "sign": n > 2, "batch": batch * 2}
-        arrays = {"key": jax.random.split(key)[0], "list": [y], "sown": y.astype(HALF)}
-        return loss_of(net)(p), others | numbers | arrays
+def loss_and_aux(p, n, *, batch, key, **others):
+    """A loss, and outputs of any type."""
+    y = net(p, X)
+    numbers = {"n": n + 1, "sign": n > 2, "batch": batch * 2}
+    arrays = {"key": jax.random.split(key)[0], "list": [y], "sown": y.astype(HALF)}
+    return loss_of(net)(p), others | numbers | arrays
 
-    others = {"nothing": None, "text": "text", "function": jnp.tanh}
+
+OTHERS = {"nothing": None, "text": "text", "function": jnp.tanh}
+
+
+def arguments_of_any_type():
+    """Returns the arguments of `loss_and_aux`, and those by keyword."""
     # The batch is not differentiated, so it may be float16.
-    kwargs = others | {"key": jax.random.key(0), "batch": jnp.ones(2, HALF)}
-    args = PARAMS, jnp.int32(3)
-    wrapped = scale_backward(fun)
-    output = wrapped(*args, **kwargs)
-    assert_same_bits(arrays_of(output), arrays_of(fun(*args, **kwargs)))
-    grad = jax.value_and_grad(wrapped, (0, 1), has_aux=True, allow_int=True)
+    arrays = {"key": jax.random.key(0), "batch": jnp.ones(2, HALF)}
+    return (PARAMS, jnp.int32(3)), OTHERS | arrays
+
+
+def test_outputs_of_any_type_are_those_of_the_function():
+    args, kwargs = arguments_of_any_type()
+    output = scale_backward(loss_and_aux)(*args, **kwargs)
+    expected = loss_and_aux(*args, **kwargs)
+    assert_same_bits(arrays_of(output), arrays_of(expected))
+
+
+def test_aux_of_any_type_passes_through():
+    args, kwargs = arguments_of_any_type()
+    grad = jax.value_and_grad(
+        scale_backward(loss_and_aux), (0, 1), has_aux=True, allow_int=True
+    )
     (_, aux), (grads, none) = grad(*args, **kwargs)
     assert error(grads, REFERENCE, SMALL) < ACCURACY
     assert none.dtype == jax.dtypes.float0
-    assert others.items() <= aux.items()
+    assert OTHERS.items() <= aux.items()
 
 
 def arrays_of(tree):
@@ -391,6 +414,7 @@ def test_the_signature_is_that_of_the_function():
 
 def test_only_what_is_differentiated_has_a_backward_pass():
     """Frozen weights and batches cost nothing, as in the fine-tuning of a few."""
+    # 3 products run forward. Backward, 2 are for the inputs of layers, and 3 more for the weights.
     for fun in (loss_of(net), scale_backward(loss_of(net))):
         of_biases = jax.grad(lambda b, fun=fun: fun(PARAMS | {"b": b}))
         assert len(equations_named("dot_general", of_biases, PARAMS["b"])) == 5
@@ -405,19 +429,19 @@ def test_what_is_stopped_or_unused_has_gradients_of_zero():
 
 
 def test_what_is_not_in_half_precision_keeps_its_precision():
-    """A penalty, and a parameter that only the float32 part reads."""
+    """A penalty, a parameter that only the float32 part reads, and a complex one."""
+    only = jnp.linspace(0.3, 0.7, 3)
+    params = PARAMS | {"only": only, "complex": jnp.asarray(np.eye(8) * 1j)}
     complex_x = np.complex64((1 + 0.5j) * np.asarray(X))
 
-    def grad(wrap, net):
+    def grad(wrap, model):
         def fun(p):
             x = jnp.real(complex_x @ p["complex"])
             penalty = 2.0**-40 * jnp.sum(p["w"] ** 2) + jnp.sum(p["only"] ** 3)
-            return loss_of(net)(p, x) + penalty
+            return loss_of(model)(p, x) + penalty
 
         return jax.grad(wrap(fun))(params)
 
-    only = jnp.linspace(0.3, 0.7, 3)
-    params = PARAMS | {"only": only, "complex": jnp.asarray(np.eye(8) * 1j)}
     grads = grad(scale_backward, net)
     expected = grad(unchanged, net32)
     assert_same_bits(grads.pop("only"), expected.pop("only"))
@@ -426,6 +450,8 @@ def test_what_is_not_in_half_precision_keeps_its_precision():
 
 
 def test_a_complex_parameter_is_scaled_by_a_power_of_two():
+    """Scaling by a power of two changes no bit."""
+
     def model(p, x):
         return jnp.real(x.astype(HALF).astype(p.dtype) @ p)
 
@@ -439,7 +465,8 @@ def test_a_complex_parameter_is_scaled_by_a_power_of_two():
 
 
 # What is around the model and around the loss, the exponent of the loss, and how exact gradients
-# are: bfloat16 rounds to 2**-9. The exponent in float64 is below the range of float32.
+# are. bfloat16 rounds to 2**-9. A loss of about 2**-130 is below the normal numbers of float32, so
+# only float64 holds it accurately.
 WRAPPED = {
     "bfloat16": (scale_backward, unchanged, -30, 2e-2),
     "float64": (unchanged, scale_backward, -130, ACCURACY),
@@ -449,15 +476,15 @@ WRAPPED = {
 @pytest.mark.standard_promotion
 @cases("dtype", WRAPPED)
 def test_gradients_have_the_dtype_of_the_parameters(dtype):
-    around_model, around_loss, exponent, accuracy = WRAPPED[dtype]
+    wrap_model, wrap_loss, exponent, accuracy = WRAPPED[dtype]
 
     def wide_model(p, x):
-        model = around_model(functools.partial(net, out=dtype))
+        model = wrap_model(functools.partial(net, out=dtype))
         return model(p, x).astype(jnp.float64)
 
     with x64():
         params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
-        loss = around_loss(loss_of(wide_model, np.float64(2.0**exponent)))
+        loss = wrap_loss(loss_of(wide_model, np.float64(2.0**exponent)))
         grads = jax.jit(jax.grad(loss))(params)
     assert dtypes_of(grads) == {jnp.dtype(dtype)}
     assert error(grads, REFERENCE, 2.0**exponent) < accuracy
@@ -474,17 +501,17 @@ def grad_of_first_output(fun):
     return jax.grad(loss)
 
 
-@pytest.mark.standard_promotion  # of the programs themselves
+@pytest.mark.standard_promotion  # the programs themselves mix dtypes
 @cases("name", half_programs.PROGRAMS, fast=["mlp", "own_precision"])
 def test_gradients_are_right_inside_of_autocast(name):
     fun, args = half_programs.PROGRAMS[name]
-    grads = jax.jit(grad_of_first_output(outside(fun)))(*args)
+    grads = jax.jit(grad_of_first_output(autocast_scaled(fun)))(*args)
     expected = jax.jit(grad_of_first_output(fun))(*args)
     assert error(grads, expected) < ACCURACY
 
 
-# In the others a backward pass is rewritten, and its outer products and sums of products run in
-# float32.
+# Left out are programs whose backward pass may have outer products and sums of products. An
+# `autocast` around `scale_backward` rewrites that pass, and these run in float32.
 OF_ONE_PASS = sorted(
     half_programs.PROGRAMS.keys() - {"over_devices", "second_derivatives"}
 )
@@ -495,7 +522,7 @@ OF_ONE_PASS = sorted(
 def test_as_many_products_are_in_half_precision_inside_of_autocast_and_outside(name):
     fun, args = half_programs.PROGRAMS[name]
     counts = set()
-    for wrap in (jaxscale.autocast, inside, outside):
+    for wrap in (jaxscale.autocast, scaled_autocast, autocast_scaled):
         grad = grad_of_first_output(wrap(fun))
         products = equations_named("dot_general", grad, *args)
         counts.add(sum(eqn.outvars[0].aval.dtype == HALF for eqn in products))
@@ -518,21 +545,26 @@ def test_a_tangent_of_the_gradients():
     assert error(got, tangent_of_grad(loss_of(net32, 1.0))) < ACCURACY
 
 
-def test_second_derivatives_need_a_boundary_of_their_own_and_no_loop():
+def test_second_derivatives_need_a_scale_backward_of_their_own_and_no_loop():
+    """The inner one scales the first backward pass, the outer one the second. Each rounds."""
+
     def grad_of_penalty(loss):
-        return jax.jit(jax.grad(scale_backward(second(loss))))(PARAMS)
+        return jax.jit(jax.grad(scale_backward(squared_grad_norm(loss))))(PARAMS)
 
     no_loop = scale_backward(loss_of(net, 1.0), retries=0)
     expected = grad_of_penalty(loss_of(net32, 1.0))
-    # Rounded in two backward passes, of which the boundary around both scales the second.
     assert error(grad_of_penalty(no_loop), expected) < 2 * ACCURACY
     assert not equations_named("while", jax.grad(no_loop), PARAMS)
 
 
 def grad_of_small_penalty(exponent, wrap):
-    """The gradient of a penalty of a small loss, divided by the factor of the loss once."""
+    """Returns the gradient of a penalty on the gradients of a loss with a small factor.
+
+    The penalty grows as `factor**2`. It is divided by `factor`, so its gradient is `factor` times
+    that for a loss without a factor.
+    """
     factor = 2.0**exponent
-    penalty = wrap(second(scale_backward(loss_of(net, factor), retries=0)))
+    penalty = wrap(squared_grad_norm(scale_backward(loss_of(net, factor), retries=0)))
     return jax.jit(jax.grad(lambda p: penalty(p) / factor))(PARAMS)
 
 
@@ -540,20 +572,18 @@ exponents = cases("exponent", [-20, -60], fast=[-20])
 
 
 @exponents
-def test_a_second_reverse_pass_is_scaled_by_a_boundary_of_its_own(exponent):
+def test_a_second_reverse_pass_is_scaled_by_a_scale_backward_of_its_own(exponent):
     grads = grad_of_small_penalty(exponent, scale_backward)
-    expected = jax.grad(second(loss_of(net32, 1.0)))(PARAMS)
+    expected = jax.grad(squared_grad_norm(loss_of(net32, 1.0)))(PARAMS)
     assert error(grads, expected, 2.0**exponent) < 2 * ACCURACY
 
 
 @exponents
-def test_without_a_boundary_of_its_own_a_second_reverse_pass_flushes_and_says_so(
-    exponent,
-):
-    message = r"retries=0.*second pass is not scaled.*by `scale_backw"
+def test_a_second_reverse_pass_that_is_not_wrapped_flushes_and_says_so(exponent):
+    message = r"retries=0.*second pass is not scaled.*in `scale_backw"
     with pytest.warns(UserWarning, match=message):
         grads = grad_of_small_penalty(exponent, unchanged)
-    expected = jax.grad(second(loss_of(net32, 1.0)))(PARAMS)
+    expected = jax.grad(squared_grad_norm(loss_of(net32, 1.0)))(PARAMS)
     assert error(grads, expected, 2.0**exponent) > 0.9
 
 
@@ -562,18 +592,19 @@ def test_without_a_boundary_of_its_own_a_second_reverse_pass_flushes_and_says_so
 
 @cases("size", [2.0**-149, 2.0**-126, 3e-20, 0.999, 1.0, 1.5, 65504.0, 3e38])
 def test_the_power_is_exact(size):
-    power = choose_power(jnp.array([size, 0.0, size / 4], jnp.float32), 4)
+    power = choose_power(jnp.array([size, 0.0, size / 4], jnp.float32), most_raised=4)
     exponent = np.floor(np.log2(np.float64(np.float32(size))))
     assert float(power) == 2.0 ** np.clip(-exponent, -126, 126)
 
 
+# 2**-14 is 2 binades beyond the harmless 12; 2**-40 hits the limit, 4 binades.
 @cases("other, power", [(2.0**-14, 4), (2.0**-40, 16)])
 def test_a_far_smaller_cotangent_raises_the_power(other, power):
-    assert choose_power(jnp.array([1.0, other], jnp.float32), 4) == power
+    assert choose_power(jnp.array([1.0, other], jnp.float32), most_raised=4) == power
 
 
 def test_a_cotangent_that_is_not_finite_makes_the_power_1():
-    assert choose_power(jnp.array([1.0, jnp.inf], jnp.float32), 4) == 1
+    assert choose_power(jnp.array([1.0, jnp.inf], jnp.float32), most_raised=4) == 1
 
 
 @cases(
@@ -589,11 +620,16 @@ def test_a_cotangent_that_is_not_finite_makes_the_power_1():
     ],
 )
 def test_devices_agree_by_themselves(form, scale):
-    """Otherwise one would wait for the other for ever, or sum what was scaled differently."""
+    """Otherwise one would wait for the other forever, or sum what was scaled differently.
+
+    A form in `hosts.FORMS` names where `scale_backward` is, which loss it is for, and whether the
+    `shard_map` goes without types: "unchecked".
+    """
+    # The devices of this form exchange nothing, and would agree on nothing by themselves.
     axis_name = "d" if form == "by_pmap local" else None
     mesh = hosts.mesh_of(form)
-    difference, *_ = hosts.compared(form, mesh, scale, axis_name=axis_name)
-    assert difference < ACCURACY
+    worst_error, _ = hosts.compared(form, mesh, scale, axis_name=axis_name)
+    assert worst_error < ACCURACY
 
 
 def test_a_healthy_run_under_jaxs_check_for_inf_is_the_same():

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from bad_input import BadInput, assert_raises
-from scaled_networks import HALF, PARAMS, X, loss_of, net, second
+from scaled_networks import HALF, PARAMS, X, loss_of, net, squared_grad_norm
 from tables import cases
 
 import jaxscale
@@ -15,7 +15,7 @@ def differentiate_forward():
 
 
 def differentiate_twice():
-    jax.jit(jax.grad(second(scale_backward(loss_of(net)))))(PARAMS)
+    jax.jit(jax.grad(squared_grad_norm(scale_backward(loss_of(net)))))(PARAMS)
 
 
 def differentiate_by_a_half_parameter():

@@ -15,12 +15,12 @@ from scaled_networks import (
     HALF,
     PARAMS,
     X,
+    autocast_scaled,
     cast_and_back,
     error,
-    inside,
     net,
     net32,
-    outside,
+    scaled_autocast,
     unchanged,
 )
 from tables import cases
@@ -172,8 +172,8 @@ OFTEN = {
     "side by side": (scale_backward, side_by_side, jax.jit),
     "checkpoints": (scale_backward, chain, jax.checkpoint),
     "checkpoints side by side": (scale_backward, side_by_side, jax.checkpoint),
-    "autocast inside": (inside, chain, jax.jit),
-    "autocast outside": (outside, chain, jax.jit),
+    "autocast inside": (scaled_autocast, chain, jax.jit),
+    "autocast outside": (autocast_scaled, chain, jax.jit),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from scaled_networks import inside, outside
+from scaled_networks import autocast_scaled, scaled_autocast
 from tables import assert_same_bits, cases, fused_step, step
 
 import jaxscale
@@ -545,8 +545,8 @@ EXPLICIT = {
 WRAPPERS = {
     "autocast": jaxscale.autocast,
     "scale_backward": jaxscale.scale_backward,
-    "scale_backward of autocast": inside,
-    "autocast of scale_backward": outside,
+    "scale_backward of autocast": scaled_autocast,
+    "autocast of scale_backward": autocast_scaled,
 }
 explicit_axes = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="axes are not Explicit by default"

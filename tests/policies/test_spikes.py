@@ -1,8 +1,8 @@
 """The rule for spikes: which steps it skips.
 
-Decisions are those of a reference in float64, and of OLMo-core. Numbers are equal to rounding only,
-as sums of 128 entries in float32 are rounded. Where arithmetic is exact, in scaled streams, bits
-are compared.
+Decisions are those of a reference in float64, and of OLMo-core. Numbers agree only up to rounding,
+as sums of 128 entries in float32 are rounded. Where a stream is scaled by a power of two,
+arithmetic is exact, and bits are compared.
 """
 
 import itertools
@@ -44,9 +44,10 @@ def assert_windows_are(state, reference, rtol):
 
 
 def assert_looks_are(states, looks):
-    """Both thresholds and deviations of each step are those of the reference.
+    """The thresholds and deviations of both windows are those of the reference in each step.
 
-    A look is what a window says of one value: its threshold and its deviation.
+    `looks` holds for each step a pair, of the loss and of the norm: what their windows say of the
+    value.
     """
     of_losses, of_norms = zip(*looks, strict=True)
     assert_numbers_are(states.loss_threshold, states.loss_deviation, of_losses)
@@ -67,12 +68,12 @@ def assert_numbers_are(thresholds, deviations, looks):
     fast=["spikes", "1e30", "not finite", "up", "negative", "zeros", "huge"],
 )
 @cases("options", OPTIONS, fast=["default"])
-def test_it_decides_as_the_reference(name, options):
+def test_the_rule_decides_like_the_reference(name, options):
     losses, norms = STREAMS[name]
     reference = ReferenceRule(**OPTIONS[options])
     expected = reference.find_spikes(np.float64(losses), np.float64(norms))
     margin = min(reference.margins, default=math.inf)
-    assert margin > 1e-3, "no decision may hang on a rounding"
+    assert margin > 1e-3, "no decision may hinge on rounding"
     is_spike, states = judge_all(SpikeRule(**OPTIONS[options]), losses, norms)
     assert is_spike.tolist() == expected
     assert states.total_spikes.tolist() == np.cumsum(expected).tolist()
@@ -102,11 +103,11 @@ class Steps(NamedTuple):
 
 
 def draw_steps(runs, seed, length=200):
-    """For each of `runs`, a kind and a number, that many steps; then usual ones up to `length`."""
+    """Draws `length` steps: `number` of each `(kind, number)` in `runs`, then usual ones."""
     kinds = []
     for kind, number in runs:
         kinds += [kind] * number
-    kinds += ["usual"] * length  # of one length: compiled once
+    kinds += ["usual"] * length  # always as many steps, so that one program serves all
     times, plus, norm_times = np.transpose(
         [STEP_KINDS[kind] for kind in kinds[:length]]
     )
@@ -116,22 +117,23 @@ def draw_steps(runs, seed, length=200):
     return Steps(losses, np.float32(norm_times * norms), np.isfinite(losses))
 
 
-RUNS = st.tuples(st.sampled_from(list(STEP_KINDS)), st.integers(1, 15))
+RUN = st.tuples(st.sampled_from(list(STEP_KINDS)), st.integers(1, 15))
 
 
 @given(
-    runs=st.lists(RUNS, max_size=25),
+    runs=st.lists(RUN, max_size=25),
     seed=st.integers(0, 99),
     options=st.sampled_from(list(OPTIONS)),
 )
 def test_any_steps_are_judged_as_by_the_reference(runs, seed, options):
     if options == "default":
+        # The default rule judges nothing before a window has 64 entries.
         runs = [("usual", 70), *runs]
     steps = draw_steps(runs, seed)
     reference = ReferenceRule(**OPTIONS[options])
     losses = np.float64(steps.losses)
     expected = reference.find_spikes(losses, np.float64(steps.norms), steps.finite)
-    # no decision may hang on a rounding
+    # no decision may hinge on rounding
     assume(min(reference.margins, default=1) > 1e-3)
     is_spike, states = judge_all(SpikeRule(**OPTIONS[options]), *steps)
     last = take_last(states)
@@ -152,13 +154,16 @@ def list_recorded_runs():
     """
     runs = []
     for row in json.loads(RECORDED.read_text())["rows"]:
+        # These are [seed][player][step], and become [run][step].
         plain = row["ways"]["plain"]
-        losses = itertools.chain(*plain["losses"])
-        norms = itertools.chain(*plain["norms"])
-        for pair in zip(losses, norms, strict=True):
-            pair = np.array(pair, np.float32)
-            is_finite = np.isfinite(pair).all(0)  # a run that diverged ends with NaN
-            runs.append((row["program"], *pair[:, is_finite]))
+        losses_by_run = itertools.chain(*plain["losses"])
+        norms_by_run = itertools.chain(*plain["norms"])
+        for run_losses, run_norms in zip(losses_by_run, norms_by_run, strict=True):
+            losses = np.array(run_losses, np.float32)
+            norms = np.array(run_norms, np.float32)
+            # a run that diverged ends with NaN
+            is_finite = np.isfinite(losses) & np.isfinite(norms)
+            runs.append((row["program"], losses[is_finite], norms[is_finite]))
     return runs
 
 
@@ -174,19 +179,20 @@ def test_recorded_runs_are_judged_as_by_the_reference():
     assert num_spikes > 10
 
 
-# OLMo-core lets steps that are not finite into its windows, and this rule does not. So only those
-# of its runs are replayed that hold no such step. From some, such steps had been left out. Here the
-# streams still hold them, and they must leave no mark.
+# OLMo-core lets steps that are not finite into its windows; this rule does not. So only runs of it
+# without such steps are replayed. For some of these, the steps were removed from the stream before
+# OLMo-core ran on it. Here the whole stream is judged, and those steps must leave no mark.
 OLMO_RUNS = {case["id"]: case for case in OLMO["cases"] if all(case["finite"])}
 
 
 @cases("name", OLMO_RUNS, fast=["rough 1, 6, 3", "not finite, 128, 6, only finite"])
 def test_the_preset_decides_as_olmo_did(name):
     run = OLMO_RUNS[name]
+    # A skipped step has a factor of 0.
     expected = [factor == 0 for factor in run["step_factor"]]
     if run["config"]["rolling_interval_length"] < 6:
-        # With half of such a window, OLMo-core judges the second step already, by the deviation of
-        # one number. That is NaN, and the step is skipped whatever it holds.
+        # OLMo-core judges from half a window on. If that is 2 steps or fewer, the second is judged
+        # by the deviation of one number, which is NaN, and is skipped whatever it holds.
         expected[1] = False
     losses, norms = STREAMS[run["seq"]]
     is_finite = np.isfinite(losses) & np.isfinite(norms)
@@ -195,7 +201,7 @@ def test_the_preset_decides_as_olmo_did(name):
     assert not is_spike[~is_finite].any()
 
 
-# What its docstring says.
+# What the docstring of `SpikeRule` says.
 
 
 @cases(
@@ -204,27 +210,27 @@ def test_the_preset_decides_as_olmo_did(name):
     fast=[(100, 6)],
 )
 def test_a_new_level_is_accepted_after_a_few_steps(deviations, num_skips):
-    numbers = []
+    skip_counts = []
     for seed in range(5):
         noise = np.random.default_rng(seed).standard_normal(STEPS)
         noise[200:] += deviations
         is_spike, _ = judge_all(SpikeRule(), 1 + 0.01 * noise, np.ones(STEPS))
         skipped = np.flatnonzero(is_spike)
         assert set(skipped.tolist()) <= set(range(200, 200 + num_skips)), seed
-        numbers.append(len(skipped))
+        skip_counts.append(len(skipped))
     # No run skips more, by the assertion above. Some run skips as many, or one less.
-    assert max(numbers) in (num_skips, num_skips - 1)
+    assert max(skip_counts) in (num_skips, num_skips - 1)
 
 
 @cases(("sigma", "per_10_000"), [(0.3, 3), (0.6, 22), (1.0, 57)], fast=[(1.0, 57)])
-def test_good_steps_with_heavy_tails_are_taken_for_spikes(sigma, per_10_000):
+def test_good_steps_of_a_heavy_tailed_norm_are_taken_for_spikes(sigma, per_10_000):
     norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
     is_spike, _ = judge_all(SpikeRule(), None, norms)
     assert is_spike.sum() / 10 == pytest.approx(per_10_000, rel=0.2)
 
 
-# How far a loss of 2 rises, in which dtype, and whether that is a spike. The next number after 2 in
-# bfloat16 is 1/64 higher.
+# The dtype of a loss of 2, how far the loss rises, and whether that is a spike. The next number
+# after 2 in bfloat16 is 1/64 higher.
 ROUNDINGS = {
     "one spacing of bfloat16": (jnp.bfloat16, 2.0**-6, False),
     "four spacings of bfloat16": (jnp.bfloat16, 2.0**-4, True),
@@ -279,7 +285,7 @@ def test_a_norm_that_overflows_is_a_spike_and_never_enters(num_steps):
     assert (state.loss_count, state.norm_count) == (4, min(num_steps, 4))
 
 
-def test_to_olmo_a_norm_that_overflows_is_not_a_spike_in_the_first_step():
+def test_for_olmo_a_norm_that_overflows_is_not_a_spike_in_the_first_step():
     olmo = presets.olmo()
     is_spike, _ = judge_one(olmo, olmo.init(), 1, math.inf)
     assert not is_spike
@@ -295,7 +301,7 @@ def test_a_norm_of_0_leaves_no_trace(loss):
     assert_same_bits(next_state, state)
 
 
-def test_to_olmo_a_norm_of_0_is_a_norm():
+def test_for_olmo_a_norm_of_0_enters_the_window():
     olmo = presets.olmo()
     _, state = judge_one(olmo, olmo.init(), 0, 0)
     assert state.norm_count == 1
@@ -309,6 +315,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace():
     assert_same_bits(next_state, state)
 
 
+# Fields that a step without a loss does not touch.
 UNTOUCHED = [*OF_LOSSES, "loss_count", "loss_deviation", "level_steps", "past_count"]
 
 
@@ -318,6 +325,7 @@ def test_without_a_loss_the_norm_judges_alone():
     is_spike, states = judge_all(rule, None, norms)
     is_spike_with_loss, states_with_loss = judge_all(rule, np.ones_like(losses), norms)
     assert is_spike.tolist() == is_spike_with_loss.tolist()
+    # The state after the run with a constant loss, less what the losses left in it.
     untouched = {name: getattr(rule.init(), name) for name in UNTOUCHED}
     expected = take_last(states_with_loss)._replace(**untouched)
     assert_same_bits(take_last(states), expected)

@@ -23,8 +23,10 @@ from jaxscale import presets
 STATE = jaxscale.FixedLossScale(2.0**10).init()
 
 
-# What a loss scale is looked for in: by type, as a name says nothing. Parameters have that name,
-# what a loop carries for its log, and states of policies of one's own, of which one is marked.
+# A loss scale state is found by its type, because a field called `loss_scale` proves nothing: a
+# model's parameters may have one, what a loop carries for its log, and states of users' policies.
+# Of these states `OwnState` is marked, and is found anywhere. `UnmarkedState` is found only where
+# its place says what it is: as the `scaling` of a `LossScaledState`.
 
 Model = collections.namedtuple("Model", "loss_scale")
 Carry = collections.namedtuple(
@@ -77,7 +79,12 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
         (params, opt_state, {"log": Model(jnp.ones(9))}),
         {"model": params, "opt": [optax.chain(optax.identity(), tx).init(params)]},
         optax.MultiSteps(tx, 2).init(params),
-        Carry(opt_state, jnp.array(99.0), jnp.array(1), jnp.array(2)),
+        Carry(
+            opt_state=opt_state,
+            loss_scale=jnp.array(99.0),
+            growth_tracker=jnp.array(1),
+            hysteresis_tracker=jnp.array(2),
+        ),
         jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx),
     ]
     for tree in trees:
@@ -91,9 +98,15 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
 def test_the_scale_of_any_state_is_read(scaling):
     opt_state = jaxscale.loss_scaled(optax.adam(0.1), SCALINGS[scaling]).init(NAMED)
     trees = [opt_state]
-    # One that is not marked is known by its place alone.
+    # An unmarked state is known by its place alone.
     if scaling != "unmarked":
-        trees += [opt_state.scaling, Carry(NAMED, opt_state.scaling, FOUR, FOUR)]
+        carry = Carry(
+            opt_state=NAMED,
+            loss_scale=opt_state.scaling,
+            growth_tracker=FOUR,
+            hysteresis_tracker=FOUR,
+        )
+        trees += [opt_state.scaling, carry]
     of_four = STATE._replace(loss_scale=FOUR)
     for tree in trees:
         for function in TRANSFORMS.values():
@@ -127,7 +140,7 @@ NOT_FOUND = {
 
 @cases("call", CALLS)
 @cases("name", NOT_FOUND)
-def test_a_name_is_not_a_state_and_one_of_several_is_not_chosen(name, call):
+def test_a_tree_must_hold_exactly_one_state(name, call):
     tree, found = NOT_FOUND[name]
     message = rf"`{call}` needs .* exactly one .*, got {found}"
     with pytest.raises(ValueError, match=message):
@@ -149,7 +162,7 @@ def test_a_population_is_scaled_under_vmap_alone(call):
     assert_same_bits(together, repeat(TRANSFORMS[call](OPT_STATE)))
 
 
-# The state dictionary: what is in it, and what is read from those of other versions.
+# The state dictionary: what is in it, and how those of other versions are read.
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5, jnp.bfloat16)}
 POLICY = jaxscale.DynamicLossScale(growth_interval=2)
@@ -157,8 +170,9 @@ TX = jaxscale.loss_scaled(optax.sgd(0.5, momentum=0.5), POLICY)
 FRESH = TX.init(PARAMS)
 
 f32, i32 = np.float32, np.int32
-# What version 1 wrote after a good step, an overflow, a good step, and one of a loss of inf:
-# no number is that of `FRESH`. A later version reads it as it stands here.
+# What version 1 wrote after a good step, an overflow, a good step, and one with a loss of inf. Each
+# number differs from that in `FRESH`, so that a default would show. Never change it: later versions
+# must read it.
 VERSION_1 = {
     "version": 1,
     "scaling": {
@@ -177,11 +191,13 @@ VERSION_1 = {
     "total_steps": i32(4),
     "nonfinite_leaves": None,
 }
-# Fields that came later.
+# What is written now: the same, with the fields that came later.
 WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
 WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
-# One overflow in 1000, another step, and a bad loss.
+# `skip_rate` is a running mean in which each step weighs 1/1000: here the overflow, faded by two
+# steps, and the bad loss.
 WRITTEN |= {"skip_rate": f32(0.001 * 0.999**2 + 0.001), "row_notfinite_loss": i32(1)}
+# The two later fields that those steps changed: read from version 1, they have their defaults.
 LATER = {name: getattr(FRESH, name) for name in ("skip_rate", "row_notfinite_loss")}
 
 
@@ -230,7 +246,7 @@ def test_earlier_versions_are_read(state_dict):
     assert avals(restored) == avals(FRESH)
 
 
-# The names of their fields are those in checkpoints: for good.
+# The names of their fields are written to checkpoints, so they can never change.
 POLICIES = {
     "noop": (
         jaxscale.NoOpLossScale(),
@@ -334,7 +350,7 @@ def test_what_is_missing_takes_its_default_and_nothing_else_is_lost(name, as_non
     defaults = {}
     for field in MISSING[name]:
         defaults[field] = getattr(FRESH, field)
-        state_dict.pop(field, None)
+        state_dict.pop(field, None)  # `VERSION_1` lacks the later fields
         if as_none:
             state_dict[field] = None
     restored = jaxscale.from_state_dict(FRESH, state_dict)
@@ -371,7 +387,8 @@ def state_after(tx, *grads):
 LOW = jaxscale.DynamicLossScale(init_scale=2.0)
 TO = {"dynamic": jaxscale.DynamicLossScale(), "adaptive": jaxscale.AdaptiveLossScale()}
 # The policy of the run that was saved, its gradients, and the scale that is restored, or `None` if
-# it had none, so that the new policy starts with its own.
+# it had none, so that the new policy starts with its own. A scale of 1 counts as none, unless the
+# state shows that its policy moves: the last step was an overflow, or a good step is counted.
 WITHOUT_SCALE = {
     "no scaling": (None, [1.0, 1.0], None),
     "no scaling, and no step": (None, [], None),
@@ -407,7 +424,8 @@ def test_no_scale_is_restored_where_none_was_saved(name, to):
     assert restored["opt"].scaling.loss_scale == scale
 
 
-def test_a_bad_loss_is_no_overflow_that_a_scale_came_down_by():
+def test_a_scale_of_1_after_a_bad_loss_alone_is_not_restored():
+    """An overflow may have lowered a scale to 1, but a bad loss never does."""
     tx = jaxscale.loss_scaled(optax.sgd(0.5), None)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(jnp.inf))
     assert (state.total_notfinite, state.total_notfinite_loss) == (1, 1)
@@ -417,10 +435,10 @@ def test_a_bad_loss_is_no_overflow_that_a_scale_came_down_by():
 
 
 @cases("to", TO)
-def test_no_scale_is_restored_of_a_policy_alone_that_scaled_nothing(to):
-    saved = jaxscale.to_state_dict(jaxscale.NoOpLossScale().init())
+def test_the_state_of_a_no_op_policy_restores_no_scale(to):
+    state_dict = jaxscale.to_state_dict(jaxscale.NoOpLossScale().init())
     fresh = TO[to].init()
-    assert_same_bits(jaxscale.from_state_dict(fresh, saved), fresh)
+    assert_same_bits(jaxscale.from_state_dict(fresh, state_dict), fresh)
 
 
 GROWING = jaxscale.loss_scaled(
@@ -462,7 +480,9 @@ def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
 
 def test_a_policy_that_may_start_above_its_largest_scale_is_left_there():
     above = presets.PresetLossScale(
-        init_scale=2.0**30, max_scale=2.0**20, clamp="moves"
+        init_scale=2.0**30,
+        max_scale=2.0**20,
+        clamp="moves",  # only moves are clamped, not the start
     )
     tx = jaxscale.loss_scaled(optax.sgd(0.5), above)
     _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
@@ -470,7 +490,8 @@ def test_a_policy_that_may_start_above_its_largest_scale_is_left_there():
 
 
 Foreign = collections.namedtuple("Foreign", "scaling extra")
-# In what is not ours, and in the optimizer's state, nothing is missing unnoticed.
+# Keys without a default, so that it is an error if one is missing: those in what is not ours, and a
+# few of ours, such as the one of the optimizer's state.
 WINDOW = jaxscale.multi_steps(optax.adam(0.1), 2).init(PARAMS)
 TRAIN_STATE = jaxscale.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
 BOTH = {"params": PARAMS, "opt_state": FRESH}
@@ -484,13 +505,15 @@ TREES = {
     "/extra": Foreign(FRESH.scaling, jnp.ones(2)),
     "/step": TRAIN_STATE,
 }
-# In states of ours, an unknown key is one of a later version.
+# Of these, the keys in states of ours. There an unknown key may come from a later version, so it is
+# ignored.
 OF_OURS = ["/inner_state", "/inner_state/inner_opt_state", "/inner_state/counted"]
 
 
 @pytest.mark.parametrize("path", TREES)
-def test_elsewhere_missing_and_unknown_keys_are_named(path):
+def test_a_renamed_key_that_has_no_default_is_named(path):
     state_dict = parent = jaxscale.to_state_dict(TREES[path])
+    # Rename the last key of the path.
     above, _, last = path.rpartition("/")
     for name in above.split("/")[1:]:
         parent = parent[name]
@@ -501,7 +524,8 @@ def test_elsewhere_missing_and_unknown_keys_are_named(path):
         jaxscale.from_state_dict(TREES[path], state_dict)
 
 
-def test_each_field_with_the_state_of_another_optimizer_has_a_row_above():
+def test_each_field_with_the_state_of_another_optimizer_has_a_row():
+    """A row of `TREES`, because such a field has no default."""
     fields = set()
     for cls in vars(jaxscale).values():
         fields.update(getattr(cls, "_fields", ()))
@@ -625,7 +649,7 @@ def test_nothing_is_written_or_read_while_tracing(name):
         jax.jit(TRACED[name])(FRESH)
 
 
-# Numbers: as the target has them, and exactly so.
+# Numbers take the dtype of the target, and must keep their value.
 
 DTYPES = [
     *("bool", "int8", "uint8", "int32", "uint32"),
@@ -636,7 +660,7 @@ NUMBERS = [
     *(0.0, -0.0, 1.0, -1.0, 0.5, 0.1, 200.0, 2.0**24 + 1, 2.0**31, 2.0**63),
     *(1e-8, 7e4, 3e38, 1e300, np.inf, -np.inf, np.nan),
 ]
-# The type of Python that holds each number of a dtype; NumPy calls bfloat16 void.
+# The Python type for each NumPy kind of dtype; that of bfloat16 is "V", void.
 KINDS = {"b": bool, "i": int, "u": int, "f": float, "V": float, "c": complex}
 
 
@@ -652,20 +676,22 @@ dtypes = cases("dtype", DTYPES, fast=["bool", "uint8", "bfloat16"])
 
 
 @dtypes
-def test_a_number_is_cast_if_one_of_its_kind_is_equal(dtype):
+def test_a_number_is_cast_if_that_keeps_its_value(dtype):
     target = {"x": jnp.zeros((), dtype)}
     dtype = target["x"].dtype
     kind = KINDS[dtype.kind]
     for value in numbers_of({kind}):
         with np.errstate(all="ignore"):
             cast = value.astype(dtype)
-        if kind(cast[()]) == kind(value[()]) or np.isnan(value):
+        # As Python numbers, which compare exactly.
+        is_kept = kind(cast[()]) == kind(value[()]) or np.isnan(value)
+        if is_kept:
             restored = jaxscale.from_state_dict(target, {"x": value})
             assert_same_bits(restored, {"x": cast})
-            continue
-        message = f"at /x must be {dtype}, got {value.dtype}.*would"
-        with pytest.raises(ValueError, match=message):
-            jaxscale.from_state_dict(target, {"x": value})
+        else:
+            message = f"at /x must be {dtype}, got {value.dtype}.*would"
+            with pytest.raises(ValueError, match=message):
+                jaxscale.from_state_dict(target, {"x": value})
 
 
 @dtypes
@@ -683,7 +709,7 @@ MESH = Mesh(np.array(DEVICES), ("data",))
 split = functools.partial(
     jax.device_put, device=NamedSharding(MESH, PartitionSpec("data"))
 )
-LEAVES = {  # each of a number
+LEAVES = {  # each a function that makes a leaf from a number
     "uncommitted": lambda n: jnp.full(3, n, jnp.float32),
     "on a device": lambda n: jax.device_put(jnp.full(3, n), DEVICES[5]),
     "sharded": lambda n: split(jnp.full(16, n, jnp.float32)),
@@ -714,7 +740,7 @@ def test_a_leaf_comes_back_as_the_targets(name):
 
 
 def test_a_dictionary_is_a_copy():
-    # What steps donate, and what is done to a dictionary, does not reach the other.
+    """Donating the state leaves the dictionary intact, and writing to that the restored state."""
     state = jax.tree.map(jnp.copy, trained())
     state_dict = jaxscale.to_state_dict(state)
     restored = jaxscale.from_state_dict(FRESH, state_dict)

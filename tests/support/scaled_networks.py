@@ -48,19 +48,19 @@ def loss_of(model, factor=SMALL):
 REFERENCE = jax.grad(loss_of(net32, 1.0))(PARAMS)
 
 
-def inside(fun):
+def scaled_autocast(fun):
     return scale_backward(jaxscale.autocast(fun))
 
 
-def outside(fun):
+def autocast_scaled(fun):
     return jaxscale.autocast(scale_backward(fun))
 
 
 AROUND_BOTH = {
     "scale_backward": scale_backward,
     "autocast": jaxscale.autocast,
-    "scale_backward of autocast": inside,
-    "autocast of scale_backward": outside,
+    "scale_backward of autocast": scaled_autocast,
+    "autocast of scale_backward": autocast_scaled,
 }
 
 
@@ -94,8 +94,8 @@ def cast_and_back(x):
     return x.astype(HALF).astype(jnp.float32)
 
 
-def second(loss):
-    """A penalty of the gradients of a loss: the square of their norm."""
+def squared_grad_norm(loss):
+    """A penalty on the gradients of a loss: the square of their norm."""
 
     def penalty(p):
         return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(p)))

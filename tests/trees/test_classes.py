@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scaled_networks import inside, outside
+from scaled_networks import autocast_scaled, scaled_autocast
 from tables import assert_same_bits, cases
 
 import jaxscale
@@ -91,7 +91,11 @@ def test_value_and_grad_takes_them():
     jaxscale.value_and_grad(loss, SCALING)(PARAMS, BATCH)
 
 
-@cases("wrap", [scale_backward, inside, outside], fast=[inside, outside])
+@cases(
+    "wrap",
+    [scale_backward, scaled_autocast, autocast_scaled],
+    fast=[scaled_autocast, autocast_scaled],
+)
 def test_a_wrapped_loss_takes_them(wrap):
     jax.grad(wrap(loss))(PARAMS, BATCH)
 
