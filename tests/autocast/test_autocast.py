@@ -209,7 +209,7 @@ def gradient_of_carry(fun):
 
 
 @cases("half_carries", [False, True])
-@cases("name", CARRIED, fast=["remat", "full_precision"])
+@cases("name", CARRIED, fast=["remat"])
 def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(
     name, half_carries
 ):

@@ -294,9 +294,7 @@ AROUND = {
         ("plain", "grad"),
         ("in_jit", "grad"),
         ("sliced_by_scan", "grad"),
-        ("in_remat", "grad"),
         ("constant_of_scan", "half_carries"),
-        ("rotated", "scale_backward"),
     ],
 )
 def test_additions_in_half_precision_are_of_products_alone(name, around):

@@ -57,7 +57,7 @@ COMPUTED = {
 }
 
 
-@cases("name", COMPUTED, fast=["stacked", "rewritten"])
+@cases("name", COMPUTED, fast=["rewritten"])
 def test_what_it_computes_is_what_eager_evaluation_computes(name):
     assert_computed_eagerly(*COMPUTED[name])
 

@@ -406,7 +406,7 @@ def assert_said(answer, case):
     assert bool(num_problems) == (case.status == 1)
 
 
-@cases("name", CASES, fast=["rounded in float16", "uneven at 8"])
+@cases("name", CASES, fast=["uneven at 8"])
 def test_it_says_what_is_wrong_and_where(name, doctor, no_pictures):
     case = CASES[name]
     answer = doctor(f"doctored:{name.split()[0]}", *case.options)

@@ -136,7 +136,7 @@ def assert_gradient_is(gradient, expected):
 @cases(
     "model, form",
     itertools.product(MODELS, FORMS),
-    fast=[(m, "alone") for m in (overwritten, back_and_forth, inside_a_checkpoint)],
+    fast=[(overwritten, "alone"), (inside_a_checkpoint, "alone")],
 )
 def test_gradients_are_those_of_float32_and_values_those_of_the_function(model, form):
     try:

@@ -193,14 +193,11 @@ MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `n
     "place, exponent",
     itertools.product(PLACES, [-60, 40]),
     fast=[
-        (sowing_in_autocast, -60),
         (beside_a_target, 40),
         (around_model, 40),
         (around_loss, -60),
-        (one_call_twice, -60),
         (inside_autocast, -60),
         (in_a_population, -60),
-        (on_equal_devices, -60),
     ],
 )
 def test_gradients_are_right_whatever_the_size_of_the_loss(place, exponent):
@@ -239,7 +236,7 @@ def test_a_small_loss_beside_a_large_one():
         assert error(grads[name], expected[name]) < ACCURACY, name
 
 
-@cases("axis_name", [None, "d"])
+@cases("axis_name", [None, "d"], fast=["d"])
 def test_along_an_axis_that_is_named_there_is_one_scale(axis_name):
     """With `axis_name` it is that of the large loss, where the small one has no gradients left."""
     scaled = scale_backward(net, axis_name=axis_name)
@@ -272,7 +269,7 @@ def grads_of_members(retries, mapped):
 
 
 @cases("mapped", MAPS)
-@cases("retries", [1, 2])
+@cases("retries", [1, 2], fast=[2])
 def test_an_overflow_is_repeated_at_a_lower_scale_by_each_member_alone(retries, mapped):
     first, second, _ = grads_of_members(retries, mapped)
     assert error(first, REFERENCE, SMALL / 2**16) < ACCURACY
@@ -612,8 +609,6 @@ def test_a_cotangent_that_is_not_finite_makes_the_power_1():
     itertools.product(hosts.FORMS, ["auto", hosts.HIGH]),
     fast=[
         ("inside summed", hosts.HIGH),
-        ("inside own", hosts.HIGH),
-        ("inside local, unchecked", hosts.HIGH),
         ("by_pmap normalized", hosts.HIGH),
         ("by_jit", hosts.HIGH),
         ("around called_in_calls", "auto"),

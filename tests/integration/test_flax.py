@@ -72,7 +72,7 @@ def without_counters(state):
     return state.replace(opt_state=state.opt_state.inner_state)
 
 
-@cases("names", [None, tuple, iter])
+@cases("names", [None, tuple, iter], fast=[None, iter])
 def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     state = jax.jit(advance)(with_fields(), GRADIENTS[0])
     assert state.step == 1
@@ -332,7 +332,11 @@ ARGNUMS = {
 }
 
 
-@cases("name, argnums", [(name, argnums) for name in TRAINED for argnums in ARGNUMS])
+@cases(
+    "name, argnums",
+    [(name, argnums) for name in TRAINED for argnums in ARGNUMS],
+    fast=[("a path", argnums) for argnums in ARGNUMS],
+)
 def test_only_what_the_optimizer_trains_is_differentiated(name, argnums):
     make, wrt = TRAINED[name]
     model, optimizer = created(CALM, make, wrt)

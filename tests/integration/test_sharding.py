@@ -109,7 +109,7 @@ def run_over_sharded_pair(tx, check, step_of_tx):
 @cases(
     "name, check, step_of_tx",
     itertools.product(AGREEING, [True, False], [fused_step, step]),
-    fast=[("clipped", True, fused_step), ("tracked", False, step)],
+    fast=[("clipped", True, fused_step)],
 )
 def test_shard_map_over_sharded_parameters_agrees(name, check, step_of_tx):
     run = run_over_sharded_pair(AGREEING[name], check, step_of_tx)
@@ -300,7 +300,7 @@ WAYS = {
 }
 
 
-every_way = cases("way", WAYS, fast=["jit", "shard_map, hook"])
+every_way = cases("way", WAYS, fast=["shard_map, hook"])
 BAD_X = X.at[13, 12].set(jnp.inf)  # on one device, where all weights are positive
 
 
@@ -437,7 +437,11 @@ def test_in_a_whole_step_the_verdict_travels_with_the_gradients(policy):
         assert added <= len(LEAVES)
 
 
-@cases("policy, tracked", itertools.product(["dynamic", "adaptive"], [False, True]))
+@cases(
+    "policy, tracked",
+    itertools.product(["dynamic", "adaptive"], [False, True]),
+    fast=[("dynamic", False), ("adaptive", True)],
+)
 def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
     tx = jaxscale.loss_scaled(
         optax.identity(), policy, axis_name=BOTH, track_leaves=tracked

@@ -253,9 +253,7 @@ DIFFERENTIATED = {
 }
 
 
-@cases(
-    "name", DIFFERENTIATED, fast=["remat", "gradient penalty", "compiled step", "jvp"]
-)
+@cases("name", DIFFERENTIATED, fast=["remat", "gradient penalty", "jvp"])
 def test_value_and_grad_is_that_of_jax(name):
     def bare(fun, state=None, **kwargs):
         return jax.value_and_grad(fun, **kwargs)

@@ -131,7 +131,7 @@ def test_an_infinite_gradient_makes_no_nan():
         assert jaxscale.metrics(state)["grad_norm"] == jnp.inf, name
 
 
-@cases("judged", [False, True])
+@cases("judged", [False, True], fast=[True])
 def test_the_norm_is_that_of_a_window(judged):
     """Also where spikes are looked for, which asks for the norm of each micro-batch."""
     # Two micro-batches that cancel but for a part: what is clipped is their mean.

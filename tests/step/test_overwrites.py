@@ -130,7 +130,7 @@ X = jax.random.normal(jax.random.key(0), (16, 16))
 LARGEST = jnp.max(jnp.abs(X))
 
 
-@pytest.mark.parametrize("windowed", [False, True])
+@cases("windowed", [False, True], fast=[True])
 def test_flaxs_fp8_statistics(windowed):
     model = nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp, dtype=jnp.float32)
     variables = jax.jit(model.init)(jax.random.key(1), X)

@@ -146,11 +146,11 @@ def states_in(mode, step, opt_state):
 @cases(
     "policy, retries, mode",
     product(MOVING_POLICIES, [3, 1, 30], ["eager", "vmap"]),
-    fast=[("hysteresis", 3, "eager"), ("adaptive", 1, "vmap")]
-    + [
-        (name, 30, "vmap")
-        for name in MOVING_POLICIES
-        if name not in ("hysteresis", "adaptive")
+    fast=[
+        ("hysteresis", 3, "eager"),
+        ("adaptive", 1, "vmap"),
+        ("dynamic", 30, "vmap"),
+        ("at its floor", 30, "vmap"),
     ],
 )
 def test_states_and_counts_with_retries_are_by_the_book(policy, retries, mode):

@@ -45,7 +45,7 @@ def loss_of(model, factor=SMALL):
     return loss
 
 
-REFERENCE = jax.grad(loss_of(net32, 1.0))(PARAMS)
+REFERENCE = jax.jit(jax.grad(loss_of(net32, 1.0)))(PARAMS)
 
 
 def scaled_autocast(fun):
