@@ -146,9 +146,10 @@ def _run_without_barrier(fun: Callable[..., Any], *args: Any) -> Any:
     options = remat_object.params | {"prevent_cse": False}
     without_barrier = _class_without_barrier(type(remat_object))(**options)
     inputs = program.jaxpr.invars
-    values: dict[Any, Any] = dict(zip(inputs, jax.tree.leaves(args), strict=True))
+    leaves = jax.tree.leaves(args)
+    values: dict[Any, Any] = dict(zip(inputs, leaves, strict=True))
     args_of_eqn = [values[var] for var in eqn.invars]
     outputs = bind(eqn, args_of_eqn, {"_prim": without_barrier})
     values |= dict(zip(eqn.outvars, outputs, strict=True))
-    leaves = [values[var] for var in program.jaxpr.outvars]
-    return jax.tree.unflatten(jax.tree.structure(types), leaves)
+    results = [values[var] for var in program.jaxpr.outvars]
+    return jax.tree.unflatten(jax.tree.structure(types), results)

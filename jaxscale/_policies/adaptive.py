@@ -340,7 +340,8 @@ class AdaptiveLossScale(CheckedLossScale):
         level = jnp.minimum(raised_level, to_units(self.max_level))
         # If the scale is a binade or more below what level and peak allow, an overflow or the crest
         # lowered it, or it has not risen yet. Raising the peak keeps it there.
-        peak_of_scale = to_logarithm(now.level) - now.exponent * BINADE
+        scale_logarithm = now.exponent * BINADE
+        peak_of_scale = to_logarithm(now.level) - scale_logarithm
         is_lagging = peak_of_scale - BINADE >= now.peak
         peak = jnp.where(is_lagging, peak_of_scale, now.peak)
         # The level stops at its maximum, and the peak falls by what is missing.
