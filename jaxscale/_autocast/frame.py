@@ -30,7 +30,7 @@ class Frame:
       readers: who reads its variables.
       kinds: what else is known of its variables.
       values: the arrays of its variables, half-precision ones of those in `narrow`.
-      narrow: the variables that are declared as float32 and computed in half precision.
+      narrow: the variables that are declared as float32 and may be read in half precision.
       meeting: the variables whose cotangents meet in float32, here or further back.
       wides: narrow values and links in float32.
       halves: what products read.
@@ -68,7 +68,7 @@ class Frame:
     # What is known of a value, and of what an equation reads.
 
     def is_narrow(self, atom: Any) -> bool:
-        """Returns whether a value is declared as float32 and computed in half precision."""
+        """Returns whether a value is declared as float32 and may be read in half precision."""
         return not isinstance(atom, Literal) and atom in self.narrow
 
     def meets(self, atom: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The rules for equations that hold no programs.
+"""The rules for all operations but calls, loops and branches (see `higher_order.py`).
 
 A rule evaluates one equation of a program and returns its outputs. The words:
 
@@ -7,10 +7,10 @@ A rule evaluates one equation of a program and returns its outputs. The words:
 - A value is *narrow* if the program declares it as float32, and its readers may run in half
   precision. It was computed in half precision, or is rounded only for such readers (`ToRound`).
 - A narrow value has two *views*: the *half* is in half precision, the *wide* one is in float32.
-- Cotangents *meet* in a narrow value if it has several readers that are not all products, or if
-  they meet others further back. They must be added in float32. So a reader that sends some back
-  takes the wide view, or a *stand-in*: the half with a gradient that goes to the wide view. The
-  products share one stand-in, and another reader has its *own half*.
+- Cotangents *meet* in a narrow value if several readers send one back and not all of them are
+  products, or if they meet in the value that it was computed from. They must be added in float32.
+  So such a reader takes the wide view, or a *stand-in*: the half with a gradient that goes to the
+  wide view. All products share one stand-in, and each other reader has its *own half*.
 - A *product* is a matrix product or a convolution.
 - The *kind* of a value is what else is known of it: a constant, a parameter, a product's result.
 - A *link* is an equation that is left to be computed later, when something reads its output. A rule
@@ -172,7 +172,7 @@ def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _follow_narrow(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation with a gradient whose float32 inputs are narrow or constants."""
+    """Evaluates an equation with a gradient, whose float32 inputs are narrow or constants."""
     adds_up_backward = eqn.primitive.name in table.SUMMED_BACKWARD
     # If cotangents meet in an input, they must not be rounded first, so this equation runs in
     # float32. One case is exempt: all readers round its outputs, as products do, and its derivative
@@ -201,20 +201,21 @@ def _is_only_rounded(frame: Frame, eqn: JaxprEqn) -> bool:
 
 
 def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in float32, and rounds its outputs, but not for readers in float32."""
+    """Evaluates an equation in float32, for the sums in its derivative, and rounds its outputs."""
     outputs = []
     for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
         if is_float32(var):
-            frame.wides[var] = value
+            frame.wides[var] = value  # for readers in float32
             value = cast(value, frame.precision.narrow)
         outputs.append(value)
     return outputs
 
 
 def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Leaves an equation to a chain, or evaluates it in float32.
+    """Leaves an equation in whose inputs cotangents meet to a chain, or evaluates it in float32.
 
-    Its outputs are then marked `ToRound`: readers in half precision round them, others do not.
+    Its outputs are then marked `ToRound`, as cotangents must also meet in these: readers in half
+    precision round them, others do not.
     """
     if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
@@ -227,10 +228,10 @@ def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def follow_elementwise(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an elementwise equation as `follow_inputs` does, unless it broadcasts an input.
+    """Evaluates an elementwise equation as `follow_inputs` does, unless it broadcasts.
 
-    If it broadcasts a narrow one, its derivative is a sum, which must be computed in float32. Then
-    the equation is computed in float32 too, as a link.
+    The gradient of a narrow input that it broadcasts is a sum, which must be computed in float32.
+    So the equation is then computed in float32 too, as a link.
     """
     output: Any = eqn.outvars[0]
     if is_float32(output) and _broadcasts_narrow(frame, eqn, output.aval.shape):
@@ -353,9 +354,10 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
         # Only the weak type changes.
         return move(frame, eqn)
     if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
-        # Readers in half precision take `half`: rounding `var` again would give the same numbers.
-        half = frame.read_wide(atom)  # declared in half precision
-        frame.written[var] = half
+        # Readers in half precision take `atom`: rounding `var` again would give the same numbers.
+        frame.written[var] = frame.read_wide(
+            atom
+        )  # `atom` is declared in half precision
     return run_as_written(frame, eqn)
 
 
@@ -369,7 +371,7 @@ def _convert_narrow(frame: Frame, eqn: JaxprEqn, dtype: np.dtype) -> Any:
     half = frame.read_own_half(atom)
     if dtype == frame.precision.narrow:
         return half
-    # A cast to float32 first would restore no digits.
+    # To another dtype, by way of float32, the numbers would be the same.
     return bind(eqn, [half])[0]
 
 

@@ -1,6 +1,6 @@
 """What is known of a value in a program besides its shape and dtype.
 
-A value that the program declares as float32 may be computed in half precision: it is *narrow*
+A value that the program declares as float32 may be read in half precision: it is *narrow*
 then. What else is known of a value decides what a narrow one does beside it.
 """
 

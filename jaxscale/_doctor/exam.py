@@ -45,17 +45,18 @@ class Exam(NamedTuple):
       largest_gradient: the largest magnitude of a gradient, unscaled, at the largest scale.
       is_limited: whether the largest scale is limited by an intermediate number of the backward
         pass that is far larger than all gradients.
-      ceiling: where the backward pass overflows at the lowest scale that was tried and does not
-        fit. `None` if there is no such scale, if `trace` found inf or NaN in the outputs, or if the
-        place was not found.
-      relief: the lines that let a higher scale fit if they are in float32. `None` if there are
-        none, or if they were not looked for: in a full exam they are, from the line of `ceiling`
-        on, if `is_limited` or if the largest scale is below 1.
+      ceiling: where the backward pass overflows, at the lowest scale that was tried and does not
+        fit. `None` if every scale that was tried fits, if `trace` found inf or NaN in the outputs,
+        or if no such place was found.
+      relief: a higher scale, and the lines that must be in float32 for it to fit. They are looked
+        for in a full exam with a `ceiling` at a known line, if `is_limited` or the largest scale is
+        below 1. `None` if they were not looked for, or not found.
       scale_comparison: the gradients at the judged scale against those at the largest, if that is
         known and higher, else `None`.
       trace: the backward pass at `loss_scale`, equation by equation.
-      float32: the comparison of the gradients with float32, and what helps if they are wrong. Its
-        `comparison` is `None` if there was none: in a quick exam, or if not everything is finite.
+      float32: the comparison of the gradients with float32, at `loss_scale` or at the largest scale
+        if that is higher, and what helps if they are wrong. Its `comparison` is `None` if there was
+        none: in a quick exam, or if not everything is finite.
       unshifted: the source lines that take the exponential of a row without subtracting its
         maximum first, and overflow.
       loss_sums: the sums that the loss is made of.
@@ -113,7 +114,7 @@ class Exam(NamedTuple):
     @property
     def is_all_zero(self) -> bool:
         """Whether all gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
-        # `needed` is `None` if no gradient is both finite and nonzero.
+        # `needed` is `None` if each gradient at the largest scale is 0 or not finite.
         has_finite_nonzero = self.suggestion.needed is not None
         return not has_finite_nonzero and not self.leaf_table.nonfinite_rows
 

@@ -20,10 +20,10 @@ from .._trees.selection import tree_where
 from .level import BLOCK, PAST, count_blind_step, follow_level
 from .spike_statistics import Statistics, measure, min_relative_std
 
-# A value that is not a spike is clipped to this many times the distance from the mean to the
-# threshold as it enters its window. For spikes in a row, the limit grows by the same factor with
-# each further one. If it did not, a new level that is a million times as high would be skipped for
-# so long that `jaxscale.check` would raise an error.
+# How far from the mean a value that is not a spike may enter its window, in distances from the mean
+# to the threshold. Upwards this matters only while the window does not judge yet. For spikes in a
+# row, the limit grows by the same factor with each further one. If it did not, a new level that is
+# a million times as high would be skipped for so long that `jaxscale.check` would raise an error.
 _CLIP_FACTOR = 5.0
 
 # Values are clipped from this many entries on, even before any is judged, as an early spike would
@@ -62,13 +62,13 @@ class SpikeRule:
     - A step whose gradients are finite, but so large that their norm is not, is a spike from the
       first step on: it would set Adam's second moment to inf for good. No such level is accepted.
     - A spike is clipped as it enters its window. If there was no spike in the `window` steps before
-      it, it enters as the threshold itself, so that it does not hide the next one. Otherwise, as
-      the k-th spike in a row (k = 1, 2, ...), it is clipped to `sigmas * max(5, 5**(k - 1))`
-      standard deviations above the mean, and from the tenth on not at all. So a new level is
+      it, it enters as the threshold itself, so that it does not hide the next one. Otherwise its
+      limit is `5 * sigmas` standard deviations above the mean for the first and the second spike in
+      a row, and 5 times more for each further one. The tenth is not clipped. So a new level is
       accepted after a few skipped steps: with the defaults after 6 if it is 100 standard deviations
       higher, after 7 if it is 1000, after 8 if it is 100 000, and never after more than 15.
-    - From the fifth step on, a value that is not a spike is clipped to `5 * sigmas` standard
-      deviations from the mean as it enters.
+    - Once its window has four entries, or judges, a value that is not a spike is clipped to
+      `5 * sigmas` standard deviations from the mean as it enters.
     - The standard deviation counts as at least 1e-6 of the mean, and at least half the spacing of
       numbers in the dtype of the loss, so that rounding alone is never a spike. A window of zeros
       judges nothing. Losses below zero are judged in the same way. A low value is never a spike.
@@ -79,16 +79,16 @@ class SpikeRule:
     1e-6, are also skipped; only those that are rare among exact zeros are kept. `total_spikes` of
     `jaxscale.metrics` counts what is lost.
 
-    Nor can it tell a ruined run from new data, as it accepts either level. So the state also
-    follows the level of the loss, and never skips a step for it:
+    Nor can it tell a ruined run from new data, as it accepts either level. So the rule also
+    follows the level of the loss. It reports the level, and never skips a step for it:
 
     - The level is the median of the last 8 losses. Every 8 steps it is added to the levels of the
       past, unless it stands above them (see the next point). It takes 512 losses until the past is
       known.
     - The past holds 64 levels, and the newest 4 do not count yet. The level stands above its past
-      if three things hold. It exceeds the highest of the other 60. It exceeds their median by 10
-      standard deviations, estimated from their quartiles. And it exceeds the median by 6 times the
-      distance from the median to the fourth highest level.
+      if it exceeds three numbers: the highest of the other 60; their median plus 10 standard
+      deviations, estimated from their quartiles; and their median plus 6 times the distance from
+      it to the fourth highest of them.
     - `level_count` counts for how many steps in a row the level has stood above its past. Treat 16
       as an alarm. If a loss of 1 +- 0.1 suddenly rises to 1.5 times that, 16 is reached after about
       20 steps. After 2048 steps the past is forgotten, and learned anew.
@@ -121,8 +121,8 @@ class SpikeRule:
       False
 
     References:
-      OLMo-core's `SkipStepOptimizer`, which `jaxscale.presets.olmo` follows to the letter. There,
-      spikes enter the windows unclipped.
+      OLMo-core's `SkipStepOptimizer`, whose rule `jaxscale.presets.olmo` has, with the differences
+      that are listed there. In that rule spikes enter the windows unclipped.
     """
 
     window: int = 128
@@ -183,8 +183,8 @@ class SpikeRule:
     ) -> tuple[jax.Array, SpikeState]:
         """Judges whether a step is a spike, and returns that with the next state.
 
-        A step that is not finite, or whose norm is 0, is not judged: it is not a spike, and of the
-        state only a `level_count` above 0 moves on.
+        A step that is not finite, or whose norm is 0, is not judged: it is not a spike, and the
+        state stays as it is, except that a `level_count` above 0 still counts the step.
 
         Args:
           state: the state of this step.
@@ -208,7 +208,7 @@ class SpikeRule:
             norm_deviation=of_norm.deviation,
         )
         if loss is None:
-            # The level stays where it is, so only a `level_count` above 0 goes on.
+            # The level is not known in this step, and is taken to be where it was.
             next_state = count_blind_step(next_state)
         else:
             of_loss = self._judge_value(
@@ -230,8 +230,8 @@ class SpikeRule:
         counts = jnp.asarray(finite)  # whether the step is judged, and enters the state
         norm_overflows = jnp.zeros((), jnp.bool_)
         if self._is_guarded:
-            # A step whose norm is 0 offers nothing to learn from, and no other is to be judged by
-            # it.
+            # A step whose norm is 0 offers nothing to learn from, and would distort the judgement
+            # of later steps.
             counts &= jnp.asarray(grad_norm) != 0
             # A step whose norm is inf would set Adam's second moment to inf for good.
             norm_overflows = ~jnp.isfinite(grad_norm)
@@ -264,7 +264,8 @@ class SpikeRule:
         It is a multiple of the distance from the mean to the threshold: 1 for a spike that is alone
         in its window, and inf for one that enters as it is.
         """
-        # The spikes in a row before the next one. No more than 9 need to be told apart.
+        # The spikes in a row before the next one. From 9 on the limit is inf, so a higher number
+        # makes no difference, and would only make the power overflow.
         spikes_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
         grown = _CLIP_FACTOR ** spikes_before.astype(jnp.float32)
         limit_in_row = jnp.maximum(_CLIP_FACTOR, grown)
@@ -312,7 +313,7 @@ class SpikeRule:
 
         threshold = mean + self.sigmas * std
         is_spike = is_judged & (scaled > threshold)
-        # The norm of finite gradients may be inf. No other norm could be judged by that.
+        # The norm of finite gradients may be inf. A window that holds it could judge nothing.
         enters = jnp.isfinite(value)
         next_entries = jnp.concatenate([entries[1:], entry[None]])
         next_count = jnp.minimum(entry_count, self.window - 1) + 1
@@ -335,7 +336,7 @@ def _clip_entry(
     is_judged: jax.Array,
     spike_limit: jax.Array,
 ) -> jax.Array:
-    """Returns what a value enters its window as: a value far out would hide the next spikes.
+    """Clips a value for its window, so that one far out does not hide the next spikes.
 
     Args:
       value: the value.
@@ -343,10 +344,11 @@ def _clip_entry(
       statistics: those of the window.
       distance_to_threshold: the distance from the mean to the threshold, in the same unit.
       is_judged: whether the value is judged by this window.
-      spike_limit: how many times that distance above the mean a spike may enter.
+      spike_limit: how far above the mean a judged value may enter, in multiples of
+        `distance_to_threshold`.
     """
-    # Upwards, `spike_limit` applies. It is at least 1, which is the threshold, so of judged values
-    # it clips only spikes. Values that are not judged yet are clipped to `_CLIP_FACTOR`.
+    # `spike_limit` is at least 1, the distance to the threshold. So a judged value is clipped from
+    # above only if it is a spike.
     limit = jnp.where(is_judged, spike_limit, _CLIP_FACTOR)
     highest = statistics.mean + limit * distance_to_threshold
     lowest = statistics.mean - _CLIP_FACTOR * distance_to_threshold

@@ -12,7 +12,8 @@
    loss scale. After a bad loss or a spike the scale stays as it is, since it is not to blame.
 5. *Counters.* The state counts what happened, and `on_skip` is called if the step was skipped.
 
-With `skip_nonfinite=False` none of this happens: the step is that of the wrapped optimizer.
+With `skip_nonfinite=False` there is no verdict, no window and nothing to count: each step is that
+of the wrapped optimizer, after clipping to `max_norm`.
 """
 
 import dataclasses
@@ -74,14 +75,13 @@ class WrappedOptimizer:
       axis_name: the axes whose devices agree on each verdict, or `None`.
       window: how micro-batches are accumulated; `EachStep` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
-      skips: whether bad steps are skipped. If not, each step is that of `inner`.
+      skips: whether bad steps are skipped. If not, each step is that of `inner`, after clipping.
       check_updates: whether the verdict also covers the updates.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
-      last_init: the types of the last `init`, a cache for `expected_types`. It is a dict with the
-        one key `"types"`, as the class is frozen. Tracing `init` again in each step would take a
-        fifth of the time that tracing a step of plain Optax takes.
+      last_init: the types of the last `init` under the one key `"types"`, as the class is frozen.
+        Tracing `init` again in each step would take a fifth as long as tracing plain Optax.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -165,8 +165,8 @@ class WrappedOptimizer:
     def check_state(self, argument: str, state: Any, order: str) -> LossScaledState:
         """Checks that an argument is the state of a step, and returns it as arrays.
 
-        A scale above the highest of this policy, as another policy may have left it, is lowered to
-        that. `order` is the order of the call's arguments, for the error message.
+        A scale above this policy's maximum, as another policy may leave it, is lowered to the
+        maximum. `order` is the order of the call's arguments, for the error message.
         """
         state = checks.check_state(argument, state, self.policy, order)
         # Without skips the scale never moves, and a policy of the user's own may have no maximum.
@@ -182,7 +182,7 @@ class WrappedOptimizer:
     def find_verdict_state(
         self, call: str, state: LossScaledState
     ) -> LossScaledState | None:
-        """Returns `state` for its `step_applied`, or `None` if every step is applied."""
+        """Returns the state whose `step_applied` counts, or `None` if no step is ever skipped."""
         if not self.skips:
             return None
         return state
@@ -222,7 +222,7 @@ class WrappedOptimizer:
     ) -> tuple[Any, LossScaledState]:
         """Applies a backward pass: returns the new parameters, or only the updates, and the state.
 
-        The state was checked, and each parameter has a gradient.
+        The caller has checked the state.
         """
         grads = result.grads
         if params is None and holds_overwrites(grads.grads):
@@ -295,7 +295,7 @@ class WrappedOptimizer:
             state, verdict, grads_finite, is_spike, scaling, result.retries
         )
         applied = next_state.step_applied
-        # How often steps are lost, less what growths of the scale explain.
+        # The share of lost steps, without those that were lost to take a growth of the scale back.
         skip_rate = move_skip_rate(
             state.skip_rate,
             self.policy,
@@ -337,13 +337,13 @@ class WrappedOptimizer:
         """Returns what the verdict on a backward pass has to answer."""
         judges_spikes = self._find_spike_rule(state) is not None
         return Questions(
-            # The state decides what it shows, here and in `agreed_norm`, not `track_leaves` and
-            # `max_norm`: its structure must not change.
+            # The fields of the state decide this, and not `track_leaves` and `max_norm`: a state
+            # that was restored from a run with other options keeps its structure.
             by_leaf=state.nonfinite_leaves is not None,
             largest=self.policy.needs_largest,
             # If JAX raises an error at each NaN, squares wait for the verdict: see `_add_squares`.
             squares=self._needs_squares(state) and not nans_are_errors(),
-            # The norm comes from the squares: without them this asks for nothing.
+            # Without effect if `squares` is not set, as the norm comes from the squares.
             agreed_norm=judges_spikes or state.grad_norm is not None,
             agreed_loss=judges_spikes,
         )
@@ -376,9 +376,10 @@ def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
 
 
 def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
-    """Adds to a verdict the sum of squares and the norm, inf if gradients are not finite."""
-    # If JAX raises an error at each NaN, the first pass must not square one. So squares are taken
-    # now, of zeros if the gradients are bad.
+    """Takes the squares and the norm in a second pass, for `jax_debug_nans`.
+
+    There squaring a NaN raises an error. So bad gradients are replaced by zeros, and both are inf.
+    """
     zeros = map_gradients(jnp.zeros_like, grads.divided)
     finite_grads = tree_where(verdict.grads_finite, grads.divided, zeros)
     squares = reduce_gradients(finite_grads, squares=True).squares()

@@ -44,8 +44,9 @@ def test_equal_chains_share_a_program(activation):
     autocast_network = jaxscale.autocast(layers(activation))
     programs = recomputed(autocast_network)
     assert len(programs) >= LAYERS
-    # The first layer adds to the input. That sum is part of its chain, which is computed twice: in
-    # half precision and in float32. The other layers share one program. That makes 3 now.
+    # 3 programs now: one that the other layers share, and two of the first. Its sum adds to an
+    # input of the network, and so joins a chain, which is computed in half precision for the next
+    # product and in float32 for the next sum. 5 leaves room for one more special case.
     assert count_different(programs) <= 5
     expected = jax.grad(layers(activation))(X)
     assert_near_by_norm(jax.grad(autocast_network)(X), expected, share=0.01)
@@ -82,12 +83,12 @@ def test_chains_of_different_scopes_do_not_share_a_program():
 @cases("scopes", [False, True])
 def test_no_chain_is_traced_as_a_function(scopes, monkeypatch):
     network = layers(jnp.tanh, scopes)
-    # A first run traces what later ones share, such as a cast to be copied.
+    # A first run makes the equations that are copied into chains, once for the whole process.
     recomputed(jaxscale.autocast(network))
     uncounted = jax.make_jaxpr
     counting = mock.Mock(wraps=uncounted)
     monkeypatch.setattr(jax, "make_jaxpr", counting)
-    new_function = functools.partial(network)  # which no cache knows
+    new_function = functools.partial(network)  # a new object, which no cache knows
     uncounted(jaxscale.autocast(new_function))(X)
     # `autocast` traces the network itself, and no chain.
     assert counting.call_count == 1

@@ -43,11 +43,10 @@ def assert_windows_are(state, reference, rtol):
         np.testing.assert_allclose(newest, expected, rtol=rtol, err_msg=field)
 
 
-def assert_looks_are(states, looks):
+def assert_thresholds_are(states, looks):
     """The thresholds and deviations of both windows are those of the reference in each step.
 
-    `looks` holds for each step a pair, of the loss and of the norm: what their windows say of the
-    value.
+    `looks` holds a pair for each step: the reference's `Look` at the loss, and that at the norm.
     """
     of_losses, of_norms = zip(*looks, strict=True)
     assert_numbers_are(states.loss_threshold, states.loss_deviation, of_losses)
@@ -78,7 +77,7 @@ def test_the_rule_decides_like_the_reference(name, options):
     assert is_spike.tolist() == expected
     assert states.total_spikes.tolist() == np.cumsum(expected).tolist()
     assert_windows_are(take_last(states), reference, rtol=1e-4)
-    assert_looks_are(states, reference.looks)
+    assert_thresholds_are(states, reference.looks)
 
 
 # What a usual loss is multiplied by, what is added to it, and what the norm is multiplied by.
@@ -179,9 +178,9 @@ def test_recorded_runs_are_judged_as_by_the_reference():
     assert num_spikes > 10
 
 
-# OLMo-core lets steps that are not finite into its windows; this rule does not. So only runs of it
-# without such steps are replayed. For some of these, the steps were removed from the stream before
-# OLMo-core ran on it. Here the whole stream is judged, and those steps must leave no mark.
+# OLMo-core lets steps that are not finite into its windows; this rule does not. So only runs are
+# replayed in which OLMo-core saw finite steps alone. In some of them ("only finite") the other
+# steps had been cut out of the stream first. Here they stay in it, and must change nothing.
 OLMO_RUNS = {case["id"]: case for case in OLMO["cases"] if all(case["finite"])}
 
 
@@ -191,8 +190,8 @@ def test_the_preset_decides_as_olmo_did(name):
     # A skipped step has a factor of 0.
     expected = [factor == 0 for factor in run["step_factor"]]
     if run["config"]["rolling_interval_length"] < 6:
-        # OLMo-core judges from half a window on. If that is 2 steps or fewer, the second is judged
-        # by the deviation of one number, which is NaN, and is skipped whatever it holds.
+        # OLMo-core judges from half a window on. If that is 2 steps or fewer, it judges the second
+        # by the deviation of one number, which is NaN, and always skips it. The preset does not.
         expected[1] = False
     losses, norms = STREAMS[run["seq"]]
     is_finite = np.isfinite(losses) & np.isfinite(norms)
@@ -325,7 +324,7 @@ def test_without_a_loss_the_norm_judges_alone():
     is_spike, states = judge_all(rule, None, norms)
     is_spike_with_loss, states_with_loss = judge_all(rule, np.ones_like(losses), norms)
     assert is_spike.tolist() == is_spike_with_loss.tolist()
-    # The state after the run with a constant loss, less what the losses left in it.
+    # The state after the run with a constant loss, with the fields of the loss as at the start.
     untouched = {name: getattr(rule.init(), name) for name in UNTOUCHED}
     expected = take_last(states_with_loss)._replace(**untouched)
     assert_same_bits(take_last(states), expected)
