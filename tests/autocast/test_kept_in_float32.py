@@ -267,7 +267,7 @@ ATTENDED = {
 }
 
 
-@cases("way", ATTENDED)
+@cases("way", ATTENDED, fast=["as it is"])
 @cases("name", MASKS, fast=["keys"])
 def test_a_mask_that_is_added_is_not_a_bias(name, way):
     cast = ATTENDED[way]

@@ -336,7 +336,7 @@ def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(name):
         assert error(grads, REFERENCE, SMALL) < ACCURACY
 
 
-@cases("scale", ["auto", HIGH])
+@cases("scale", ["auto", HIGH], fast=["auto"])
 def test_values_are_those_of_the_function(scale):
     loss = loss_of(net)
     fun = scale_backward(loss, scale)

@@ -178,7 +178,7 @@ OFTEN = {
 
 
 @pytest.mark.standard_promotion
-@cases("name", OFTEN, fast=["chain", "side by side", "checkpoints side by side"])
+@cases("name", OFTEN, fast=["chain", "checkpoints side by side"])
 def test_a_block_that_is_called_often_stays_one_function(name):
     """So the program grows with the number of calls as it does without the boundary."""
     wrap, model, called = OFTEN[name]

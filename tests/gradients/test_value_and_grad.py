@@ -144,7 +144,7 @@ FAST = ["network", "complex", "NumPy scalar", "Python float"]
 @cases(
     "name, has_aux",
     itertools.product(LOSSES, [False, True]),
-    fast=[("two", True), ("equinox", True), *((name, False) for name in FAST)],
+    fast=[("two", True), *((name, False) for name in FAST)],
 )
 def test_it_mirrors_what_differentiates(name, has_aux):
     transforms, loss, make_args, options = LOSSES[name]

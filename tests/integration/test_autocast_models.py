@@ -384,7 +384,7 @@ def assert_same_places(tree, other):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-@cases("fun", [mlp, jax.jit(mlp)])
+@cases("fun", [mlp, jax.jit(mlp)], fast=[mlp])
 @every_layout
 def test_arrays_stay_where_they_are(layout, fun, placed_args):
     half_fun = jaxscale.autocast(fun)

@@ -177,7 +177,7 @@ LACK_KEYS = ("equinox", "flax_bytes")
         )
         if row not in {(NOISY, way) for way in LACK_KEYS}
     ],
-    fast=[(NOISY, "dict_in_msgpack"), ("train_state", "raw_orbax")],
+    fast=[("train_state", "raw_orbax")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
     first, fresh, advance, grads = training(case)
@@ -332,7 +332,7 @@ def update(state):
 
 
 @pytest.mark.filterwarnings("error:`check`")
-@cases("every", [1, 2, 4], fast=[1, 4])
+@cases("every", [1, 2, 4], fast=[4])
 def test_an_adopted_run_with_a_window_is_not_taken_for_a_lost_one(every):
     inner = optax.MultiSteps(optax.adam(0.1), every)
     old = flax_state(inner.gradient_transformation(), train_state.TrainState)

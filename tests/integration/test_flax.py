@@ -72,7 +72,7 @@ def without_counters(state):
     return state.replace(opt_state=state.opt_state.inner_state)
 
 
-@cases("names", [None, tuple, iter], fast=[None, iter])
+@cases("names", [None, tuple, iter], fast=[None])
 def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     state = jax.jit(advance)(with_fields(), GRADIENTS[0])
     assert state.step == 1

@@ -319,11 +319,7 @@ def replay_system(system):
     return list(zip(runs, replay(runs), strict=True))
 
 
-FAST = [
-    "deepspeed_dynamic_loss_scaler",
-    "mpx_dynamic_loss_scaling",
-    "torch_grad_scaler",
-]
+FAST = ["deepspeed_dynamic_loss_scaler", "torch_grad_scaler"]
 systems = cases("system", SYSTEMS, fast=FAST)
 
 

@@ -143,7 +143,7 @@ def assert_numbers_of_python(host):
         assert numbers["step_applied"] is False
 
 
-@cases("name", RUNS, fast=["jit", "vmap of scan", "scan of vmap"])
+@cases("name", RUNS, fast=["jit", "scan of vmap"])
 def test_it_is_called_where_a_step_is_skipped_and_nowhere_else(name, monkeypatch):
     host = Host()
     arrivals = []

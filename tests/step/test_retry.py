@@ -149,7 +149,6 @@ def states_in(mode, step, opt_state):
         ("hysteresis", 3, "eager"),
         ("adaptive", 1, "vmap"),
         ("dynamic", 30, "vmap"),
-        ("at its floor", 30, "vmap"),
     ],
 )
 def test_states_and_counts_with_retries_are_by_the_book(policy, retries, mode):

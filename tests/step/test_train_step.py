@@ -410,7 +410,11 @@ def advance_state(params, state):
     return jax.tree.map(lambda old: old + jnp.ones((), old.dtype), state)
 
 
-@cases("name, after", product(WEAK, [None, advance_state]))
+@cases(
+    "name, after",
+    product(WEAK, [None, advance_state]),
+    fast=[("a tree", advance_state)],
+)
 def test_a_weakly_typed_state_compiles_once(name, after):
     strong = jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype), WEAK[name])
 
@@ -444,7 +448,7 @@ STATEFUL = {
 }
 
 
-@cases("wrapper, inner", product(WRAPPERS, STATEFUL))
+@cases("wrapper, inner", product(WRAPPERS, STATEFUL), fast=[("scaled", "adam")])
 def test_a_module_with_numbers_among_its_leaves_trains(wrapper, inner):
     """The state has None in their places: a dropout holds its rate, and whether it is off."""
     model = eqx.nn.MultiheadAttention(2, 4, key=jax.random.key(0))

@@ -166,7 +166,7 @@ def train(tx, compiled=True, fun=loss, state=(), **options):
 
 
 @pytest.mark.standard_promotion  # of Optax's Adam
-@cases("name", STEPS, fast=["state and aux", "retries, eager", "all options"])
+@cases("name", STEPS, fast=["state and aux", "retries, eager"])
 def test_they_are_trained_watched_and_saved(name):
     tx, options = STEPS[name]
     params, opt_state = train(tx, **options)
