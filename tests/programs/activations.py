@@ -143,7 +143,8 @@ def project(params: Any, x: Any, width: int) -> list[Any]:
     q = apply_dense(params["q"], x)
     k = x @ params["k"]
     v = apply_dense(params["v"], x)
-    return [y.reshape(2, 6, -1, width) for y in (q, k, v)]
+    shape = (2, 6, -1, width)
+    return [y.reshape(shape) for y in (q, k, v)]
 
 
 @program("jax")
@@ -162,7 +163,8 @@ def dot_product_attention():
         y = jax.nn.dot_product_attention(
             q, k, v, bias=params["bias"], key_value_seq_lengths=lengths, scale=0.5
         )
-        return jnp.mean((y.reshape(2, 6, 32) - wanted) ** 2), {}
+        outputs = y.reshape(2, 6, 32)
+        return mean_squared_error(outputs, wanted), {}
 
     batch = normal(2, 6, 8, seed=5), jnp.array([6, 4]), normal(2, 6, 32, seed=6)
     return Program(loss, params, batch)
@@ -180,8 +182,12 @@ def attention_with_large_logits():
     def loss(params, batch):
         x, wanted = batch
         q, k, v = project(params, x, 16)
-        y = jax.nn.dot_product_attention(128.0 * q, 128.0 * k, v, scale=1.0 / 128.0**2)
-        return jnp.mean((y.reshape(2, 6, 16) - wanted) ** 2), {}
+        q = 128.0 * q
+        k = 128.0 * k
+        scale = 1.0 / 128.0**2
+        y = jax.nn.dot_product_attention(q, k, v, scale=scale)
+        outputs = y.reshape(2, 6, 16)
+        return mean_squared_error(outputs, wanted), {}
 
     batch = normal(2, 6, 8, seed=4), normal(2, 6, 16, seed=5)
     return Program(loss, params, batch)

@@ -40,7 +40,8 @@ def clip_by_diagonal():
         images, texts = batch
         images = unit(apply_dense(params["image"], images))
         texts = unit(apply_dense(params["text"], texts))
-        logits = jnp.exp(params["temperature"]) * images @ texts.T
+        scale = jnp.exp(params["temperature"])
+        logits = scale * images @ texts.T
         by_row = jax.nn.logsumexp(logits, axis=1) - jnp.diag(logits)
         by_column = jax.nn.logsumexp(logits, axis=0) - jnp.diag(logits)
         value = jnp.mean(by_row + by_column) / 2
@@ -56,11 +57,14 @@ def clip_by_labels():
     class Towers(nn.Module):
         @nn.compact
         def __call__(self, images, texts):
-            images = nn.Dense(16)(nn.gelu(nn.Dense(32)(images)))
+            image_head = nn.Dense(16)
+            hidden = nn.gelu(nn.Dense(32)(images))
+            images = image_head(hidden)
             texts = nn.Embed(20, 16)(texts).mean(1)
             texts = nn.Dense(16)(texts)
             scale = self.param("scale", nn.initializers.constant(2.0), ())
-            return jnp.exp(scale) * unit(images) @ unit(texts).T
+            scaled_images = jnp.exp(scale) * unit(images)
+            return scaled_images @ unit(texts).T
 
     model = Towers()
     batch = normal(8, 24, seed=1), integers(20, 8, 5, seed=2)
@@ -115,13 +119,15 @@ def simclr():
     """SimCLR: both views in one matrix, each without itself by a mask of -1e9."""
     params = {"hidden": dense(16, 32, seed=1), "out": dense(32, 16, seed=2)}
     clean = normal(8, 16, seed=3)
-    views = jnp.concatenate([clean + 0.1 * normal(8, 16, seed=s) for s in (4, 5)])
+    noisy = [clean + 0.1 * normal(8, 16, seed=seed) for seed in (4, 5)]
+    views = jnp.concatenate(noisy)
 
     def loss(params, views):
         x = jax.nn.relu(apply_dense(params["hidden"], views))
         x = unit(apply_dense(params["out"], x))
         logits = x @ x.T / 0.1
-        logits = jnp.where(jnp.eye(16, dtype=bool), -1e9, logits)
+        same = jnp.eye(16, dtype=bool)
+        logits = jnp.where(same, -1e9, logits)
         labels = jnp.roll(jnp.arange(16), 8)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), {"right": accuracy(logits, labels)}
@@ -152,11 +158,15 @@ def byol():
     def loss(params, target, batch):
         one, other = batch
         encoded = encode.apply(params["encoder"], one)
-        predicted = unit(predict.apply(params["predictor"], encoded))
-        wanted = jax.lax.stop_gradient(unit(encode.apply(target, other)))
-        value = jnp.mean(2 - 2 * jnp.sum(predicted * wanted, axis=-1))
+        predicted = predict.apply(params["predictor"], encoded)
+        predicted = unit(predicted)
+        wanted = encode.apply(target, other)
+        wanted = jax.lax.stop_gradient(unit(wanted))
+        similarities = jnp.sum(predicted * wanted, axis=-1)
+        value = jnp.mean(2 - 2 * similarities)
         new = optax.incremental_update(params["encoder"], target, 0.01)
-        norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(target)))
+        squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(target))
+        norm = jnp.sqrt(squares)
         return value, (jax.lax.stop_gradient(new), {"norm": norm})
 
     return Program(loss, params, (one, other), state=target)
@@ -216,7 +226,8 @@ def barlow_twins():
     def embed(params, x):
         hidden = jax.nn.relu(apply_dense(params["hidden"], x))
         z = apply_dense(params["out"], hidden)
-        return (z - z.mean(0)) / (z.std(0) + 1e-4)
+        centered = z - z.mean(0)
+        return centered / (z.std(0) + 1e-4)
 
     def loss(params, batch):
         one, other = batch
@@ -224,7 +235,8 @@ def barlow_twins():
         other = embed(params, other)
         correlation = one.T @ other / len(one)
         diagonal = jnp.sum((jnp.diag(correlation) - 1) ** 2)
-        rest = jnp.sum(correlation**2) - jnp.sum(jnp.diag(correlation) ** 2)
+        whole = jnp.sum(correlation**2)
+        rest = whole - jnp.sum(jnp.diag(correlation) ** 2)
         return diagonal + 0.005 * rest, {}
 
     return Program(loss, params, batch, scale=2.0**8)

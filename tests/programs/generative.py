@@ -20,7 +20,9 @@ def vae():
         mean = hk.Linear(4)(x)
         log_std = hk.Linear(4)(x)
         z = mean + jnp.exp(log_std) * noise
-        logits = hk.Linear(16)(jax.nn.relu(hk.Linear(32)(z)))
+        head = hk.Linear(16)
+        hidden = jax.nn.relu(hk.Linear(32)(z))
+        logits = head(hidden)
         return mean, log_std, logits.reshape(images.shape)
 
     model = hk.without_apply_rng(hk.transform(network))
@@ -31,10 +33,11 @@ def vae():
         images, key = batch
         noise = jax.random.normal(key, (8, 4))
         mean, log_std, logits = model.apply(params, images, noise)
-        likelihood = optax.sigmoid_binary_cross_entropy(logits, images).sum((1, 2))
+        likelihood = optax.sigmoid_binary_cross_entropy(logits, images)
+        likelihood = likelihood.sum((1, 2))
         divergence = -log_std - 0.5 * (1 - jnp.exp(2 * log_std) - mean**2)
-        value = jnp.mean(likelihood + divergence.sum(-1))
-        return value, {"divergence": divergence.mean()}
+        losses = likelihood + divergence.sum(-1)
+        return jnp.mean(losses), {"divergence": divergence.mean()}
 
     return Program(loss, params, (images, jax.random.key(3)))
 
@@ -48,11 +51,15 @@ class Denoiser(nnx.Module):
         self.outside = nnx.Conv(16, 2, (3, 3), rngs=rngs)
 
     def __call__(self, x, t):
-        angles = t[:, None] * jnp.exp(-jnp.arange(8) * 0.5)
+        times = t[:, None]
+        frequencies = jnp.exp(-jnp.arange(8) * 0.5)
+        angles = times * frequencies
         waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
-        embedded = self.shift(nnx.silu(self.time(waves)))
-        scale, shift = jnp.split(embedded[:, None, None], 2, axis=-1)
-        x = self.norm(self.inside(x)) * (1 + scale) + shift
+        embedded = nnx.silu(self.time(waves))
+        modulation = self.shift(embedded)[:, None, None]
+        scale, shift = jnp.split(modulation, 2, axis=-1)
+        normalized = self.norm(self.inside(x))
+        x = normalized * (1 + scale) + shift
         return self.outside(nnx.silu(x))
 
 
@@ -64,10 +71,12 @@ def diffusion():
 
     def loss(model, batch):
         images, times, noise = batch
-        level = kept[times][:, None, None, None]
+        level = kept[times]
+        level = level[:, None, None, None]
         noisy = jnp.sqrt(level) * images + jnp.sqrt(1 - level) * noise
         predicted = model(noisy, times.astype(jnp.float32))
-        return jnp.mean(jnp.square(predicted - noise)), {}
+        squares = jnp.square(predicted - noise)
+        return jnp.mean(squares), {}
 
     batch = (
         normal(4, 6, 6, 2, seed=1),
@@ -89,22 +98,34 @@ def score_matching():
 
         def __init__(self, key):
             keys = jax.random.split(key, 3)
-            self.patches = eqx.nn.MLP(4, 4, 16, 1, key=keys[0])
-            self.hidden = eqx.nn.MLP(8, 8, 16, 1, key=keys[1])
+            self.patches = eqx.nn.MLP(
+                in_size=4, out_size=4, width_size=16, depth=1, key=keys[0]
+            )
+            self.hidden = eqx.nn.MLP(
+                in_size=8, out_size=8, width_size=16, depth=1, key=keys[1]
+            )
             self.norm = eqx.nn.LayerNorm((8, 4))
             self.out = eqx.nn.Linear(8, 7, key=keys[2])
 
         def __call__(self, t, x):
-            x = jnp.concatenate([x, jnp.full((1, 4), t)])
-            x = x + jax.vmap(self.patches)(self.norm(x))
-            x = x + jax.vmap(self.hidden, in_axes=1, out_axes=1)(x)
-            return jax.vmap(self.out, in_axes=1, out_axes=1)(x)
+            times = jnp.full((1, 4), t)
+            x = jnp.concatenate([x, times])
+            normalized = self.norm(x)
+            x = x + jax.vmap(self.patches)(normalized)
+            hidden_by_column = jax.vmap(self.hidden, in_axes=1, out_axes=1)
+            x = x + hidden_by_column(x)
+            out_by_column = jax.vmap(self.out, in_axes=1, out_axes=1)
+            return out_by_column(x)
 
     def loss_of_one(model, x, t, noise):
         mean = x * jnp.exp(-0.5 * t)
-        std = jnp.sqrt(jnp.maximum(1 - jnp.exp(-t), 1e-5))
-        score = model(t, mean + std * noise)
-        return (1 - jnp.exp(-t)) * jnp.mean((score + noise / std) ** 2)
+        variance = jnp.maximum(1 - jnp.exp(-t), 1e-5)
+        std = jnp.sqrt(variance)
+        noisy = mean + std * noise
+        score = model(t, noisy)
+        importance = 1 - jnp.exp(-t)
+        error = score + noise / std
+        return importance * jnp.mean(error**2)
 
     def loss(model, batch):
         losses = jax.vmap(loss_of_one, in_axes=(None, 0, 0, 0))(model, *batch)
@@ -125,15 +146,17 @@ def flow_matching():
     }
 
     def velocity(params, x, t):
-        x = jnp.concatenate([x, t[:, None]], axis=-1)
-        x = jax.nn.silu(apply_dense(params["hidden"], x))
-        x = x + jax.nn.silu(apply_dense(params["middle"], x))
-        return apply_dense(params["out"], x)
+        inputs = jnp.concatenate([x, t[:, None]], axis=-1)
+        hidden = jax.nn.silu(apply_dense(params["hidden"], inputs))
+        update = jax.nn.silu(apply_dense(params["middle"], hidden))
+        return apply_dense(params["out"], hidden + update)
 
     def loss(params, batch):
         data, noise, t = batch
         x = t[:, None] * data + (1 - t[:, None]) * noise
-        error = velocity(params, x, t) - (data - noise)
+        predicted = velocity(params, x, t)
+        wanted = data - noise
+        error = predicted - wanted
         return jnp.mean(error**2), {}
 
     batch = normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16
@@ -157,8 +180,10 @@ def affine_coupling_flow():
             log_scale, shift = jnp.split(out, 2, axis=-1)
             log_scale = 0.5 * jnp.tanh(log_scale)
             total += log_scale.sum(-1)
-            x = jnp.concatenate([changed * jnp.exp(log_scale) + shift, kept], axis=-1)
-        likelihood = jax.scipy.stats.norm.logpdf(x).sum(-1) + total
+            changed = changed * jnp.exp(log_scale) + shift
+            x = jnp.concatenate([changed, kept], axis=-1)
+        log_probs = jax.scipy.stats.norm.logpdf(x)
+        likelihood = log_probs.sum(-1) + total
         return -likelihood.mean(), {}
 
     return Program(loss, params, normal(16, 8, seed=6))
@@ -174,7 +199,9 @@ def adversarial_networks():
         @nn.compact
         def __call__(self, x):
             x = nn.leaky_relu(nn.Dense(32)(x), 0.2)
-            return nn.Dense(self.out)(nn.leaky_relu(nn.Dense(32)(x), 0.2))
+            head = nn.Dense(self.out)
+            x = nn.leaky_relu(nn.Dense(32)(x), 0.2)
+            return head(x)
 
     generator = MLP(6)
     discriminator = MLP(1)
@@ -189,12 +216,14 @@ def adversarial_networks():
         noise, real = batch
         fake = generator.apply(params["generator"], noise)
         frozen = jax.lax.stop_gradient(params["discriminator"])
-        fooled = jax.nn.softplus(-discriminator.apply(frozen, fake)).mean()
-        on_fake = discriminator.apply(
-            params["discriminator"], jax.lax.stop_gradient(fake)
-        )
+        by_frozen = discriminator.apply(frozen, fake)
+        fooled = jax.nn.softplus(-by_frozen).mean()
+        fake = jax.lax.stop_gradient(fake)
+        on_fake = discriminator.apply(params["discriminator"], fake)
         on_real = discriminator.apply(params["discriminator"], real)
-        told = jax.nn.softplus(on_fake).mean() + jax.nn.softplus(-on_real).mean()
+        fake_loss = jax.nn.softplus(on_fake).mean()
+        real_loss = jax.nn.softplus(-on_real).mean()
+        told = fake_loss + real_loss
         return fooled + told, {"right": jnp.mean(on_real > 0)}
 
     return Program(loss, params, (noise, real))
@@ -217,11 +246,16 @@ def wasserstein_with_gradient_penalty():
     def loss(params, batch):
         real, fake, mix = batch
         score = jax.vmap(critic, in_axes=(None, 0))
-        slope = jax.vmap(jax.grad(critic, argnums=1), in_axes=(None, 0))
-        between = mix[:, None] * real + (1 - mix[:, None]) * fake
-        norms = jnp.linalg.norm(slope(params, between), axis=-1)
+        by_input = jax.grad(critic, argnums=1)
+        slope = jax.vmap(by_input, in_axes=(None, 0))
+        real_share = mix[:, None] * real
+        between = real_share + (1 - mix[:, None]) * fake
+        slopes = slope(params, between)
+        norms = jnp.linalg.norm(slopes, axis=-1)
         penalty = jnp.mean((norms - 1) ** 2)
-        distance = score(params, fake).mean() - score(params, real).mean()
+        fake_score = score(params, fake).mean()
+        real_score = score(params, real).mean()
+        distance = fake_score - real_score
         return distance + 10 * penalty, {}
 
     batch = normal(8, 6, seed=4), normal(8, 6, seed=5), jnp.linspace(0, 1, 8)
@@ -246,10 +280,13 @@ def vector_quantized_autoencoder():
         straight = z + jax.lax.stop_gradient(codes - z)
         decoded = apply_dense(params["decoder"], straight)
         error = jnp.mean((decoded - x) ** 2)
-        codebook = jnp.mean((jax.lax.stop_gradient(z) - codes) ** 2)
-        commitment = jnp.mean((z - jax.lax.stop_gradient(codes)) ** 2)
-        used = jnp.zeros(10).at[chosen].add(1.0)
-        return error + codebook + 0.25 * commitment, {"used": jnp.sum(used > 0)}
+        frozen_z = jax.lax.stop_gradient(z)
+        codebook = jnp.mean((frozen_z - codes) ** 2)
+        frozen_codes = jax.lax.stop_gradient(codes)
+        commitment = jnp.mean((z - frozen_codes) ** 2)
+        counts = jnp.zeros(10).at[chosen].add(1.0)
+        value = error + codebook + 0.25 * commitment
+        return value, {"used": jnp.sum(counts > 0)}
 
     return Program(loss, params, normal(16, 12, seed=4))
 
@@ -281,15 +318,21 @@ def masked_autoregression():
     def loss(params, pixels):
         x = pixels / 2.0 - 0.75
         hidden = params["hidden"]
-        x = jax.nn.relu(x @ (hidden["w"] * inner) + hidden["b"])
+        masked = hidden["w"] * inner
+        x = jax.nn.relu(x @ masked + hidden["b"])
         watch(x)
         # The log gets fewer digits.
         jax.debug.callback(lambda x: None, x.astype(jnp.float16))
-        logits = x @ (params["out"]["w"] * outer)
+        masked = params["out"]["w"] * outer
+        logits = x @ masked
         jax.debug.print("the first logits: {}", logits[0, 0])
         logits = logits + params["out"]["b"]
-        log_probs = jax.nn.log_softmax(logits.reshape(16, 6, 4))
-        taken = jnp.sum(jax.nn.one_hot(pixels, 4) * log_probs, axis=(1, 2))
-        return -taken.mean(), {"bits": -taken.mean() / jnp.log(2.0) / 6}
+        logits = logits.reshape(16, 6, 4)
+        log_probs = jax.nn.log_softmax(logits)
+        labels = jax.nn.one_hot(pixels, 4)
+        taken = jnp.sum(labels * log_probs, axis=(1, 2))
+        value = -taken.mean()
+        bits = -taken.mean() / jnp.log(2.0)
+        return value, {"bits": bits / 6}
 
     return Program(loss, params, pixels)

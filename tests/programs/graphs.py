@@ -40,7 +40,8 @@ def graph_convolution():
     params = {"first": dense(16, 32, seed=3), "head": dense(32, 4, seed=4)}
 
     def features(params, x, adjacency):
-        both = jnp.concatenate([x, adjacency @ x], axis=-1)
+        neighbours = adjacency @ x
+        both = jnp.concatenate([x, neighbours], axis=-1)
         return jax.nn.relu(apply_dense(params["first"], both))
 
     params["head"]["w"] = confident_head(
@@ -65,8 +66,10 @@ def message_passing():
             ends = jnp.concatenate([x[senders], x[receivers]], -1)
             messages = hk.nets.MLP([16, 16])(ends)
             received = jax.ops.segment_sum(messages, receivers, num_segments=NODES)
-            x = hk.LayerNorm(-1, True, True)(x + hk.Linear(16)(received))
-        return hk.Linear(1)(x.mean(0))[0]
+            update = hk.Linear(16)(received)
+            x = hk.LayerNorm(-1, True, True)(x + update)
+        pooled = x.mean(0)
+        return hk.Linear(1)(pooled)[0]
 
     model = hk.without_apply_rng(hk.transform(network))
     x, edges = random_graph(3)
@@ -74,7 +77,8 @@ def message_passing():
 
     def loss(params, batch):
         x, edges, target = batch
-        return (model.apply(params, x, *edges) - target) ** 2, {}
+        predicted = model.apply(params, x, *edges)
+        return (predicted - target) ** 2, {}
 
     return Program(loss, params, (x, edges, jnp.array(1.5)))
 
@@ -86,19 +90,22 @@ def graph_attention():
     class Attention(nn.Module):
         @nn.compact
         def __call__(self, x, senders, receivers):
-            h = nn.Dense(2 * 8)(x).reshape(NODES, 2, 8)
+            h = nn.Dense(2 * 8)(x)
+            h = h.reshape(NODES, 2, 8)
             ours = self.param("ours", nn.initializers.normal(0.3), (2, 8))
             theirs = self.param("theirs", nn.initializers.normal(0.3), (2, 8))
             at_receivers = jnp.sum(h * ours, -1)[receivers]
             at_senders = jnp.sum(h * theirs, -1)[senders]
-            scores = nn.leaky_relu(at_receivers + at_senders, 0.2)
+            scores = at_receivers + at_senders
+            scores = nn.leaky_relu(scores, 0.2)
             peak = jax.ops.segment_max(scores, receivers, num_segments=NODES)
             weights = jnp.exp(scores - peak[receivers])
             total = jax.ops.segment_sum(weights, receivers, num_segments=NODES)
             weights = weights / (total[receivers] + 1e-9)
             messages = weights[..., None] * h[senders]
-            out = jax.ops.segment_sum(messages, receivers, NODES)
-            return nn.elu(out.reshape(NODES, 16))
+            received = jax.ops.segment_sum(messages, receivers, NODES)
+            received = received.reshape(NODES, 16)
+            return nn.elu(received)
 
     class Network(nn.Module):
         @nn.compact
@@ -130,7 +137,8 @@ def deep_sets():
             self.outer = nnx.Linear(16, 5, rngs=rngs)
 
         def __call__(self, points, present):
-            summed = jnp.sum(self.inner(points) * present[..., None], axis=1)
+            embedded = self.inner(points) * present[..., None]
+            summed = jnp.sum(embedded, axis=1)
             mean = summed / present.sum(1, keepdims=True)
             return self.outer(nnx.relu(mean))
 
@@ -155,20 +163,40 @@ def molecule_with_forces():
 
         def __init__(self, key):
             keys = jax.random.split(key, 3)
-            self.filters = eqx.nn.MLP(8, 8, 16, 1, jax.nn.softplus, key=keys[0])
+            self.filters = eqx.nn.MLP(
+                in_size=8,
+                out_size=8,
+                width_size=16,
+                depth=1,
+                activation=jax.nn.softplus,
+                key=keys[0],
+            )
             self.atoms = eqx.nn.Embedding(4, 8, key=keys[1])
-            self.out = eqx.nn.MLP(8, "scalar", 16, 1, jax.nn.softplus, key=keys[2])
+            self.out = eqx.nn.MLP(
+                in_size=8,
+                out_size="scalar",
+                width_size=16,
+                depth=1,
+                activation=jax.nn.softplus,
+                key=keys[2],
+            )
 
         def __call__(self, positions, kinds):
             apart = positions[:, None] - positions[None]
-            apart = apart + 10 * jnp.eye(len(kinds))[..., None]
-            distances = jnp.sqrt(jnp.sum(apart**2, axis=-1))[..., None]
+            same_atom = jnp.eye(len(kinds))[..., None]
+            apart = apart + 10 * same_atom
+            squares = jnp.sum(apart**2, axis=-1)
+            distances = jnp.sqrt(squares)[..., None]
             centers = jnp.linspace(0.5, 4.0, 8)
-            basis = jnp.exp(-((distances - centers) ** 2))
-            filters = jax.vmap(jax.vmap(self.filters))(basis)
+            offsets = distances - centers
+            basis = jnp.exp(-(offsets**2))
+            filters_of_pairs = jax.vmap(jax.vmap(self.filters))
+            filters = filters_of_pairs(basis)
             x = jax.vmap(self.atoms)(kinds)
-            x = x + jnp.sum(filters * x[None], axis=1)
-            return jnp.sum(jax.vmap(self.out)(x))
+            messages = filters * x[None]
+            x = x + jnp.sum(messages, axis=1)
+            energies = jax.vmap(self.out)(x)
+            return jnp.sum(energies)
 
     def loss(model, batch):
         positions, kinds, energies, forces = batch
@@ -206,11 +234,18 @@ def link_prediction():
 
     def loss(params, batch):
         centers, contexts, negatives = batch
-        x = jnp.tanh(params["in"][centers] @ params["mix"])
-        near = jnp.einsum("nd,nd->n", x, params["out"][contexts])
-        far = jnp.einsum("nd,nkd->nk", x, params["out"][negatives])
-        losses = jax.nn.softplus(-near) + jax.nn.softplus(far).sum(-1)
-        return losses.mean(), {"right": jnp.mean(near > far.max(-1))}
+        embedded = params["in"][centers]
+        x = jnp.tanh(embedded @ params["mix"])
+        neighbours = params["out"][contexts]
+        near = jnp.einsum("nd,nd->n", x, neighbours)
+        strangers = params["out"][negatives]
+        far = jnp.einsum("nd,nkd->nk", x, strangers)
+        near_losses = jax.nn.softplus(-near)
+        far_losses = jax.nn.softplus(far)
+        losses = near_losses + far_losses.sum(-1)
+        value = losses.mean()
+        is_right = near > far.max(-1)
+        return value, {"right": jnp.mean(is_right)}
 
     return Program(loss, params, batch)
 

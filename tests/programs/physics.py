@@ -30,13 +30,17 @@ def informed_network():
     }
 
     def solution(params, t, x):
-        hidden = jnp.tanh(apply_dense(params["first"], jnp.stack([t, x])))
+        inputs = jnp.stack([t, x])
+        hidden = jnp.tanh(apply_dense(params["first"], inputs))
         hidden = jnp.tanh(apply_dense(params["second"], hidden))
         return apply_dense(params["out"], hidden)[0]
 
     def residual(params, t, x):
-        rate = jax.grad(solution, argnums=1)(params, t, x)
-        curvature = jax.grad(jax.grad(solution, argnums=2), argnums=2)(params, t, x)
+        by_t = jax.grad(solution, argnums=1)
+        by_x = jax.grad(solution, argnums=2)
+        by_x_twice = jax.grad(by_x, argnums=2)
+        rate = by_t(params, t, x)
+        curvature = by_x_twice(params, t, x)
         return rate - 0.1 * curvature
 
     def loss(params, points):
@@ -57,7 +61,8 @@ def laplacian_by_hessian():
 
     def loss(model, points):
         def laplacian(x):
-            return jnp.trace(jax.hessian(model)(x))
+            hessian = jax.hessian(model)(x)
+            return jnp.trace(hessian)
 
         wanted = jnp.sin(points).sum(-1)
         error = jax.vmap(laplacian)(points) - wanted
@@ -79,7 +84,8 @@ def neural_ode():
     def loss(params, batch):
         starts, ends = batch
         paths = odeint(field, starts, times, params, rtol=1e-2, atol=1e-2)
-        return jnp.mean((paths[-1] - ends) ** 2), {}
+        error = paths[-1] - ends
+        return jnp.mean(error**2), {}
 
     return Program(loss, params, (normal(4, 3, seed=3), normal(4, 3, seed=4)))
 
@@ -105,10 +111,13 @@ def runge_kutta_in_scan():
             k2 = model(x + h / 2 * k1)
             k3 = model(x + h / 2 * k2)
             k4 = model(x + h * k3)
-            return x + h / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
+            slopes = k1 + 2 * k2 + 2 * k3 + k4
+            return x + h / 6 * slopes, None
 
         x, _ = jax.lax.scan(step, starts, None, length=4)
-        return jnp.mean((x - ends) ** 2), {"speed": jnp.linalg.norm(model(x))}
+        error = jnp.mean((x - ends) ** 2)
+        velocities = model(x)
+        return error, {"speed": jnp.linalg.norm(velocities)}
 
     batch = normal(8, 4, seed=1), normal(8, 4, seed=2)
     return Program(loss, Field(nnx.Rngs(0)), batch, integrates=True)
@@ -120,8 +129,11 @@ def hamiltonian_network():
     params = {"hidden": dense(4, 24, seed=1), "out": weight(24, 1, seed=2)}
 
     def energy(params, q, p):
-        hidden = jnp.tanh(apply_dense(params["hidden"], jnp.concatenate([q, p])))
-        return jnp.sum(p**2) / 2 + (hidden @ params["out"])[0]
+        state = jnp.concatenate([q, p])
+        hidden = jnp.tanh(apply_dense(params["hidden"], state))
+        kinetic = jnp.sum(p**2) / 2
+        potential = hidden @ params["out"]
+        return kinetic + potential[0]
 
     def roll_out(params, q, p):
         by_q = jax.grad(energy, argnums=1)
@@ -237,14 +249,18 @@ def neural_operator():
 
         @nn.compact
         def __call__(self, x):
-            shape = (self.modes, x.shape[-1], x.shape[-1])
-            real = self.param("real", nn.initializers.normal(0.2), shape)
-            imaginary = self.param("imaginary", nn.initializers.normal(0.2), shape)
-            spectrum = jnp.fft.rfft(x, axis=1)[:, : self.modes]
+            _, length, width = x.shape
+            shape = (self.modes, width, width)
+            init = nn.initializers.normal(0.2)
+            real = self.param("real", init, shape)
+            imaginary = self.param("imaginary", init, shape)
+            spectrum = jnp.fft.rfft(x, axis=1)
+            low_modes = spectrum[:, : self.modes]
             kernel = jax.lax.complex(real, imaginary)
-            mixed = jnp.einsum("bki,kio->bko", spectrum, kernel)
-            smooth = jnp.fft.irfft(mixed, n=x.shape[1], axis=1)
-            return nn.gelu(smooth + nn.Dense(x.shape[-1])(x))
+            mixed = jnp.einsum("bki,kio->bko", low_modes, kernel)
+            smooth = jnp.fft.irfft(mixed, n=length, axis=1)
+            pointwise = nn.Dense(width)(x)
+            return nn.gelu(smooth + pointwise)
 
     class Operator(nn.Module):
         @nn.compact
@@ -258,8 +274,10 @@ def neural_operator():
 
     def loss(params, batch):
         x, wanted = batch
-        error = jnp.linalg.norm(model.apply(params, x) - wanted, axis=1)
-        return jnp.mean(error / jnp.linalg.norm(wanted, axis=1)), {}
+        outputs = model.apply(params, x)
+        errors = jnp.linalg.norm(outputs - wanted, axis=1)
+        sizes = jnp.linalg.norm(wanted, axis=1)
+        return jnp.mean(errors / sizes), {}
 
     return Program(loss, params, batch)
 
@@ -291,9 +309,12 @@ class Kernel:
 
     def __call__(self, x):
         f = jnp.tanh(x @ self.features + self.bias)
-        squares = jnp.sum((f[:, None] - f[None]) ** 2, axis=-1)
-        kernel = jnp.exp(-squares / (2 * jnp.exp(self.length) ** 2))
-        return kernel + jnp.exp(self.noise) * jnp.eye(len(x))
+        differences = f[:, None] - f[None]
+        exponents = -jnp.sum(differences**2, axis=-1)
+        length = jnp.exp(self.length)
+        kernel = jnp.exp(exponents / (2 * length**2))
+        noise = jnp.exp(self.noise)
+        return kernel + noise * jnp.eye(len(x))
 
 
 @program("jax")
@@ -309,9 +330,12 @@ def gaussian_process():
     def loss(params, data):
         factor = jax.scipy.linalg.cho_factor(params(data.x), lower=True)
         weights = jax.scipy.linalg.cho_solve(factor, data.y)
-        determinant = jnp.sum(jnp.log(jnp.diag(factor[0])))
-        smoothed = Dataset(data.x, params(data.x) @ weights)
-        return jnp.sum(data.y * weights) / 2 + determinant, smoothed
+        diagonal = jnp.diag(factor[0])
+        determinant = jnp.sum(jnp.log(diagonal))
+        outputs = params(data.x) @ weights
+        smoothed = Dataset(data.x, outputs)
+        misfit = jnp.sum(data.y * weights) / 2
+        return misfit + determinant, smoothed
 
     data = Dataset(normal(12, 3, seed=3), normal(12, 1, seed=4))
     return Program(loss, params, data, scale=2.0**8)

@@ -77,7 +77,8 @@ def binary_network():
         def __call__(self, x):
             shape = (x.shape[-1], self.features)
             kernel = self.param("kernel", nn.initializers.normal(0.5), shape)
-            return x @ sign(kernel) / jnp.sqrt(x.shape[-1])
+            product = x @ sign(kernel)
+            return product / jnp.sqrt(x.shape[-1])
 
     class Network(nn.Module):
         @nn.compact
@@ -134,22 +135,26 @@ def learned_step_size():
 @program("jax")
 def integer_weights_with_adapter():
     """QLoRA: the base is int8 with scales by column and stays, the adapter is trained."""
-    base = jnp.clip(jnp.round(weight(16, 16, seed=1) * 100), -127, 127).astype(jnp.int8)
+    levels = jnp.round(weight(16, 16, seed=1) * 100)
+    base = jnp.clip(levels, -127, 127).astype(jnp.int8)
     scales = jnp.full((16,), 0.01)
     params = {"down": weight(16, 4, seed=2), "up": 0.1 * normal(4, 16, seed=3)}
     x = normal(12, 16, seed=4)
     labels = integers(6, 12, seed=5)
 
     def features(params, x, base):
-        frozen = x @ (base.astype(jnp.float32) * scales)
-        adapted = 2.0 * (x @ params["down"]) @ params["up"]
+        weights = base.astype(jnp.float32) * scales
+        frozen = x @ weights
+        narrow = 2.0 * (x @ params["down"])
+        adapted = narrow @ params["up"]
         return x + jax.nn.silu(frozen + adapted)
 
     head = confident_head(features(params, x, base), labels, 6, margin=10.0)
 
     def loss(params, batch):
         x, labels, base, head = batch
-        return cross_entropy(features(params, x, base) @ head, labels)
+        logits = features(params, x, base) @ head
+        return cross_entropy(logits, labels)
 
     return Program(loss, params, (x, labels, base, head))
 
@@ -227,8 +232,10 @@ def prefix_tuning():
         prefixes = jnp.broadcast_to(prefix, (len(x), *prefix.shape))
         memory = jnp.concatenate([prefixes, x], axis=1)
         w_init = hk.initializers.VarianceScaling(1.0)
-        y = hk.MultiHeadAttention(2, 8, w_init=w_init)(x, memory, memory)
-        return hk.Linear(4)(jax.nn.relu(x + y).mean(1))
+        attention = hk.MultiHeadAttention(2, 8, w_init=w_init)
+        y = attention(x, memory, memory)
+        pooled = jax.nn.relu(x + y).mean(1)
+        return hk.Linear(4)(pooled)
 
     model = hk.without_apply_rng(hk.transform(network))
     x = normal(6, 5, 16, seed=1)
@@ -237,7 +244,8 @@ def prefix_tuning():
 
     def loss(params, batch):
         x, labels, frozen = batch
-        return cross_entropy(model.apply(frozen, x, params["prefix"]), labels)
+        logits = model.apply(frozen, x, params["prefix"])
+        return cross_entropy(logits, labels)
 
     return Program(loss, {"prefix": prefix}, (x, integers(4, 6, seed=3), frozen))
 

@@ -77,10 +77,14 @@ def deep_q_learning():
 
     def loss(params, target, batch):
         values = params(batch.observations)
-        taken = jnp.take_along_axis(values, batch.actions[:, None], axis=-1)
-        after = jnp.max(target(batch.next_observations), axis=-1)
+        actions = batch.actions[:, None]
+        taken = jnp.take_along_axis(values, actions, axis=-1)
+        next_values = target(batch.next_observations)
+        after = jnp.max(next_values, axis=-1)
         wanted = batch.rewards + 0.99 * after * (1.0 - batch.done)
-        error = optax.huber_loss(taken[:, 0], jax.lax.stop_gradient(wanted))
+        predicted = taken[:, 0]
+        wanted = jax.lax.stop_gradient(wanted)
+        error = optax.huber_loss(predicted, wanted)
         return error.mean(), (target, {"value": taken.mean()})
 
     return Program(loss, params, make_transitions(5, 4), state=target)
@@ -103,11 +107,14 @@ def categorical_q_learning():
 
     def loss(params, batch):
         data, bins = batch
-        logits = apply_dense(params["head"], hidden(params, data.observations))
-        logits = logits.reshape(-1, 2, atoms)[jnp.arange(16), data.actions]
+        final = hidden(params, data.observations)
+        logits = apply_dense(params["head"], final)
+        logits = logits.reshape(-1, 2, atoms)
+        logits = logits[jnp.arange(16), data.actions]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, bins)
         probabilities = jax.nn.softmax(logits)
-        value = jnp.sum(probabilities * jnp.linspace(-1, 1, atoms), axis=-1)
+        returns = jnp.linspace(-1, 1, atoms)
+        value = jnp.sum(probabilities * returns, axis=-1)
         return losses.mean(), {"value": value.mean()}
 
     return Program(loss, params, (batch, bins))
@@ -118,7 +125,9 @@ class ActorCritic(nn.Module):
     def __call__(self, x):
         actor = nn.tanh(nn.Dense(32)(x))
         critic = nn.tanh(nn.Dense(32)(x))
-        return nn.Dense(3)(actor), nn.Dense(1)(critic)[..., 0]
+        logits = nn.Dense(3)(actor)
+        values = nn.Dense(1)(critic)
+        return logits, values[..., 0]
 
 
 @program("linen")
@@ -135,14 +144,20 @@ def proximal_policy():
         taken = jnp.take_along_axis(log_probs, actions, axis=1)[:, 0]
         ratio = jnp.exp(taken - batch["log_probs"])
         advantages = batch["advantages"]
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        clipped = jnp.clip(ratio, 0.8, 1.2) * advantages
-        actor = -jnp.minimum(ratio * advantages, clipped).mean()
-        near = batch["values"] + jnp.clip(values - batch["values"], -0.2, 0.2)
+        centered = advantages - advantages.mean()
+        advantages = centered / (advantages.std() + 1e-8)
+        clipped_gain = jnp.clip(ratio, 0.8, 1.2) * advantages
+        plain_gain = ratio * advantages
+        gain = jnp.minimum(plain_gain, clipped_gain)
+        actor = -gain.mean()
+        change = values - batch["values"]
+        near = batch["values"] + jnp.clip(change, -0.2, 0.2)
         error = (values - batch["returns"]) ** 2
         clipped_error = (near - batch["returns"]) ** 2
         critic = jnp.maximum(error, clipped_error).mean()
-        entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1).mean()
+        probabilities = jnp.exp(log_probs)
+        mean_log_probs = jnp.sum(probabilities * log_probs, axis=-1)
+        entropy = -mean_log_probs.mean()
         is_clipped = jnp.abs(ratio - 1) > 0.2
         aux = {"clipped": jnp.mean(is_clipped), "entropy": entropy}
         return actor + 0.5 * critic - 0.01 * entropy, aux
@@ -185,12 +200,15 @@ def advantage_actor_critic():
             total = reward + 0.9 * total * (1.0 - ended)
             return total, total
 
-        _, returns = jax.lax.scan(turn, jnp.zeros(4), (rewards, done), reverse=True)
+        start = jnp.zeros(4)
+        _, returns = jax.lax.scan(turn, start, (rewards, done), reverse=True)
         advantages = returns - values
         log_probs = jax.nn.log_softmax(logits)
         taken = jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
-        actor = -jnp.mean(taken * jax.lax.stop_gradient(advantages))
-        return actor + 0.5 * jnp.mean(advantages**2), {"return": returns[0].mean()}
+        frozen = jax.lax.stop_gradient(advantages)
+        actor = -jnp.mean(taken * frozen)
+        critic = jnp.mean(advantages**2)
+        return actor + 0.5 * critic, {"return": returns[0].mean()}
 
     batch = observations, done, integers(3, 6, 4, seed=3), normal(6, 4, seed=4)
     return Program(loss, params, batch)
@@ -216,7 +234,8 @@ def soft_actor_critic():
 
     def loss(agent, batch):
         observations, noise, rewards = batch
-        mean, log_std = jnp.split(agent.policy(observations), 2, axis=-1)
+        outputs = agent.policy(observations)
+        mean, log_std = jnp.split(outputs, 2, axis=-1)
         log_std = jnp.clip(log_std, -5, 2)
         raw = mean + jnp.exp(log_std) * noise
         action = jnp.tanh(raw)
@@ -224,12 +243,16 @@ def soft_actor_critic():
         squashing = jnp.log(1 - action**2 + 1e-6)
         log_prob = jnp.sum(log_prob - squashing, axis=-1)
         x = jnp.concatenate([observations, action], axis=-1)
-        values = jnp.concatenate([critic(x) for critic in agent.critics], axis=-1)
+        both_values = [critic(x) for critic in agent.critics]
+        values = jnp.concatenate(both_values, axis=-1)
         temperature = jnp.exp(agent.temperature[...])
         entropy_cost = jax.lax.stop_gradient(temperature) * log_prob
-        actor = jnp.mean(entropy_cost - values.min(-1))
-        critic = jnp.mean((values - rewards[:, None]) ** 2)
-        tuned = -jnp.mean(temperature * jax.lax.stop_gradient(log_prob - 2.0))
+        lower_values = values.min(-1)
+        actor = jnp.mean(entropy_cost - lower_values)
+        errors = values - rewards[:, None]
+        critic = jnp.mean(errors**2)
+        excess = jax.lax.stop_gradient(log_prob - 2.0)
+        tuned = -jnp.mean(temperature * excess)
         return actor + critic + tuned, {"entropy": -log_prob.mean()}
 
     batch = normal(8, 6, seed=1), normal(8, 2, seed=2), normal(8, seed=3)
@@ -258,11 +281,14 @@ def decision_transformer():
         def __call__(self, returns, observations):
             returns = jax.vmap(self.embed_return)(returns[:, None])
             observations = jax.vmap(self.embed_observation)(observations)
-            x = jnp.stack([returns, observations], axis=1).reshape(-1, 16)
+            pairs = jnp.stack([returns, observations], axis=1)
+            x = pairs.reshape(-1, 16)
             y = jax.vmap(self.norm)(x)
-            mask = jnp.tril(jnp.ones((len(x), len(x)), bool))
+            everywhere = jnp.ones((len(x), len(x)), bool)
+            mask = jnp.tril(everywhere)
             x = x + self.attention(y, y, y, mask=mask)
-            return jax.vmap(self.head)(x[1::2])
+            at_observations = x[1::2]
+            return jax.vmap(self.head)(at_observations)
 
     def loss(model, batch):
         returns, observations, actions = batch
@@ -275,12 +301,19 @@ def decision_transformer():
 
 def sequence_log_probs(params, tokens):
     """Returns the log-probability of each sequence, by indexing."""
-    sums = jnp.cumsum(params["embedding"][tokens[:, :-1]], axis=1)
-    x = sums / jnp.arange(1, 6)[:, None]
-    logits = apply_dense(params["head"], jnp.tanh(x @ params["mix"]))
+    inputs = tokens[:, :-1]
+    embedded = params["embedding"][inputs]
+    sums = jnp.cumsum(embedded, axis=1)
+    counts = jnp.arange(1, 6)[:, None]
+    means = sums / counts
+    hidden = jnp.tanh(means @ params["mix"])
+    logits = apply_dense(params["head"], hidden)
     log_probs = jax.nn.log_softmax(logits)
-    rows, columns = jnp.arange(4)[:, None], jnp.arange(5)[None]
-    return log_probs[rows, columns, tokens[:, 1:]].sum(-1)
+    rows = jnp.arange(4)[:, None]
+    columns = jnp.arange(5)[None]
+    labels = tokens[:, 1:]
+    taken = log_probs[rows, columns, labels]
+    return taken.sum(-1)
 
 
 @program("jax")
@@ -294,11 +327,13 @@ def direct_preferences():
         chosen, rejected, frozen = batch
 
         def gain(tokens):
-            before = jax.lax.stop_gradient(sequence_log_probs(frozen, tokens))
+            before = sequence_log_probs(frozen, tokens)
+            before = jax.lax.stop_gradient(before)
             return sequence_log_probs(params, tokens) - before
 
         margin = 0.5 * (gain(chosen) - gain(rejected))
-        return -jax.nn.log_sigmoid(margin).mean(), {"right": jnp.mean(margin > 0)}
+        log_probs = jax.nn.log_sigmoid(margin)
+        return -log_probs.mean(), {"right": jnp.mean(margin > 0)}
 
     batch = integers(10, 4, 6, seed=5), integers(10, 4, 6, seed=6), frozen
     return Program(loss, params, batch)

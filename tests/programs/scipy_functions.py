@@ -46,10 +46,14 @@ def definite(x: jax.Array) -> jax.Array:
 @program("jax")
 def special_of_gamma():
     def loss(x):
-        x, y = positive(x), positive(-x)
-        sums = special.gammaln(x) + special.digamma(y) + special.polygamma(1, x)
-        sums += special.betaln(x, y) + special.gammainc(x, 1.5)
-        return sums + special.multigammaln(x + 2.0, 2)
+        a = positive(x)
+        b = positive(-x)
+        sums = special.gammaln(a)
+        sums += special.digamma(b)
+        sums += special.polygamma(1, a)
+        of_two = special.betaln(a, b) + special.gammainc(a, 1.5)
+        sums += of_two
+        return sums + special.multigammaln(a + 2.0, 2)
 
     return behind_layers(loss)
 
@@ -57,8 +61,11 @@ def special_of_gamma():
 @program("jax")
 def special_of_errors():
     def loss(x):
-        sums = special.erf(x) + special.erfc(x) + special.log_ndtr(x)
-        return sums + special.ndtri(0.9 * special.ndtr(x) + 0.05)
+        sums = special.erf(x)
+        sums += special.erfc(x)
+        sums += special.log_ndtr(x)
+        p = 0.9 * special.ndtr(x) + 0.05
+        return sums + special.ndtri(p)
 
     return behind_layers(loss)
 
@@ -68,8 +75,11 @@ def special_of_entropies():
     def loss(x):
         p = special.expit(x)
         q = special.softmax(x, axis=-1)
-        sums = special.entr(p) + special.xlogy(p, q) + special.xlog1py(p, q)
-        sums += special.rel_entr(p, q) + special.kl_div(p, q) + special.logit(p)
+        sums = special.entr(p)
+        sums += special.xlogy(p, q)
+        sums += special.xlog1py(p, q)
+        divergences = special.rel_entr(p, q) + special.kl_div(p, q)
+        sums += divergences + special.logit(p)
         return sums.sum(-1) + special.logsumexp(x, axis=-1)
 
     return behind_layers(loss)
@@ -78,9 +88,14 @@ def special_of_entropies():
 @program("jax")
 def special_of_bessel():
     def loss(x):
-        sums = special.i0(x) + special.i0e(x) + special.i1(x) + special.i1e(x)
-        sums += special.betainc(1.5, 2.5, jax.nn.sigmoid(x))
-        return sums + special.spence(0.3 + 0.5 * jax.nn.sigmoid(x))
+        sums = special.i0(x)
+        sums += special.i0e(x)
+        sums += special.i1(x)
+        sums += special.i1e(x)
+        share = jax.nn.sigmoid(x)
+        sums += special.betainc(1.5, 2.5, share)
+        inside = 0.3 + 0.5 * jax.nn.sigmoid(x)
+        return sums + special.spence(inside)
 
     return behind_layers(loss)
 
@@ -111,8 +126,11 @@ def stats_of_positives_and_counts():
         densities = jsp.stats.gamma.logpdf(y, a, scale=b)
         densities = densities + jsp.stats.beta.logpdf(y, a, b)
         exponential = jsp.stats.expon.logpdf(y, scale=a)
-        densities += exponential + jsp.stats.pareto.logpdf(y + 4.0, b)
-        densities += jsp.stats.chi2.logpdf(y, a) + jsp.stats.vonmises.logpdf(y, a)
+        pareto = jsp.stats.pareto.logpdf(y + 4.0, b)
+        densities += exponential + pareto
+        chi_squared = jsp.stats.chi2.logpdf(y, a)
+        von_mises = jsp.stats.vonmises.logpdf(y, a)
+        densities += chi_squared + von_mises
         densities += jsp.stats.poisson.logpmf(counts, a)
         return -densities - jsp.stats.nbinom.logpmf(counts, b, 0.5)
 
@@ -150,10 +168,13 @@ def linalg_of_solutions():
         lower = jsp.linalg.cholesky(matrix, lower=True)
         solved = jsp.linalg.solve(matrix, right, assume_a="pos")
         solved += jsp.linalg.cho_solve((lower, True), right)
-        solved += jsp.linalg.lu_solve(jsp.linalg.lu_factor(matrix), right)
+        factors = jsp.linalg.lu_factor(matrix)
+        solved += jsp.linalg.lu_solve(factors, right)
         solved += jsp.linalg.solve_triangular(lower, right, lower=True)
-        volume = jnp.sum(solved**2) + jnp.log(jsp.linalg.det(matrix))
-        return volume + jsp.linalg.inv(matrix).sum()
+        total = jnp.sum(solved**2)
+        determinant = jsp.linalg.det(matrix)
+        total += jnp.log(determinant)
+        return total + jsp.linalg.inv(matrix).sum()
 
     return behind_layers(loss, outputs=6)
 
@@ -161,11 +182,15 @@ def linalg_of_solutions():
 @program("jax")
 def linalg_of_factors():
     def loss(x):
-        values, _ = jsp.linalg.eigh(definite(x) + jnp.diag(jnp.arange(5.0)))
+        matrix = definite(x)
+        matrix += jnp.diag(jnp.arange(5.0))
+        values, _ = jsp.linalg.eigh(matrix)
         q, r = jsp.linalg.qr(x, mode="economic")
         singular = jsp.linalg.svd(x, compute_uv=False)
-        total = jnp.sum(jnp.log(values)) + jnp.sum(r**2)
-        return total + jnp.sum(singular) + jnp.sum(q[0] ** 2)
+        total = jnp.sum(jnp.log(values))
+        total += jnp.sum(r**2)
+        total += jnp.sum(singular)
+        return total + jnp.sum(q[0] ** 2)
 
     return behind_layers(loss, outputs=5)
 
@@ -176,7 +201,8 @@ def linalg_of_exponentials():
 
     def loss(x):
         rates = x.reshape(2, 4, 4) / 2
-        moved = jax.vmap(jsp.linalg.expm)(rates) @ jnp.ones(4)
+        exponentials = jax.vmap(jsp.linalg.expm)(rates)
+        moved = exponentials @ jnp.ones(4)
         return jnp.square(moved)
 
     return behind_layers(loss, outputs=4)
@@ -204,9 +230,12 @@ def signal_of_filters():
         noise = normal(3, 20, seed=9)
         convolve = functools.partial(jsp.signal.convolve, mode="same")
         filtered = jax.vmap(convolve)(noise, filters)
-        image = jsp.signal.convolve2d(normal(6, 6, seed=10), x[3:6, :3], mode="valid")
+        image = normal(6, 6, seed=10)
+        blurred = jsp.signal.convolve2d(image, x[3:6, :3], mode="valid")
         lags = jsp.signal.correlate(filtered[0], x[6], mode="valid")
-        return jnp.mean(filtered**2) + jnp.mean(jnp.abs(image)) + jnp.mean(lags**2)
+        total = jnp.mean(filtered**2)
+        total += jnp.mean(jnp.abs(blurred))
+        return total + jnp.mean(lags**2)
 
     return behind_layers(loss)
 
@@ -219,8 +248,12 @@ def signal_of_spectra():
         _, power = jsp.signal.welch(waves, nperseg=8)
         convolved = jsp.signal.fftconvolve(waves[0], x[0])
         steady = jsp.signal.detrend(waves)
-        powers = jnp.mean(jnp.abs(spectra) ** 2) + jnp.mean(jnp.log(power + 0.1))
-        return powers + jnp.mean(convolved**2) + jnp.mean(steady**2)
+        magnitudes = jnp.abs(spectra)
+        total = jnp.mean(magnitudes**2)
+        log_power = jnp.log(power + 0.1)
+        total += jnp.mean(log_power)
+        total += jnp.mean(convolved**2)
+        return total + jnp.mean(steady**2)
 
     return behind_layers(loss)
 
@@ -230,7 +263,9 @@ def fft_of_cosines():
     def loss(x):
         coefficients = jsp.fft.dct(x, norm="ortho")
         again = jsp.fft.idct(coefficients * 0.9, norm="ortho")
-        return jnp.mean(jnp.abs(coefficients)) + jnp.mean((again - x) ** 2)
+        size = jnp.mean(jnp.abs(coefficients))
+        error = again - x
+        return size + jnp.mean(error**2)
 
     return behind_layers(loss)
 
@@ -248,7 +283,9 @@ def warped_images():
         interpolate = jsp.interpolate.RegularGridInterpolator(
             grid, image, method="linear"
         )
-        return pixels**2 + interpolate(jnp.stack([rows, columns], axis=-1))
+        squares = pixels**2
+        points = jnp.stack([rows, columns], axis=-1)
+        return squares + interpolate(points)
 
     return behind_layers(loss)
 
@@ -285,8 +322,10 @@ def rotations():
 
     def loss(x):
         rotations = jsp.spatial.transform.Rotation.from_quat(x[:, :4])
-        points = rotations.apply(normal(8, 3, seed=13))
-        return jnp.mean((points - normal(8, 3, seed=14)) ** 2)
+        points = normal(8, 3, seed=13)
+        rotated = rotations.apply(points)
+        error = rotated - normal(8, 3, seed=14)
+        return jnp.mean(error**2)
 
     return behind_layers(loss, outputs=4)
 
@@ -304,6 +343,8 @@ def vector_quantization():
         z = apply_dense(params["in"], x)
         codes, distances = jsp.cluster.vq.vq(z, params["codes"])
         decoded = params["codes"][codes] @ params["out"]
-        return jnp.mean(distances) + jnp.mean((decoded - x) ** 2), {"codes": codes}
+        commitment = jnp.mean(distances)
+        error = decoded - x
+        return commitment + jnp.mean(error**2), {"codes": codes}
 
     return Program(loss, params, normal(12, 6, seed=4))

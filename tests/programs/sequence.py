@@ -25,26 +25,31 @@ from flax import nnx
 
 
 def rms_norm(x, scale):
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
+    mean_square = jnp.mean(jnp.square(x), -1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + 1e-6) * scale
 
 
 def layer_norm(x, scale, bias):
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + 1e-5) * scale + bias
+    normalized = (x - mean) / jnp.sqrt(variance + 1e-5)
+    return normalized * scale + bias
 
 
 def split_heads(qkv, heads):
     """Returns queries, keys and values by head, from one array that has them side by side."""
     arrays = jnp.split(qkv, 3, axis=-1)
-    return [x.reshape(*x.shape[:-1], heads, -1) for x in arrays]
+    shape = (*qkv.shape[:-1], heads, -1)
+    return [x.reshape(shape) for x in arrays]
 
 
 def causal_attention(q, k, v):
     """Returns the attention of arrays [tokens, heads, features], with a mask of -1e9."""
-    logits = jnp.einsum("qhd,khd->hqk", q, k) / jnp.sqrt(q.shape[-1])
+    products = jnp.einsum("qhd,khd->hqk", q, k)
+    logits = products / jnp.sqrt(q.shape[-1])
     mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1)
+    logits = jnp.where(mask, logits, -1e9)
+    weights = jax.nn.softmax(logits, axis=-1)
     return jnp.einsum("hqk,khd->qhd", weights, v)
 
 
@@ -72,12 +77,13 @@ def gpt2():
 
     def block(layer, x):
         y = layer_norm(x, **layer["norm1"])
-        q, k, v = split_heads(apply_dense(layer["qkv"], y), heads)
-        y = causal_attention(q, k, v).reshape(-1, width)
-        x = x + apply_dense(layer["out"], y)
+        qkv = apply_dense(layer["qkv"], y)
+        q, k, v = split_heads(qkv, heads)
+        attended = causal_attention(q, k, v).reshape(-1, width)
+        x = x + apply_dense(layer["out"], attended)
         y = layer_norm(x, **layer["norm2"])
-        y = jax.nn.gelu(apply_dense(layer["up"], y))
-        return x + apply_dense(layer["down"], y)
+        hidden = jax.nn.gelu(apply_dense(layer["up"], y))
+        return x + apply_dense(layer["down"], hidden)
 
     def features(params, tokens):
         x = params["embedding"][tokens] + params["positions"]
@@ -85,14 +91,18 @@ def gpt2():
             x = block(layer, x)
         return layer_norm(x, 1.0, 0.0)
 
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    final = jax.vmap(features, in_axes=(None, 0))(params, inputs)
+    features_of_batch = jax.vmap(features, in_axes=(None, 0))
+    inputs = tokens[:, :-1]
+    labels = tokens[:, 1:]
+    final = features_of_batch(params, inputs)
     params["head"] = confident_head(final, labels, vocabulary, margin=10.0)
 
     def loss(params, tokens):
-        inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        final = jax.vmap(features, in_axes=(None, 0))(params, inputs)
-        return cross_entropy(final @ params["head"], labels)
+        inputs = tokens[:, :-1]
+        labels = tokens[:, 1:]
+        final = features_of_batch(params, inputs)
+        logits = final @ params["head"]
+        return cross_entropy(logits, labels)
 
     return Program(loss, params, tokens)
 
@@ -103,7 +113,8 @@ def llama():
     width, heads, vocabulary, depth = 32, 2, 16, 2
 
     def init_weights(rows, columns, seed):
-        return jnp.stack([weight(rows, columns, seed + 20 * i) for i in range(depth)])
+        matrices = [weight(rows, columns, seed + 20 * i) for i in range(depth)]
+        return jnp.stack(matrices)
 
     layers = {
         "q": init_weights(width, width, 0),
@@ -121,32 +132,43 @@ def llama():
 
     def rotate(x):
         half = x.shape[-1] // 2
-        angles = jnp.arange(len(x))[:, None] * 100.0 ** (-jnp.arange(half) / half)
-        cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-        a, b = x[..., :half], x[..., half:]
+        positions = jnp.arange(len(x))[:, None]
+        frequencies = 100.0 ** (-jnp.arange(half) / half)
+        angles = positions * frequencies
+        cos = jnp.cos(angles)[:, None]
+        sin = jnp.sin(angles)[:, None]
+        a = x[..., :half]
+        b = x[..., half:]
         rotated = [a * cos - b * sin, a * sin + b * cos]
         return jnp.concatenate(rotated, axis=-1)
 
     @jax.checkpoint
     def block(x, layer):
         y = rms_norm(x, layer["norm1"])
-        q, k, v = [(y @ layer[name]).reshape(-1, heads, 16) for name in "qkv"]
-        y = causal_attention(rotate(q), rotate(k), v).reshape(-1, width)
-        x = x + y @ layer["o"]
+        q = (y @ layer["q"]).reshape(-1, heads, 16)
+        k = (y @ layer["k"]).reshape(-1, heads, 16)
+        v = (y @ layer["v"]).reshape(-1, heads, 16)
+        attended = causal_attention(rotate(q), rotate(k), v)
+        attended = attended.reshape(-1, width)
+        x = x + attended @ layer["o"]
         y = rms_norm(x, layer["norm2"])
-        y = jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])
-        return x + y @ layer["down"], None
+        gate = jax.nn.silu(y @ layer["gate"])
+        hidden = gate * (y @ layer["up"])
+        return x + hidden @ layer["down"], None
 
     def features(params, tokens):
-        x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
+        embedded = params["embedding"][tokens]
+        x, _ = jax.lax.scan(block, embedded, params["layers"])
         return rms_norm(x, 1.0)
 
-    final = jax.vmap(features, in_axes=(None, 0))(params, tokens[:, :-1])
+    features_of_batch = jax.vmap(features, in_axes=(None, 0))
+    final = features_of_batch(params, tokens[:, :-1])
     params["head"] = confident_head(final, tokens[:, 1:], vocabulary, margin=12.0)
 
     def loss(params, tokens):
-        final = jax.vmap(features, in_axes=(None, 0))(params, tokens[:, :-1])
-        return cross_entropy(final @ params["head"], tokens[:, 1:])
+        final = features_of_batch(params, tokens[:, :-1])
+        logits = final @ params["head"]
+        return cross_entropy(logits, tokens[:, 1:])
 
     return Program(loss, params, tokens)
 
@@ -190,7 +212,8 @@ def scanned_transformer():
 
     def loss(params, tokens):
         final = model.apply(params["model"], tokens[:, :-1])
-        return cross_entropy(apply_dense(params["head"], final), tokens[:, 1:])
+        logits = apply_dense(params["head"], final)
+        return cross_entropy(logits, tokens[:, 1:])
 
     return Program(loss, {"model": params, "head": head}, tokens)
 
@@ -226,10 +249,13 @@ def bert():
 
     def loss(model, batch):
         logits = model(batch["inputs"], batch["mask"])
-        labels, chosen = batch["labels"], batch["chosen"]
+        labels = batch["labels"]
+        chosen = batch["chosen"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        right = jnp.sum((logits.argmax(-1) == labels) * chosen)
-        return jnp.sum(losses, where=chosen) / jnp.sum(chosen), {"right": right}
+        is_right = (logits.argmax(-1) == labels) * chosen
+        right = jnp.sum(is_right)
+        total = jnp.sum(losses, where=chosen)
+        return total / jnp.sum(chosen), {"right": right}
 
     batch = {"inputs": inputs, "mask": mask, "labels": tokens, "chosen": chosen}
     return Program(loss, model, batch)
@@ -289,9 +315,12 @@ def character_lstm():
 
     def network(tokens):
         core = hk.LSTM(24)
+        head = hk.Linear(12)
         xs = jax.nn.one_hot(tokens[:, :-1], 12).swapaxes(0, 1)
-        hs, _ = hk.dynamic_unroll(core, xs, core.initial_state(len(tokens)))
-        logits = hk.Linear(12)(jax.nn.relu(hk.Linear(24)(hs)))
+        start = core.initial_state(len(tokens))
+        hs, _ = hk.dynamic_unroll(core, xs, start)
+        hidden = jax.nn.relu(hk.Linear(24)(hs))
+        logits = head(hidden)
         return logits.swapaxes(0, 1)
 
     model = hk.without_apply_rng(hk.transform(network))
@@ -303,7 +332,8 @@ def character_lstm():
         log_probs = jax.nn.log_softmax(logits)
         labels = jax.nn.one_hot(tokens[:, 1:], 12)
         aux = {"accuracy": accuracy(logits, tokens[:, 1:])}
-        return -jnp.mean(jnp.sum(labels * log_probs, axis=-1)), aux
+        log_likelihoods = jnp.sum(labels * log_probs, axis=-1)
+        return -jnp.mean(log_likelihoods), aux
 
     return Program(loss, params, tokens)
 
@@ -323,17 +353,23 @@ def sequence_to_sequence():
 
     def translate(params, source, target):
         def encode(h, x):
-            h = jnp.tanh(apply_dense(params["encoder"], jnp.concatenate([h, x])))
+            inputs = jnp.concatenate([h, x])
+            h = jnp.tanh(apply_dense(params["encoder"], inputs))
             return h, h
 
         def decode(h, x):
-            weights = jax.nn.softmax(memory @ (h @ params["query"]))
-            inputs = jnp.concatenate([h, x, weights @ memory])
+            query = h @ params["query"]
+            weights = jax.nn.softmax(memory @ query)
+            context = weights @ memory
+            inputs = jnp.concatenate([h, x, context])
             h = jnp.tanh(apply_dense(params["decoder"], inputs))
             return h, apply_dense(params["head"], h)
 
-        h, memory = jax.lax.scan(encode, jnp.zeros(width), params["embedding"][source])
-        _, logits = jax.lax.scan(decode, h, params["embedding"][target[:-1]])
+        start = jnp.zeros(width)
+        sources = params["embedding"][source]
+        h, memory = jax.lax.scan(encode, start, sources)
+        targets = params["embedding"][target[:-1]]
+        _, logits = jax.lax.scan(decode, h, targets)
         return logits
 
     def loss(params, batch):
@@ -358,9 +394,12 @@ def recurrent_adder():
         xs, sums = batch
 
         def turn(h, x):
-            return jnp.tanh(x @ params["in"] + apply_dense(params["turn"], h)), None
+            from_input = x @ params["in"]
+            h = jnp.tanh(from_input + apply_dense(params["turn"], h))
+            return h, None
 
-        h, _ = jax.lax.scan(turn, jnp.zeros((8, 12)), xs)
+        start = jnp.zeros((8, 12))
+        h, _ = jax.lax.scan(turn, start, xs)
         outputs = apply_dense(params["out"], h)[:, 0]
         return mean_squared_error(outputs, sums), {}
 
@@ -380,12 +419,15 @@ def diagonal_state_space():
     batch = normal(4, 12, 8, seed=5), normal(4, 12, 3, seed=6)
 
     def combine(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
+        decay, state = left
+        next_decay, next_state = right
+        return decay * next_decay, state * next_decay + next_state
 
     def loss(params, batch):
         xs, targets = batch
         inputs = apply_dense(params["in"], xs)
-        decay = jnp.broadcast_to(jax.nn.sigmoid(params["decay"] + 2), inputs.shape)
+        decay = jax.nn.sigmoid(params["decay"] + 2)
+        decay = jnp.broadcast_to(decay, inputs.shape)
         _, hidden = jax.lax.associative_scan(combine, (decay, inputs), axis=1)
         y = jax.nn.gelu(apply_dense(params["out"], hidden))
         outputs = apply_dense(params["head"], y)
@@ -411,13 +453,18 @@ def mixture_of_experts():
         probabilities = jax.nn.softmax(x @ params["router"])
         gates, chosen = jax.lax.top_k(probabilities, 2)
         gates = gates / gates.sum(-1, keepdims=True)
-        hidden = jax.nn.relu(jnp.einsum("td,edf->tef", x, params["up"]))
+        hidden = jnp.einsum("td,edf->tef", x, params["up"])
+        hidden = jax.nn.relu(hidden)
         outputs = jnp.einsum("tef,efd->ted", hidden, params["down"])
         picked = jnp.take_along_axis(outputs, chosen[:, :, None], axis=1)
-        x = x + jnp.sum(gates[:, :, None] * picked, axis=1)
-        value, aux = cross_entropy(apply_dense(params["head"], x), labels)
-        load = jax.nn.one_hot(chosen[:, 0], experts).mean(0)
-        balance = experts * jnp.sum(load * probabilities.mean(0))
+        weighted = gates[:, :, None] * picked
+        x = x + jnp.sum(weighted, axis=1)
+        logits = apply_dense(params["head"], x)
+        value, aux = cross_entropy(logits, labels)
+        first_choices = chosen[:, 0]
+        load = jax.nn.one_hot(first_choices, experts).mean(0)
+        importance = probabilities.mean(0)
+        balance = experts * jnp.sum(load * importance)
         return value + 0.01 * balance, aux | {"load": load}
 
     return Program(loss, params, batch)
@@ -452,7 +499,8 @@ def conditional_random_field():
         emissions = apply_dense(params["emission"], embedded)
 
         def turn(alpha, emission):
-            scores = alpha[:, None] + params["transition"] + emission[None, :]
+            moved = alpha[:, None] + params["transition"]
+            scores = moved + emission[None, :]
             return jax.nn.logsumexp(scores, axis=0), None
 
         alpha, _ = jax.lax.scan(turn, emissions[0], emissions[1:])
@@ -464,7 +512,8 @@ def conditional_random_field():
 
     def loss(params, batch):
         of_batch = jax.vmap(log_likelihood, in_axes=(None, 0, 0))
-        return -jnp.mean(of_batch(params, batch.inputs, batch.labels)), {}
+        log_likelihoods = of_batch(params, batch.inputs, batch.labels)
+        return -jnp.mean(log_likelihoods), {}
 
     return Program(loss, params, batch)
 
@@ -482,15 +531,18 @@ def fused_attention():
 
     def features(params, tokens):
         x = params["embedding"][tokens]
-        q, k, v = split_heads(x @ params["qkv"], heads)
+        qkv = x @ params["qkv"]
+        q, k, v = split_heads(qkv, heads)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return x + apply_dense(params["out"], y.reshape(x.shape))
+        y = y.reshape(x.shape)
+        return x + apply_dense(params["out"], y)
 
     final = features(params, tokens[:, :-1])
     params["head"] = confident_head(final, tokens[:, 1:], 16, margin=13.0)
 
     def loss(params, tokens):
         final = features(params, tokens[:, :-1])
-        return cross_entropy(final @ params["head"], tokens[:, 1:])
+        logits = final @ params["head"]
+        return cross_entropy(logits, tokens[:, 1:])
 
     return Program(loss, params, tokens)

@@ -159,17 +159,21 @@ def spectral_vocoder():
         starts = jnp.arange(0, wave.shape[-1] - 15, 8)
         places = starts[:, None] + jnp.arange(16)[None]
         frames = wave[..., places]
-        return jnp.abs(jnp.fft.rfft(frames * window)) + 1e-2
+        coefficients = jnp.fft.rfft(frames * window)
+        return jnp.abs(coefficients) + 1e-2
 
     def loss(params, batch):
         features, wanted = batch
         hidden = jax.nn.leaky_relu(apply_dense(params["hidden"], features))
-        wave = apply_dense(params["out"], hidden).reshape(len(features), -1)
+        wave = apply_dense(params["out"], hidden)
+        wave = wave.reshape(len(features), -1)
         spoken = spectrum(wave)
         wanted = spectrum(wanted)
-        difference = jnp.abs(jnp.log(spoken) - jnp.log(wanted)).mean()
-        convergence = jnp.linalg.norm(wanted - spoken) / jnp.linalg.norm(wanted)
-        return difference + convergence, {}
+        difference = jnp.log(spoken) - jnp.log(wanted)
+        magnitude = jnp.abs(difference).mean()
+        error = jnp.linalg.norm(wanted - spoken)
+        convergence = error / jnp.linalg.norm(wanted)
+        return magnitude + convergence, {}
 
     return Program(loss, params, (normal(2, 6, 8, seed=3), normal(2, 48, seed=4)))
 
@@ -188,17 +192,21 @@ def speaker_embedding():
             x = nnx.relu(self.conv(frames))
             mean = x.mean(1)
             deviation = jnp.sqrt(x.var(1) + 1e-5)
-            x = self.out(jnp.concatenate([mean, deviation], axis=-1))
+            statistics = jnp.concatenate([mean, deviation], axis=-1)
+            x = self.out(statistics)
             x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
             speakers = self.speakers[...]
-            return x @ (speakers / jnp.linalg.norm(speakers, axis=0, keepdims=True))
+            norms = jnp.linalg.norm(speakers, axis=0, keepdims=True)
+            return x @ (speakers / norms)
 
     def loss(model, batch):
         frames, speakers = batch
         cosines = model(frames)
-        sines = jnp.sqrt(jnp.clip(1 - cosines**2, 1e-6, 1.0))
+        squared_sines = jnp.clip(1 - cosines**2, 1e-6, 1.0)
+        sines = jnp.sqrt(squared_sines)
         moved = cosines * jnp.cos(0.2) - sines * jnp.sin(0.2)
-        logits = 15.0 * jnp.where(jax.nn.one_hot(speakers, 5) > 0, moved, cosines)
+        is_speaker = jax.nn.one_hot(speakers, 5) > 0
+        logits = 15.0 * jnp.where(is_speaker, moved, cosines)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, speakers)
         return losses.mean(), {"accuracy": accuracy(cosines, speakers)}
 
@@ -221,11 +229,32 @@ def conformer():
 
         def __init__(self, key):
             keys = jax.random.split(key, 6)
-            self.first = eqx.nn.MLP(16, 16, 24, 1, jax.nn.silu, key=keys[0])
+            self.first = eqx.nn.MLP(
+                in_size=16,
+                out_size=16,
+                width_size=24,
+                depth=1,
+                activation=jax.nn.silu,
+                key=keys[0],
+            )
             self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[1])
             self.gates = eqx.nn.Linear(16, 32, key=keys[2])
-            self.depthwise = eqx.nn.Conv1d(16, 16, 3, padding=1, groups=16, key=keys[3])
-            self.second = eqx.nn.MLP(16, 16, 24, 1, jax.nn.silu, key=keys[4])
+            self.depthwise = eqx.nn.Conv1d(
+                in_channels=16,
+                out_channels=16,
+                kernel_size=3,
+                padding=1,
+                groups=16,
+                key=keys[3],
+            )
+            self.second = eqx.nn.MLP(
+                in_size=16,
+                out_size=16,
+                width_size=24,
+                depth=1,
+                activation=jax.nn.silu,
+                key=keys[4],
+            )
             self.norm = eqx.nn.LayerNorm(16)
             self.head = eqx.nn.Linear(16, 5, key=keys[5])
 
@@ -233,7 +262,8 @@ def conformer():
             x = x + 0.5 * jax.vmap(self.first)(x)
             y = jax.vmap(self.norm)(x)
             x = x + self.attention(y, y, y)
-            gated = jax.nn.glu(jax.vmap(self.gates)(x))
+            gates = jax.vmap(self.gates)(x)
+            gated = jax.nn.glu(gates)
             x = x + self.depthwise(gated.T).T
             x = x + 0.5 * jax.vmap(self.second)(x)
             return jax.vmap(self.norm)(x)
@@ -268,20 +298,29 @@ def separation():
     def ratio(voices, wanted):
         """Returns the ratio of signal to noise, in decibels, whatever the volume."""
         product = jnp.sum(voices * wanted, -1, keepdims=True)
-        target = product / jnp.sum(wanted**2, -1, keepdims=True) * wanted
-        noise = jnp.sum((voices - target) ** 2, axis=-1) + 1e-4
-        return 10 * jnp.log10(jnp.sum(target**2, axis=-1) / noise + 1e-4)
+        energy = jnp.sum(wanted**2, -1, keepdims=True)
+        target = product / energy * wanted
+        noise = voices - target
+        noise_energy = jnp.sum(noise**2, axis=-1) + 1e-4
+        target_energy = jnp.sum(target**2, axis=-1)
+        return 10 * jnp.log10(target_energy / noise_energy + 1e-4)
 
     def loss(params, voices):
-        frames = voices.sum(1).reshape(len(voices), -1, 8)
+        mixture = voices.sum(1)
+        frames = mixture.reshape(len(voices), -1, 8)
         hidden = jax.nn.relu(apply_dense(params["in"], frames))
         masks = jax.nn.sigmoid(apply_dense(params["masks"], hidden))
         masks = masks.reshape(*hidden.shape[:2], 2, 32)
-        parts = (masks * hidden[:, :, None]) @ params["out"]
-        parts = parts.transpose(0, 2, 1, 3).reshape(voices.shape)
+        masked = masks * hidden[:, :, None]
+        parts = masked @ params["out"]
+        parts = parts.transpose(0, 2, 1, 3)
+        parts = parts.reshape(voices.shape)
         straight = ratio(parts, voices).mean(-1)
-        crossed = ratio(parts, voices[:, ::-1]).mean(-1)
-        value = -jnp.maximum(straight, crossed).mean()
-        return value, {"swapped": jnp.mean(crossed > straight)}
+        swapped_voices = voices[:, ::-1]
+        crossed = ratio(parts, swapped_voices).mean(-1)
+        better = jnp.maximum(straight, crossed)
+        value = -better.mean()
+        is_swapped = crossed > straight
+        return value, {"swapped": jnp.mean(is_swapped)}
 
     return Program(loss, params, normal(4, 2, 32, seed=4))

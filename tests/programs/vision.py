@@ -26,7 +26,9 @@ class Encoder(nn.Module):
         y = nn.LayerNorm()(x)
         x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, y)
         y = nn.LayerNorm()(x)
-        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(32)(y)))
+        out = nn.Dense(x.shape[-1])
+        hidden = nn.gelu(nn.Dense(32)(y))
+        return x + out(hidden)
 
 
 class VisionTransformer(nn.Module):
@@ -160,7 +162,8 @@ class LeNet(eqx.Module):
         return x
 
     def __call__(self, x):
-        return jax.nn.log_softmax(self.head(self.features(x)))
+        logits = self.head(self.features(x))
+        return jax.nn.log_softmax(logits)
 
 
 @program("equinox")
@@ -221,7 +224,8 @@ def unet():
     def init_layer(width, inputs, outputs, seed):
         size = (width * width * inputs) ** -0.5
         w = normal(width, width, inputs, outputs, seed=seed, size=size)
-        return {"w": w, "b": normal(outputs, seed=seed + 1, size=0.1)}
+        b = normal(outputs, seed=seed + 1, size=0.1)
+        return {"w": w, "b": b}
 
     params = {
         "down": init_layer(3, 2, 8, 1),
@@ -236,12 +240,14 @@ def unet():
         images, masks = batch
         high = jax.nn.relu(conv(images, params["down"]))
         low = jax.nn.relu(conv(high, params["middle"], stride=2))
-        low = jax.image.resize(low, (*high.shape[:3], 8), "bilinear")
+        shape = (*high.shape[:3], 8)
+        low = jax.image.resize(low, shape, "bilinear")
         x = jnp.concatenate([high, low], axis=-1)
         x = jax.nn.relu(conv(x, params["up"]))
         logits = conv(x, params["out"])
         losses = optax.sigmoid_binary_cross_entropy(logits, masks)
-        overlap = jnp.mean((logits > 0) == (masks > 0.5))
+        is_right = (logits > 0) == (masks > 0.5)
+        overlap = jnp.mean(is_right)
         return losses.mean(), {"overlap": overlap}
 
     return Program(loss, params, (images, masks))
