@@ -434,12 +434,17 @@ def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
 )
 def test_refs_are_read_and_written():
     def fun(ref):
-        ref[...] = ref[...] + X @ W[0]
-        return ref[...] @ W[0]
+        before = ref[...]
+        ref[...] = before + X @ W[0]
+        after = ref[...]
+        return after @ W[0]
 
     ref = jax.new_ref(jnp.zeros((4, 8)))
     plain_ref = jax.new_ref(jnp.zeros((4, 8)))
-    np.testing.assert_allclose(jaxscale.autocast(fun)(ref), fun(plain_ref), atol=0.01)
+    cast = jaxscale.autocast(fun)
+    actual = cast(ref)
+    expected = fun(plain_ref)
+    np.testing.assert_allclose(actual, expected, atol=0.01)
     np.testing.assert_allclose(ref[...], plain_ref[...], atol=0.01)
     assert ref[...].dtype == jnp.float32
 

@@ -423,11 +423,15 @@ def test_a_stand_in_is_differentiated_twice():
 def test_a_stand_in_is_batched():
     halves = jnp.stack([HALF, 2 * HALF])
     wides = halves.astype(jnp.float32)
-    np.testing.assert_array_equal(jax.vmap(stand_in)(halves, wides), halves)
-    columns = jax.vmap(stand_in, in_axes=(1, 0), out_axes=1)(halves.T, wides)
+    batched = jax.vmap(stand_in)
+    np.testing.assert_array_equal(batched(halves, wides), halves)
+    by_columns = jax.vmap(stand_in, in_axes=(1, 0), out_axes=1)
+    columns = by_columns(halves.T, wides)
     np.testing.assert_array_equal(columns, halves.T)
-    rows = jax.vmap(stand_in, in_axes=(None, 0))(HALF, wides)
-    np.testing.assert_array_equal(rows, jnp.stack([HALF, HALF]))
+    with_one_half = jax.vmap(stand_in, in_axes=(None, 0))
+    rows = with_one_half(HALF, wides)
+    expected = jnp.stack([HALF, HALF])
+    np.testing.assert_array_equal(rows, expected)
 
 
 def test_a_stand_in_is_transposed():

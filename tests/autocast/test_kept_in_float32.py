@@ -280,13 +280,19 @@ def test_a_mask_that_is_added_is_not_a_bias(name, way):
 
 def test_what_follows_a_sum_is_half_where_only_products_read_it():
     def fun(w, b, x):
-        largest = jax.checkpoint(lambda x: jnp.max(x @ w + b, 0))
-        x = jax.nn.relu(x @ w + b)
-        x = checkpoint_name(jnp.concatenate([x, -x]), "name")
-        return largest(x[1:].T.T) @ w + b
+        @jax.checkpoint
+        def largest(x):
+            return jnp.max(x @ w + b, 0)
 
+        x = jax.nn.relu(x @ w + b)
+        both_signs = jnp.concatenate([x, -x])
+        named = checkpoint_name(both_signs, "name")
+        transposed_twice = named[1:].T.T
+        return largest(transposed_twice) @ w + b
+
+    cast = jaxscale.autocast(fun)
     dtypes = collections.defaultdict(set)
-    for name, kinds in primitives(jaxscale.autocast(fun), W[0], W[0, 0], X):
+    for name, kinds in primitives(cast, W[0], W[0, 0], X):
         dtypes[name] |= kinds
     # The maximum is taken in float32, for its derivative, and comes back.
     assert dtypes["add"] == {"float32"}

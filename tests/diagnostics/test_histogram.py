@@ -182,8 +182,10 @@ def test_float64_keeps_its_precision_and_ends_where_float32_does(loss_scale):
 
 def test_what_is_not_a_gradient_is_left_out():
     grads = {"w": jnp.ones((2, 3)), "scalar": 3.0, "empty": jnp.zeros((0, 4))}
-    others = PASSIVE | {"_overwrite_with_gradient": {"amax": jnp.array(jnp.nan)}}
-    rows = {row.path: row for row in tabulate(grads | others).rows}
+    overwritten = {"amax": jnp.array(jnp.nan)}
+    others = PASSIVE | {"_overwrite_with_gradient": overwritten}
+    table = tabulate(grads | others)
+    rows = {row.path: row for row in table.rows}
     assert set(rows) == {"scalar", "w", "empty"}
     assert_fields(rows["w"], size=6, largest=1)
     assert_fields(rows["scalar"], size=1, largest=3)
@@ -409,10 +411,14 @@ def assert_counts_like_numpy(histogram, leaf):
     x = numbers(leaf)
     _, exponents = np.frexp(nonzero(leaf))
     expected = np.bincount(exponents - 1 + 149, minlength=277)
-    np.testing.assert_array_equal(np.sum(histogram.counts, axis=1), expected)
-    assert float(histogram.zero) == np.count_nonzero(x == 0)
-    assert float(histogram.inf) == np.count_nonzero(np.isinf(x))
-    assert float(histogram.nan) == np.count_nonzero(np.isnan(x))
+    counts = np.sum(histogram.counts, axis=1)
+    np.testing.assert_array_equal(counts, expected)
+    is_zero = x == 0
+    assert float(histogram.zero) == np.count_nonzero(is_zero)
+    is_inf = np.isinf(x)
+    assert float(histogram.inf) == np.count_nonzero(is_inf)
+    is_nan = np.isnan(x)
+    assert float(histogram.nan) == np.count_nonzero(is_nan)
 
 
 @cases("dtype", DTYPES, fast=["float32", "complex64", "float8_e4m3fn"])
@@ -514,15 +520,18 @@ def test_layers_are_judged_at_a_loss_scale():
 def test_suggestions_are_the_best_of_all_scales(dtype, tolerance, center, spread):
     rng = np.random.default_rng(0)
     mantissas = rng.standard_normal(500)
-    exponents = center + rng.normal(0, spread, 500).astype(int)
+    offsets = rng.normal(0, spread, 500)
+    exponents = center + offsets.astype(int)
     leaf = np.ldexp(mantissas, exponents).astype(np.float32)
     counted = histogram(leaf)
     suggestion = diagnostics.suggest_scale(counted, dtype=dtype, tolerance=tolerance)
 
     flushed = try_all_scales(leaf, dtype)
-    most = max(tolerance * len(nonzero(leaf)), min(flushed.values()))
-    best = [exponent for exponent in flushed if flushed[exponent] <= most]
-    lossless = [exponent for exponent in flushed if flushed[exponent] == 0]
+    tolerated = tolerance * len(nonzero(leaf))
+    fewest = min(flushed.values())
+    most = max(tolerated, fewest)
+    best = [exponent for exponent, number in flushed.items() if number <= most]
+    lossless = [exponent for exponent, number in flushed.items() if number == 0]
     assert (suggestion.lowest, suggestion.highest) == ends(best)
     assert suggestion.lossless == ends(lossless)
     is_needed = 0 not in best

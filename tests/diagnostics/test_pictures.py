@@ -263,12 +263,18 @@ def test_the_map_of_many_layers_is_legible():
 
 
 def test_layers_without_numbers_are_not_said_to_lose_nothing():
-    grads = {"a": jnp.array([1.0, 1e-9]), "b": jnp.full(2, jnp.nan), "c": jnp.zeros(2)}
-    underflow = diagnostics.underflow(leaf_histograms(grads))
+    grads = {
+        "a": jnp.array([1.0, 1e-9]),
+        "b": jnp.full(2, jnp.nan),
+        "c": jnp.zeros(2),
+    }
+    histograms = leaf_histograms(grads)
+    underflow = diagnostics.underflow(histograms)
     _, _, _, nan, zero = str(underflow).splitlines()
     assert nan.split() == ["b", *"----"]
     assert zero.split() == ["c", *"----"]
-    (ax,) = drawn(diagnostics.plot_underflow(underflow)).axes
+    figure = drawn(diagnostics.plot_underflow(underflow))
+    (ax,) = figure.axes
     texts = [text.get_text() for text in ax.texts]
     assert texts[0] == "50.0%"
     assert texts[4:] == ["-"] * 8
@@ -550,8 +556,13 @@ def test_all_results_are_the_same_in_json():
     results = all_results()
     public = vars(diagnostics).values()
     classes = {value for value in public if isinstance(value, type)}
-    assert classes - set(map(type, results)) == {diagnostics.History}
-    assert -np.inf in [getattr(result, "loss", None) for result in results]
+    of_results = {type(result) for result in results}
+    assert classes - of_results == {diagnostics.History}
+    losses = [getattr(result, "loss", None) for result in results]
+    assert -np.inf in losses
     # To the last bit; the numbers that JSON lacks are strings, which `float` reads.
-    text = json.dumps(diagnostics.to_json(results), allow_nan=False)
-    assert re.sub('"(NaN|-?Infinity)"', r"\1", text) == json.dumps(plain(results))
+    written = diagnostics.to_json(results)
+    text = json.dumps(written, allow_nan=False)
+    unquoted = re.sub('"(NaN|-?Infinity)"', r"\1", text)
+    expected = json.dumps(plain(results))
+    assert unquoted == expected

@@ -143,9 +143,17 @@ def with_everything(dtype):
     def fun(params, x):
         w = params.astype(dtype)
         x = x.astype(dtype)
-        x, _ = jax.lax.scan(lambda x, _: (block(x, w), None), x, length=3)
-        x = jax.lax.cond(x[0, 0] > -100, shrink, lambda x: x, x)
-        x = jax.lax.fori_loop(0, 2, lambda i, x: x * 0.75 + 3e-9, x)
+
+        def run_block(x, _):
+            return block(x, w), None
+
+        def scale_and_shift(i, x):
+            return x * 0.75 + 3e-9
+
+        x, _ = jax.lax.scan(run_block, x, length=3)
+        is_shrunk = x[0, 0] > -100
+        x = jax.lax.cond(is_shrunk, shrink, lambda x: x, x)
+        x = jax.lax.fori_loop(0, 2, scale_and_shift, x)
         x = normalize(x) + x
         return mean_square(doubled(x))
 
@@ -156,12 +164,16 @@ def with_everything(dtype):
 @cases("loss_scale", [1.0, 2.0**24])
 def test_a_pass_with_everything_in_float32_has_the_gradients_of_float32(loss_scale):
     loss_in_float32 = with_everything(jnp.float32)
-    exact = jax.jit(jax.grad(loss_in_float32))(*ARGS)
-    backward = TracedBackward(with_everything(HALF), ARGS, {})
-    wide = backward.run(loss_scale, everything).grads["grads"]
+    grad_in_float32 = jax.jit(jax.grad(loss_in_float32))
+    exact = grad_in_float32(*ARGS)
+    loss_in_half = with_everything(HALF)
+    backward = TracedBackward(loss_in_half, ARGS, {})
+    wide_pass = backward.run(loss_scale, everything)
+    wide = wide_pass.grads["grads"]
     # Two compiled programs may round differently.
     np.testing.assert_allclose(wide, exact, rtol=1e-4, atol=1e-6)
-    shaken = backward.run(loss_scale, everything, is_shaken=True).grads["grads"]
+    shaken_pass = backward.run(loss_scale, everything, is_shaken=True)
+    shaken = shaken_pass.grads["grads"]
     assert 0 < relative_error(shaken, wide) < 1e-4
 
 

@@ -238,19 +238,24 @@ def density():
 
 def rotated(angles):
     """Scores of queries and keys that are turned by the angles of 24 positions of up to 8192."""
-    position = np.sort(np.random.default_rng(3).integers(0, 8192, 24))
+    rng = np.random.default_rng(3)
+    position = np.sort(rng.integers(0, 8192, 24))
 
     def turn(z):
         angle = angles(position)
         cosine = jnp.cos(angle).astype(HALF)
         sine = jnp.sin(angle).astype(HALF)
         a, b = jnp.split(z, 2, axis=-1)
-        turned = [a * cosine - b * sine, b * cosine + a * sine]
-        return jnp.concatenate(turned, axis=-1)
+        turned_a = a * cosine - b * sine
+        turned_b = b * cosine + a * sine
+        return jnp.concatenate([turned_a, turned_b], axis=-1)
 
     def loss_fn(params, batch):
-        q = turn(multiply(batch["x"], params["q"]))
-        k = turn(multiply(batch["x"], params["k"]))
+        x = batch["x"]
+        queries = multiply(x, params["q"])
+        q = turn(queries)
+        keys = multiply(x, params["k"])
+        k = turn(keys)
         scores = (q @ k.T).astype(FULL)
         return jnp.mean(scores * batch["target"])
 

@@ -135,14 +135,22 @@ def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
 
 
 def test_the_lines_around_the_faulty_one_keep_their_indentation(exam, no_matplotlib):
-    shown = Page(draw_page(exam, diagnose(exam)))
+    findings = diagnose(exam)
+    shown = Page(draw_page(exam, findings))
     source = shown.texts["pre"][0]
     lines = re.findall(r"^.{2}( *\d+)  ( *)\S", source, re.MULTILINE)
-    assert len(lines) == sum(1 for line in source.splitlines() if line.strip())
-    assert {len(number) for number, _ in lines} == {5}
-    numbers = [int(number) for number, _ in lines]
+    filled = [line for line in source.splitlines() if line.strip()]
+    assert len(lines) == len(filled)
+    widths = set()
+    numbers = []
+    indentations = set()
+    for number, indentation in lines:
+        widths.add(len(number))
+        numbers.append(int(number))
+        indentations.add(indentation)
+    assert widths == {5}
     assert numbers == [LINE - 2, LINE - 1, LINE, LINE + 1, LINE + 2]
-    assert {indentation for _, indentation in lines} == {"", "    "}
+    assert indentations == {"", "    "}
 
 
 def test_what_is_quoted_is_code(exam, no_matplotlib):

@@ -428,14 +428,18 @@ def test_what_is_stopped_or_unused_has_gradients_of_zero():
 def test_what_is_not_in_half_precision_keeps_its_precision():
     """A penalty, a parameter that only the float32 part reads, and a complex one."""
     only = jnp.linspace(0.3, 0.7, 3)
-    params = PARAMS | {"only": only, "complex": jnp.asarray(np.eye(8) * 1j)}
+    imaginary = jnp.asarray(np.eye(8) * 1j)
+    params = PARAMS | {"only": only, "complex": imaginary}
     complex_x = np.complex64((1 + 0.5j) * np.asarray(X))
 
     def grad(wrap, model):
         def fun(p):
             x = jnp.real(complex_x @ p["complex"])
-            penalty = 2.0**-40 * jnp.sum(p["w"] ** 2) + jnp.sum(p["only"] ** 3)
-            return loss_of(model)(p, x) + penalty
+            of_weights = 2.0**-40 * jnp.sum(p["w"] ** 2)
+            of_only = jnp.sum(p["only"] ** 3)
+            penalty = of_weights + of_only
+            loss_fn = loss_of(model)
+            return loss_fn(p, x) + penalty
 
         return jax.grad(wrap(fun))(params)
 

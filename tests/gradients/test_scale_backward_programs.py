@@ -184,19 +184,25 @@ def test_a_block_that_is_called_often_stays_one_function(name):
     wrap, model, called = OFTEN[name]
 
     def make_programs(number, wrap):
-        grad = jax.grad(wrap(lambda p: model(called(block), p, number)))
-        lowered = jax.jit(grad).lower(PARAMS).as_text()
-        return str(jax.make_jaxpr(grad)(PARAMS)), lowered
+        def loss(p):
+            return model(called(block), p, number)
+
+        grad = jax.grad(wrap(loss))
+        lowered = jax.jit(grad).lower(PARAMS)
+        text = lowered.as_text()
+        jaxpr = jax.make_jaxpr(grad)(PARAMS)
+        return {"jaxpr": str(jaxpr), "lowered": text}
 
     few = make_programs(4, wrap)
     many = make_programs(24, wrap)
-    functions_in = [lowered.count("func.func") for _, lowered in (few, many)]
-    assert functions_in[0] == functions_in[1]
+    functions_in_few = few["lowered"].count("func.func")
+    functions_in_many = many["lowered"].count("func.func")
+    assert functions_in_few == functions_in_many
     plain_few = make_programs(4, unchanged)
     plain_many = make_programs(24, unchanged)
-    for i, form in enumerate(["jaxpr", "lowered"]):
-        plain_growth = plain_many[i].count("\n") - plain_few[i].count("\n")
-        growth = many[i].count("\n") - few[i].count("\n")
+    for form in ("jaxpr", "lowered"):
+        plain_growth = plain_many[form].count("\n") - plain_few[form].count("\n")
+        growth = many[form].count("\n") - few[form].count("\n")
         assert growth < 3 * plain_growth, form
 
 

@@ -185,14 +185,18 @@ AFTER = {
 @cases("kind", AFTER, fast=["gated"])
 def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
     def loss_fn(params, x, dtype=jnp.float32):
-        outputs = Layers(kind, dtype).apply(params, x)
-        return jnp.sum(outputs.astype(jnp.float32) ** 2)
+        layers = Layers(kind, dtype)
+        outputs = layers.apply(params, x)
+        wide_outputs = outputs.astype(jnp.float32)
+        return jnp.sum(wide_outputs**2)
 
     x = jnp.ones((64, 64))
-    params = Layers(kind).init(jax.random.key(0), x)
+    key = jax.random.key(0)
+    params = Layers(kind).init(key, x)
     by_hand = functools.partial(loss_fn, dtype=jnp.float16)
     ours = residual_bytes(jaxscale.autocast(loss_fn), params, x)
-    assert ours <= 1.02 * residual_bytes(by_hand, params, x)
+    theirs = residual_bytes(by_hand, params, x)
+    assert ours <= 1.02 * theirs
 
 
 @kinds
@@ -388,12 +392,15 @@ def assert_same_places(tree, other):
 @every_layout
 def test_arrays_stay_where_they_are(layout, fun, placed_args):
     half_fun = jaxscale.autocast(fun)
-    plain = jax.jit(jax.value_and_grad(fun))(*placed_args)
-    cast = jax.jit(jax.value_and_grad(half_fun))(*placed_args)
+    plain_step = jax.jit(jax.value_and_grad(fun))
+    plain = plain_step(*placed_args)
+    cast_step = jax.jit(jax.value_and_grad(half_fun))
+    cast = cast_step(*placed_args)
     assert_near_by_norm(cast, plain, share=0.015)
     assert avals(cast) == avals(plain)
     assert_same_places(cast, plain)
-    assert products(half_fun, *placed_args) == ["float16"] * 2
+    dtypes = products(half_fun, *placed_args)
+    assert dtypes == ["float16"] * 2
 
 
 @every_layout

@@ -180,24 +180,32 @@ LACK_KEYS = ("equinox", "flax_bytes")
     fast=[("train_state", "raw_orbax")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
+    def get_sharding(leaf):
+        return leaf.sharding
+
     first, fresh, advance, grads = training(case)
     if way == "orbax":  # which restores to devices
-        first, fresh = jax.device_put((first, fresh), jax.devices()[0])
+        device = jax.devices()[0]
+        first, fresh = jax.device_put((first, fresh), device)
     middle = len(grads) // 2
-    saved = functools.reduce(advance, grads[:middle], first)
+    before = grads[:middle]
+    after = grads[middle:]
+    saved = functools.reduce(advance, before, first)
     advance(fresh, grads[0])  # compiled for where it goes on
-    restored = WAYS[way](saved, fresh, tmp_path)
+    restore = WAYS[way]
+    restored = restore(saved, fresh, tmp_path)
     assert_same_bits(restored, saved)
     assert avals(restored) == avals(saved)
 
     num_compiled = len(COMPILED)
-    end = functools.reduce(advance, grads[middle:], restored)
+    end = functools.reduce(advance, after, restored)
     assert len(COMPILED) == num_compiled
-    assert_same_bits(end, functools.reduce(advance, grads[middle:], saved))
+    expected = functools.reduce(advance, after, saved)
+    assert_same_bits(end, expected)
     if case in PLACES:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, fresh)
-        assert jax.tree.map(lambda leaf: leaf.sharding, restored) == shardings
-        assert jax.tree.map(lambda leaf: leaf.sharding, end) == shardings
+        shardings = jax.tree.map(get_sharding, fresh)
+        assert jax.tree.map(get_sharding, restored) == shardings
+        assert jax.tree.map(get_sharding, end) == shardings
 
 
 def test_compilations_are_counted():

@@ -188,14 +188,15 @@ def mismatch(name):
 
 def parity():
     rows = RESULTS["parity-cpu"]["rows"]
-    final = [np.array(way["final"]) for way in rows[0]["ways"].values()]
-    exact, alone, scaled, *_ = final
+    ways = rows[0]["ways"].values()
+    exact, alone, scaled, *_ = [np.array(way["final"]) for way in ways]
     worse = alone.mean() / exact.mean() - 1
-    difference = np.abs(scaled / exact - 1).max()
-    limit = math.ceil(difference * 1e4) / 1e4
-    number = len(rows)
+    differences = np.abs(scaled / exact - 1)
+    limit = math.ceil(differences.max() * 1e4) / 1e4
+    programs = WORDS[len(rows)]
+    others = WORDS[len(rows) - 1]
     seeds = WORDS[len(exact)]
-    return [WORDS[number].capitalize(), worse, limit, WORDS[number - 1], seeds]
+    return [programs.capitalize(), worse, limit, others, seeds]
 
 
 def backward_passes():
@@ -469,17 +470,23 @@ def spans(claim):
 
 @cases("page", PAGES)
 def test_every_number_comes_from_somewhere(page):
-    covered = [span for claim in CLAIMS for span in spans(claim).get(page, [])]
+    covered = []
+    for claim in CLAIMS:
+        places = spans(claim)
+        covered += places.get(page, [])
 
-    def is_claimed(number):
-        first, last = number.span()
+    def is_claimed(first, last):
         return any(start <= first and last <= end for start, end in covered)
 
+    def blank(code):
+        return "`" * len(code.group())
+
     # Code becomes as many backticks, so that all else stays where it is.
-    plain = re.sub(r"`[^`]*`", lambda code: "`" * len(code.group()), PAGES[page])
+    plain = re.sub(r"`[^`]*`", blank, PAGES[page])
     for number in re.finditer(NUMBER, plain):
-        context = plain[max(0, number.start() - 40) : number.end() + 20]
-        assert is_claimed(number), context
+        first, last = number.span()
+        context = plain[max(0, first - 40) : last + 20]
+        assert is_claimed(first, last), context
 
 
 # The example computes 3 million gradients, which takes long.

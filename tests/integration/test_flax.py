@@ -345,14 +345,19 @@ def test_only_what_the_optimizer_trains_is_differentiated(name, argnums):
     trained_before, _ = state_of(model, optimizer, wrt)
 
     def loss_fn(model, x):
-        return jnp.mean((model(x) - 1) ** 2)
+        errors = model(x) - 1
+        return jnp.mean(errors**2)
 
-    jaxscale.nnx.train_step(loss_fn, **ARGNUMS[argnums](wrt))(model, optimizer, X)
-    assert_same_bits(nnx.state(model, frozen), frozen_before)
-    trained = nnx.state(model, wrt)
-    is_same = jax.tree.map(np.array_equal, trained, trained_before)
+    options = ARGNUMS[argnums](wrt)
+    train_step = jaxscale.nnx.train_step(loss_fn, **options)
+    train_step(model, optimizer, X)
+    frozen_after = nnx.state(model, frozen)
+    assert_same_bits(frozen_after, frozen_before)
+    trained_after = nnx.state(model, wrt)
+    is_same = jax.tree.map(np.array_equal, trained_after, trained_before)
     assert not all(jax.tree.leaves(is_same))
-    assert jaxscale.metrics(optimizer)["total_notfinite"] == 0
+    metrics = jaxscale.metrics(optimizer)
+    assert metrics["total_notfinite"] == 0
 
 
 def test_a_hook_draws_noise_where_a_step_was_made_and_nowhere_else():
@@ -616,8 +621,10 @@ def test_a_variable_may_hold_a_tree():
         for saved in (written, {"value": written}):
             restored = jaxscale.from_state_dict(tree, {"x": saved})
             assert jax.tree.structure(restored) == jax.tree.structure(tree)
-            assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(written))
-        assert jaxscale.to_state_dict(tree)["x"].keys() == content.keys()
+            leaves = jax.tree.leaves(restored)
+            assert_same_bits(leaves, jax.tree.leaves(written))
+        as_dict = jaxscale.to_state_dict(tree)
+        assert as_dict["x"].keys() == content.keys()
 
 
 # The optimizer's window, and the step of the `TrainState` after each of some micro-batches.

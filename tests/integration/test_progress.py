@@ -249,10 +249,13 @@ def test_the_right_cause_is_named(case):
 def test_the_line_that_is_named_helps(policy):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
     batches = [1.0] * 70
-    message = stuck(trained(tx, large_half_loss, batches), tx=tx)
-    line = re.search(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", message).group(1)
+    state = trained(tx, large_half_loss, batches)
+    message = stuck(state, tx=tx)
+    named = re.search(r"`(jaxscale\.loss_scaled\(tx, .*?\)\))`", message)
+    line = named.group(1)
     assert ("Adaptive" in line) == (policy == "adaptive")
-    tx = eval(line, {"jaxscale": jaxscale, "tx": optax.sgd(0.0)})
+    names = {"jaxscale": jaxscale, "tx": optax.sgd(0.0)}
+    tx = eval(line, names)
     state = trained(tx, large_half_loss, batches)
     jaxscale.check(state, tx=tx, max_consecutive=0)
     assert 2.0**-6 <= state.scaling.loss_scale <= 2.0**-3

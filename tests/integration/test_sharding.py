@@ -210,15 +210,19 @@ class PlacedRun:
 def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, leaf):
     run = PlacedRun(layout)
     run.params, run.state = run.step(run.x, run.push)
-    expected, expected_state = jax.jit(pushed_step)(PARAMS, TX.init(PARAMS), X, ZEROS)
+    compiled_step = jax.jit(pushed_step)
+    start = TX.init(PARAMS)
+    expected, expected_state = compiled_step(PARAMS, start, X, ZEROS)
     # to rounding: sums over devices have another order
     for name, value in run.params.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
     assert_same_on_host(run.state.scaling, expected_state.scaling)
     assert run.state.step_applied
 
-    inf_on_one_device = run.push[leaf].at[PLACES[leaf]].set(jnp.inf)
-    after = run.assert_skips(run.x, run.push | {leaf: inf_on_one_device})
+    place = PLACES[leaf]
+    inf_on_one_device = run.push[leaf].at[place].set(jnp.inf)
+    push = run.push | {leaf: inf_on_one_device}
+    after = run.assert_skips(run.x, push)
     assert after.scaling.loss_scale == 2.0**7
     assert after.total_notfinite_loss == 0
 

@@ -343,15 +343,21 @@ def without_query(address):
 def test_a_browser_finds_all_that_pages_refer_to(built, tmp_path):
     pages = [f"/{page.relative_to(built)}" for page in built.rglob("*.html")]
     addresses = [*pages, "/index.html?find=skip_nonfinite"]
-    server = Server(built, addresses[1:])
+    first, *others = addresses
+    server = Server(built, others)
     root = f"http://127.0.0.1:{server.server_port}"
-    with serving(server), browser(root + addresses[0], tmp_path):
-        reports = [server.reports.get(timeout=120) for _ in addresses]
+    reports = []
+    with serving(server), browser(root + first, tmp_path):
+        for _ in addresses:
+            report = server.reports.get(timeout=120)
+            reports.append(report)
 
-    assert [report["page"] for report in reports[:-1]] == pages
+    *page_reports, search_report = reports
+    assert [report["page"] for report in page_reports] == pages
     assert server.missing in ([], ["/favicon.ico"])
-    assert sum(report["pictures"] for report in reports) >= 2  # those of `examples`
-    results = [without_query(address) for address in reports[-1]["found"]]
+    pictures = [report["pictures"] for report in reports]
+    assert sum(pictures) >= 2  # those of `examples`
+    results = [without_query(address) for address in search_report["found"]]
     assert f"{root}/reference/core.html#jaxscale.skip_nonfinite" in results
 
     links = set()
@@ -360,7 +366,8 @@ def test_a_browser_finds_all_that_pages_refer_to(built, tmp_path):
         links.update(link for link in report["links"] if link.startswith(root))
     assert len(links) > len(pages)
     for link in links:
-        assert is_there(built, link.removeprefix(root)), link
+        within_site = link.removeprefix(root)
+        assert is_there(built, within_site), link
 
 
 def is_there(built, link):

@@ -143,12 +143,15 @@ def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam
     # or inf - inf, must not see them; bare optax does.
     tx = jaxscale.loss_scaled(optax.adam(0.1), ALL_POLICIES[policy])
+    integers = small_integers(2, 3)
     # no 0, as 0 * inf would be a NaN of the model
-    x = 1 + jnp.abs(small_integers(2, 3))
-    batches = x, jnp.array([INF, 1])
-    run = jit(ways_to_train(tx, exact_loss)[way])
+    x = 1 + jnp.abs(integers)
+    factors = jnp.array([INF, 1])
+    ways = ways_to_train(tx, exact_loss)
+    run = jit(ways[way])
     with jax.debug_nans(True):
-        params, state = run((EXACT, tx.init(EXACT)), batches)
+        start = EXACT, tx.init(EXACT)
+        params, state = run(start, (x, factors))
         jax.block_until_ready(params)
     assert state.total_notfinite == 1
     assert state.total_steps == 2

@@ -68,11 +68,13 @@ def test_a_single_spike_hides_no_other(at, most_raised):
     is_spike, thresholds = judge_runs(SpikeRule(), norms)
     steps = np.arange(norms.shape[1])
     expected = np.isin(steps, [at, at + 30])
-    assert (np.asarray(is_spike) == expected).all()
+    is_as_expected = np.asarray(is_spike) == expected
+    assert is_as_expected.all()
 
     norms[:, at] = np.nan  # a step that leaves no trace
     _, without = judge_runs(SpikeRule(), norms)
-    raised = np.asarray(thresholds) / without - 1
+    ratios = np.asarray(thresholds) / without
+    raised = ratios - 1
     raised_after_spike = raised[:, at + 1]
     assert raised_after_spike.max() <= most_raised
 

@@ -69,14 +69,18 @@ def assert_numbers_are(thresholds, deviations, looks):
 @cases("options", OPTIONS, fast=["default"])
 def test_the_rule_decides_like_the_reference(name, options):
     losses, norms = STREAMS[name]
-    reference = ReferenceRule(**OPTIONS[options])
+    chosen = OPTIONS[options]
+    reference = ReferenceRule(**chosen)
     expected = reference.find_spikes(np.float64(losses), np.float64(norms))
     margin = min(reference.margins, default=math.inf)
     assert margin > 1e-3, "no decision may hinge on rounding"
-    is_spike, states = judge_all(SpikeRule(**OPTIONS[options]), losses, norms)
+    rule = SpikeRule(**chosen)
+    is_spike, states = judge_all(rule, losses, norms)
     assert is_spike.tolist() == expected
-    assert states.total_spikes.tolist() == np.cumsum(expected).tolist()
-    assert_windows_are(take_last(states), reference, rtol=1e-4)
+    expected_totals = np.cumsum(expected)
+    assert states.total_spikes.tolist() == expected_totals.tolist()
+    last = take_last(states)
+    assert_windows_are(last, reference, rtol=1e-4)
     assert_thresholds_are(states, reference.looks)
 
 
@@ -209,13 +213,17 @@ def test_the_preset_decides_as_olmo_did(name):
     fast=[(100, 6)],
 )
 def test_a_new_level_is_accepted_after_a_few_steps(deviations, num_skips):
+    may_be_skipped = set(range(200, 200 + num_skips))
     skip_counts = []
     for seed in range(5):
-        noise = np.random.default_rng(seed).standard_normal(STEPS)
+        rng = np.random.default_rng(seed)
+        noise = rng.standard_normal(STEPS)
         noise[200:] += deviations
-        is_spike, _ = judge_all(SpikeRule(), 1 + 0.01 * noise, np.ones(STEPS))
-        skipped = np.flatnonzero(is_spike)
-        assert set(skipped.tolist()) <= set(range(200, 200 + num_skips)), seed
+        losses = 1 + 0.01 * noise
+        norms = np.ones(STEPS)
+        is_spike, _ = judge_all(SpikeRule(), losses, norms)
+        skipped = np.flatnonzero(is_spike).tolist()
+        assert set(skipped) <= may_be_skipped, seed
         skip_counts.append(len(skipped))
     # No run skips more, by the assertion above. Some run skips as many, or one less.
     assert max(skip_counts) in (num_skips, num_skips - 1)

@@ -326,15 +326,18 @@ systems = cases("system", SYSTEMS, fast=FAST)
 @systems
 def test_the_scale_is_that_of_the_library(system):
     for run, outcome in replay_system(system):
-        recorded = np.float64(run.case["scale"][: len(run.grads) + 1])
+        case = run.case
+        steps = len(run.grads)
+        recorded = np.float64(case["scale"][: steps + 1])
         recorded = recorded.astype(np.float32)
         ulps = np.zeros(len(recorded))
-        if "inexact" in run.case["tags"]:
-            moves = np.diff(recorded, prepend=recorded[:1]) != 0
-            ulps = 2 * np.cumsum(moves)
+        if "inexact" in case["tags"]:
+            moves = np.diff(recorded, prepend=recorded[:1])
+            has_moved = moves != 0
+            ulps = 2 * np.cumsum(has_moved)
         ulp = np.spacing(np.minimum(recorded, 2.0**127))
         error = np.abs(outcome.states.loss_scale - recorded)
-        assert np.all(error <= ulps * ulp), run.case["id"]
+        assert np.all(error <= ulps * ulp), case["id"]
 
 
 @systems
@@ -411,20 +414,27 @@ def scan_optimizer(tx, grads):
 
 def assert_steps_are_those_of_optax(group, inner, state_of):
     """Replays the cases of one optimizer; `state_of` finds the state with Optax's counters."""
-    grads = [make_gradients(case, len(case["finite"])) for case in group]
-    states, updates = scan_optimizer(jaxscale.skip_nonfinite(inner), pad(grads))
+    grads = []
+    for case in group:
+        steps = len(case["finite"])
+        grads.append(make_gradients(case, steps))
+    tx = jaxscale.skip_nonfinite(inner)
+    states, updates = scan_optimizer(tx, pad(grads))
     counters = state_of(states)._asdict()
     counters["last_finite"] = counters.get("step_applied")
     for row, case in enumerate(group):
-        steps = len(case["finite"])
-        is_finite = np.array(case["finite"]) == 1
+        where = case["id"]
+        finite = np.array(case["finite"])
+        steps = len(finite)
+        applied = np.array(case["applied"])
         # Optax gave up where it applied a gradient that is not finite. Here no step does.
-        expected = (np.array(case["applied"]) == 1) & is_finite
+        expected = (applied == 1) & (finite == 1)
         is_applied = updates[row, :steps] != 0
-        assert is_applied.tolist() == expected.tolist(), case["id"]
+        assert is_applied.tolist() == expected.tolist(), where
         for name, recorded in case["counters"].items():
-            values = counters[name][row, :steps]
-            assert values.tolist() == recorded[1:], (case["id"], name)
+            counter = counters[name]
+            values = counter[row, :steps]
+            assert values.tolist() == recorded[1:], (where, name)
 
 
 @pytest.mark.standard_promotion

@@ -126,10 +126,12 @@ def confident_head(
     The logit of the label is above the others by `margin`, more for some and less for others, if
     there are no more rows than features.
     """
-    rows = np.asarray(features, np.float64).reshape(-1, features.shape[-1])
+    numbers = np.asarray(features, np.float64)
+    rows = numbers.reshape(-1, features.shape[-1])
     labels = np.asarray(labels).reshape(-1)
     margins = np.linspace(margin - 0.5, margin + 0.5, len(labels))
-    logits = np.eye(classes)[labels] * margins[:, None]
+    one_hot = np.eye(classes)[labels]
+    logits = one_hot * margins[:, None]
     matrix, *_ = np.linalg.lstsq(rows, logits, rcond=1e-3)
     return jnp.asarray(matrix, jnp.float32)
 

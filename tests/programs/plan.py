@@ -32,10 +32,12 @@ BESIDES = {
 def two_entries(rows: dict[str, corpus.Row]) -> dict[str, tuple[str, str]]:
     """Returns two entries for each program, so that every family meets every entry."""
     chosen = {}
+    num_entries = len(ALL_ENTRIES)
     for number, family in enumerate(corpus.FAMILIES):
         names = [name for name, row in rows.items() if row.family == family]
         for i, name in enumerate(names):
-            first = (2 * i + number) % len(ALL_ENTRIES)
-            second = (first + 1) % len(ALL_ENTRIES)
-            chosen[name] = ALL_ENTRIES[first], BESIDES.get(name, ALL_ENTRIES[second])
+            first = (2 * i + number) % num_entries
+            second = (first + 1) % num_entries
+            other = BESIDES.get(name, ALL_ENTRIES[second])
+            chosen[name] = ALL_ENTRIES[first], other
     return chosen

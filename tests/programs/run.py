@@ -54,14 +54,21 @@ def table(results: dict[tuple[str, str], Verdict]) -> str:
     """Returns for each family and entry how many programs are right, and the largest ratio."""
     cells = collections.defaultdict(list)
     for (name, entry), verdict in results.items():
-        cells[name.split(".")[0], entry].append(verdict)
+        family, *_ = name.split(".")
+        cells[family, entry].append(verdict)
     tried = {entry for _, entry in cells}
     names = [entry for entry in ALL_ENTRIES if entry in tried]
-    lines = ["| family | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    header = "| family | " + " | ".join(names) + " |"
+    rule = "|---" * (len(names) + 1) + "|"
+    lines = [header, rule]
     for family in corpus.FAMILIES:
-        row = [summarize(cells.get((family, entry), [])) for entry in names]
+        row = []
+        for entry in names:
+            verdicts = cells.get((family, entry), [])
+            row.append(summarize(verdicts))
         if any(row):
-            lines.append("| " + " | ".join([family, *row]) + " |")
+            columns = " | ".join([family, *row])
+            lines.append(f"| {columns} |")
     return "\n".join(lines)
 
 

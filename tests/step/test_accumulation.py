@@ -123,7 +123,8 @@ A_KIND = st.sampled_from(["good", "good", "grads", "loss"])
 @given(kinds=st.lists(A_KIND, min_size=24, max_size=24))
 def test_it_does_what_the_rule_says(length, drop, unit, kinds):
     train = compile_training(length, drop, unit)
-    param, state = train(*make_batches(kinds))
+    grads, losses = make_batches(kinds)
+    param, state = train(grads, losses)
     expected = reference(kinds, length, drop, unit)
     # means of 3 are rounded
     np.testing.assert_allclose(param, expected.param, rtol=1e-5)

@@ -124,16 +124,20 @@ def test_max_norm_may_be_any_positive_number(max_norm, window, size):
     if window:
         tx = jaxscale.multi_steps(tx, 1)
     grads = jax.tree.map(lambda grad: grad * size, GRADS)
-    updates, state = jax.jit(tx.update)(grads, tx.init(TWO), TWO)
+    compiled_update = jax.jit(tx.update)
+    start = tx.init(TWO)
+    updates, state = compiled_update(grads, start, TWO)
     assert state.step_applied
     assert jaxscale.all_finite(updates)
     if max_norm > 3.5e38:  # which is above all that float32 holds
         expected = jax.tree.map(jnp.negative, grads)
         jax.tree.map(np.testing.assert_array_equal, updates, expected)
-    numbers = np.concatenate([np.ravel(update) for update in updates.values()])
+    flat_updates = [np.ravel(update) for update in updates.values()]
+    numbers = np.concatenate(flat_updates)
     norm = np.linalg.norm(np.float64(numbers))
+    limit = max_norm * (1 + 1e-6)
     # A `max_norm` below float32's smallest normal number, about 1.2e-38, counts as that.
-    assert norm <= max(max_norm * (1 + 1e-6), 2e-38)
+    assert norm <= max(limit, 2e-38)
 
 
 @cases(
@@ -153,12 +157,14 @@ def test_a_mean_of_the_largest_numbers_is_finite(length, dtype, num_bad):
     tx = jaxscale.multi_steps(optax.identity(), length)
     state = tx.init(good)
     update = jax.jit(tx.update)
-    for grads in [bad] * num_bad + [good] * (length - num_bad):
+    window = [bad] * num_bad + [good] * (length - num_bad)
+    for grads in window:
         updates, state = update(grads, state, good, value=loss)
     assert state.inner_state.gradient_step == 1
     # In NumPy, as XLA cannot divide by so large a number.
     mean = np.asarray(updates, np.complex128)
-    np.testing.assert_allclose(mean / largest, number / largest, rtol=1e-5)
+    expected = number / largest
+    np.testing.assert_allclose(mean / largest, expected, rtol=1e-5)
 
 
 def test_an_optimizer_that_fills_its_state_at_its_first_update_is_told_where_to_go():

@@ -66,14 +66,18 @@ STEPS = [
     fast=[(step, clipped), (fused_step, inside_of_a_chain)],
 )
 def test_a_good_step_writes_and_a_bad_one_keeps(one_step, wrap):
-    tx = wrap(optax.sgd(0.1, momentum=0.9))
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = wrap(inner)
     compiled_step = jax.jit(one_step, static_argnums=0)
     params = PARAMS
     state = tx.init(PARAMS)
     for w, amax, expected_w, expected_amax in STEPS:
-        params, state = compiled_step(tx, params, state, gradients(w, *amax))
-        np.testing.assert_allclose(params["params"]["w"], expected_w, rtol=1e-6)
-        assert params[OWG]["amax"].tolist() == expected_amax
+        grads = gradients(w, *amax)
+        params, state = compiled_step(tx, params, state, grads)
+        actual_w = params["params"]["w"]
+        np.testing.assert_allclose(actual_w, expected_w, rtol=1e-6)
+        actual_amax = params[OWG]["amax"]
+        assert actual_amax.tolist() == expected_amax
 
 
 @pytest.mark.parametrize("wrap", WHOLE_OPTIMIZERS)
@@ -104,18 +108,22 @@ def test_a_window_writes_the_largest():
 
 def test_sums_are_right_to_the_rounding_of_the_larger_value_and_never_0():
     """p + u cannot always be exact. Statistics of 0 would stop FP8 training for good."""
-    exponents = np.random.default_rng(0).uniform(-6, 6, (2, 4000))
+    rng = np.random.default_rng(0)
+    exponents = rng.uniform(-6, 6, (2, 4000))
     old, new = np.float32(10.0**exponents)
     tx = jaxscale.loss_scaled(optax.sgd(1.0))
     params = {"w": jnp.ones(()), OWG: jnp.asarray(old)}
     grads = {"w": jnp.ones(()), OWG: jnp.asarray(new)}
     compiled_step = jax.jit(step, static_argnums=0)
-    params, _ = compiled_step(tx, params, tx.init(params), grads)
+    start = tx.init(params)
+    params, _ = compiled_step(tx, params, start, grads)
     result = np.asarray(params[OWG])
     error = np.abs(np.float64(result) - new)
-    assert np.all(error <= np.spacing(np.maximum(old, new)))
+    larger = np.maximum(old, new)
+    assert np.all(error <= np.spacing(larger))
     assert np.all(result != 0)
-    assert np.any(old + (new - old) == 0)  # where it would have been
+    plain_sum = old + (new - old)
+    assert np.any(plain_sum == 0)  # where it would have been
 
 
 def test_a_difference_needs_the_parameters():

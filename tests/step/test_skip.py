@@ -108,7 +108,8 @@ def test_a_skipped_step_keeps_every_bit(dtype, mode):
     params = {"w": jnp.asarray(numbers, dtype), "b": jnp.array(0.5)}
     good = jax.tree.map(jnp.ones_like, params)
     bad_leaf = "b" if dtype in NARROW else "w"  # some of the narrow ones have no inf
-    bad = good | {bad_leaf: good[bad_leaf] * jnp.inf}
+    infs = good[bad_leaf] * jnp.inf
+    bad = good | {bad_leaf: infs}
     tx = jaxscale.loss_scaled(optax.sgd(1.0))
     start = tx.init(params)
     one_step = MODES[mode]
@@ -117,8 +118,9 @@ def test_a_skipped_step_keeps_every_bit(dtype, mode):
     # A good step does move them.
     moved, _ = one_step(tx, params, start, good)
     assert moved["w"].dtype == dtype
-    result = np.asarray(moved["w"]).astype(numbers.dtype)
-    assert np.array_equal(result, numbers - 1)
+    result = np.asarray(moved["w"])
+    wide_result = result.astype(numbers.dtype)
+    assert np.array_equal(wide_result, numbers - 1)
 
 
 def test_subnormal_parameters_are_kept_by_apply_gradients_alone():
@@ -210,24 +212,29 @@ def test_a_leaf_without_an_update_stays(mode, monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
+    def stack(leaf):
+        return jnp.stack([leaf] * 3)
+
     tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True, max_norm=1.0)
-    params = jax.tree.map(lambda x: jnp.stack([x] * 3), TWO)
-    grads = jax.tree.map(lambda x: jnp.stack([x] * 3), GRADS)
+    params = jax.tree.map(stack, TWO)
+    grads = jax.tree.map(stack, GRADS)
     grads["w"] = grads["w"].at[1, 1].set(jnp.inf)
-    inputs = params, jax.vmap(tx.init)(params), grads
+    start = jax.vmap(tx.init)(params)
 
     def make_two_steps(params, state, grads):
         params, state = fused_step(tx, params, state, grads)
         return step(tx, params, state, grads)
 
     steps_of_members = jax.vmap(make_two_steps)
-    moved, state = steps_of_members(*inputs)
+    moved, state = steps_of_members(params, start, grads)
     with jax.log_compiles(True), caplog.at_level(logging.WARNING):
-        steps_of_members(*inputs)
+        steps_of_members(params, start, grads)
     assert "Compiling" not in caplog.text
     assert state.total_notfinite.tolist() == [0, 2, 0]
     assert_same_bits(moved["w"][1], params["w"][1])
-    tables.assert_close((moved, state), jax.jit(steps_of_members)(*inputs))
+    compiled_steps = jax.jit(steps_of_members)
+    expected = compiled_steps(params, start, grads)
+    tables.assert_close((moved, state), expected)
 
 
 # What a CPU stores for both of its readers, the verdict and the step.

@@ -51,18 +51,25 @@ def activations(p, x):
 def attention(p, x):
     def normalized(x):
         mean = jnp.mean(x, -1, keepdims=True)
-        var = jnp.mean((x - mean) ** 2, -1, keepdims=True)
-        x = (x - mean) * jax.lax.rsqrt(var + 1e-6)
-        return x * (1 + p["b"])[None]
+        squares = (x - mean) ** 2
+        var = jnp.mean(squares, -1, keepdims=True)
+        centered = x - mean
+        x = centered * jax.lax.rsqrt(var + 1e-6)
+        gain = 1 + p["b"]
+        return x * gain[None]
 
     w = p["w"]
     queries = normalized(x) @ w[0]
     keys = normalized(x) @ w[1]
     values = normalized(x) @ w[2]
-    mask = jnp.tril(jnp.ones((4, 4), bool))
-    logits = queries @ keys.T / jnp.sqrt(8.0)
-    weights = jax.nn.softmax(jnp.where(mask, logits, -1e9))
-    x = x + (weights @ values) @ w[3]
+    ones = jnp.ones((4, 4), bool)
+    mask = jnp.tril(ones)
+    similarities = queries @ keys.T
+    logits = similarities / jnp.sqrt(8.0)
+    masked = jnp.where(mask, logits, -1e9)
+    weights = jax.nn.softmax(masked)
+    attended = weights @ values
+    x = x + attended @ w[3]
     hidden = normalized(x) @ w[4]
     x = x + jax.nn.gelu(hidden)
     return jnp.mean(x**2), x
@@ -74,7 +81,8 @@ def on_channels(x):
 
 
 def convolutions(p, x):
-    rows = p["w"][0, :3, :].repeat(3, 0)
+    w = p["w"]
+    rows = w[0, :3, :].repeat(3, 0)
     kernel = jnp.reshape(rows, (3, 3, 1, 8))
     kernel = kernel[:, :, :1].repeat(3, 2)
     dims = ("NHWC", "HWIO", "NHWC")
@@ -84,25 +92,35 @@ def convolutions(p, x):
     var = jnp.var(x, (0, 1, 2))
     centered = x - on_channels(mean)
     deviation = jnp.sqrt(var + 1e-5)
-    x = jax.nn.relu(centered / on_channels(deviation))
+    normalized = centered / on_channels(deviation)
+    x = jax.nn.relu(normalized)
     window = (1, 2, 2, 1)
     x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
-    outputs = x[:, 0, 0] @ p["w"][1]
+    corners = x[:, 0, 0]
+    outputs = corners @ w[1]
     return jnp.mean(outputs), {"mean": mean, "var": var}
 
 
 def lstm(p, h, xs):
+    w = p["w"]
+
     def cell(carry, x):
         h, c = carry
         gates = []
         for i in range(4):
-            gates.append(biased(x, p["w"][i], p["b"]) + h @ p["w"][i].T)
+            of_input = biased(x, w[i], p["b"])
+            of_state = h @ w[i].T
+            gates.append(of_input + of_state)
         *sigmoid_gates, candidate = gates
         i, f, o = map(jax.nn.sigmoid, sigmoid_gates)
-        c = f * c + i * jnp.tanh(candidate)
-        return (o * jnp.tanh(c), c), h
+        kept = f * c
+        added = i * jnp.tanh(candidate)
+        c = kept + added
+        next_h = o * jnp.tanh(c)
+        return (next_h, c), h
 
-    (h, c), hs = jax.lax.scan(cell, (h, jnp.zeros_like(h)), xs)
+    start = (h, jnp.zeros_like(h))
+    (h, c), hs = jax.lax.scan(cell, start, xs)
     return jnp.mean(h**2), {"c": c, "hs": hs}
 
 
@@ -198,18 +216,25 @@ def embedding(p, tokens):
 
 
 def moves(p, x):
-    x = x @ p["w"][0]
+    w = p["w"]
+    x = x @ w[0]
     padded = jnp.pad(x, ((0, 1), (0, 0)))
     flipped = jnp.flip(x, 0)
     x = jnp.concatenate([padded, flipped])
-    x = jax.lax.dynamic_update_slice(jnp.zeros((12, 8)), x, (1, 0))
-    updated = x.at[jnp.array([0, 2])].set(x[:2])
-    x = updated.at[jnp.array([1, 1])].add(x[:2])
-    top, _ = jax.lax.top_k(jnp.sort(x), 2)
+    zeros = jnp.zeros((12, 8))
+    x = jax.lax.dynamic_update_slice(zeros, x, (1, 0))
+    rows = jnp.array([0, 2])
+    updated = x.at[rows].set(x[:2])
+    same_row = jnp.array([1, 1])
+    x = updated.at[same_row].add(x[:2])
+    ascending = jnp.sort(x)
+    top, _ = jax.lax.top_k(ascending, 2)
     largest = top[:, :1]
-    clipped = jnp.clip(jnp.maximum(x, -2.0), -1.0, jnp.max(x))
-    x = clipped + jnp.cumsum(x, 0) + jnp.abs(largest)
-    outputs = x @ p["w"][1]
+    raised = jnp.maximum(x, -2.0)
+    clipped = jnp.clip(raised, -1.0, jnp.max(x))
+    x = clipped + jnp.cumsum(x, 0)
+    x = x + jnp.abs(largest)
+    outputs = x @ w[1]
     return jnp.mean(outputs), jnp.max(x, 0)
 
 
@@ -218,31 +243,42 @@ def broadcasts(p, x):
     inputs = x
     x = inputs @ w[0]
     y = inputs @ w[1]
-    total = x * y[:1] + x[:1] - y[:, :1]
+    total = x * y[:1]
+    total = total + x[:1]
+    total = total - y[:, :1]
     total = total + jnp.maximum(x, y[:1])
-    x = total + jnp.clip(x, y[:1], y[:1] + 0.5)
+    lower = y[:1]
+    upper = y[:1] + 0.5
+    x = total + jnp.clip(x, lower, upper)
     is_positive = y > 0
     rows = jnp.broadcast_to(y[0], x.shape)
-    x = jnp.where(is_positive, x, rows) + x * y[0, 0]
+    chosen = jnp.where(is_positive, x, rows)
+    x = chosen + x * y[0, 0]
     differences = x[:, None] - x[None]
     weights = y[:, None] * y[None]
-    pairs = differences * weights + jnp.tile(y[:1], (4, 1))
+    weighted = differences * weights
+    pairs = weighted + jnp.tile(y[:1], (4, 1))
     outputs = pairs @ w[2]
-    return jnp.mean(outputs), jax.vmap(lambda a: a * y[0])(x)
+    loss = jnp.mean(outputs)
+    return loss, jax.vmap(lambda row: row * y[0])(x)
 
 
 def orders(p, x):
-    x = x @ p["w"][0]
+    w = p["w"]
+    x = x @ w[0]
     window = ((2, 1), (1, 1), "SAME")
     ascending = jnp.sort(x, 0)
     largest, _ = jax.lax.top_k(x, 8)
-    x = jnp.concatenate([ascending, largest, jax.lax.cummax(x)])
+    highest = jax.lax.cummax(x)
+    x = jnp.concatenate([ascending, largest, highest])
     of_pairs = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window)
     x = of_pairs + jax.lax.cummin(x)
     x = jax.lax.reduce_window(x, jnp.inf, jax.lax.min, *window)
-    padded = jax.lax.pad(x, x[0, 0], ((1, 0, 0), (0, 0, 0)))
-    x = padded.at[jnp.array([0, 3])].set(x[:2])
-    outputs = x @ p["w"][1]
+    corner = x[0, 0]
+    padded = jax.lax.pad(x, corner, ((1, 0, 0), (0, 0, 0)))
+    rows = jnp.array([0, 3])
+    x = padded.at[rows].set(x[:2])
+    outputs = x @ w[1]
     return jnp.mean(outputs), jnp.max(x, 0)
 
 

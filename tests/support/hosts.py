@@ -142,9 +142,13 @@ def compared(form, mesh, scale, **options):
     """The error of the gradients of a form, beside those of float32, and a digest of them."""
     rng = np.random.default_rng(0)
     rows = ROWS * mesh.shape["d"]
-    x = rng.standard_normal((rows, 8)).astype(np.float32)
-    w = (rng.standard_normal((8, 8)) * 0.3).astype(np.float32)
-    factors = np.where(np.arange(rows) < ROWS, LARGE, SMALL).astype(np.float32)
+    numbers = rng.standard_normal((rows, 8))
+    x = numbers.astype(np.float32)
+    weights = rng.standard_normal((8, 8)) * 0.3
+    w = weights.astype(np.float32)
+    is_of_first_device = np.arange(rows) < ROWS
+    sizes = np.where(is_of_first_device, LARGE, SMALL)
+    factors = sizes.astype(np.float32)
 
     def place(array, spec):
         sharding = NamedSharding(mesh, spec)
@@ -153,8 +157,9 @@ def compared(form, mesh, scale, **options):
     args = place(w, P()), place(x, P("d")), place(factors, P("d"))
 
     def gradients(wrap, dtype):
+        grad = FORMS[form](mesh, wrap, dtype)
         # a row for each device, which all processes have gathered
-        return process_allgather(FORMS[form](mesh, wrap, dtype)(*args), tiled=True)
+        return process_allgather(grad(*args), tiled=True)
 
     wrap = functools.partial(jaxscale.scale_backward, scale=scale, **options)
     scaled = gradients(wrap, jnp.float16)
@@ -163,8 +168,10 @@ def compared(form, mesh, scale, **options):
         assert (scaled == scaled[:1]).all()
     norm = functools.partial(np.linalg.norm, axis=(-2, -1))
     # by device, as one has much larger ones
-    error = np.max(norm(scaled - exact) / norm(exact))
-    return error, hashlib.sha256(scaled.tobytes()).hexdigest()[:8]
+    errors = norm(scaled - exact) / norm(exact)
+    error = np.max(errors)
+    digest = hashlib.sha256(scaled.tobytes())
+    return error, digest.hexdigest()[:8]
 
 
 if __name__ == "__main__":

@@ -188,17 +188,20 @@ def rise(policy, new, largest):
 def follow(policy, new, log, reached):
     """Moves the peak and the crest after a largest gradient."""
     faded = new.peak + math.trunc((log - new.peak) / policy.memory)
+    rise_above_faded = log - faded
     new.peak = max(log, faded)
     if new.crest < faded:
         new.crest = UNKNOWN
-    elif log - faded >= (new.crest - faded) / 4:
+    elif rise_above_faded >= (new.crest - faded) / 4:
         is_unlearnt = new.held_steps == new.finite_steps
-        if is_unlearnt and reached < int((policy.level - 2) * LEVEL):
+        low = int((policy.level - 2) * LEVEL)
+        if is_unlearnt and reached < low:
             new.finite_steps = policy.period
         new.crest = max(log, (new.crest + log) // 2)
         new.held_steps = 0
     elif new.held_steps >= policy.period // 2:
-        new.crest += math.trunc((log - new.crest) / policy.memory)
+        difference = log - new.crest
+        new.crest += math.trunc(difference / policy.memory)
 
 
 RULES = {

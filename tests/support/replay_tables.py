@@ -41,12 +41,17 @@ def summaries(policy, traces, retries=0):
 
 def recorded_row(name, traces):
     """A row of the first table: skips and mean of each trace, and of all."""
-    rows = summaries(POLICIES[name], traces).values()
+    by_trace = summaries(POLICIES[name], traces)
+    rows = by_trace.values()
     skips = column(rows, "skips")
     late = column(rows, "late")
-    cells = [f"{n} / {mean:.2f}" for n, mean in zip(skips, late, strict=True)]
-    mean = np.mean(column(rows, "mean"))
-    cells += [f"{sum(skips)}", f"{np.mean(late):.2f}", f"{mean:.2f}"]
+    means = column(rows, "mean")
+    cells = []
+    for number, mean in zip(skips, late, strict=True):
+        cells.append(f"{number} / {mean:.2f}")
+    cells.append(str(sum(skips)))
+    cells.append(f"{np.mean(late):.2f}")
+    cells.append(f"{np.mean(means):.2f}")
     return table_row(name, cells)
 
 

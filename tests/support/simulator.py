@@ -128,16 +128,21 @@ def rare(usual, large, share, steps=20_000, seed=0, noise=0.0, burst=1):
 
 def replay(policy, traces, retries=0):
     """A `Replay` for each of some traces, by name. All of them run in one program."""
-    longest = max(len(trace.ceiling) for trace in traces.values())
+    lengths = [len(trace.ceiling) for trace in traces.values()]
+    longest = max(lengths)
     steps_of_traces = [_steps(trace, longest) for trace in traces.values()]
     columns = map(np.stack, zip(*steps_of_traces, strict=True))
-    run = jax.jit(jax.vmap(lambda *steps: _run(policy, retries, steps)))
-    outcome = [np.asarray(column) for column in run(*columns)]
+
+    def run(*steps):
+        return _run(policy, retries, steps)
+
+    run_all = jax.jit(jax.vmap(run))
+    outcome = [np.asarray(column) for column in run_all(*columns)]
 
     replays = {}
-    for index, (name, trace) in enumerate(traces.items()):
-        length = len(trace.ceiling)
-        replays[name] = Replay(*(column[index, :length] for column in outcome))
+    for index, (name, length) in enumerate(zip(traces, lengths, strict=True)):
+        of_trace = [column[index, :length] for column in outcome]
+        replays[name] = Replay(*of_trace)
     return replays
 
 

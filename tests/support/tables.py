@@ -154,8 +154,9 @@ def assert_same_bits(actual, expected):
     """Two trees have one structure, and their leaves the same dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     leaves = jax.tree_util.tree_leaves_with_path(actual)
-    expected_leaves = map(_numbers, jax.tree.leaves(expected))
-    for (path, leaf), b in zip(leaves, expected_leaves, strict=True):
+    expected_leaves = jax.tree.leaves(expected)
+    for (path, leaf), expected_leaf in zip(leaves, expected_leaves, strict=True):
+        b = _numbers(expected_leaf)
         a = _numbers(leaf)
         where = jax.tree_util.keystr(path)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), where
