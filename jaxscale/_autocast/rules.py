@@ -9,12 +9,12 @@ A rule evaluates one equation of a program and returns its outputs. The words:
 - A narrow value has two *views*: the *half* is in half precision, the *wide* one is in float32.
 - Cotangents *meet* in a narrow value if several readers send one back and not all of them are
   products, or if they meet in the value that it was computed from. They must be added in float32.
-  So such a reader takes the wide view, or a *stand-in*: the half with a gradient that goes to the
-  wide view. All products share one stand-in, and each other reader has its *own half*.
+- So a reader of such a value takes the wide view, or a *stand-in*: the half with a gradient that
+  goes to the wide view. All products share one stand-in; each other reader has its *own half*.
 - A *product* is a matrix product or a convolution.
 - The *kind* of a value is what else is known of it: a constant, a parameter, a product's result.
-- A *link* is an equation that is left to be computed later, when something reads its output. A rule
-  returns no outputs for it. Links that follow one another are a *chain* (see `recompute.py`).
+- A *link* is an equation that is left to be computed when something reads its output. A rule that
+  leaves one returns no outputs. Links that follow one another are a *chain* (see `recompute.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ def run_as_written(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def run_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation, which the program declares in float32, or leaves it to a chain."""
+    """Evaluates an equation in the dtypes that the program declares, or leaves it to a chain."""
     if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
     return run_as_written(frame, eqn)
@@ -70,8 +70,8 @@ def run_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def leave_to_chain(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Leaves an equation to be computed later, as the next link of the chains that it reads.
 
-    If its chain would have more than `LONGEST` equations, or chains have already computed too many
-    in this program (`repeats_left`), the links that the equation reads are computed now.
+    If the links that it reads have `LONGEST` equations or more, or chains have already computed too
+    many in this program (`repeats_left`), these links are computed now.
     """
     num_equations = 1
     for atom in eqn.invars:
@@ -159,10 +159,10 @@ def _multiply_into_float32(
 
 
 def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in half precision if its float32 inputs are all narrow or constants."""
+    """Evaluates an equation in float32 if it reads a wide value, or else as its inputs allow."""
     if _reads_wide(frame, eqn):
         return run_in_float32(frame, eqn)
-    # The types of a program that an equation holds, such as the comparator of a sort, are fixed.
+    # The types of a program that an equation holds, such as that of `x.at[i].apply`, are fixed.
     holds_programs = any(programs(eqn))
     if holds_programs or not frame.reads_narrow(eqn):
         return run_as_written(frame, eqn)
@@ -174,9 +174,8 @@ def follow_inputs(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def _follow_narrow(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation with a gradient, whose float32 inputs are narrow or constants."""
     adds_up_backward = eqn.primitive.name in table.SUMMED_BACKWARD
-    # If cotangents meet in an input, they must not be rounded first, so this equation runs in
-    # float32. One case is exempt: all readers round its outputs, as products do, and its derivative
-    # adds nothing up. Then what it sends back was rounded already.
+    # If cotangents meet in an input, it runs in float32, so that they are not rounded first. But if
+    # all readers round its outputs, as products do, what it sends back was rounded already.
     sends_back_rounded = not adds_up_backward and _is_only_rounded(frame, eqn)
     if frame.reads_meeting(eqn) and not sends_back_rounded:
         return _follow_in_float32(frame, eqn)
@@ -212,10 +211,10 @@ def _run_wide_and_round(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _follow_in_float32(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Leaves an equation in whose inputs cotangents meet to a chain, or evaluates it in float32.
+    """Evaluates an equation in float32, as cotangents meet in its inputs, or leaves it to a chain.
 
-    Its outputs are then marked `ToRound`, as cotangents must also meet in these: readers in half
-    precision round them, others do not.
+    If it is evaluated now, its outputs are marked `ToRound`, as cotangents must also meet in these:
+    readers in half precision round them, others do not.
     """
     if fits_chain(frame, eqn):
         return leave_to_chain(frame, eqn)
@@ -333,8 +332,8 @@ def multiply(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def subtract(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a difference, in float32 if only operations in float32 read it.
 
-    It cancels digits, so the result is rounded only if a reader needs half precision. Before an
-    exponential or a power, as in softmax, a variance or a loss, none does.
+    It cancels digits, so the result stays in float32 if all of its readers are in float32 anyway,
+    as are an exponential or a power in softmax, a variance or a loss.
     """
     if eqn.outvars[0] in frame.readers.only_float32:
         return run_in_float32(frame, eqn)
@@ -354,10 +353,9 @@ def convert(frame: Frame, eqn: JaxprEqn) -> Outputs:
         # Only the weak type changes.
         return move(frame, eqn)
     if atom.aval.dtype == frame.precision.narrow and dtype == FLOAT32:
-        # Readers in half precision take `atom`: rounding `var` again would give the same numbers.
-        frame.written[var] = frame.read_wide(
-            atom
-        )  # `atom` is declared in half precision
+        # Readers in half precision take the array before the cast, which is declared so: rounding
+        # `var` again would give the same numbers.
+        frame.written[var] = frame.read_wide(atom)
     return run_as_written(frame, eqn)
 
 
@@ -392,7 +390,7 @@ SIMPLE_RULES: dict[str, Rule] = {
     **dict.fromkeys(table.ELEMENTWISE, follow_elementwise),
     **dict.fromkeys(table.MOVES, move),
     **dict.fromkeys(table.CHOICES, follow_inputs),
-    # These take the place of the rules above for some operations.
+    # Operations with a rule of their own. It takes the place of the one above, if there is one.
     "add": add,
     "mul": multiply,
     "sub": subtract,

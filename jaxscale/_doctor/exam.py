@@ -26,7 +26,8 @@ class Exam(NamedTuple):
     Attributes:
       target: the model, as named on the command line.
       autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
-      is_quick: whether only inf and NaN were looked for, and nothing was compared with float32.
+      is_quick: whether nothing was compared with float32, and equations were only traced to find
+        inf and NaN.
       is_auto: whether no loss scale was asked for.
       loss: the loss, under `jaxscale.autocast` if that was used.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
@@ -53,7 +54,8 @@ class Exam(NamedTuple):
         below 1. `None` if they were not looked for, or not found.
       scale_comparison: the gradients at the judged scale against those at the largest, if that is
         known and higher, else `None`.
-      trace: the backward pass at `loss_scale`, equation by equation.
+      trace: the backward pass at `loss_scale`, equation by equation. If loss and gradients are
+        finite, a quick exam may leave it empty, and `unshifted` and `loss_sums` with it.
       float32: the comparison of the gradients with float32, at `loss_scale` or at the largest scale
         if that is higher, and what helps if they are wrong. Its `comparison` is `None` if there was
         none: in a quick exam, or if not everything is finite.
@@ -114,7 +116,8 @@ class Exam(NamedTuple):
     @property
     def is_all_zero(self) -> bool:
         """Whether all gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
-        # `needed` is `None` if each gradient at the largest scale is 0 or not finite.
+        # `needed` is `None` if each gradient at the largest scale is 0 or not finite. It is finite
+        # at a scale that fits; if none is known, that scale is `loss_scale`, as for `leaf_table`.
         has_finite_nonzero = self.suggestion.needed is not None
         return not has_finite_nonzero and not self.leaf_table.nonfinite_rows
 

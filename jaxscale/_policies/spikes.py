@@ -26,8 +26,8 @@ from .spike_statistics import Statistics, measure, min_relative_std
 # a million times as high would be skipped for so long that `jaxscale.check` would raise an error.
 _CLIP_FACTOR = 5.0
 
-# Values are clipped from this many entries on, even before any is judged, as an early spike would
-# hide others.
+# Values that are not judged yet are clipped from this many entries on, as an early spike would hide
+# others.
 _MIN_CLIP_HISTORY = 4
 
 # From this spike in a row on, spikes enter as they are. With a full default window their level is
@@ -62,11 +62,12 @@ class SpikeRule:
     - A step whose gradients are finite, but so large that their norm is not, is a spike from the
       first step on: it would set Adam's second moment to inf for good. No such level is accepted.
     - A spike is clipped as it enters its window. If there was no spike in the `window` steps before
-      it, it enters as the threshold itself, so that it does not hide the next one. Otherwise its
-      limit is `5 * sigmas` standard deviations above the mean for the first and the second spike in
-      a row, and 5 times more for each further one. The tenth is not clipped. So a new level is
-      accepted after a few skipped steps: with the defaults after 6 if it is 100 standard deviations
-      higher, after 7 if it is 1000, after 8 if it is 100 000, and never after more than 15.
+      it, it enters as the threshold itself, so that it does not hide the next one. Any other spike
+      is clipped to `5 * sigmas` standard deviations above the mean if it is the first or the second
+      of its row, to 5 times more for each further one, and from the tenth on not at all. So a new
+      level is accepted after a few skipped steps: with the defaults after 6 if it is 100 standard
+      deviations higher, after 7 if it is 1000, after 8 if it is 100 000, and never after more than
+      15.
     - Once its window has four entries, or judges, a value that is not a spike is clipped to
       `5 * sigmas` standard deviations from the mean as it enters.
     - The standard deviation counts as at least 1e-6 of the mean, and at least half the spacing of

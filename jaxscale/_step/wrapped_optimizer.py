@@ -1,13 +1,13 @@
 """One step of an optimizer under a loss scale: `update` and `apply` of a `WrappedOptimizer`.
 
 1. *Verdict.* Are all gradients finite, and the loss too, if one was passed? This takes one pass
-   over the gradients, and all devices agree on the answer. It covers the gradients rather than the
-   updates, as clipping by value and sign-based optimizers hide an inf; with `check_updates` it also
-   covers the updates. A `SpikeRule` may reject a step that is finite.
+   over the gradients, or two with some options, and all devices agree on the answer. It covers the
+   gradients rather than the updates, as clipping by value and sign-based optimizers hide an inf;
+   with `check_updates` it also covers the updates. A `SpikeRule` may reject a step that is finite.
 2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
    when the window is full; without a window, whenever the gradients are good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
-   stay as they are: by a branch on a CPU, by a selection on other machines.
+   stay as they are: by a branch on a CPU, by a selection elsewhere and without `jit`.
 4. *Scale.* The policy gets the verdict, and the largest gradient if it needs that, and moves the
    loss scale. After a bad loss or a spike the scale stays as it is, since it is not to blame.
 5. *Counters.* The state counts what happened, and `on_skip` is called if the step was skipped.
@@ -182,7 +182,7 @@ class WrappedOptimizer:
     def find_verdict_state(
         self, call: str, state: LossScaledState
     ) -> LossScaledState | None:
-        """Returns the state whose `step_applied` counts, or `None` if no step is ever skipped."""
+        """Returns the state that says whether the step was applied; `None` if each one is."""
         if not self.skips:
             return None
         return state

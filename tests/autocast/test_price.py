@@ -44,9 +44,9 @@ def test_equal_chains_share_a_program(activation):
     autocast_network = jaxscale.autocast(layers(activation))
     programs = recomputed(autocast_network)
     assert len(programs) >= LAYERS
-    # 3 programs now: one that the other layers share, and two of the first. Its sum adds to an
-    # input of the network, and so joins a chain, which is computed in half precision for the next
-    # product and in float32 for the next sum. 5 leaves room for one more special case.
+    # 3 programs now. The first layer adds to the input of the network, so its sum joins its chain,
+    # and that is computed twice: in half precision for the next product, and in float32 for the
+    # next sum. The other layers share the third. 5 leaves room for one more special case.
     assert count_different(programs) <= 5
     expected = jax.grad(layers(activation))(X)
     assert_near_by_norm(jax.grad(autocast_network)(X), expected, share=0.01)

@@ -74,8 +74,8 @@ def by_the_book(policy, retries, batches):
             largest, loss = largest_and_loss(scaling, x)
         total_retries += num_retries
         fits = bool(jnp.isfinite(largest))
-        # A step whose retries did not help counts as exhausted. Of several in a row, within the
-        # first 25 steps (all of this test), only the first counts.
+        # A step whose retries did not help counts as exhausted. Within the first 25 steps (all of
+        # this test) it counts only if the step before it was applied.
         if num_retries > 0 and not fits and applied_before:
             total_exhausted += 1
         if not fits:
