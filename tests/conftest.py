@@ -1,5 +1,6 @@
 """The environment of all tests: eight CPU devices, true float16, strict promotion."""
 
+import importlib.metadata
 import os
 import platform
 import sys
@@ -21,6 +22,10 @@ if (
     and "_optimization_" not in os.environ["XLA_FLAGS"]
 ):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    # The newest JAX for Python 3.11 has two ways to make code of a fusion. The default takes more
+    # than twice as long to compile. Other versions have one, and stop at this flag.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # On CPU each all-reduce that waits holds a thread, and there are as many as cores or devices:
 # several at once in one program, and it may wait for ever. XLA takes their number from here.
 os.environ.setdefault("NPROC", "128")

@@ -87,8 +87,9 @@ def value_and_gradients(fun, xs):
 @cases(
     "name, dtype",
     itertools.product(OPERATIONS | TAILS, ["float16", "bfloat16"]),
+    # Not tanh: with the flags of the fast tests, JAX 0.10 computes it in two ways in two programs.
     fast=[
-        ("tanh", "float16"),
+        ("sigmoid", "float16"),
         ("mul", "float16"),
         ("select_n", "float16"),
         ("silu", "bfloat16"),
