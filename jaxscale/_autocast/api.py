@@ -22,10 +22,8 @@ _Result = TypeVar("_Result")
 def _make_autocast(dtype: str, half_carries: bool) -> "Autocast":
     # Not imported before it is used: most programs do without.
     from .interpreter import Autocast
-    from .values import Precision
 
-    precision = Precision(operand=np.dtype(dtype), narrow=np.dtype(dtype))
-    return Autocast(precision, half_carries)
+    return Autocast(np.dtype(dtype), half_carries)
 
 
 def autocast(

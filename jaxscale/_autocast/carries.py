@@ -8,7 +8,7 @@ from .. import _jax
 from .._jax import Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, operation
 from .callers import Owner, owner_of
 from .casts import has_products, reads_half
-from .readers import CALLS
+from .plan import CALLS
 from .values import is_float32, is_full_precision
 
 

@@ -29,14 +29,11 @@ from .._jax import (
 )
 from .._trees.casts import blank
 from .casts import has_products
-from .chains import is_call_for_chain
 from .frame import Frame
 from .higher_order import run_inline
-from .recompute import Narrow
-from .relu import is_relu, run_narrow_relu, run_rounded_relu
 from .rewriting import Way, place_inside, read_inputs, rewrite
-from .rules import Outputs, leave_to_chain, run_as_written
-from .values import ToRound, has_dtype, without_mark
+from .rules import Outputs, run_as_written
+from .values import Narrow, ToRound, has_dtype, without_mark
 
 
 def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -58,24 +55,13 @@ def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
     declared = _jax.callee(eqn)
-    if is_call_for_chain(frame, eqn):
-        return leave_to_chain(frame, eqn)
-    if frame.reads_narrow(eqn):
-        if is_relu(declared):
-            return run_narrow_relu(frame, eqn)
-    elif not has_products(eqn, frame.place.owner):
-        is_rounded = any(var in frame.readers.rounded for var in eqn.outvars)
-        if is_rounded and is_relu(declared):
-            return run_rounded_relu(frame, eqn)
+    if not frame.reads_narrow(eqn) and not has_products(eqn, frame.place.owner):
         return run_as_written(frame, eqn)
     autocast = frame.autocast
     place = place_inside(frame, eqn)
-    inputs = read_inputs(frame, eqn)
-    rewritten = rewrite(frame, eqn, declared, inputs)
-    frame.write_kinds(eqn, rewritten.kinds)
-    kinds = inputs.kinds
-    program = rewritten.program
-    leaves, views = jax.tree.flatten(inputs.args)
+    args = read_inputs(frame, eqn)
+    program = rewrite(frame, eqn, declared, args).program
+    leaves, views = jax.tree.flatten(args)
     trace = _jax.remember_by_form(functools.partial(_trace_jvp, eqn, declared))
 
     @jax.custom_jvp
@@ -86,14 +72,9 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         tangents_of_sources = _select_sources(jax.tree.unflatten(views, tangents))
         perturbed = tuple(not isinstance(t, SymbolicZero) for t in tangents_of_sources)
         values = jax.tree.unflatten(views, primals)
-        kinds_of_values = list(kinds)
-        for tangent in itertools.compress(tangents_of_sources, perturbed):
-            values.append(tangent)
-            kinds_of_values.append(None)
+        values += itertools.compress(tangents_of_sources, perturbed)
         with _jax.making_forward_rule():
-            results = autocast.run_from_outside(
-                trace(perturbed), values, kinds_of_values, place
-            )
+            results = autocast.run_from_outside(trace(perturbed), values, place)
         types = program.out_avals
         derivatives = _fill_in(results[len(types) :], types)
         outputs = tuple(map(_cast_as, results, types))
@@ -158,17 +139,14 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return run_as_written(frame, eqn)
     autocast = frame.autocast
     place = place_inside(frame, eqn)
-    inputs = read_inputs(frame, eqn)
+    args = read_inputs(frame, eqn)
     way = Way()
     at_boundary = is_boundary(eqn)
     if at_boundary:
-        inputs = inputs._replace(args=frame.read_inputs_wide(eqn))
+        args = frame.read_inputs_wide(eqn)
         way = Way(fixed=(False,) * len(declared.out_avals))
-    rewritten = rewrite(frame, eqn, declared, inputs, way)
-    frame.write_kinds(eqn, rewritten.kinds)
-    kinds = inputs.kinds
-    program = rewritten.program
-    leaves, views = jax.tree.flatten(inputs.args)
+    program = rewrite(frame, eqn, declared, args, way).program
+    leaves, views = jax.tree.flatten(args)
     # Not remembered by form: the backward pass needs the program that made its residuals, whatever
     # flags are set by then.
     trace = functools.cache(functools.partial(_trace_vjp, eqn, declared, at_boundary))
@@ -184,13 +162,13 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         )
         values = jax.tree.unflatten(views, [primal.value for primal in primals])
         forward = trace(perturbed)
-        results = autocast.run_from_outside(forward.program, values, kinds, place)
+        results = autocast.run_from_outside(forward.program, values, place)
         types = program.out_avals
         residuals = []
         for value in results[len(types) :]:
             if isinstance(value, ToRound):
                 # what is kept may be narrow
-                value = cast(value.wide, autocast.precision.narrow)
+                value = cast(value.wide, autocast.dtype)
             residuals.append(value)
         outputs = tuple(map(_cast_as, results, types))
         return outputs, (residuals, _flags_as_tree(perturbed))

@@ -21,18 +21,10 @@ from .._jax import (
 from .callers import owner_of
 from .carries import find_half_carries
 from .casts import has_products
-from .chains import is_call_for_chain
 from .frame import Frame
-from .recompute import Narrow
-from .rewriting import Inputs, Way, place_inside, read_inputs, rewrite
-from .rules import Outputs, leave_to_chain, run_as_written
-from .values import (
-    Kind,
-    Parameter,
-    as_declared,
-    kind_of_input,
-    without_mark,
-)
+from .rewriting import Way, place_inside, read_inputs, rewrite
+from .rules import Outputs, run_as_written
+from .values import Narrow, as_declared, without_mark
 
 
 def _count_leaves(args: Sequence[Any]) -> list[int]:
@@ -49,7 +41,7 @@ def _changes_nothing(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether nothing changes in a call: neither a product nor what it reads."""
     if has_products(eqn, frame.place.owner):
         return False
-    return not frame.reads_narrow(eqn) and not frame.reads_link(eqn)
+    return not frame.reads_narrow(eqn)
 
 
 def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
@@ -60,31 +52,23 @@ def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
 def rewrite_jit(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jit`: it calls a rewritten program."""
     called = _jax.callee(eqn)
-    if is_call_for_chain(frame, eqn):
-        return leave_to_chain(frame, eqn)
     if _changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
-    # What a chain starts from has no sharding or layout of its own.
-    inputs = read_inputs(frame, eqn, with_links=not _jax.is_placed(eqn))
-    rewritten = rewrite(frame, eqn, called, inputs)
-    frame.write_kinds(eqn, rewritten.kinds)
+    args = read_inputs(frame, eqn)
+    rewritten = rewrite(frame, eqn, called, args)
     params = with_programs(eqn, [rewritten.program])
-    params = _jax.with_inputs(params, _count_leaves(inputs.args))
-    return rewritten.mark(bind(eqn, jax.tree.leaves(inputs.args), params))
+    params = _jax.with_inputs(params, _count_leaves(args))
+    return rewritten.mark(bind(eqn, jax.tree.leaves(args), params))
 
 
 def run_inline(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a call that does nothing but run its program."""
-    inputs = read_inputs(frame, eqn, with_links=True)
-    result = frame.autocast.run(
+    return frame.autocast.run(
         _jax.callee(eqn),
-        inputs.args,
-        inputs.kinds,
+        read_inputs(frame, eqn),
         place_inside(frame, eqn),
         _find_rounded_outputs(frame, eqn),
     )
-    frame.write_kinds(eqn, result.kinds)
-    return result.outputs
 
 
 def rewrite_remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -92,12 +76,12 @@ def rewrite_remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     called = _jax.callee(eqn)
     if _changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
-    inputs = read_inputs(frame, eqn, with_links=True)
+    args = read_inputs(frame, eqn)
     way = Way(rounded_outputs=_find_rounded_outputs(frame, eqn))
-    rewritten = rewrite(frame, eqn, called, inputs, way)
+    rewritten = rewrite(frame, eqn, called, args, way)
     jaxpr, consts = _jax.without_constants(rewritten.program)
-    leaves = jax.tree.leaves(inputs.args)
-    params = _jax.with_rematted(eqn, jaxpr, _count_leaves(inputs.args))
+    leaves = jax.tree.leaves(args)
+    params = _jax.with_rematted(eqn, jaxpr, _count_leaves(args))
     outputs = bind(eqn, [*consts, *leaves], params)
     return rewritten.mark(outputs)
 
@@ -110,15 +94,14 @@ def rewrite_scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
     half_carries = [False] * loop.carries
     if frame.autocast.half_carries:
         half_carries = find_half_carries(loop, owner_of(eqn, frame.place.owner))
-    inputs = _read_scan_inputs(frame, eqn, loop, half_carries)
+    args = _read_scan_inputs(frame, eqn, loop, half_carries)
     rounded_stacks = _find_rounded_outputs(frame, eqn)[loop.carries :]
     way = Way(
         fixed=tuple(half_carries),
         rounded_outputs=(*half_carries, *rounded_stacks),
         in_loop=True,
     )
-    rewritten = rewrite(frame, eqn, loop.body, inputs, way)
-    args = inputs.args
+    rewritten = rewrite(frame, eqn, loop.body, args, way)
     if not any(isinstance(arg, Narrow) for arg in args):
         params = with_programs(eqn, [rewritten.program])
         return rewritten.mark(bind(eqn, args, params))
@@ -135,9 +118,9 @@ def rewrite_scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def _read_scan_inputs(
     frame: Frame, eqn: JaxprEqn, loop: _jax.Scan, half_carries: Sequence[bool]
-) -> Inputs:
-    """Returns the inputs of a `scan`, and what is known of them in its body."""
-    args, kinds = read_inputs(frame, eqn)
+) -> list[Any]:
+    """Returns the inputs of a `scan`, as its body takes them."""
+    args = read_inputs(frame, eqn)
     variables = loop.body.jaxpr.invars
     first_x = loop.consts + loop.carries
     for i, atom in enumerate(eqn.invars):
@@ -146,14 +129,11 @@ def _read_scan_inputs(
                 # the cotangents of all turns are added
                 args[i] = frame.read_views(atom)
         elif i < first_x:
-            kinds[i] = None
             if half_carries[i - loop.consts]:
                 args[i] = frame.read_own_half(atom)
             else:
                 args[i] = as_declared(frame.read_wide(atom), variables[i])
-        elif isinstance(kinds[i], Parameter):
-            kinds[i] = kind_of_input(variables[i])  # a slice of it
-    return Inputs(args, kinds)
+    return args
 
 
 def rewrite_while(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -166,24 +146,22 @@ def rewrite_while(frame: Frame, eqn: JaxprEqn) -> Outputs:
     end_of_body = loop.test_consts + loop.body_consts
     consts = eqn.invars[:end_of_body]
     args = list(map(frame.read_without_gradient, consts))
-    kinds = list(map(frame.kind_of, consts))
     carries = []
     declared = loop.body.jaxpr.invars[loop.body_consts :]
     for atom, var in zip(eqn.invars[end_of_body:], declared, strict=True):
         carries.append(as_declared(frame.read_wide(atom), var))
-    unknown: list[Kind] = [None] * len(carries)
     test = rewrite(
         frame,
         eqn,
         loop.test,
-        Inputs(args[:end_of_test] + carries, kinds[:end_of_test] + unknown),
+        args[:end_of_test] + carries,
         Way(fixed=(False,)),
     )
     body = rewrite(
         frame,
         eqn,
         loop.body,
-        Inputs(args[end_of_test:] + carries, kinds[end_of_test:] + unknown),
+        args[end_of_test:] + carries,
         Way(fixed=(False,) * len(carries), in_loop=True),
     )
     in_order = []
@@ -200,12 +178,12 @@ def rewrite_branches(frame: Frame, eqn: JaxprEqn) -> Outputs:
     branches = _jax.branches(eqn)
     if _is_left(frame, eqn):
         return run_as_written(frame, eqn)
-    args, kinds = read_inputs(frame, eqn)
-    inputs = Inputs(args[1:], kinds[1:])  # the first says which branch it is
+    args = read_inputs(frame, eqn)
     way = Way(fixed=(False,) * len(eqn.outvars))
     rewritten_branches = []
     for branch in branches:
-        rewritten = rewrite(frame, eqn, branch, inputs, way)
+        # the first says which branch it is
+        rewritten = rewrite(frame, eqn, branch, args[1:], way)
         rewritten_branches.append(rewritten.program)
     params = with_programs(eqn, rewritten_branches)
     return bind(eqn, jax.tree.leaves(args), params)
@@ -226,14 +204,13 @@ def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
         else:
             args.append(frame.read_wide(atom))
             specs.append(spec)
-    kinds = list(map(frame.kind_of, eqn.invars))
     leaves, tree = jax.tree.flatten(args)
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         args = jax.tree.unflatten(tree, leaves)
         place = place_inside(frame, eqn)
-        result = frame.autocast.run(mapping.program, args, kinds, place)
-        return tuple(map(without_mark, result.outputs))
+        outputs = frame.autocast.run(mapping.program, args, place)
+        return tuple(map(without_mark, outputs))
 
     run_on_devices = mapping.map(run, **{mapping.inputs: tuple(specs)})
     return run_on_devices(*leaves)

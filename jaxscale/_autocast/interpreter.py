@@ -6,13 +6,13 @@ program declares as float32 may be *narrow*: computed in half precision. A `Fram
 of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
+import numpy as np
 
 from .. import _jax
 from .._boundary import under_autocast
@@ -21,7 +21,6 @@ from .._jax import (
     JaxprEqn,
     UnknownFormError,
     context,
-    context_key,
     operation,
     source,
 )
@@ -38,11 +37,12 @@ from .higher_order import (
     rewrite_while,
     run_inline,
 )
-from .readers import find_last_uses
-from .recompute import Link
+from .parts import Part
+from .plan import plan
 from .rules import SIMPLE_RULES, Outputs, Rule, run_as_written
+from .segments import run_segment
 from .unsaid import forget_warnings, warn_if_unchanged, warn_of_what_is_left
-from .values import Kind, Precision, as_declared, is_full_precision, kind_of_input
+from .values import as_declared, is_full_precision
 
 # Which rule rewrites an equation, by the name of its primitive.
 RULES: dict[str, Rule] = SIMPLE_RULES | {
@@ -65,18 +65,6 @@ _WAY_OUT = (
 )
 
 
-class RunResult(NamedTuple):
-    """What a program returned.
-
-    Attributes:
-      outputs: the values, some of them narrow.
-      kinds: what else is known of them.
-    """
-
-    outputs: list[Any]
-    kinds: list[Kind]
-
-
 class _Traced(NamedTuple):
     """A function that was traced.
 
@@ -96,15 +84,15 @@ class Autocast:
     lives that they are from: a function that is called many times is rewritten once.
 
     Attributes:
-      precision: that of the products, and of what they read and return.
+      dtype: that of the products, and of what they read and return.
       half_carries: whether a `scan` may carry half precision.
       rewritten: for each jaxpr, by its signature, what it was rewritten to.
     """
 
     rules = RULES
 
-    def __init__(self, precision: Precision, half_carries: bool) -> None:
-        self.precision = precision
+    def __init__(self, dtype: np.dtype, half_carries: bool) -> None:
+        self.dtype = dtype
         self.half_carries = half_carries
         self.rewritten: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
@@ -112,41 +100,33 @@ class Autocast:
         self,
         closed: ClosedJaxpr,
         args: Sequence[Any],
-        kinds: Sequence[Kind],
         place: Place,
         rounded_outputs: Sequence[bool] = (),
-    ) -> RunResult:
+    ) -> list[Any]:
         """Runs a program with its products in half precision.
 
-        Some of the arguments may be narrow, or links. `rounded_outputs` is as in `find_readers`.
+        Some of the arguments may be narrow, and some of the outputs. `rounded_outputs` is as in
+        `plan`.
         """
         warn_of_what_is_left(closed, RULES)
         jaxpr = closed.jaxpr
-        frame = Frame(self, jaxpr, place, rounded_outputs)
-        frame.kinds.update(
-            zip(jaxpr.constvars, map(kind_of_input, jaxpr.constvars), strict=True)
-        )
-        frame.kinds.update(zip(jaxpr.invars, kinds, strict=True))
+        parts = plan(jaxpr, rounded_outputs, place.owner)
+        frame = Frame(self, jaxpr, parts, place)
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):
-            if isinstance(arg, Link):
-                frame.defer(var, arg)
-            else:
-                frame.write(var, arg)
-        pairs = zip(jaxpr.eqns, find_last_uses(jaxpr), strict=True)
-        # To enter a context takes as long as to find a rule, and most programs have one.
-        for _, group in itertools.groupby(pairs, key=lambda pair: context_key(pair[0])):
-            self._run_in_one_context(frame, list(group))
-        return RunResult(
-            outputs=list(map(frame.read_output, jaxpr.outvars)),
-            kinds=list(map(frame.kind_of, jaxpr.outvars)),
-        )
+            frame.write(var, arg)
+        for part in frame.plan.parts:
+            outputs = self._run_part(frame, part)
+            for var, value in outputs:
+                frame.write(var, value)
+            for var in part.last_used:
+                frame.forget(var)
+        return list(map(frame.read_output, jaxpr.outvars))
 
     def run_from_outside(
         self,
         closed: ClosedJaxpr,
         args: Sequence[Any],
-        kinds: Sequence[Kind],
         place: Place,
     ) -> list[Any]:
         """Returns the outputs of a program that is not part of another one that runs.
@@ -154,32 +134,15 @@ class Autocast:
         What cannot be transformed is an error that names the user's line.
         """
         with _jax.naming_the_line("autocast(fun)", _WAY_OUT):
-            return self.run(closed, args, kinds, place).outputs
+            return self.run(closed, args, place)
 
-    def _run_in_one_context(
-        self, frame: Frame, eqns: Sequence[tuple[JaxprEqn, Iterable[Any]]]
-    ) -> None:
-        """Evaluates equations, and lets go of what is not read after each."""
-        first, _ = eqns[0]
-        with context(first):
-            for eqn, last_used in eqns:
-                with source(eqn, frame.scopes):
-                    outputs = self._evaluate(frame, eqn)
-                if outputs:  # otherwise they are left to be computed
-                    for var, value in zip(eqn.outvars, outputs, strict=True):
-                        frame.write(var, value)
-                for var in last_used:
-                    frame.forget(var)
-
-    def _evaluate(self, frame: Frame, eqn: JaxprEqn) -> Outputs:
-        """Returns the outputs of an equation by its rule, or none if they are left for later."""
-        if is_full_precision(eqn):
-            return run_as_written(frame, eqn)
-        rule = RULES.get(operation(eqn), run_as_written)
-        try:
-            return rule(frame, eqn)
-        except UnknownFormError:
-            return run_as_written(frame, eqn)
+    def _run_part(self, frame: Frame, part: Part) -> Iterable[tuple[Any, Any]]:
+        """Returns what a part of a program makes, with its variables."""
+        if part.is_segment:
+            return zip(part.outputs, run_segment(frame, part), strict=True)
+        (eqn,) = part.eqns
+        with context(eqn), source(eqn, frame.scopes):
+            return zip(eqn.outvars, _evaluate(frame, eqn), strict=True)
 
     def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function that a user wrapped, with products in half precision.
@@ -209,11 +172,19 @@ class Autocast:
 
     def _run_traced(self, traced: _Traced, place: Place) -> list[Any]:
         jaxpr = traced.program.jaxpr
-        kinds = list(map(kind_of_input, jaxpr.invars))
-        outputs = self.run_from_outside(
-            traced.program, traced.flat.arrays, kinds, place
-        )
+        outputs = self.run_from_outside(traced.program, traced.flat.arrays, place)
         return list(map(as_declared, outputs, jaxpr.outvars))
+
+
+def _evaluate(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Returns the outputs of an equation by its rule."""
+    if is_full_precision(eqn):
+        return run_as_written(frame, eqn)
+    rule = RULES.get(operation(eqn), run_as_written)
+    try:
+        return rule(frame, eqn)
+    except UnknownFormError:
+        return run_as_written(frame, eqn)
 
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> _Traced:

@@ -14,21 +14,8 @@ from .. import _jax
 from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, cast, closed
 from .callers import Place, owner_of
 from .frame import Frame
-from .recompute import Link, Narrow
 from .rules import Outputs
-from .values import Kind, ToRound, as_declared, has_dtype, is_float32, without_mark
-
-
-class Inputs(NamedTuple):
-    """What a program is given.
-
-    Attributes:
-      args: the values, narrow ones in one view or in both, and links.
-      kinds: what else is known of them.
-    """
-
-    args: list[Any]
-    kinds: list[Kind]
+from .values import Narrow, ToRound, as_declared, has_dtype, is_float32, without_mark
 
 
 class Rewritten(NamedTuple):
@@ -36,12 +23,10 @@ class Rewritten(NamedTuple):
 
     Attributes:
       program: the program.
-      kinds: what else is known of its outputs.
-      to_round: which of them are narrow, and given back in float32: see `ToRound`.
+      to_round: which of its outputs are narrow, and given back in float32: see `ToRound`.
     """
 
     program: ClosedJaxpr
-    kinds: list[Kind]
     to_round: list[bool]
 
     def mark(self, values: Sequence[Any]) -> Outputs:
@@ -60,7 +45,7 @@ class Way(NamedTuple):
     Attributes:
       fixed: the dtypes of the first outputs: whether each is half precision or what the program
         declares. The others come in the precision that they were computed in.
-      rounded_outputs: as in `find_readers`.
+      rounded_outputs: as in `plan`.
       in_loop: whether the program is the body of a loop.
     """
 
@@ -76,86 +61,72 @@ def rewrite(
     frame: Frame,
     eqn: JaxprEqn,
     program: Jaxpr | ClosedJaxpr,
-    inputs: Inputs,
+    args: Sequence[Any],
     way: Way = _AS_IT_COMES,
 ) -> Rewritten:
     """Rewrites a program that an equation holds for its place in the program around.
 
-    For a link the new program takes the arrays that the link starts from, and for a narrow value
-    whose cotangents meet it takes both views.
+    For a narrow value whose cotangents meet, the new program takes both views.
     """
     autocast = frame.autocast
     place = place_inside(frame, eqn, way.in_loop)
     variables = closed(program).jaxpr.invars
     views = []
-    for var, arg in zip(variables, inputs.args, strict=True):
-        views.append(_view_of(var, arg, autocast.precision.narrow))
-    key = (tuple(views), tuple(inputs.kinds), place, way, _jax.form_asked_for())
-    known: dict[Any, Rewritten] = {}
-    if "link" not in views:  # which belongs to one place of one program
-        known = autocast.rewritten.setdefault(program, known)
+    for var, arg in zip(variables, args, strict=True):
+        views.append(_view_of(var, arg, autocast.dtype))
+    key = (tuple(views), place, way, _jax.form_asked_for())
+    known: dict[Any, Rewritten] = autocast.rewritten.setdefault(program, {})
     if key not in known:
         types: list[Any] = []
-        for var, arg, view in zip(variables, inputs.args, views, strict=True):
-            types += _types_of(var, arg, view, autocast.precision.narrow)
-        known[key] = _rewrite(autocast, program, inputs, place, way, types)
+        for var, view in zip(variables, views, strict=True):
+            types.append(_types_of(var, view, autocast.dtype))
+        known[key] = _rewrite(autocast, program, place, way, types)
     return known[key]
 
 
 def _rewrite(
     autocast: Any,
     program: Jaxpr | ClosedJaxpr,
-    inputs: Inputs,
     place: Place,
     way: Way,
     types: Sequence[Any],
 ) -> Rewritten:
     """Rewrites a program that takes arrays of some types for its inputs."""
-    kinds: list[Kind] = []
     to_round: list[bool] = []
     declared = closed(program).jaxpr.outvars
-    narrow = autocast.precision.narrow
-    tree = jax.tree.structure(inputs.args)
+    leaves, tree = jax.tree.flatten(types)
 
     def run(*leaves: Any) -> list[Any]:
         args = jax.tree.unflatten(tree, leaves)
-        result = autocast.run(
-            closed(program), args, inputs.kinds, place, way.rounded_outputs
-        )
-        outputs = list(result.outputs)
+        outputs = autocast.run(closed(program), args, place, way.rounded_outputs)
         for i, is_half in enumerate(way.fixed):
             if is_half:
-                outputs[i] = cast(without_mark(outputs[i]), narrow)
+                outputs[i] = cast(without_mark(outputs[i]), autocast.dtype)
             else:
                 outputs[i] = as_declared(outputs[i], declared[i])
-        kinds[:] = result.kinds
         to_round[:] = [isinstance(output, ToRound) for output in outputs]
         return list(map(without_mark, outputs))
 
-    return Rewritten(jax.make_jaxpr(run)(*types), kinds, to_round)
+    return Rewritten(jax.make_jaxpr(run)(*leaves), to_round)
 
 
-def _view_of(var: Any, arg: Any, narrow: np.dtype) -> str:
+def _view_of(var: Any, arg: Any, dtype: np.dtype) -> str:
     """Returns in which form a program is passed the value of a variable."""
-    if isinstance(arg, Link):
-        return "link"
     if isinstance(arg, Narrow):
         return "both"
-    if is_float32(var) and has_dtype(arg, narrow):
+    if is_float32(var) and has_dtype(arg, dtype):
         return "half"
     return "declared"
 
 
-def _types_of(var: Any, arg: Any, view: str, narrow: np.dtype) -> list[Any]:
-    """Returns the types of the arrays that a program takes for a variable in a view."""
+def _types_of(var: Any, view: str, dtype: np.dtype) -> Any:
+    """Returns the type, or the types, that a program takes for a variable in a view."""
     match view:
-        case "link":
-            return list(map(jax.typeof, jax.tree.leaves(arg)))
         case "both":
-            return [var.aval.update(dtype=narrow), var.aval]
+            return Narrow(var.aval.update(dtype=dtype), var.aval)
         case "half":
-            return [var.aval.update(dtype=narrow)]
-    return [var.aval]
+            return var.aval.update(dtype=dtype)
+    return var.aval
 
 
 def place_inside(frame: Frame, eqn: JaxprEqn, in_loop: bool = False) -> Place:
@@ -164,13 +135,6 @@ def place_inside(frame: Frame, eqn: JaxprEqn, in_loop: bool = False) -> Place:
     return Place(in_loop or frame.place.in_loop, owner)
 
 
-def read_inputs(frame: Frame, eqn: JaxprEqn, with_links: bool = False) -> Inputs:
-    """Returns the inputs of an equation as calls take them, computed unless `with_links`."""
-    args = []
-    for atom in eqn.invars:
-        link = frame.link_of(atom)
-        if with_links and link is not None:
-            args.append(link)
-        else:
-            args.append(frame.read_for_call(atom))
-    return Inputs(args, list(map(frame.kind_of, eqn.invars)))
+def read_inputs(frame: Frame, eqn: JaxprEqn) -> list[Any]:
+    """Returns the inputs of an equation as calls take them: narrow ones in one view or in both."""
+    return list(map(frame.read_for_call, eqn.invars))

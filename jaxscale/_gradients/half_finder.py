@@ -7,7 +7,7 @@ from typing import Any
 from .. import _jax
 from .._autocast.callers import Owner, owner_of
 from .._autocast.casts import has_products, reads_half
-from .._autocast.readers import has_gradient
+from .._autocast.plan import has_gradient
 from .._jax import ClosedJaxpr, JaxprEqn, programs, variables
 from .parts import find_divisible, refs_of
 

@@ -6,7 +6,7 @@ which form. `tests/integration/test_jax.py` tests each of these assumptions by n
 version of JAX which breaks one is told from a fault of jaxscale.
 """
 
-from .assembly import *
+from .barriers import *
 from .binding import *
 from .calls import *
 from .control_flow import *

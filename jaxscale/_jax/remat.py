@@ -50,25 +50,18 @@ def repeat_each(entries: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, ..
     return tuple(repeated)
 
 
-def rematerialized(
-    program: ClosedJaxpr, *, prevent_cse: bool
-) -> Callable[..., list[Any]]:
-    """Returns a function that runs a program, which the backward pass computes again.
-
-    With `prevent_cse` a barrier keeps XLA from taking what the forward pass computed.
-    """
-    eqn = _remat(prevent_cse)
+def rematerialized(program: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns a function that runs a program, which the backward pass computes again."""
+    eqn = _remat()
     jaxpr, consts = without_constants(program)
     # JAX's new form cannot be transposed, and reverse mode transposes what is made in such a rule.
     if eqn.primitive.name == OBJECT and hijax.in_forward_rule.get():
-        return _recomputed_transposed(program, prevent_cse)
+        return _recomputed_transposed(program)
     params = with_rematted(eqn, jaxpr)
     return differentiated_once(lambda *args: bind(eqn, [*consts, *args], params))
 
 
-def _recomputed_transposed(
-    program: ClosedJaxpr, prevent_cse: bool
-) -> Callable[..., list[Any]]:
+def _recomputed_transposed(program: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns a function that runs a program, which the transposed program computes again.
 
     Reverse mode transposes the derivative part of a forward rule as it stands, and JAX's new
@@ -76,26 +69,19 @@ def _recomputed_transposed(
     what is not linear in the function again, and transposes the rest. Until then the call is one
     equation, of which only the arguments are kept.
     """
-
-    def run(*args: Any) -> list[Any]:
-        if prevent_cse:
-            # Each argument has its own barrier. Reverse mode would take all outputs of a shared one
-            # for linear, as some of its inputs are, and could compute none of them again.
-            args = tuple(map(jax.lax.optimization_barrier, args))
-        return list(jaxpr_as_fun(program)(*args))
-
+    run = jaxpr_as_fun(program)
     recomputed = jax.custom_jvp(run)
     recomputed.defjvp(functools.partial(jax.jvp, run))
     return recomputed
 
 
 @hijax.remember_by_form
-def _remat(prevent_cse: bool) -> JaxprEqn:
+def _remat() -> JaxprEqn:
     """Returns an equation of `jax.checkpoint`, whose program is to be replaced."""
     # Its primitive and parameters come from JAX itself, as both have changed.
-    negate = jax.checkpoint(jnp.negative, prevent_cse=prevent_cse)
+    negate = jax.checkpoint(jnp.negative, prevent_cse=False)
     eqn = jax.make_jaxpr(negate)(0.0).eqns[0]
-    if prevent_cse or eqn.primitive.name != OBJECT:
+    if eqn.primitive.name != OBJECT:
         return eqn
     remat_object = eqn.params["_prim"]
     without_barrier = _class_without_barrier(type(remat_object))

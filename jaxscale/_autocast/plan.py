@@ -1,0 +1,153 @@
+"""What is known of a program before it runs: its parts, and how its variables are read."""
+
+import collections
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from .. import _jax
+from .._jax import (
+    Jaxpr,
+    JaxprEqn,
+    UnknownFormError,
+    callee,
+    holds_inexact,
+    operation,
+    programs,
+    variables,
+)
+from . import table
+from .callers import Owner, owner_of
+from .casts import reads_half
+from .parts import Part, cut
+
+# They do nothing but run their program. A `custom_vjp` also has a backward rule, outside of it.
+CALLS = _jax.CALLS.keys() - {"custom_vjp_call", _jax.OBJECT}
+
+
+class Plan(NamedTuple):
+    """A program in parts, with what is known of its variables.
+
+    Attributes:
+      parts: the parts, in the order in which they run.
+      products: the identities of the equations that read half precision.
+      only_rounded: the variables that are only read to be rounded to half precision, as by a
+        product. To round one at once loses nothing.
+      meeting: the variables whose cotangents come from several readers, not all of them products.
+    """
+
+    parts: Sequence[Part]
+    products: set[int]
+    only_rounded: set[Any]
+    meeting: set[Any]
+
+
+# For each program, by whether its outputs are rounded, and by the owner of its products.
+_plans: WeakKeyDictionary[Jaxpr, dict[Any, Plan]] = WeakKeyDictionary()
+
+
+def plan(jaxpr: Jaxpr, rounded_outputs: Sequence[bool], owner: Owner) -> Plan:
+    """Plans a program, once for each combination of the other arguments.
+
+    Args:
+      jaxpr: the program.
+      rounded_outputs: for each of its first outputs, whether whoever called it rounds it to half
+        precision. The others are not rounded.
+      owner: of the products that do not say it themselves.
+    """
+    known = _plans.setdefault(jaxpr, {})
+    key = (tuple(rounded_outputs), owner)
+    if key not in known:
+        products = {id(eqn) for eqn in jaxpr.eqns if reads_half(eqn, owner)}
+        parts = cut(jaxpr, products)
+        rounded = _find_rounded(jaxpr, parts, products, rounded_outputs, owner)
+        meeting = _find_meeting(jaxpr, parts, products)
+        known[key] = Plan(parts, products, rounded, meeting)
+    return known[key]
+
+
+def has_gradient(eqn: JaxprEqn) -> bool:
+    """Returns whether cotangents may go through an equation."""
+    if eqn.primitive.name in table.WITHOUT_GRADIENT:
+        return False
+    return any(holds_inexact(var.aval) for var in eqn.outvars)
+
+
+def _find_meeting(
+    jaxpr: Jaxpr, parts: Sequence[Part], products: set[int]
+) -> set[Any]:
+    """Returns the variables whose cotangents come from several readers, not all products.
+
+    A segment is one reader: within it everything is in float32.
+    """
+    reads = collections.Counter(variables(jaxpr.outvars))
+    reads_of_products: collections.Counter[Any] = collections.Counter()
+    for part in parts:
+        if part.is_segment:
+            reads.update(part.inputs)
+            continue
+        (eqn,) = part.eqns
+        if has_gradient(eqn):
+            reads.update(variables(eqn.invars))
+        if id(eqn) in products:
+            reads_of_products.update(variables(eqn.invars))
+    meeting = set()
+    for var, number in reads.items():
+        if number > 1 and number > reads_of_products[var]:
+            meeting.add(var)
+    return meeting
+
+
+def _find_rounded(
+    jaxpr: Jaxpr,
+    parts: Sequence[Part],
+    products: set[int],
+    rounded_outputs: Sequence[bool],
+    owner: Owner,
+) -> set[Any]:
+    """Returns the variables that are only read to be rounded, from the last reader to the first.
+
+    A move rounds what it reads if everything that reads its result rounds that.
+    """
+    rounded: set[Any] = set()
+    others: set[Any] = set()
+    outputs = itertools.zip_longest(jaxpr.outvars, rounded_outputs, fillvalue=False)
+    for atom, is_rounded in outputs:
+        (rounded if is_rounded else others).update(variables([atom]))
+    for part in reversed(parts):
+        if part.is_segment:
+            others.update(part.inputs)
+            continue
+        (eqn,) = part.eqns
+        if id(eqn) in products:
+            rounded.update(variables(eqn.invars))
+            continue
+        only_rounded = [var in rounded and var not in others for var in eqn.outvars]
+        rounds = _rounds_inputs(eqn, only_rounded, owner)
+        for atom, is_rounded in zip(eqn.invars, rounds, strict=True):
+            (rounded if is_rounded else others).update(variables([atom]))
+    return rounded - others
+
+
+def _rounds_inputs(
+    eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner
+) -> list[bool]:
+    """Returns for each input whether an equation reads it only to round it.
+
+    `only_rounded` says for each of its outputs whether all of its readers round it.
+    """
+    if operation(eqn) in CALLS:
+        with contextlib.suppress(UnknownFormError):
+            return _rounds_by_call(eqn, only_rounded, owner)
+    is_move = operation(eqn) in table.MOVES and not any(programs(eqn))
+    return [is_move and all(only_rounded)] * len(eqn.invars)
+
+
+def _rounds_by_call(
+    eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner
+) -> list[bool]:
+    called = callee(eqn).jaxpr
+    of_called = plan(called, only_rounded, owner_of(eqn, owner))
+    return [var in of_called.only_rounded for var in called.invars]
