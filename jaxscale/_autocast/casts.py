@@ -118,5 +118,7 @@ def _is_cast_or_holds_cast(eqn: JaxprEqn, owner: Owner) -> bool:
         return False
     if is_cast(eqn, owner):
         return True
-    is_left = eqn.primitive.name in table.KERNELS or eqn.primitive.name in table.AS_WRITTEN
+    is_left = (
+        eqn.primitive.name in table.KERNELS or eqn.primitive.name in table.AS_WRITTEN
+    )
     return not is_left and has_products(eqn, owner)

@@ -41,7 +41,9 @@ class Part(NamedTuple):
 class _Kind(enum.IntEnum):
     """What an equation is: within a level, the kinds run in this order."""
 
-    INACTIVE = 0  # it depends on no number that the program is given, as masks and random bits
+    INACTIVE = (
+        0  # it depends on no number that the program is given, as masks and random bits
+    )
     CHEAP = 1
     OTHER = 2
 

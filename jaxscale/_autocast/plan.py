@@ -75,9 +75,7 @@ def has_gradient(eqn: JaxprEqn) -> bool:
     return any(holds_inexact(var.aval) for var in eqn.outvars)
 
 
-def _find_meeting(
-    jaxpr: Jaxpr, parts: Sequence[Part], products: set[int]
-) -> set[Any]:
+def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part], products: set[int]) -> set[Any]:
     """Returns the variables whose cotangents come from several readers, not all products.
 
     A segment is one reader: within it everything is in float32.

@@ -38,12 +38,6 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         rounded.append(is_float32(var) and frame.is_only_rounded(var))
     arrays, tree = jax.tree.flatten(starts)
 
-    def compute_again(*arrays: Any) -> list[Any]:
-        # XLA for CPUs would take what the forward pass computed, and keep it. In loops it cannot.
-        if not frame.place.in_loop:
-            arrays = tuple(_jax.barrier_on_cpu(array)[0] for array in arrays)
-        return compute(*arrays)
-
     def compute(*arrays: Any) -> list[Any]:
         values = _start(part, jax.tree.unflatten(tree, arrays))
         _run_equations(part.eqns, values, frame.scopes)
@@ -60,7 +54,7 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
             return compute(*arrays)  # the backward pass keeps nothing of it
         types = tuple(map(jax.typeof, arrays))
         key = (_key_of(part), tree, types, tuple(rounded))
-        return _recomputed(frame, key, compute_again, types)(*arrays)
+        return _recomputed(frame, key, compute, types)(*arrays)
 
 
 def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
@@ -98,7 +92,8 @@ def _recomputed(
     """Returns a function that the backward pass runs again, the same one for equal segments."""
 
     def make() -> Callable[..., list[Any]]:
-        return _jax.rematerialized(jax.make_jaxpr(compute)(*types))
+        program = jax.make_jaxpr(compute)(*types)
+        return _jax.recomputed(program, in_loop=frame.place.in_loop)
 
     try:
         known = frame.segments.get(key)
@@ -116,7 +111,9 @@ def _key_of(part: Part) -> Any:
     for eqn in part.eqns:
         inputs = []
         for atom in eqn.invars:
-            inputs.append(_literal_key(atom) if isinstance(atom, Literal) else numbers[atom])
+            inputs.append(
+                _literal_key(atom) if isinstance(atom, Literal) else numbers[atom]
+            )
         for var in eqn.outvars:
             numbers[var] = len(numbers)
         info: Any = eqn.source_info

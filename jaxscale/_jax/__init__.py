@@ -22,6 +22,7 @@ from .once import *
 from .products import *
 from .python_frames import *
 from .reach import *
+from .recomputed import *
 from .refs import *
 from .remat import *
 from .source_lines import *

@@ -17,6 +17,7 @@ from .inner_programs import (
     program_of_object,
     without_constants,
 )
+from .recomputed import RECOMPUTED
 from .remat import repeat_each, with_rematted
 
 # Calls: the name of the equation, and the parameter with the program.
@@ -31,6 +32,7 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     OBJECT: "_prim",
+    RECOMPUTED: "program",
 }
 # Calls that do nothing but run their program, and could as well be two calls.
 _JITS = ("jit", "pjit")

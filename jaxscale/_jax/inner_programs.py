@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Literal as Literal
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+from jax.interpreters import partial_eval as pe
 
 from . import hijax
 from .forms import UnknownFormError, reads_form
@@ -49,6 +50,22 @@ def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(
         program.consts
     )
+
+
+class Pruned(NamedTuple):
+    """A program without what its outputs do not depend on, and which inputs it still takes."""
+
+    program: ClosedJaxpr
+    used: tuple[bool, ...]
+
+
+def without_unused(program: ClosedJaxpr, kept: Sequence[bool]) -> Pruned:
+    """Returns a program without the inputs that no output depends on, but for some to be kept."""
+    all_outputs = [True] * len(program.out_avals)
+    jaxpr, used = pe.dce_jaxpr(program.jaxpr, all_outputs, list(kept))
+    if isinstance(jaxpr, ClosedJaxpr):
+        return Pruned(jaxpr, tuple(used))
+    return Pruned(ClosedJaxpr(jaxpr, program.consts), tuple(used))
 
 
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:

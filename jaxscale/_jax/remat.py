@@ -1,19 +1,11 @@
 """`jax.checkpoint`: programs that the backward pass computes again."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from . import hijax
-from .binding import bind
 from .forms import reads_form
-from .hijax import OBJECT
-from .inner_programs import ClosedJaxpr, without_constants
-from .once import differentiated_once
 
 
 @reads_form
@@ -48,94 +40,3 @@ def repeat_each(entries: Sequence[Any], numbers: Sequence[int]) -> tuple[Any, ..
     for entry, number in zip(entries, numbers, strict=True):
         repeated += [entry] * number
     return tuple(repeated)
-
-
-def rematerialized(program: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns a function that runs a program, which the backward pass computes again."""
-    eqn = _remat()
-    jaxpr, consts = without_constants(program)
-    # JAX's new form cannot be transposed, and reverse mode transposes what is made in such a rule.
-    if eqn.primitive.name == OBJECT and hijax.in_forward_rule.get():
-        return _recomputed_transposed(program)
-    params = with_rematted(eqn, jaxpr)
-    return differentiated_once(lambda *args: bind(eqn, [*consts, *args], params))
-
-
-def _recomputed_transposed(program: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns a function that runs a program, which the transposed program computes again.
-
-    Reverse mode transposes the derivative part of a forward rule as it stands, and JAX's new
-    `jax.checkpoint` has no rule for that. A call of a `custom_jvp` function has one: it computes
-    what is not linear in the function again, and transposes the rest. Until then the call is one
-    equation, of which only the arguments are kept.
-    """
-    run = jaxpr_as_fun(program)
-    recomputed = jax.custom_jvp(run)
-    recomputed.defjvp(functools.partial(jax.jvp, run))
-    return recomputed
-
-
-@hijax.remember_by_form
-def _remat() -> JaxprEqn:
-    """Returns an equation of `jax.checkpoint`, whose program is to be replaced."""
-    # Its primitive and parameters come from JAX itself, as both have changed.
-    negate = jax.checkpoint(jnp.negative, prevent_cse=False)
-    eqn = jax.make_jaxpr(negate)(0.0).eqns[0]
-    if eqn.primitive.name != OBJECT:
-        return eqn
-    remat_object = eqn.params["_prim"]
-    without_barrier = _class_without_barrier(type(remat_object))
-    return eqn.replace(params={"_prim": without_barrier(**remat_object.params)})
-
-
-@functools.cache
-def _class_without_barrier(remat_class: Any) -> Any:
-    """Returns a class of objects that keep `prevent_cse=False` inside of a `jax.checkpoint`.
-
-    JAX's own objects lose it there, and put a barrier around their arguments and cotangents. That
-    costs memory: XLA then stores a cotangent that it would not have stored, such as a number that
-    was broadcast.
-    """
-
-    class RematWithoutBarrier(remat_class):
-        def remat(self, trace: Any, *args: Any) -> Any:
-            # JAX asks for the outputs, for what to keep, and for what the backward pass runs.
-            outputs, residuals, run_again = super().remat(trace, *args)
-            without_barrier = functools.partial(_run_without_barrier, run_again)
-            return outputs, residuals, without_barrier
-
-        def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-            batch = super().batch
-            # `batch` also returns the dims, which are Python values. They cannot come out of a
-            # traced function, so they are put in a list.
-            out_dims = []
-
-            def batched(*args: Any) -> Any:
-                outputs, dims_of_outputs = batch(axis_data, args, dims)
-                out_dims[:] = dims_of_outputs
-                return outputs
-
-            outputs = _run_without_barrier(batched, *args)
-            return outputs, out_dims
-
-    return RematWithoutBarrier
-
-
-def _run_without_barrier(fun: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function that makes one `jax.checkpoint` object, but with one without a barrier."""
-    program, types = jax.make_jaxpr(fun, return_shape=True)(*args)
-    if [eqn.primitive.name for eqn in program.eqns] != [OBJECT]:
-        # Another version of JAX. What it makes is right, and only stores more.
-        return fun(*args)
-    eqn = program.eqns[0]
-    remat_object = eqn.params["_prim"]
-    options = remat_object.params | {"prevent_cse": False}
-    without_barrier = _class_without_barrier(type(remat_object))(**options)
-    inputs = program.jaxpr.invars
-    leaves = jax.tree.leaves(args)
-    values: dict[Any, Any] = dict(zip(inputs, leaves, strict=True))
-    args_of_eqn = [values[var] for var in eqn.invars]
-    outputs = bind(eqn, args_of_eqn, {"_prim": without_barrier})
-    values |= dict(zip(eqn.outvars, outputs, strict=True))
-    results = [values[var] for var in program.jaxpr.outvars]
-    return jax.tree.unflatten(jax.tree.structure(types), results)

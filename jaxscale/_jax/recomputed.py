@@ -1,0 +1,224 @@
+"""A primitive of our own: a program whose derivatives keep its inputs, and compute the rest again.
+
+It is what `jax.checkpoint` is, but for the barrier that keeps XLA from taking what the forward pass
+computed. XLA for CPUs needs one, and one for XLA on accelerators only costs: it decides by itself
+what to compute again, and moves more bytes if it may not. `jax.checkpoint` has one or has none, on
+all platforms. Two more things are simpler here: a program is traced and lowered once, however often
+it runs, and what is transposed is one equation, whatever form JAX gives `jax.checkpoint`.
+
+A derivative forward and its transpose are programs of this kind, too, and so on.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from .barriers import barrier_on_cpu
+from .derivatives import tangent_type
+from .dtypes import holds_inexact
+from .inner_programs import ClosedJaxpr, without_unused
+
+RECOMPUTED = "jaxscale_recomputed"
+
+_Flags = tuple[bool, ...]
+
+
+class _Derivative(NamedTuple):
+    """Of what a program is the derivative: of another one, by some of its inputs.
+
+    Its inputs are those of the other that it depends on, and then a tangent for each of these.
+    """
+
+    function: "_Function"
+    perturbed: _Flags
+    used: _Flags
+
+
+class _Function:
+    """A program, and what is derived from it, each derived once.
+
+    Attributes:
+      program: the program.
+      in_loop: whether it is part of the body of a loop, where XLA cannot merge forward and backward
+        pass.
+      is_transposed: whether it is a backward pass.
+      derivative: of what it is the derivative, if it is one.
+      run: runs it, as one function for however many equations.
+      has_tangent: which outputs have one.
+    """
+
+    def __init__(
+        self,
+        program: ClosedJaxpr,
+        in_loop: bool,
+        is_transposed: bool = False,
+        derivative: _Derivative | None = None,
+    ) -> None:
+        self.program = program
+        self.in_loop = in_loop
+        self.is_transposed = is_transposed
+        self.derivative = derivative
+        self.run = jax.jit(jaxpr_as_fun(program))
+        self.has_tangent = tuple(map(holds_inexact, program.out_avals))
+        self.differentiate = functools.cache(self._differentiate)
+        self.transpose = functools.cache(self._transpose)
+
+    def _differentiate(self, perturbed: _Flags) -> "_Function":
+        """Returns the derivative by some of the inputs, of all outputs that have one."""
+        types = self.program.in_avals
+
+        def derive(*args: Any) -> Any:
+            inputs, tangents = args[: len(types)], args[len(types) :]
+            fun = self._of_some(inputs, perturbed, self.has_tangent)
+            varied = tuple(itertools.compress(inputs, perturbed))
+            return jax.jvp(fun, varied, tangents)[1]
+
+        tangents = list(map(tangent_type, itertools.compress(types, perturbed)))
+        program = jax.make_jaxpr(derive)(*types, *tangents)
+        is_tangent = [False] * len(types) + [True] * len(tangents)
+        program, used = without_unused(program, is_tangent)
+        derivative = _Derivative(self, perturbed, used[: len(types)])
+        return _Function(program, self.in_loop, derivative=derivative)
+
+    def _transpose(
+        self, perturbed: _Flags, used: _Flags, returned: _Flags
+    ) -> "_Function":
+        """Returns the backward pass: from cotangents of some outputs to those of some inputs.
+
+        It takes the inputs that the derivative depends on, and then the cotangents.
+        """
+        types = self.program.in_avals
+
+        def pull(*args: Any) -> Any:
+            remaining = iter(args)
+            inputs = []
+            for aval, is_used in zip(types, used, strict=True):
+                inputs.append(next(remaining) if is_used else _zeros(aval))
+            fun = self._of_some(inputs, perturbed, returned)
+            varied = itertools.compress(inputs, perturbed)
+            return jax.vjp(fun, *varied)[1](tuple(remaining))
+
+        outputs = itertools.compress(self.program.out_avals, returned)
+        given = [*itertools.compress(types, used), *map(tangent_type, outputs)]
+        program = jax.make_jaxpr(pull)(*given)
+        program, _ = without_unused(program, [True] * len(given))
+        return _Function(program, self.in_loop, is_transposed=True)
+
+    def _of_some(
+        self, inputs: Sequence[Any], varied: _Flags, returned: _Flags
+    ) -> Callable[..., tuple[Any, ...]]:
+        """Returns a function of some of the inputs that returns some of the outputs."""
+
+        def fun(*given: Any) -> tuple[Any, ...]:
+            remaining = iter(given)
+            args = []
+            for value, is_varied in zip(inputs, varied, strict=True):
+                args.append(next(remaining) if is_varied else value)
+            outputs = jaxpr_as_fun(self.program)(*args)
+            return tuple(itertools.compress(outputs, returned))
+
+        return fun
+
+
+def recomputed(
+    program: ClosedJaxpr, *, in_loop: bool = False
+) -> Callable[..., list[Any]]:
+    """Returns a function that runs a program, which the backward pass computes again.
+
+    `in_loop` says that the program is part of the body of a loop. Elsewhere XLA for CPUs gets a
+    barrier between what the backward pass starts from and what the forward pass computed.
+    """
+    return functools.partial(_bind, _Function(program, in_loop))
+
+
+def _bind(function: _Function, *args: Any) -> list[Any]:
+    return _RECOMPUTED.bind(*args, program=function.program, function=function)
+
+
+def _expand(*args: Any, function: _Function, program: Any) -> list[Any]:
+    """Returns the outputs by operations of JAX."""
+    if function.is_transposed and not function.in_loop:
+        args = tuple(barrier_on_cpu(*args))
+    return list(function.run(*args))
+
+
+def _evaluate(*args: Any, function: _Function, program: Any) -> list[Any]:
+    return list(jaxpr_as_fun(program)(*args))
+
+
+def _types_of(*types: Any, function: _Function, program: Any) -> list[Any]:
+    return list(program.out_avals)
+
+
+def _jvp(
+    inputs: Any, tangents: Any, *, function: _Function, program: Any
+) -> tuple[list[Any], list[Any]]:
+    perturbed = tuple(type(tangent) is not ad.Zero for tangent in tangents)
+    outputs = _bind(function, *inputs)
+    derived = function.differentiate(perturbed)
+    kept = itertools.compress(inputs, derived.derivative.used)
+    made = iter(_bind(derived, *kept, *itertools.compress(tangents, perturbed)))
+    out_tangents = []
+    for aval, has_tangent in zip(program.out_avals, function.has_tangent, strict=True):
+        out_tangents.append(next(made) if has_tangent else ad.Zero(tangent_type(aval)))
+    return outputs, out_tangents
+
+
+def _transpose(
+    cotangents: Any, *args: Any, function: _Function, program: Any
+) -> list[Any]:
+    linear = tuple(map(ad.is_undefined_primal, args))
+    returned = tuple(type(cotangent) is not ad.Zero for cotangent in cotangents)
+    given = list(itertools.compress(cotangents, returned))
+    if function.derivative is None:
+        # It is linear in these inputs, so its derivative is the same for any of their values.
+        inputs = []
+        for arg, is_linear in zip(args, linear, strict=True):
+            inputs.append(_zeros(arg.aval) if is_linear else arg)
+        everything = (True,) * len(args)
+        backward = function.transpose(linear, everything, returned)
+    else:
+        function, perturbed, used = function.derivative
+        inputs = args[: sum(used)]
+        # The outputs of the derivative are those of the function that have a tangent.
+        is_given = iter(returned)
+        of_outputs = tuple(has and next(is_given) for has in function.has_tangent)
+        is_linear_tangent = iter(linear[sum(used) :])
+        of_inputs = tuple(varied and next(is_linear_tangent) for varied in perturbed)
+        backward = function.transpose(of_inputs, used, of_outputs)
+    pulled = _bind(backward, *inputs, *given)
+    remaining_cotangents = iter(pulled)
+    return [next(remaining_cotangents) if is_linear else None for is_linear in linear]
+
+
+def _zeros(aval: Any) -> Any:
+    return ad.Zero(aval).instantiate()
+
+
+def _batch(args: Any, dims: Any, *, function: _Function, program: Any) -> Any:
+    run = jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims))
+    batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
+    in_batch = _Function(batched, function.in_loop, function.is_transposed)
+    return _bind(in_batch, *args), [0] * len(batched.out_avals)
+
+
+def _is_high(*types: Any, function: _Function, program: Any) -> bool:
+    """Returns whether the program holds operations that are objects, for JAX to replace."""
+    return bool(getattr(program, "is_high", False))
+
+
+_RECOMPUTED: Any = Primitive(RECOMPUTED)
+_RECOMPUTED.multiple_results = True
+_RECOMPUTED.def_impl(_evaluate)
+_RECOMPUTED.def_abstract_eval(_types_of)
+_RECOMPUTED.is_high = _is_high
+_RECOMPUTED.to_lojax = _expand
+ad.primitive_jvps[_RECOMPUTED] = _jvp
+ad.primitive_transposes[_RECOMPUTED] = _transpose
+batching.primitive_batchers[_RECOMPUTED] = _batch
+mlir.register_lowering(_RECOMPUTED, mlir.lower_fun(_expand, multiple_results=True))
