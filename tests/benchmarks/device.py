@@ -20,9 +20,8 @@ import time
 
 # Before JAX starts, as it would take most of the memory at once.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-FOLDER = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER.parent.parent), str(FOLDER)]
-START = time.perf_counter()
+# The package need not be installed.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent))
 
 import device_models
 import device_timing
@@ -32,6 +31,8 @@ from device_law import LAWS, examine
 from rich.console import Console
 from rich.table import Table
 
+START = time.perf_counter()
+FOLDER = pathlib.Path(__file__).resolve().parent
 # Each registers its laws when it is imported.
 LAW_MODULES = ["device_products", "device_steps"]
 # The shares of the time that is left: of laws, and of the first model.
@@ -96,7 +97,9 @@ def time_models(size, until, result, save):
             figures["forms"] = reports
             save()
 
-        device_timing.measure(task, size, task_until, elapsed, say, save_forms)
+        forms = device_models.forms_of(name, size)
+        plan = device_timing.PLANS[size]
+        device_timing.measure(task, forms, plan, task_until, elapsed, say, save_forms)
 
 
 def _ratio(figures, key):
@@ -118,7 +121,13 @@ def print_tables(console, result):
     for name, figures in result["figures"].items():
         table = Table(title=f"{name}: {figures.get('settings')}")
         table.add_column("form", no_wrap=True)
-        headings = ["step ms", "/ float32 (time/memory)", "/ by hand", "GiB", "peak GiB"]
+        headings = [
+            "step ms",
+            "/ float32 (time/memory)",
+            "/ by hand",
+            "GiB",
+            "peak GiB",
+        ]
         for heading in headings:
             table.add_column(heading, justify="right")
         table.add_column("losses, or why there are none", max_width=60)

@@ -135,7 +135,7 @@ def transformer(size):
 
 
 RESNETS = {
-    "tiny": {"stages": (1, 1), "channels": 4, "classes": 10},
+    "tiny": {"stages": (1,), "channels": 4, "classes": 10},
     "full": {"stages": (3, 4, 6, 3), "channels": 64, "classes": 1000},
 }
 IMAGES = {"tiny": (2, 32), "full": (64, 224)}
@@ -299,3 +299,19 @@ BY_HAND = {
     "bfloat16 by dtype=, jaxscale": "bfloat16 by dtype=, optax",
     "float16 by dtype=, jmp": "float16 by dtype=, Flax DynamicScale",
 }
+# Of the tiny size: each way once, and less of what takes longer to compile.
+TINY_FORMS = {
+    "transformer": [
+        FLOAT32,
+        "bfloat16 by autocast, jaxscale",
+        "float16 by autocast, jaxscale",
+        "float16 by dtype=, Flax DynamicScale",
+        "float16 by dtype=, jmp",
+    ],
+    "ResNet": [FLOAT32, "float16 by autocast, jaxscale"],
+}
+
+
+def forms_of(task, size):
+    """Returns the names of the forms that a task is timed in."""
+    return TINY_FORMS[task] if size == "tiny" else list(FORMS)

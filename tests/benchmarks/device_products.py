@@ -134,7 +134,9 @@ LIBRARY = re.compile(r"gemm|matmul|conv(?!ert)|dot", re.IGNORECASE)
 
 def product_types(text):
     """Returns the types of the floating operands of each product of a compiled program."""
-    lines = [DEFINED.match(line.strip().removeprefix("ROOT ")) for line in text.splitlines()]
+    lines = [
+        DEFINED.match(line.strip().removeprefix("ROOT ")) for line in text.splitlines()
+    ]
     lines = [line.groups() for line in lines if line]
     types = {name: type_ for name, type_, _, _ in lines}
     products = []

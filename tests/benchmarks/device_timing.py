@@ -3,14 +3,25 @@
 import gc
 import statistics
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from device_models import BY_HAND, FLOAT32, FORMS
 
 NOT_RUN = "not run: out of time"
-# How long a turn is, how many there are, and how many seconds are left for them.
-TURNS = {"tiny": (0.01, 3, 5.0), "full": (0.25, 15, 40.0)}
+
+
+class Plan(NamedTuple):
+    """How a size is timed. Times are in seconds."""
+
+    turn: float
+    rounds: int
+    reserve: float  # left for all turns
+    compilation: float  # that of a form is expected to take at least that long
+
+
+PLANS = {"tiny": Plan(0.01, 3, 2.0, 2.0), "full": Plan(0.25, 15, 40.0, 20.0)}
 
 
 class Trainer:
@@ -82,36 +93,37 @@ def count_bytes(compiled):
     }
 
 
-def measure(task, size, until, now, say, save):
+def measure(task, forms, plan, until, now, say, save):
     """Fills in the figures of a task's forms, and calls `save` after each.
 
     Args:
       task: a `device_models.Task`.
-      size: "tiny" or "full".
+      forms: the names of its forms.
+      plan: a `Plan`.
       until: the time after which nothing new begins.
       now: returns the time.
       say: prints a line.
       save: `save(reports)`, with reports by form.
     """
-    seconds, rounds, reserve = TURNS[size]
-    reports = {name: {"error": NOT_RUN} for name in FORMS}
+    reports = {name: {"error": NOT_RUN} for name in forms}
     trainers = {}
-    longest = 0.0
+    longest = plan.compilation
     start = None
-    for name, form in FORMS.items():
+    for name in forms:
         begin = now()
-        if begin + longest + reserve > until:
+        if begin + longest + plan.reserve > until:
             say(f"  {name}: {NOT_RUN}")
             continue
+        trainer = None
+        gc.collect()  # of one that failed, the memory is given back
         try:
             if start is None:
                 start = jax.device_get(task.init())
-            trainer = Trainer(form, task, start)
+            trainer = Trainer(FORMS[name], task, start)
             trainer.warm_up()
         except Exception as error:
             reports[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
             say(f"  {name}: {reports[name]['error'][:200]}")
-            gc.collect()
         else:
             trainers[name] = trainer
             reports[name] = trainer.figures
@@ -120,9 +132,9 @@ def measure(task, size, until, now, say, save):
         longest = max(longest, now() - begin)
 
     turns = {name: [] for name in trainers}
-    for _ in range(rounds):
+    for _ in range(plan.rounds):
         for name, trainer in trainers.items():
-            turns[name].append(trainer.turn(seconds))
+            turns[name].append(trainer.turn(plan.turn))
         if now() > until:
             break
     for name, times in turns.items():
