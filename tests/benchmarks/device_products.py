@@ -148,7 +148,7 @@ def product_types(text):
         operands = re.findall(r"%([\w.\-]+)", rest.partition(")")[0])
         found = [types.get(operand, "").partition("[")[0] for operand in operands]
         products.append([type_ for type_ in found if type_ in ("f16", "bf16", "f32")])
-    return products
+    return [types for types in products if types]
 
 
 @law("autocast's products are half precision in the compiled program", CASES)
