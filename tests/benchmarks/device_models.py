@@ -239,10 +239,12 @@ def with_jmp(loss_fn, tx):
     import jmp
 
     def init(params):
-        return tx.init(params), jmp.DynamicLossScale(jnp.float32(2.0**15))
+        # The class itself cannot be compiled for, as it looks at what it is made of.
+        return tx.init(params), (jnp.float32(2.0**15), jnp.int32(0))
 
     def step(carry, *batch):
-        params, (opt_state, scaler), state = carry
+        params, (opt_state, numbers), state = carry
+        scaler = jmp.DynamicLossScale(*numbers)
 
         def scaled_loss(params):
             loss, new_state = loss_fn(params, state, *batch)
@@ -255,7 +257,9 @@ def with_jmp(loss_fn, tx):
         new_params = optax.apply_updates(params, updates)
         params = jmp.select_tree(finite, new_params, params)
         opt_state = jmp.select_tree(finite, new_opt_state, opt_state)
-        return (params, (opt_state, scaler.adjust(finite)), state), loss
+        scaler = scaler.adjust(finite)
+        numbers = scaler.loss_scale, scaler.counter
+        return (params, (opt_state, numbers), state), loss
 
     return init, step
 
