@@ -25,7 +25,7 @@ PACKAGES = [
     "mixed-precision-for-jax",
     "jaxamp",
 ]
-PACKAGES += ["libtpu", "jax-cuda12-plugin"]
+PACKAGES += ["libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin"]
 
 
 def parser(doc, rounds=None, seconds=None, limit=None, methods=(), sizes=()):

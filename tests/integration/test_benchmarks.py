@@ -356,6 +356,28 @@ def test_spikes_trains_in_four_ways(tmp_path):
     np.testing.assert_allclose(early, early_with_rule, rtol=1e-3)  # of four digits
 
 
+@pytest.mark.slow
+def test_a_device_is_examined(tmp_path):
+    run("device.py", "--size=tiny", f"--out={tmp_path}")
+    (path,) = tmp_path.iterdir()
+    result = json.loads(path.read_text())
+    assert path.stem == result["machine"]["device"] == "cpu"
+    assert result["machine"]["versions"]["jax"] == jax.__version__
+    assert len(result["laws"]) > 20
+    assert all(law["passed"] is True for law in result["laws"])
+    for name, figures in result["figures"].items():
+        forms = figures["forms"]
+        if not importlib.util.find_spec("jmp"):
+            forms.pop("float16 by dtype=, jmp", None)
+        exact = forms.pop("float32, optax")
+        assert exact["to_float32"]["time"] == exact["to_float32"]["memory"] == 1
+        for form, row in forms.items():
+            assert row["losses"] == pytest.approx(exact["losses"], rel=1e-2), form
+            assert row["losses"] != exact["losses"], (name, form)
+            assert row["step_s"] > 0, form
+            assert row["bytes"] == row["argument_bytes"] + row["temporary_bytes"]
+
+
 TABLES = {
     "parity-cpu": [endings.parity, endings.scalings, endings.costs],
     "spikes-cpu": [endings.spikes],

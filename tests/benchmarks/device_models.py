@@ -1,0 +1,321 @@
+"""The models that `device.py` times, and the forms in which each is trained.
+
+They are Linen models as people write them in float32: a transformer like GPT-2 small, of 124
+million parameters, and ResNet-50. `dtype` is what a user of Flax gives to each layer by hand.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxscale
+
+
+class Block(nn.Module):
+    heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x, mask):
+        width = x.shape[-1]
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        y = nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(y, mask=mask)
+        x = x + y
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(y))
+        return x + nn.Dense(width, dtype=self.dtype)(y)
+
+
+class Transformer(nn.Module):
+    """A language model with unrolled layers, whose last layer shares the embedding."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = functools.partial(nn.Embed, features=self.width, dtype=self.dtype)
+        length = tokens.shape[-1]
+        words = embed(self.vocabulary)
+        x = words(tokens) + embed(length)(jnp.arange(length))
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(self.layers):
+            x = Block(self.heads, self.dtype)(x, mask)
+        return words.attend(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+class ResNet(nn.Module):
+    """A residual network of bottlenecks with batch norm, for images."""
+
+    stages: tuple[int, ...]
+    channels: int
+    classes: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype
+        )
+        x = nn.relu(norm()(conv(self.channels, (7, 7), 2)(x)))
+        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        for stage, blocks in enumerate(self.stages):
+            channels = self.channels * 2**stage
+            for block in range(blocks):
+                # Each stage but the first begins by halving the image.
+                stride = 2 if stage and not block else 1
+                y = nn.relu(norm()(conv(channels, (1, 1))(x)))
+                y = nn.relu(norm()(conv(channels, (3, 3), stride)(y)))
+                y = norm(scale_init=nn.initializers.zeros)(
+                    conv(4 * channels, (1, 1))(y)
+                )
+                if x.shape != y.shape:
+                    x = norm()(conv(4 * channels, (1, 1), stride)(x))
+                x = nn.relu(x + y)
+        return nn.Dense(self.classes, dtype=self.dtype)(jnp.mean(x, (1, 2)))
+
+
+class Task(NamedTuple):
+    """A model, its data and its optimizer."""
+
+    settings: dict[str, Any]
+    init: Callable[[], Any]  # () -> (params, state), in float32
+    batch: tuple[Any, ...]
+    # dtype -> loss, `(params, state, *batch) -> (loss, state)`
+    loss: Callable[[Any], Callable[..., Any]]
+    optimizer: optax.GradientTransformation
+
+
+def cross_entropy(logits, targets):
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), targets
+    )
+    return jnp.mean(losses)
+
+
+TRANSFORMERS = {
+    "tiny": {"vocabulary": 256, "width": 64, "layers": 1, "heads": 2},
+    "full": {"vocabulary": 50257, "width": 768, "layers": 12, "heads": 12},
+}
+TOKENS = {"tiny": (2, 16), "full": (8, 1024)}
+
+
+def transformer(size):
+    settings = TRANSFORMERS[size]
+    batch, length = TOKENS[size]
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, settings["vocabulary"], (batch, length + 1), np.int32)
+
+    def init():
+        model = Transformer(**settings)
+        params = jax.jit(model.init)(jax.random.key(0), tokens[:1, :-1])["params"]
+        return params, {}
+
+    def loss(dtype):
+        model = Transformer(**settings, dtype=dtype)
+
+        def loss_fn(params, state, tokens):
+            logits = model.apply({"params": params}, tokens[:, :-1])
+            return cross_entropy(logits, tokens[:, 1:]), state
+
+        return loss_fn
+
+    described = settings | {"batch": batch, "length": length, "optimizer": "adamw"}
+    return Task(described, init, (jnp.asarray(tokens),), loss, optax.adamw(3e-4))
+
+
+RESNETS = {
+    "tiny": {"stages": (1,), "channels": 4, "classes": 10},
+    "full": {"stages": (3, 4, 6, 3), "channels": 64, "classes": 1000},
+}
+IMAGES = {"tiny": (2, 32), "full": (64, 224)}
+
+
+def resnet(size):
+    settings = RESNETS[size]
+    batch, side = IMAGES[size]
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((batch, side, side, 3), np.float32)
+    labels = rng.integers(0, settings["classes"], batch, np.int32)
+
+    def init():
+        variables = jax.jit(ResNet(**settings).init)(jax.random.key(0), images[:1])
+        return variables["params"], {"batch_stats": variables["batch_stats"]}
+
+    def loss(dtype):
+        model = ResNet(**settings, dtype=dtype)
+
+        def loss_fn(params, state, images, labels):
+            variables = {"params": params, **state}
+            logits, state = model.apply(variables, images, mutable=["batch_stats"])
+            return cross_entropy(logits, labels), state
+
+        return loss_fn
+
+    described = settings | {"batch": batch, "side": side, "optimizer": "momentum"}
+    data = jnp.asarray(images), jnp.asarray(labels)
+    return Task(described, init, data, loss, optax.sgd(0.01, momentum=0.9))
+
+
+TASKS = {"transformer": transformer, "ResNet": resnet}
+
+# --- the ways to make a step: `(loss_fn, tx) -> (init_state, step)`, where
+# `step((params, opt_state, state), *batch) -> (carry, loss)` ---
+
+
+def plain(loss_fn, tx):
+    """Optax alone."""
+
+    def step(carry, *batch):
+        params, opt_state, state = carry
+        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, state, *batch
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, state), loss
+
+    return tx.init, step
+
+
+def _train_step(loss_fn, tx):
+    train_step = jaxscale.train_step(loss_fn, tx, has_state=True)
+
+    def step(carry, *batch):
+        *carry, loss = train_step(*carry, *batch)
+        return tuple(carry), loss
+
+    return tx.init, step
+
+
+def skipping(loss_fn, tx):
+    """`jaxscale.train_step` with `skip_nonfinite`."""
+    return _train_step(loss_fn, jaxscale.skip_nonfinite(tx))
+
+
+def scaled(loss_fn, tx):
+    """`jaxscale.train_step` with `loss_scaled`."""
+    return _train_step(loss_fn, jaxscale.loss_scaled(tx))
+
+
+def _select(finite, new, old):
+    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
+
+
+def flax_dynamic_scale(loss_fn, tx):
+    """Flax's `DynamicScale`, and the selection of Flax's ImageNet example."""
+    from flax.training.dynamic_scale import DynamicScale
+
+    def init(params):
+        # Strongly typed, or the second step would compile anew.
+        scaler = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2.0**15))
+        return tx.init(params), scaler
+
+    def step(carry, *batch):
+        params, (opt_state, scaler), state = carry
+        scaler, finite, (loss, state), grads = scaler.value_and_grad(
+            loss_fn, has_aux=True
+        )(params, state, *batch)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params = _select(finite, new_params, params)
+        opt_state = _select(finite, new_opt_state, opt_state)
+        return (params, (opt_state, scaler), state), loss
+
+    return init, step
+
+
+def with_jmp(loss_fn, tx):
+    """jmp's `DynamicLossScale`, `all_finite` and `select_tree`."""
+    import jmp
+
+    def init(params):
+        # The class itself cannot be compiled for, as it looks at what it is made of.
+        return tx.init(params), (jnp.float32(2.0**15), jnp.int32(0))
+
+    def step(carry, *batch):
+        params, (opt_state, numbers), state = carry
+        scaler = jmp.DynamicLossScale(*numbers)
+
+        def scaled_loss(params):
+            loss, new_state = loss_fn(params, state, *batch)
+            return scaler.scale(loss), (loss, new_state)
+
+        grads, (loss, state) = jax.grad(scaled_loss, has_aux=True)(params)
+        grads = scaler.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params = jmp.select_tree(finite, new_params, params)
+        opt_state = jmp.select_tree(finite, new_opt_state, opt_state)
+        scaler = scaler.adjust(finite)
+        numbers = scaler.loss_scale, scaler.counter
+        return (params, (opt_state, numbers), state), loss
+
+    return init, step
+
+
+class Form(NamedTuple):
+    """How a model is trained."""
+
+    way: Callable[..., Any]
+    dtype: Any = None  # given to each layer
+    autocast: Any = None
+
+    def make(self, task, params, state):
+        """Returns the carry that training begins with, and its step."""
+        loss_fn = task.loss(self.dtype)
+        if self.autocast is not None:
+            loss_fn = jaxscale.autocast(loss_fn, self.autocast)
+        init, step = self.way(loss_fn, task.optimizer)
+        return (params, init(params), state), step
+
+
+F16, BF16 = jnp.float16, jnp.bfloat16
+FLOAT32 = "float32, optax"
+# The most telling ones first, since time may run out.
+FORMS = {
+    FLOAT32: Form(plain),
+    "bfloat16 by autocast, jaxscale": Form(skipping, autocast=BF16),
+    "float16 by autocast, jaxscale": Form(scaled, autocast=F16),
+    "bfloat16 by dtype=, optax": Form(plain, dtype=BF16),
+    "float16 by dtype=, Flax DynamicScale": Form(flax_dynamic_scale, dtype=F16),
+    "float16 by dtype=, jaxscale": Form(scaled, dtype=F16),
+    "float32, jaxscale": Form(skipping),
+    "bfloat16 by dtype=, jaxscale": Form(skipping, dtype=BF16),
+    "float16 by dtype=, optax": Form(plain, dtype=F16),
+    "float16 by dtype=, jmp": Form(with_jmp, dtype=F16),
+}
+# What is compared with which form by hand, by a package other than this one.
+BY_HAND = {
+    "bfloat16 by autocast, jaxscale": "bfloat16 by dtype=, optax",
+    "float16 by autocast, jaxscale": "float16 by dtype=, Flax DynamicScale",
+    "float16 by dtype=, jaxscale": "float16 by dtype=, Flax DynamicScale",
+    "bfloat16 by dtype=, jaxscale": "bfloat16 by dtype=, optax",
+    "float16 by dtype=, jmp": "float16 by dtype=, Flax DynamicScale",
+}
+# Of the tiny size: each way once, and less of what takes longer to compile.
+TINY_FORMS = {
+    "transformer": [
+        FLOAT32,
+        "bfloat16 by autocast, jaxscale",
+        "float16 by autocast, jaxscale",
+        "float16 by dtype=, Flax DynamicScale",
+        "float16 by dtype=, jmp",
+    ],
+    "ResNet": [FLOAT32, "float16 by autocast, jaxscale"],
+}
+
+
+def forms_of(task, size):
+    """Returns the names of the forms that a task is timed in."""
+    return TINY_FORMS[task] if size == "tiny" else list(FORMS)
