@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from .binding import bind
 from .forms import reads_form
@@ -17,7 +17,7 @@ from .inner_programs import (
     program_of_object,
     without_constants,
 )
-from .recomputed import RECOMPUTED
+from .recomputed import RECOMPUTED, recomputed_like
 from .remat import repeat_each, with_rematted
 
 # Calls: the name of the equation, and the parameter with the program.
@@ -37,7 +37,7 @@ CALLS = {
 # Calls that do nothing but run their program, and could as well be two calls.
 _JITS = ("jit", "pjit")
 _INLINED = ("closed_call", "call", "eval_jaxpr")
-_DIVISIBLE = (*_JITS, *_INLINED, "remat2")
+_DIVISIBLE = (*_JITS, *_INLINED, "remat2", RECOMPUTED)
 
 
 @reads_form
@@ -91,23 +91,21 @@ def call_part(
         return list(jax.jit(part)(*args))
     if name in _INLINED:
         return list(part(*args))
-    types = tuple(map(jax.typeof, args))
-    jaxpr, consts = _traced(part, types)
+    program = _traced(part, tuple(map(jax.typeof, args)))
+    if name == RECOMPUTED:
+        return recomputed_like(eqn, program)(*args)
+    jaxpr, consts = without_constants(program)
     return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))
 
 
-_traced_parts: WeakKeyDictionary[Any, dict[Any, tuple[Jaxpr, list[Any]]]] = (
-    WeakKeyDictionary()
-)
+_traced_parts: WeakKeyDictionary[Any, dict[Any, ClosedJaxpr]] = WeakKeyDictionary()
 
 
-def _traced(
-    part: Callable[..., Any], types: tuple[Any, ...]
-) -> tuple[Jaxpr, list[Any]]:
-    """Returns the program of a part and its constants, traced once for arguments of some types."""
+def _traced(part: Callable[..., Any], types: tuple[Any, ...]) -> ClosedJaxpr:
+    """Returns the program of a part, traced once for arguments of some types."""
     known = _traced_parts.setdefault(part, {})
     if types not in known:
-        known[types] = without_constants(jax.make_jaxpr(part)(*types))
+        known[types] = jax.make_jaxpr(part)(*types)
     return known[types]
 
 

@@ -1,6 +1,7 @@
 """Programs, and the programs that equations hold."""
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,13 +60,34 @@ class Pruned(NamedTuple):
     used: tuple[bool, ...]
 
 
-def without_unused(program: ClosedJaxpr, kept: Sequence[bool]) -> Pruned:
-    """Returns a program without the inputs that no output depends on, but for some to be kept."""
-    all_outputs = [True] * len(program.out_avals)
-    jaxpr, used = pe.dce_jaxpr(program.jaxpr, all_outputs, list(kept))
+def without_unused(
+    program: ClosedJaxpr,
+    *,
+    returned: Sequence[bool] | None = None,
+    kept: bool = False,
+) -> Pruned:
+    """Returns a program that computes some of its outputs, or all, and nothing else.
+
+    Unless they are `kept`, inputs that these do not depend on are gone.
+    """
+    if returned is None:
+        returned = [True] * len(program.out_avals)
+    jaxpr, used = pe.dce_jaxpr(program.jaxpr, list(returned), kept)
     if isinstance(jaxpr, ClosedJaxpr):
         return Pruned(jaxpr, tuple(used))
     return Pruned(ClosedJaxpr(jaxpr, program.consts), tuple(used))
+
+
+def find_dependent_outputs(
+    program: ClosedJaxpr, varied: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Returns for each output whether it depends on one of the inputs that are varied."""
+    dependent = set(itertools.compress(program.jaxpr.invars, varied))
+    for eqn in program.jaxpr.eqns:
+        if not dependent.isdisjoint(variables(eqn.invars)):
+            dependent.update(eqn.outvars)
+    outputs = program.jaxpr.outvars
+    return tuple(not isinstance(v, Literal) and v in dependent for v in outputs)
 
 
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:

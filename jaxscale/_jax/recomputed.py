@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from .barriers import barrier_on_cpu
 from .derivatives import tangent_type
 from .dtypes import holds_inexact
-from .inner_programs import ClosedJaxpr, without_unused
+from .inner_programs import ClosedJaxpr, find_dependent_outputs, without_unused
 
 RECOMPUTED = "jaxscale_recomputed"
 
@@ -31,12 +31,15 @@ _Flags = tuple[bool, ...]
 class _Derivative(NamedTuple):
     """Of what a program is the derivative: of another one, by some of its inputs.
 
-    Its inputs are those of the other that it depends on, and then a tangent for each of these.
+    Its inputs are those of the other that are `used`, and then tangents of those that are
+    `perturbed`. It returns the tangents of those outputs of the other that are `returned`. All
+    other derivatives are zeros, and whoever reads them may ask.
     """
 
     function: "_Function"
     perturbed: _Flags
     used: _Flags
+    returned: _Flags
 
 
 class _Function:
@@ -49,7 +52,6 @@ class _Function:
       is_transposed: whether it is a backward pass.
       derivative: of what it is the derivative, if it is one.
       run: runs it, as one function for however many equations.
-      has_tangent: which outputs have one.
     """
 
     def __init__(
@@ -64,25 +66,30 @@ class _Function:
         self.is_transposed = is_transposed
         self.derivative = derivative
         self.run = jax.jit(jaxpr_as_fun(program))
-        self.has_tangent = tuple(map(holds_inexact, program.out_avals))
         self.differentiate = functools.cache(self._differentiate)
         self.transpose = functools.cache(self._transpose)
 
     def _differentiate(self, perturbed: _Flags) -> "_Function":
-        """Returns the derivative by some of the inputs, of all outputs that have one."""
+        """Returns the derivative by some of the inputs, of all outputs that depend on them."""
         types = self.program.in_avals
+        returned = tuple(map(holds_inexact, self.program.out_avals))
 
         def derive(*args: Any) -> Any:
             inputs, tangents = args[: len(types)], args[len(types) :]
-            fun = self._of_some(inputs, perturbed, self.has_tangent)
+            fun = self._of_some(inputs, perturbed, returned)
             varied = tuple(itertools.compress(inputs, perturbed))
             return jax.jvp(fun, varied, tangents)[1]
 
         tangents = list(map(tangent_type, itertools.compress(types, perturbed)))
         program = jax.make_jaxpr(derive)(*types, *tangents)
         is_tangent = [False] * len(types) + [True] * len(tangents)
-        program, used = without_unused(program, is_tangent)
-        derivative = _Derivative(self, perturbed, used[: len(types)])
+        depends = find_dependent_outputs(program, is_tangent)
+        remaining = iter(depends)
+        returned = tuple(has and next(remaining) for has in returned)
+        program, used = without_unused(program, returned=depends)
+        read = iter(used[len(types) :])
+        perturbed = tuple(varies and next(read) for varies in perturbed)
+        derivative = _Derivative(self, perturbed, used[: len(types)], returned)
         return _Function(program, self.in_loop, derivative=derivative)
 
     def _transpose(
@@ -106,7 +113,7 @@ class _Function:
         outputs = itertools.compress(self.program.out_avals, returned)
         given = [*itertools.compress(types, used), *map(tangent_type, outputs)]
         program = jax.make_jaxpr(pull)(*given)
-        program, _ = without_unused(program, [True] * len(given))
+        program, _ = without_unused(program, kept=True)
         return _Function(program, self.in_loop, is_transposed=True)
 
     def _of_some(
@@ -136,6 +143,11 @@ def recomputed(
     return functools.partial(_bind, _Function(program, in_loop))
 
 
+def recomputed_like(eqn: JaxprEqn, program: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """Returns a function that runs another program as such an equation does."""
+    return recomputed(program, in_loop=eqn.params["function"].in_loop)
+
+
 def _bind(function: _Function, *args: Any) -> list[Any]:
     return _RECOMPUTED.bind(*args, program=function.program, function=function)
 
@@ -161,11 +173,18 @@ def _jvp(
     perturbed = tuple(type(tangent) is not ad.Zero for tangent in tangents)
     outputs = _bind(function, *inputs)
     derived = function.differentiate(perturbed)
-    kept = itertools.compress(inputs, derived.derivative.used)
-    made = iter(_bind(derived, *kept, *itertools.compress(tangents, perturbed)))
+    _, perturbed, used, returned = derived.derivative
+    given = [
+        *itertools.compress(inputs, used),
+        *itertools.compress(tangents, perturbed),
+    ]
+    made = iter(_bind(derived, *given))
     out_tangents = []
-    for aval, has_tangent in zip(program.out_avals, function.has_tangent, strict=True):
-        out_tangents.append(next(made) if has_tangent else ad.Zero(tangent_type(aval)))
+    for aval, is_returned in zip(program.out_avals, returned, strict=True):
+        if is_returned:
+            out_tangents.append(next(made))
+        else:
+            out_tangents.append(ad.Zero(tangent_type(aval)))
     return outputs, out_tangents
 
 
@@ -183,11 +202,10 @@ def _transpose(
         everything = (True,) * len(args)
         backward = function.transpose(linear, everything, returned)
     else:
-        function, perturbed, used = function.derivative
+        function, perturbed, used, has_tangent = function.derivative
         inputs = args[: sum(used)]
-        # The outputs of the derivative are those of the function that have a tangent.
         is_given = iter(returned)
-        of_outputs = tuple(has and next(is_given) for has in function.has_tangent)
+        of_outputs = tuple(has and next(is_given) for has in has_tangent)
         is_linear_tangent = iter(linear[sum(used) :])
         of_inputs = tuple(varied and next(is_linear_tangent) for varied in perturbed)
         backward = function.transpose(of_inputs, used, of_outputs)
@@ -197,7 +215,7 @@ def _transpose(
 
 
 def _zeros(aval: Any) -> Any:
-    return ad.Zero(aval).instantiate()
+    return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def _batch(args: Any, dims: Any, *, function: _Function, program: Any) -> Any:
