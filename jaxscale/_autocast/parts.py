@@ -136,7 +136,12 @@ class _Planner:
 
 
 def _is_cheap(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation, and all that a call of it holds, may be computed twice."""
+    """Returns whether an equation, and all that a call of it holds, may be computed twice.
+
+    A name may be part of a segment, which gives it to what it starts from, but not of a call in it.
+    """
+    if operation(eqn) == table.NAME:
+        return True
     for inner in walk_equation(eqn):
         name = operation(inner)
         if name not in table.CHEAP and name not in table.CHEAP_CALLS:

@@ -193,6 +193,6 @@ SIMPLE_RULES: dict[str, Rule] = {
     **dict.fromkeys(table.CHEAP | table.AS_WRITTEN, run_as_written),
     **dict.fromkeys(table.PRODUCTS, multiply_matrices),
     **dict.fromkeys(table.MOVES, move),
-    "name": give_name,
+    table.NAME: give_name,
     "optimization_barrier": pass_barrier,
 }

@@ -22,6 +22,7 @@ from .._jax import (
     operation,
     source,
     stand_in,
+    variables,
     walk_equation,
 )
 from . import table
@@ -32,29 +33,68 @@ from .values import FLOAT32, Narrow, has_dtype, is_float32
 
 def run_segment(frame: Frame, part: Part) -> list[Any]:
     """Returns the values of a segment that are read outside of it."""
-    starts = list(map(frame.read_for_call, part.inputs))
+    starts = _name_starts(part, list(map(frame.read_for_call, part.inputs)))
     rounded = []
     for var in part.outputs:
         rounded.append(is_float32(var) and frame.is_only_rounded(var))
     arrays, tree = jax.tree.flatten(starts)
 
     def compute(*arrays: Any) -> list[Any]:
-        values = _start(part, jax.tree.unflatten(tree, arrays))
+        with source(part.eqns[0], frame.scopes):
+            values = _start(part, jax.tree.unflatten(tree, arrays))
         _run_equations(part.eqns, values, frame.scopes)
         outputs = []
-        for var, is_rounded in zip(part.outputs, rounded, strict=True):
-            output = values[var]
-            if is_rounded:
-                output = cast(output, frame.dtype)
-            outputs.append(output)
+        with source(part.eqns[-1], frame.scopes):
+            for var, is_rounded in zip(part.outputs, rounded, strict=True):
+                output = values[var]
+                if is_rounded:
+                    output = cast(output, frame.dtype)
+                outputs.append(output)
         return outputs
 
-    with source(part.eqns[0], frame.scopes, own=False):
+    with source(part.eqns[-1], frame.scopes, own=False):
         if all(map(_is_linear, part.eqns)):
             return compute(*arrays)  # the backward pass keeps nothing of it
         types = tuple(map(jax.typeof, arrays))
         key = (_key_of(part), tree, types, tuple(rounded))
         return _recomputed(frame, key, compute, types)(*arrays)
+
+
+def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:
+    """Gives the names in a segment to the arrays that the named values are computed from.
+
+    A policy of `jax.checkpoint` names what the backward pass is to keep. Of a segment, that is what
+    it starts from, in half precision where it can.
+    """
+    named = dict(zip(part.inputs, starts, strict=True))
+    for eqn in part.eqns:
+        if operation(eqn) != table.NAME:
+            continue
+        sources = _find_sources(part, eqn)
+        halves = [var for var in sources if _is_half(var, named[var])]
+        for var in halves or filter(is_float32, sources):
+            start = named[var]
+            if isinstance(start, Narrow):
+                named[var] = start._replace(half=bind(eqn, [start.half])[0])
+            else:
+                named[var] = bind(eqn, [start])[0]
+    return list(named.values())
+
+
+def _find_sources(part: Part, last: JaxprEqn) -> list[Any]:
+    """Returns the inputs of a segment that one of its equations depends on."""
+    needed = set(variables(last.invars))
+    for eqn in reversed(part.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+    return [var for var in part.inputs if var in needed]
+
+
+def _is_half(var: Any, start: Any) -> bool:
+    """Returns whether a segment starts from a half-precision array of a variable."""
+    return isinstance(start, Narrow) or (
+        is_float32(var) and not has_dtype(start, FLOAT32)
+    )
 
 
 def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
@@ -63,7 +103,7 @@ def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
     for var, start in zip(part.inputs, starts, strict=True):
         if isinstance(start, Narrow):
             start = stand_in(start.half, start.wide, FLOAT32)
-        elif is_float32(var) and not has_dtype(start, FLOAT32):
+        elif _is_half(var, start):
             start = cast(start, FLOAT32, var.aval.weak_type)
         values[var] = start
     return values
@@ -77,8 +117,11 @@ def _run_equations(
         inputs = []
         for atom in eqn.invars:
             inputs.append(atom.val if isinstance(atom, Literal) else values[atom])
-        with context(eqn), source(eqn, scopes):
-            values |= zip(eqn.outvars, bind(eqn, inputs), strict=True)
+        outputs = inputs
+        if operation(eqn) != table.NAME:  # what it starts from has the name
+            with context(eqn), source(eqn, scopes):
+                outputs = bind(eqn, inputs)
+        values |= zip(eqn.outvars, outputs, strict=True)
 
 
 def _is_linear(eqn: JaxprEqn) -> bool:

@@ -118,6 +118,9 @@ MOVES = CHEAP_MOVES | {
     "with_memory_space_constraint",
 }
 
+# `checkpoint_name`, which says what a policy of `jax.checkpoint` keeps.
+NAME = "name"
+
 # Their derivatives add numbers up. So these moves run in float32, and their results are rounded
 # where half precision is read, which changes no bit of them.
 SUMMED_BACKWARD = {
@@ -126,7 +129,7 @@ SUMMED_BACKWARD = {
 
 # Their derivatives do not depend on what they read, so the backward pass keeps nothing of them.
 KEEP_NOTHING = CHEAP_MOVES | {
-    *("add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum"),
+    *(NAME, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum"),
 }
 
 # Nothing comes back through these in the backward pass, nor through what returns no float.

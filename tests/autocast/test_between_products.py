@@ -1,0 +1,208 @@
+"""Between products nothing is rounded: no bound, no constant, no comparison, no ReLU.
+
+The reference is each function with its products cast by hand, and everything else in float32.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from half_programs import equations
+from tables import cases
+
+import jaxscale
+from jaxscale import _jax
+from jaxscale._autocast import table
+
+pytestmark = pytest.mark.standard_promotion
+
+# Half precision rounds both to 1.
+BELOW_1 = 1 - 1e-6
+HALF_BELOW_1 = 1 - 2e-4
+
+
+def arccos_of_clip(y):
+    return jnp.arccos(jnp.clip(y, -BELOW_1, BELOW_1))
+
+
+def log_of_minimum(y):
+    return jnp.log1p(-jnp.minimum(jnp.abs(y), BELOW_1))
+
+
+def arctanh_of_clip(y):
+    return jnp.arctanh(jnp.clip(y, -0.999, 0.999))
+
+
+def chosen_by_comparison(y):
+    return jnp.where((y > BELOW_1) | ~(y > -2), 0.5, jnp.log1p(-jnp.minimum(y, 0.99)))
+
+
+def root_of_minimum(y):
+    return jnp.sqrt(1 - jnp.minimum(y, BELOW_1) ** 2)
+
+
+def smoothed(y):
+    return jnp.log(jnp.abs(y) * HALF_BELOW_1 + 1e-4)
+
+
+def clip_to_limits(y):
+    limits = jnp.finfo(jnp.float32)
+    return jnp.log(jnp.clip(y, limits.tiny, 1 - limits.eps))
+
+
+def guarded_by_an_array(y):
+    return jnp.arccos(jnp.minimum(y, jnp.full_like(y, BELOW_1)))
+
+
+def difference_from_an_offset(y):
+    return (y + 288.15 - 288.0) ** 2
+
+
+def scaled_offset(y):
+    return jnp.abs(y * 15.3 + 288.15 - jnp.broadcast_to(287.7, y.shape))
+
+
+def relu_of_tiny_numbers(y):
+    small = jax.nn.relu(y * 2.0**-27)
+    return small * 2.0**26 + jnp.sum(small) * 2.0**20
+
+
+def relu_of_a_relu(y):
+    return jnp.sqrt(jax.nn.relu(jax.nn.relu(y) - 0.4999) + 1e-7)
+
+
+FAMILIES = {
+    fun.__name__: fun
+    for fun in (
+        arccos_of_clip,
+        log_of_minimum,
+        arctanh_of_clip,
+        chosen_by_comparison,
+        root_of_minimum,
+        smoothed,
+        clip_to_limits,
+        guarded_by_an_array,
+        difference_from_an_offset,
+        scaled_offset,
+        relu_of_tiny_numbers,
+        relu_of_a_relu,
+    )
+}
+
+
+def plain(layer, w, x):
+    return layer(w, x)
+
+
+def mapped(layer, w, x):
+    return jax.vmap(layer, (None, 0))(w, x[:, None])
+
+
+def scanned(layer, w, x):
+    return jax.lax.scan(lambda c, x: (c, layer(w, x[None])), 0.0, x)[1]
+
+
+def rematerialized(layer, w, x):
+    return jax.checkpoint(layer)(w, x)
+
+
+def in_a_branch(layer, w, x):
+    return jax.lax.cond(x[0, 0] < 9, layer, lambda w, x: 0 * layer(w, x), w, x)
+
+
+def called_twice(layer, w, x):
+    jitted = jax.jit(layer)
+    return jitted(w, x) + jitted(w, x[::-1])
+
+
+FORMS = {
+    form.__name__: form
+    for form in (plain, mapped, scanned, rematerialized, in_a_branch, called_twice)
+}
+
+# Rows that lie along columns, whose products are 1, and others.
+DIRECTIONS = np.eye(4, 8) + 0.25 * np.eye(4, 8, 2)
+ROWS = jnp.asarray(np.eye(4, 8) + 0.5 * np.eye(4, 8, 1), jnp.float32)
+WEIGHTS = jnp.asarray(DIRECTIONS, jnp.float32)
+
+
+def round_product(x, w, dtype):
+    product = x.astype(dtype) @ w.astype(dtype)
+    return product.astype(jnp.float32)
+
+
+def loss_of(family, form, multiply):
+    def layer(w, x):
+        y = FAMILIES[family](multiply(x, w.T))
+        return multiply(y, jnp.linspace(0.5, 1.0, 12).reshape(4, 3))
+
+    def loss(w, x):
+        return jnp.sum(FORMS[form](layer, w, x) ** 2)
+
+    return loss
+
+
+def as_written(x, w):
+    return x @ w
+
+
+ENTRIES = {
+    "autocast": jaxscale.autocast,
+    "scale_backward of autocast": lambda loss, dtype: jaxscale.scale_backward(
+        jaxscale.autocast(loss, dtype)
+    ),
+    "autocast of scale_backward": lambda loss, dtype: jaxscale.autocast(
+        jaxscale.scale_backward(loss), dtype
+    ),
+}
+
+
+@cases(
+    "family, form, dtype, entry",
+    itertools.product(FAMILIES, FORMS, ["float16", "bfloat16"], ENTRIES),
+    fast=[(family, "plain", "float16", "autocast") for family in FAMILIES]
+    + [
+        ("arccos_of_clip", form, "bfloat16", "autocast")
+        for form in ("mapped", "scanned", "in_a_branch")
+    ]
+    + [("difference_from_an_offset", "plain", "bfloat16", entry) for entry in ENTRIES],
+)
+def test_between_products_nothing_is_rounded(family, form, dtype, entry):
+    dtype = jnp.dtype(dtype)
+
+    def multiply_by_hand(x, w):
+        return round_product(x, w, dtype)
+
+    by_hand = loss_of(family, form, multiply_by_hand)
+    cast = ENTRIES[entry](loss_of(family, form, as_written), dtype)
+    expected, expected_gradient = jax.jit(jax.value_and_grad(by_hand))(WEIGHTS, ROWS)
+    actual, gradient = jax.jit(jax.value_and_grad(cast))(WEIGHTS, ROWS)
+    # The same numbers are rounded at the same places. XLA adds them in another order, which may
+    # move one of them to its neighbour.
+    unit = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(actual, expected, rtol=unit / 4)
+    largest = np.abs(expected_gradient).max()
+    assert np.isfinite(largest)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=unit * largest)
+
+
+# What may be in half precision: products, moves, and casts. What is computed again holds programs.
+NARROW = table.PRODUCTS | table.MOVES | {"convert_element_type", "jaxscale_stand_in"}
+NARROW |= {_jax.RECOMPUTED, "jaxscale_barrier_on_cpu", *table.CHEAP_CALLS, *_jax.CALLS}
+# Loops and branches pass what products read and make. Backward, products share cotangents.
+NARROW |= {"scan", "cond", "add_any"}
+
+
+@cases(
+    "family, form",
+    itertools.product(FAMILIES, FORMS),
+    fast=[("smoothed", form) for form in FORMS],
+)
+def test_only_products_and_moves_are_in_half_precision(family, form):
+    gradient = jax.grad(jaxscale.autocast(loss_of(family, form, as_written)))
+    for eqn in equations(jax.make_jaxpr(gradient)(WEIGHTS, ROWS)):
+        if _jax.operation(eqn) not in NARROW:
+            dtypes = {getattr(atom.aval, "dtype", None) for atom in eqn.outvars}
+            assert jnp.float16 not in dtypes, eqn
