@@ -182,6 +182,44 @@ def test_products_of_a_matrix_are_in_half_precision(name):
     assert products(jaxscale.autocast(fun), *args) == ["float16"]
 
 
+BYTES = jnp.full((4, 300), 127, jnp.int8)
+BYTE_IMAGES = jnp.full((1, 300, 2, 2), 127, jnp.int8)
+INTO_FLOAT32 = {"preferred_element_type": jnp.float32}
+# Their results are integers that half precision does not hold.
+OF_INTEGERS = {
+    "lax.dot": lambda x: jax.lax.dot(x, x.T, **INTO_FLOAT32),
+    "matmul": lambda x: jnp.matmul(x, x.T, **INTO_FLOAT32),
+    "einsum": lambda x: jnp.einsum("ik,jk->ij", x, x, **INTO_FLOAT32),
+    "convolution": lambda x: jax.lax.conv_general_dilated(
+        BYTE_IMAGES, BYTE_IMAGES, (1, 1), "SAME", **INTO_FLOAT32
+    ),
+    "ragged": lambda x: jax.lax.ragged_dot(x, x.T[None], jnp.array([4]), **INTO_FLOAT32),
+}
+
+
+@cases("name", OF_INTEGERS)
+def test_products_of_integers_are_exact(name):
+    product = OF_INTEGERS[name]
+
+    def integers_and_floats(x):
+        return product(x), ROWS @ ROWS.T
+
+    cast = jaxscale.autocast(integers_and_floats)
+    exact, _ = cast(BYTES)
+    np.testing.assert_array_equal(exact, product(BYTES))
+    assert jnp.max(exact) > 65504
+    assert "float16" in products(cast, BYTES)
+
+
+def test_a_product_of_integers_and_float32_is_in_half_precision():
+    def mixed(x, y):
+        return jax.lax.dot(x, y, preferred_element_type=jnp.float32)
+
+    ones = jnp.ones((4, 300), jnp.int8)
+    assert products(jaxscale.autocast(mixed), ones, ROWS.T) == ["float16"]
+    np.testing.assert_array_equal(jaxscale.autocast(mixed)(ones, ROWS.T), 6000)
+
+
 # Functions of libraries, with the arguments that they take.
 MODULES = (
     jnp.linalg,
