@@ -16,7 +16,7 @@ from jax.example_libraries import stax
 from jax.experimental import ode, sparse
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases, warned
+from tables import assert_same_bits, cases, warned
 
 import jaxscale
 
@@ -121,6 +121,7 @@ OWN = {
     "ctc_loss": lambda x, a: ctc_loss(x),
     "multivariate_normal": draw_normal,
     "precision": functools.partial(jnp.dot, precision="highest"),
+    "algorithm": functools.partial(jnp.dot, precision="F32_F32_F32"),
     "precision inside": jax.default_matmul_precision("highest")(lambda x, a: x @ a),
     "precision of Flax": precise_linen_layer,
 }
@@ -191,9 +192,29 @@ def test_a_solver_of_a_library_calls_the_field_of_the_model():
     np.testing.assert_allclose(actual, solve(A, X[0]), rtol=0.02, atol=0.02)
 
 
-def test_a_precision_that_is_set_for_all_products_is_not_a_demand_of_one():
-    with jax.default_matmul_precision("highest"):
-        assert cast_products(lambda x, a: x @ a, X, A) == ["float16"]
+# Set for all products, they say nothing of one. Some are algorithms with dtypes of their own.
+FOR_ALL = [
+    *("default", "high", "highest", "bfloat16", "tensorfloat32", "float32"),
+    *("BF16_BF16_F32", "TF32_TF32_F32", "F32_F32_F32"),
+]
+
+
+def gradients_of_product(fun):
+    return jax.grad(lambda x, a: jnp.sum(jnp.sin(fun(x, a))), argnums=(0, 1))
+
+
+@cases("setting", FOR_ALL, fast=["highest", "BF16_BF16_F32", "F32_F32_F32"])
+def test_a_precision_that_is_set_for_all_products_is_not_a_demand_of_one(setting):
+    gradients = gradients_of_product(jaxscale.autocast(jnp.matmul))
+    expected = jax.jit(gradients)(X, A)
+    with jax.default_matmul_precision(setting):
+        assert products(gradients, X, A) == ["float16"] * 3
+        assert_same_bits(jax.jit(gradients)(X, A), expected)
+
+
+def test_the_default_algorithm_is_not_a_demand():
+    product = functools.partial(jnp.matmul, precision="DEFAULT")
+    assert cast_products(product, X, A) == ["float16"]
 
 
 def test_a_loss_of_impossible_symbols_is_finite():
