@@ -140,5 +140,9 @@ def _is_cast_or_holds_cast(eqn: JaxprEqn, owner: Owner) -> bool:
         return False
     if is_cast(eqn, owner):
         return True
-    is_left = eqn.primitive.name in table.KERNELS or eqn.primitive.name in table.FLOAT32
-    return not is_left and has_products(eqn, owner)
+    return not is_never_entered(eqn) and has_products(eqn, owner)
+
+
+def is_never_entered(eqn: JaxprEqn) -> bool:
+    """Returns whether the programs in an equation run as they are written, whatever they are."""
+    return eqn.primitive.name in table.KERNELS or eqn.primitive.name in table.FLOAT32
