@@ -103,20 +103,19 @@ def warn_of_what_is_left(program: ClosedJaxpr, rules: Container[str]) -> None:
 
 
 def _warn_of_unknown_callers(program: ClosedJaxpr) -> None:
-    for unknown, count in _count_unknown(program, OF_MODEL).items():
-        _warned_of.set(_warned_of.get() | {unknown})
-        _warn(
-            f"`autocast` casts {_counted(count)} of {unknown}. This is a part of JAX that jaxscale "
-            f"does not know in JAX {jax.__version__}: it may be an algorithm that is written for "
-            "float32. If it is one, mark the call with `jaxscale.full_precision`. If it only calls "
-            "products or functions that are yours, all is well. Please report it either way."
-        )
-
-
-def _counted(number: int) -> str:
-    if number == 1:
-        return "1 product"
-    return f"{number} products"
+    counts = _count_unknown(program, OF_MODEL)
+    if not counts:
+        return
+    _warned_of.set(_warned_of.get() | counts.keys())
+    products = "1 product"
+    if counts.total() > 1:
+        products = f"{counts.total()} products"
+    _warn(
+        f"`autocast` casts {products} of {', '.join(counts)}, which jaxscale does not know in JAX "
+        f"{jax.__version__}. If that is an algorithm written for float32, mark the call with "
+        "`jaxscale.full_precision`. If it only calls what is yours, all is well. Please report it "
+        "in both cases."
+    )
 
 
 def _count_unknown(program: Jaxpr | ClosedJaxpr, around: Origin) -> Counter[str]:
@@ -324,7 +323,9 @@ def _find_uncast(
                 yield _Uncast(_SAID.get(reason, reason), own_line)
         inside = around
         if is_never_entered(eqn):
-            inside = f"is inside of `{operation(eqn)}`, which `autocast` leaves in float32"
+            inside = (
+                f"is inside of `{operation(eqn)}`, which `autocast` leaves in float32"
+            )
         for inner in programs(eqn):
             yield from _find_uncast(inner, owner_of(eqn, owner), inside, own_line)
 

@@ -193,7 +193,9 @@ OF_INTEGERS = {
     "convolution": lambda x: jax.lax.conv_general_dilated(
         BYTE_IMAGES, BYTE_IMAGES, (1, 1), "SAME", **INTO_FLOAT32
     ),
-    "ragged": lambda x: jax.lax.ragged_dot(x, x.T[None], jnp.array([4]), **INTO_FLOAT32),
+    "ragged": lambda x: jax.lax.ragged_dot(
+        x, x.T[None], jnp.array([4]), **INTO_FLOAT32
+    ),
 }
 
 
