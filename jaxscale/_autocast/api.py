@@ -42,12 +42,12 @@ def autocast(
 
     - Matrix products and convolutions that read and return float32 run in half precision, forward
       and backward (dot_general, conv_general_dilated, ragged_dot, ragged_dot_general). These
-      include products of a matrix with a vector. Products of integers alone stay exact. Dots of vectors, even in batches, outer products, and other sums over a dimension of
-      1 run in float32. So do products that JAX and Optax call for their own algorithms, such as a
-      matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`. A bias, a mask or
-      anything else that is added to a product is added in float32. The sum is rounded for the next
-      product and for operations that only lead there, such as a ReLU. It stays exact for the rest,
-      such as a loss.
+      include products of a matrix with a vector. Products of integers alone stay exact. Dots of
+      vectors, even in batches, outer products, and other sums over a dimension of 1 run in float32.
+      So do products that JAX and Optax call for their own algorithms, such as a matrix exponential,
+      a step of `jax.experimental.ode` or `optax.ctc_loss`. A bias, a mask or anything else that is
+      added to a product is added in float32. The sum is rounded for the next product and for
+      operations that only lead there, such as a ReLU. It stays exact for the rest, such as a loss.
     - Operations whose results or derivatives may leave the range of float16 run in float32, and
       their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt, rsqrt,
       cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1, log, log1p), trigonometry
@@ -74,10 +74,11 @@ def autocast(
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
     float64, complex numbers and what is written in half precision by hand are left alone. So are
     kernels, callbacks, and products with an `algorithm` of their own or with the `precision`
-    "highest". What `jax.default_matmul_precision` sets for all products is no such demand. JAX gives `preferred_element_type=float32` to
-    any product in a float32 program, so this does not keep a product in float32: `full_precision`
-    does. But `jax.nn.dot_product_attention` asks for its logits in float32, and these are not
-    rounded. Source lines and named scopes stay those of the model.
+    "highest". What `jax.default_matmul_precision` sets for all products is no such demand. JAX
+    gives `preferred_element_type=float32` to any product in a float32 program, so this does not
+    keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention` asks for
+    its logits in float32, and these are not rounded. Source lines and named scopes stay those of
+    the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
@@ -113,9 +114,9 @@ def autocast(
         functions and foreign kernels that get float32 values of the program also give a warning,
         because nothing can look into them. There is one warning of products that are cast although
         it is not known whether an algorithm of JAX calls them, as with a later JAX. If there is no
-        such warning, there is one if nothing in `fun` is cast, with the reason and the line, or if `half_carries` changes nothing. What `full_precision`
-        marks gives no warning, and an `autocast` inside another one does not warn that it changes
-        nothing.
+        such warning, there is one if nothing in `fun` is cast, with the reason and the line, or if
+        `half_carries` changes nothing. What `full_precision` marks gives no warning, and an
+        `autocast` inside another one does not warn that it changes nothing.
 
     Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 

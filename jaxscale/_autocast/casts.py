@@ -73,7 +73,7 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
 
 
 def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
-    """Returns why `autocast` leaves a product that returns float32 alone, or `""` if it does not."""
+    """Returns why `autocast` leaves a product in float32 alone, or `""` if it does not."""
     if is_full_precision(eqn):
         return "marked by `jaxscale.full_precision`"
     if not is_float32_product(eqn):

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-
 _OPERANDS = 2
 _NO_DEMAND = (jax.lax.Precision.DEFAULT,) * _OPERANDS
 

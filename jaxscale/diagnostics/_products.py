@@ -176,15 +176,15 @@ def _find(
 ) -> Iterator[_Product]:
     """Yields the products of a program, and of the programs that its equations hold.
 
-    `inside` says why all of them run as they are written, or is `""`.
+    `inside` says why they run as they are written if each for itself would not, or is `""`.
     """
     for eqn in program.eqns:
         name = eqn.primitive.name
         if name in PRODUCTS:
             dtype = _find_dtype(eqn)
             reason = inside
-            if not inside and dtype == "float32":
-                reason = why_not_cast(eqn, owner)
+            if dtype == "float32":
+                reason = why_not_cast(eqn, owner) or inside
             yield _Product(dtype, find_line(eqn, around), reason)
         what = inside
         if name in KERNELS:
