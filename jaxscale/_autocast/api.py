@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.nnx_objects import wrap_call
+from .._trees.outer_modules import keeping_outer_variables
 from .table import FULL_PRECISION
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def autocast(
 
     Raises:
       TypeError: if `fun` is not callable.
-      ValueError: if `dtype` is another dtype.
+      ValueError: if `dtype` is another dtype. The call raises it if it makes or changes variables of
+        a Linen or Haiku module that it is called in: wrap `model.apply` instead.
 
     Warns:
       UserWarning: for each primitive whose products run as they are written, once in a call. The
@@ -151,7 +153,14 @@ def autocast(
         )
     if name == "float32":
         return fun
-    return wrap_call(_make_autocast(name, half_carries).call, fun)
+    return wrap_call(functools.partial(_call, _make_autocast(name, half_carries)), fun)
+
+
+def _call(
+    transform: "Autocast", fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    with keeping_outer_variables("autocast(fun)", fun, (args, kwargs)):
+        return transform.call(fun, args, kwargs)
 
 
 def _is_dtype(fun: Any) -> bool:
