@@ -75,7 +75,7 @@ def autocast(
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
     float64, complex numbers and what is written in half precision by hand are left alone. So are
     kernels, callbacks, and products with an `algorithm` of their own or with the `precision`
-    "highest". What `jax.default_matmul_precision` sets for all products is no such demand. JAX
+    "highest". What `default_matmul_precision` sets for all products is no such demand. JAX
     gives `preferred_element_type=float32` to any product in a float32 program, so this does not
     keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention` asks for
     its logits in float32, and these are not rounded. Source lines and named scopes stay those of
@@ -106,8 +106,8 @@ def autocast(
 
     Raises:
       TypeError: if `fun` is not callable.
-      ValueError: if `dtype` is another dtype. The call raises it if it makes or changes variables of
-        a Linen or Haiku module that it is called in: wrap `model.apply` instead.
+      ValueError: if `dtype` is another dtype. The call raises it if it makes or changes variables
+        of a Linen or Haiku module around it: wrap `model.apply` instead.
 
     Warns:
       UserWarning: for each primitive whose products run as they are written, once in a call. The

@@ -7,6 +7,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.experimental
 
 # What a function may be given that is traced. A ref is not a `jax.Array`.
