@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .binding import bind
 from .forms import reads_form
 from .hijax import OBJECT, operation, takes_own_types
+from .inlining import JITS, is_open
 from .inner_programs import (
     ClosedJaxpr,
     check_programs,
@@ -33,9 +34,8 @@ CALLS = {
     OBJECT: "_prim",
 }
 # Calls that do nothing but run their program, and could as well be two calls.
-_JITS = ("jit", "pjit")
 _INLINED = ("closed_call", "call", "eval_jaxpr")
-_DIVISIBLE = (*_JITS, *_INLINED, "remat2")
+_DIVISIBLE = (*JITS, *_INLINED, "remat2")
 
 
 @reads_form
@@ -53,22 +53,13 @@ def callee(eqn: JaxprEqn) -> ClosedJaxpr:
 
 def is_placed(eqn: JaxprEqn) -> bool:
     """Returns whether a `jit` says where its inputs are, or how they are laid out."""
-    return not _is_open(eqn, "in")
+    return not is_open(eqn, "in")
 
 
 def is_divisible(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a call that could as well be two, and places no array."""
     is_call = operation(eqn) in _DIVISIBLE
-    return is_call and _is_open(eqn, "in") and _is_open(eqn, "out")
-
-
-def _is_open(eqn: JaxprEqn, side: str) -> bool:
-    """Returns whether a `jit` leaves open where its inputs or outputs are, and their layout."""
-    for sharding in eqn.params.get(f"{side}_shardings", ()):
-        if type(sharding).__name__ != "UnspecifiedValue":
-            return False
-    layouts = eqn.params.get(f"{side}_layouts", ())
-    return all(layout is None for layout in layouts)
+    return is_call and is_open(eqn, "in") and is_open(eqn, "out")
 
 
 def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
@@ -85,7 +76,7 @@ def call_part(
 ) -> list[Any]:
     """Calls a part of the program of a divisible equation, in the way the equation calls it."""
     name = operation(eqn)
-    if name in _JITS:
+    if name in JITS:
         return list(jax.jit(part)(*args))
     if name in _INLINED:
         return list(part(*args))

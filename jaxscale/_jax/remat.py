@@ -2,17 +2,19 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.interpreters import partial_eval
 
 from . import hijax
 from .binding import bind
 from .forms import reads_form
 from .hijax import OBJECT
-from .inner_programs import ClosedJaxpr, without_constants
+from .inlining import inlined
+from .inner_programs import ClosedJaxpr, closed, without_constants
 from .once import differentiated_once
 
 
@@ -75,18 +77,73 @@ def _recomputed_transposed(
     `jax.checkpoint` has no rule for that. A call of a `custom_jvp` function has one: it computes
     what is not linear in the function again, and transposes the rest. Until then the call is one
     equation, of which only the arguments are kept.
+
+    An equation is linear as a whole if one of its inputs is. So a jitted function, which may
+    compute values and tangents, is inlined, and outputs that read other inputs are another call.
+    """
+    parts = [_recomputed_call(part, prevent_cse) for part in _split_by_inputs(program)]
+
+    def run(*args: Any) -> list[Any]:
+        outputs: dict[int, Any] = {}
+        for part in parts:
+            results = part.fun(*(args[index] for index in part.inputs))
+            outputs |= zip(part.outputs, results, strict=True)
+        return [outputs[index] for index in sorted(outputs)]
+
+    return run
+
+
+class _Part(NamedTuple):
+    """Some outputs of a program, as a function of the inputs that they read.
+
+    Attributes:
+      fun: the function, or the program that it runs.
+      inputs: the numbers of the inputs.
+      outputs: the numbers of the outputs.
     """
 
+    fun: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def _split_by_inputs(program: ClosedJaxpr) -> list[_Part]:
+    """Returns a program in parts, whose outputs all read the same inputs."""
+    jaxpr, consts = without_constants(inlined(program))
+    count = len(consts)
+    outputs_by_inputs: dict[tuple[int, ...], list[int]] = {}
+    for index in range(len(jaxpr.outvars)):
+        inputs = _keep_outputs(jaxpr, [index]).inputs
+        outputs_by_inputs.setdefault(inputs, []).append(index)
+    parts = []
+    for inputs, outputs in outputs_by_inputs.items():
+        kept = closed(_keep_outputs(jaxpr, outputs).fun)
+        constants = [consts[index] for index in inputs if index < count]
+        fun = functools.partial(jaxpr_as_fun(kept), *constants)
+        own_inputs = tuple(index - count for index in inputs if index >= count)
+        parts.append(_Part(fun, own_inputs, tuple(outputs)))
+    return parts
+
+
+def _keep_outputs(jaxpr: Jaxpr, outputs: Sequence[int]) -> _Part:
+    """Returns what computes some outputs of a program, and nothing else."""
+    is_kept = [index in outputs for index in range(len(jaxpr.outvars))]
+    kept, is_read = partial_eval.dce_jaxpr(jaxpr, is_kept)
+    inputs = tuple(index for index, is_used in enumerate(is_read) if is_used)
+    return _Part(kept, inputs, tuple(outputs))
+
+
+def _recomputed_call(part: _Part, prevent_cse: bool) -> _Part:
     def run(*args: Any) -> list[Any]:
         if prevent_cse:
             # Each argument has its own barrier. Reverse mode would take all outputs of a shared one
             # for linear, as some of its inputs are, and could compute none of them again.
             args = tuple(map(jax.lax.optimization_barrier, args))
-        return list(jaxpr_as_fun(program)(*args))
+        return list(part.fun(*args))
 
     recomputed = jax.custom_jvp(run)
     recomputed.defjvp(functools.partial(jax.jvp, run))
-    return recomputed
+    return part._replace(fun=recomputed)
 
 
 @hijax.remember_by_form
