@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.nnx_objects import wrap_call
+from .._trees.outer_modules import keeping_outer_variables
 from .table import FULL_PRECISION
 
 if TYPE_CHECKING:
@@ -38,14 +39,14 @@ def autocast(
     function is traced, as by `jax.jit`, and each operation of it runs in one of three ways. In
     brackets are the names of JAX's primitives:
 
-    - Matrix products and convolutions run in half precision, forward and backward (dot_general,
-      conv_general_dilated, ragged_dot, ragged_dot_general). These include products of a matrix with
-      a vector. Dots of vectors, even in batches, outer products, and other sums over a dimension of
-      1 run in float32. So do products that JAX and Optax call for their own algorithms, such as a
-      matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`. A bias, a mask or
-      anything else that is added to a product is added in float32. The sum is rounded for the next
-      product and for operations that only lead there, such as a ReLU. It stays exact for the rest,
-      such as a loss.
+    - Matrix products and convolutions that read and return float32 run in half precision, forward
+      and backward (dot_general, conv_general_dilated, ragged_dot, ragged_dot_general). These
+      include products of a matrix with a vector. Products of integers alone stay exact. Dots of
+      vectors, even in batches, outer products, and other sums over a dimension of 1 run in float32.
+      So do products that JAX and Optax call for their own algorithms, such as a matrix exponential,
+      a step of `jax.experimental.ode` or `optax.ctc_loss`. A bias, a mask or anything else that is
+      added to a product is added in float32. The sum is rounded for the next product and for
+      operations that only lead there, such as a ReLU. It stays exact for the rest, such as a loss.
     - Operations whose results or derivatives may leave the range of float16 run in float32, and
       their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt, rsqrt,
       cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1, log, log1p), trigonometry
@@ -72,10 +73,11 @@ def autocast(
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
     float64, complex numbers and what is written in half precision by hand are left alone. So are
     kernels, callbacks, and products with an `algorithm` of their own or with the `precision`
-    "highest", unless that is set for all products. JAX gives `preferred_element_type=float32` to
-    any product in a float32 program, so this does not keep a product in float32: `full_precision`
-    does. But `jax.nn.dot_product_attention` asks for its logits in float32, and these are not
-    rounded. Source lines and named scopes stay those of the model.
+    "highest". What `default_matmul_precision` sets for all products is no such demand. JAX
+    gives `preferred_element_type=float32` to any product in a float32 program, so this does not
+    keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention` asks for
+    its logits in float32, and these are not rounded. Source lines and named scopes stay those of
+    the model.
 
     Elementwise operations in float32 between half-precision arrays are computed again in the
     backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
@@ -102,17 +104,19 @@ def autocast(
 
     Raises:
       TypeError: if `fun` is not callable.
-      ValueError: if `dtype` is another dtype.
+      ValueError: if `dtype` is another dtype. The call raises it if it makes or changes variables
+        of a Linen or Haiku module around it: wrap `model.apply` instead.
 
     Warns:
       UserWarning: for each primitive whose products run as they are written, once in a call. The
         reason is that the primitive has no rule here, that this version of JAX gives it unknown
         parameters, or that it takes values of a type that is not an array. Callbacks, exported
         functions and foreign kernels that get float32 values of the program also give a warning,
-        because nothing can look into them. If there is no such warning, there is one if nothing in
-        `fun` is cast, with the reason, or if `half_carries` changes nothing. What `full_precision`
-        marks gives no warning, and an `autocast` inside another one does not warn that it changes
-        nothing.
+        because nothing can look into them. There is one warning of products that are cast although
+        it is not known whether an algorithm of JAX calls them, as with a later JAX. If there is no
+        such warning, there is one if nothing in `fun` is cast, with the reason and the line, or if
+        `half_carries` changes nothing. What `full_precision` marks gives no warning, and an
+        `autocast` inside another one does not warn that it changes nothing.
 
     Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 
@@ -147,7 +151,14 @@ def autocast(
         )
     if name == "float32":
         return fun
-    return wrap_call(_make_autocast(name, half_carries).call, fun)
+    return wrap_call(functools.partial(_call, _make_autocast(name, half_carries)), fun)
+
+
+def _call(
+    transform: "Autocast", fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    with keeping_outer_variables("autocast(fun)", fun, (args, kwargs)):
+        return transform.call(fun, args, kwargs)
 
 
 def _is_dtype(fun: Any) -> bool:

@@ -1,7 +1,8 @@
 """Whose a product is: the model's, or a step of an algorithm that was written for float32.
 
 It depends on who called JAX's product function, not on what the product looks like: a convolution
-may be a layer, or the product of two polynomials.
+may be a layer, or the product of two polynomials. The algorithms are known, and all else is the
+model: what is new in JAX is cast, and named in a warning (see `unsaid.py`).
 """
 
 import enum
@@ -9,7 +10,7 @@ import functools
 from typing import Any, NamedTuple
 
 from .. import _jax
-from .._jax import JaxprEqn
+from .._jax import Caller, JaxprEqn
 from . import table
 
 
@@ -28,41 +29,79 @@ class Place(NamedTuple):
     owner: Owner = Owner.MODEL  # of what is in it, if that does not say itself
 
 
+class Origin(NamedTuple):
+    """Who called the function that an equation is from.
+
+    Attributes:
+      owner: whose it is, or `None` if only the caller of the program knows that.
+      unknown: what of JAX or Optax is on the way, of which is not known whose it is, as text.
+    """
+
+    owner: Owner | None
+    unknown: str = ""
+
+
+OF_MODEL = Origin(Owner.MODEL)
+
+
 def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
     """Returns who called the function that an equation is from.
 
     A cached program, such as that of `jax.numpy.einsum`, does not know who calls it. So what is
     in it belongs to the owner of the equation `around` it.
     """
-    owner = _find_owner(_jax.traceback_of(eqn))
+    owner = _find_origin(_jax.traceback_of(eqn)).owner
     if owner is None:
         return around
     return owner
 
 
+def origin_of(eqn: JaxprEqn, around: Origin) -> Origin:
+    """Returns what `owner_of` returns, and what is unknown on the way to the owner."""
+    origin = _find_origin(_jax.traceback_of(eqn))
+    if origin.owner is None:
+        return Origin(around.owner, origin.unknown or around.unknown)
+    return origin
+
+
 @functools.lru_cache(maxsize=4096)
-def _find_owner(traceback: Any) -> Owner | None:
+def _find_origin(traceback: Any) -> Origin:
+    unknown = ""
     for caller in _jax.callers(traceback):
-        if caller.package not in table.LIBRARIES:
-            return Owner.MODEL
-        if caller.package != "jax":
-            return Owner.LIBRARY
-        if caller.file == table.ATTENTION_FILE:
-            if table.ATTENTION in caller.functions:
-                return Owner.ATTENTION
-            return Owner.MODEL
-        if not _passes_on(caller.file, caller.functions):
-            return Owner.LIBRARY
-    return None
+        if caller.package not in table.ALGORITHMS:
+            return Origin(Owner.MODEL, unknown)
+        if _is_attention(caller):
+            return Origin(Owner.ATTENTION, unknown)
+        if _is_algorithm(caller):
+            return Origin(Owner.LIBRARY)
+        if not unknown and not _passes_on(caller):
+            unknown = f"`{caller.functions[-1]}` in {caller.package}/{caller.file}"
+    return Origin(None, unknown)
 
 
-def _passes_on(file: str, functions: list[str]) -> bool:
+def _is_attention(caller: Caller) -> bool:
+    is_file = caller.package == "jax" and caller.file == table.ATTENTION_FILE
+    return is_file and table.ATTENTION in caller.functions
+
+
+def _is_algorithm(caller: Caller) -> bool:
+    """Returns whether a function of a library is written for float32."""
+    if caller.file.startswith(table.ALGORITHMS[caller.package]):
+        return True
+    names = table.ALGORITHMS_BY_NAME.get(caller.file, set())
+    return not names.isdisjoint(caller.functions)
+
+
+def _passes_on(caller: Caller) -> bool:
     """Returns whether a function of JAX is a product, or computes what it was given."""
-    if file in table.ALGORITHMS:
+    if caller.package != "jax":
         return False
-    is_inside = "/" not in file  # how JAX traces, transforms and calls
+    is_inside = "/" not in caller.file  # how JAX traces, transforms and calls
+    # The function around it says whose it is.
+    is_anonymous = caller.functions[-1] == "<lambda>"
     return (
         is_inside
-        or file.startswith(table.PASSING_ON)
-        or not table.PASSING_ON_BY_NAME.isdisjoint(functions)
+        or is_anonymous
+        or caller.file.startswith(table.PASSING_ON)
+        or not table.PASSING_ON_BY_NAME.isdisjoint(caller.functions)
     )

@@ -14,17 +14,32 @@ from . import table
 from .callers import Owner, owner_of
 from .values import is_float32, is_full_precision
 
+# Why a product of float32 arrays stays in float32.
+NOT_OF_MATRICES = "of vectors or elements, not of matrices"
+OWN_PRECISION = "it asks for a precision of its own"
+OF_LIBRARY = "a step of a library that is written for float32"
+
 
 def is_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     """Returns whether an equation is a product of float32 arrays, without a demand of its own.
 
     It is not a step of a library's algorithm; `around` is as in `owner_of`.
     """
+    return is_float32_product(eqn) and not _why_left(eqn, around)
+
+
+def is_float32_product(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a product of float32 numbers that returns float32.
+
+    One operand may be of integers. A product of integers alone is exact in float32, even if its sum
+    is beyond the range of half precision.
+    """
     if eqn.primitive.name not in table.PRODUCTS or not is_float32(eqn.outvars[0]):
         return False
-    if any(map(_has_other_precision, eqn.invars)) or _jax.demands_precision(eqn):
-        return False
-    return _is_of_matrices(eqn) and owner_of(eqn, around) is not Owner.LIBRARY
+    operands: list[Any] = eqn.invars
+    return any(map(is_float32, operands)) and not any(
+        map(_has_other_precision, operands)
+    )
 
 
 def _has_other_precision(atom: Any) -> bool:
@@ -58,16 +73,23 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
 
 
 def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
-    """Returns why `autocast` leaves a product of float32 arrays alone, or `""` if it does not."""
+    """Returns why `autocast` leaves a product in float32 alone, or `""` if it does not."""
     if is_full_precision(eqn):
         return "marked by `jaxscale.full_precision`"
-    if is_cast(eqn, around):
-        return ""
+    if not is_float32_product(eqn):
+        return "not of float32 arrays"
+    return _why_left(eqn, around)
+
+
+def _why_left(eqn: JaxprEqn, around: Owner) -> str:
+    """Returns why a product of float32 arrays stays in float32, or `""` if it does not."""
     if not _is_of_matrices(eqn):
-        return "of vectors or elements, not of matrices"
+        return NOT_OF_MATRICES
     if owner_of(eqn, around) is Owner.LIBRARY:
-        return "a step of a library that is written for float32"
-    return "it asks for a precision of its own"
+        return OF_LIBRARY
+    if _jax.demands_precision(eqn):
+        return OWN_PRECISION
+    return ""
 
 
 def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
@@ -118,7 +140,9 @@ def _is_cast_or_holds_cast(eqn: JaxprEqn, owner: Owner) -> bool:
         return False
     if is_cast(eqn, owner):
         return True
-    is_left = (
-        eqn.primitive.name in table.KERNELS or eqn.primitive.name in table.AS_WRITTEN
-    )
-    return not is_left and has_products(eqn, owner)
+    return not is_never_entered(eqn) and has_products(eqn, owner)
+
+
+def is_never_entered(eqn: JaxprEqn) -> bool:
+    """Returns whether the programs in an equation run as they are written, whatever they are."""
+    return eqn.primitive.name in table.KERNELS | table.AS_WRITTEN

@@ -50,24 +50,17 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a matrix product or a convolution, in half precision if `autocast` casts it."""
     if id(eqn) not in frame.plan.products:
         return run_as_written(frame, eqn)
-    operands = _read_operands(frame, eqn)
-    if is_attention_scores(eqn, frame.place.owner):
-        # A softmax in float32 reads the scores, so they stay in float32.
-        return [_multiply_into_float32(eqn, operands, frame.dtype)]
+    operands = list(map(frame.read_half, eqn.invars))
     # In a float32 program, JAX asks products for float32 outputs. Asking for half precision instead
     # only rounds the result: hardware accumulates in float32 anyway.
     params = with_preferred_type(eqn, old=FLOAT32, new=frame.dtype)
-    return bind(eqn, operands, params)
-
-
-def _read_operands(frame: Frame, eqn: JaxprEqn) -> list[Any]:
-    """Returns the operands of a product in half precision."""
-    arrays = list(map(frame.read_half, eqn.invars))
+    if is_attention_scores(eqn, frame.place.owner):
+        # A softmax in float32 reads the scores, so they stay in float32.
+        exact = with_preferred_type(eqn, old=FLOAT32, new=FLOAT32)
+        return [_multiply_activations(eqn, operands, exact, params)]
     if _has_batch_dimensions(eqn):
-        # Both operands are large, as in attention. Their gradients are tied together, so that XLA
-        # does not keep an operand for one of them while it goes on from the other.
-        arrays = join_operands(*arrays)
-    return list(arrays)
+        return [_multiply_activations(eqn, operands, params, params)]
+    return bind(eqn, operands, params)
 
 
 def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
@@ -77,21 +70,29 @@ def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
     return any(batch for _, batch in dot_dimensions(eqn))
 
 
-def _multiply_into_float32(
-    eqn: JaxprEqn, operands: Sequence[Any], dtype: np.dtype
+def _multiply_activations(
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    derivative_params: dict[str, Any],
 ) -> jax.Array:
-    """Returns, in float32, a product of half-precision arrays.
+    """Returns a product of two large arrays, as in attention.
 
-    JAX's own derivative would multiply float32 cotangents by half-precision operands, for which
-    hardware has no fast product. This one multiplies in half precision, and then casts.
+    Its derivative differs from JAX's own in two ways. It multiplies in half precision whatever the
+    product returns: for float32 cotangents and half-precision operands hardware has no fast
+    product. And on a CPU its two gradients are computed before one is used. Each needs one operand.
+    If XLA first computes what follows from one gradient, it keeps the operand of the other
+    meanwhile: another array of queries times keys.
     """
-    derivative_params = with_preferred_type(eqn, old=FLOAT32, new=dtype)
 
     @jax.custom_jvp
     def multiply(*operands: Any) -> jax.Array:
-        return bind(eqn, operands)[0]
+        return bind(eqn, operands, params)[0]
 
     def derive(operands: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        product = multiply(*operands)
+        if not any(isinstance(tangent, SymbolicZero) for tangent in tangents):
+            tangents = barrier_on_cpu(*tangents)
         terms = []
         for i, tangent in enumerate(tangents):
             if isinstance(tangent, SymbolicZero):
@@ -99,33 +100,11 @@ def _multiply_into_float32(
             with_tangent = list(operands)
             with_tangent[i] = tangent
             (term,) = bind(eqn, with_tangent, derivative_params)
-            terms.append(cast(term, FLOAT32))
-        return multiply(*operands), sum(terms[1:], start=terms[0])
+            terms.append(cast(term, product.dtype))
+        return product, sum(terms[1:], start=terms[0])
 
     multiply.defjvp(derive, symbolic_zeros=True)
     return multiply(*operands)
-
-
-@jax.custom_jvp
-def join_operands(*operands: Any) -> Any:
-    """Returns the operands of a product. XLA computes both of their gradients before it uses one.
-
-    Both operands of a product with batch dimensions are large, as in attention, and each of its
-    gradients needs one of them. If XLA first computes what follows from one gradient, it keeps the
-    operand of the other meanwhile: another array of queries times keys.
-    """
-    return operands
-
-
-def _joined_jvp(operands: Any, tangents: Any) -> Any:
-    # Transposed, the barrier joins the two gradients. If an operand is a constant, there is nothing
-    # to join, and a barrier would force its gradient to be computed.
-    if not any(isinstance(tangent, SymbolicZero) for tangent in tangents):
-        tangents = barrier_on_cpu(*tangents)
-    return tuple(operands), tuple(tangents)
-
-
-join_operands.defjvp(_joined_jvp, symbolic_zeros=True)
 
 
 def move(frame: Frame, eqn: JaxprEqn) -> Outputs:

@@ -1,13 +1,15 @@
 """What `autocast` says of the products that it leaves in float32: it leaves none in silence.
 
-A call of `autocast` warns of each primitive once. If it has nothing else to warn of, it warns if it
-changed nothing at all.
+A call of `autocast` warns of each primitive once. It also warns of products that it casts if it is
+not known whether they are the model's. If it has nothing else to warn of, it warns if it changed
+nothing at all.
 """
 
 import warnings
-from collections.abc import Container, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
@@ -24,16 +26,36 @@ from .._jax import (
     walk_program,
 )
 from . import table
+from .callers import OF_MODEL, Origin, Owner, origin_of, owner_of
 from .carries import find_half_carries
-from .casts import casts_anything, has_products
+from .casts import (
+    NOT_OF_MATRICES,
+    OF_LIBRARY,
+    OWN_PRECISION,
+    casts_anything,
+    has_products,
+    is_cast,
+    is_float32_product,
+    is_never_entered,
+    why_not_cast,
+)
 from .values import is_float32, is_full_precision
 
 _NO_RULE = "`autocast` has no rule for it"
+_CLOSED = "`autocast` cannot look into it"
 _OWN_TYPES = "it takes or makes values of a type that is not an array of JAX"
 _UNKNOWN_FORM = (
     f"JAX {jax.__version__} gives it other parameters than the versions that jaxscale was tested "
     f"with, {_jax.TESTED}"
 )
+
+_NO_PRODUCT = "there is no product of float32 matrices in it, and no convolution"
+
+# What is said of a product that stays in float32.
+_SAID = {
+    OWN_PRECISION: "asks for a precision of its own",
+    OF_LIBRARY: "is a step of a library that is written for float32",
+}
 
 _READERS = {
     **dict.fromkeys(_jax.CALLS, _jax.callee),
@@ -45,17 +67,30 @@ _LOOPS = {"scan", "while", "cond"}
 # The primitives that the call under way has warned of.
 _warned_of: ContextVar[frozenset[str]] = ContextVar("warned_of", default=frozenset())
 
+# Whether the next program is that of a call of the user. It holds all others of the call.
+_is_first: ContextVar[bool] = ContextVar("is_first", default=False)
+
 # For each program that was searched: what is left in it, and why.
 _left: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+
+# For each program, by who calls it: how many products are cast that are called by what is unknown.
+_of_unknown: WeakKeyDictionary[Jaxpr, dict[Origin, Counter[str]]] = WeakKeyDictionary()
 
 
 def forget_warnings() -> None:
     """Begins a call, which warns of each primitive once."""
     _warned_of.set(frozenset())
+    _is_first.set(True)
 
 
 def warn_of_what_is_left(program: ClosedJaxpr, rules: Container[str]) -> None:
-    """Warns of the primitives in a program whose products, if any, run as they are written."""
+    """Warns of the primitives in a program whose products, if any, run as they are written.
+
+    In the first program of a call, also warns of products that are cast but may be a library's.
+    """
+    if _is_first.get():
+        _is_first.set(False)
+        _warn_of_unknown_callers(program)
     for name, reason in _find_left(program, rules).items():
         if name in _warned_of.get():
             continue
@@ -65,6 +100,49 @@ def warn_of_what_is_left(program: ClosedJaxpr, rules: Container[str]) -> None:
             f"written, because {reason}. If that is what you want, mark it with "
             "`jaxscale.full_precision`."
         )
+
+
+def _warn_of_unknown_callers(program: ClosedJaxpr) -> None:
+    counts = _count_unknown(program, OF_MODEL)
+    if not counts:
+        return
+    _warned_of.set(_warned_of.get() | counts.keys())
+    products = "1 product"
+    if counts.total() > 1:
+        products = f"{counts.total()} products"
+    _warn(
+        f"`autocast` casts {products} of {', '.join(counts)}, which jaxscale does not know in JAX "
+        f"{jax.__version__}. If that is an algorithm written for float32, mark the call with "
+        "`jaxscale.full_precision`. If it only calls what is yours, all is well. Please report it "
+        "in both cases."
+    )
+
+
+def _count_unknown(program: Jaxpr | ClosedJaxpr, around: Origin) -> Counter[str]:
+    """Returns how many products are cast that something unknown calls, by what that is."""
+    jaxpr = _jax.closed(program).jaxpr
+    known = _of_unknown.setdefault(jaxpr, {})
+    if around not in known:
+        known[around] = _search_unknown(jaxpr, around)
+    return known[around]
+
+
+def _search_unknown(jaxpr: Jaxpr, around: Origin) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for eqn in jaxpr.eqns:
+        inner_programs = list(programs(eqn))
+        is_product = eqn.primitive.name in table.PRODUCTS
+        if not (is_product or inner_programs) or is_full_precision(eqn):
+            continue
+        if is_never_entered(eqn):
+            continue
+        origin = origin_of(eqn, around)
+        owner = origin.owner or Owner.MODEL
+        if is_product and origin.unknown and is_cast(eqn, owner):
+            counts[origin.unknown] += 1
+        for inner in inner_programs:
+            counts += _count_unknown(inner, origin)
+    return counts
 
 
 def _find_left(program: Jaxpr | ClosedJaxpr, rules: Container[str]) -> dict[str, str]:
@@ -108,9 +186,11 @@ def _why_left(eqn: JaxprEqn) -> str | None:
     """Returns why what is in an equation runs as it is written, or `None` if it does not."""
     reader: Any = _READERS.get(operation(eqn))
     if reader is None:
-        if _may_have_products(eqn):
-            return _NO_RULE
-        return None
+        if not _may_have_products(eqn):
+            return None
+        if eqn.primitive.name in table.OPAQUE:
+            return _CLOSED
+        return _NO_RULE
     try:
         reader(eqn)
     except _jax.UnknownFormError:
@@ -189,7 +269,65 @@ def _why_nothing_is_cast(program: ClosedJaxpr) -> str:
         return f"its products are in {', '.join(others)}, and only those in float32 are cast"
     if not has_floats:
         return ""
-    return "there is no product of float32 matrices in it, and no convolution"
+    return _why_products_are_left(program) or _NO_PRODUCT
+
+
+class _Uncast(NamedTuple):
+    """A product of float32 matrices that stays in float32.
+
+    Attributes:
+      reason: why, as what is said of one product.
+      line: the user's, or `""`.
+    """
+
+    reason: str
+    line: str
+
+
+def _why_products_are_left(program: ClosedJaxpr) -> str:
+    """Returns why each product of float32 matrices in a program is left, or `""` without any."""
+    lines_by_reason: dict[str, list[str]] = defaultdict(list)
+    for product in _find_uncast(program, Owner.MODEL, "", ""):
+        lines_by_reason[product.reason].append(product.line)
+    parts: list[str] = []
+    for reason, lines in lines_by_reason.items():
+        what = "its product"
+        if len(lines) > 1:
+            what = f"each of {len(lines)} products"
+        part = f"{what} {reason}"
+        known = list(filter(None, dict.fromkeys(lines)))
+        if known:
+            part += f", at {known[0]}"
+        if len(known) > 1:
+            part += f" and {len(known) - 1} more"
+        parts.append(part)
+    return "; ".join(parts)
+
+
+def _find_uncast(
+    program: Jaxpr | ClosedJaxpr, owner: Owner, around: str, line: str
+) -> Iterator[_Uncast]:
+    """Yields the products of float32 matrices in a program that stay in float32.
+
+    Args:
+      program: the program.
+      owner: whose products these are, as in `owner_of`.
+      around: why they stay in float32 if each for itself would not, or `""`.
+      line: the user's line that calls the program, or `""`.
+    """
+    for eqn in _jax.closed(program).jaxpr.eqns:
+        own_line = _jax.users_line(eqn) or line
+        if is_float32_product(eqn):
+            reason = why_not_cast(eqn, owner) or around
+            if reason and reason != NOT_OF_MATRICES:
+                yield _Uncast(_SAID.get(reason, reason), own_line)
+        inside = around
+        if is_never_entered(eqn):
+            inside = (
+                f"is inside of `{operation(eqn)}`, which `autocast` leaves in float32"
+            )
+        for inner in programs(eqn):
+            yield from _find_uncast(inner, owner_of(eqn, owner), inside, own_line)
 
 
 def _name_inexact(atoms: Iterable[Any]) -> set[str]:

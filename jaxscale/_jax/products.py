@@ -6,22 +6,39 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
+_OPERANDS = 2
+_NO_DEMAND = (jax.lax.Precision.DEFAULT,) * _OPERANDS
+
 
 def demands_precision(eqn: JaxprEqn) -> bool:
     """Returns whether a product names how precise it is to be, and not all products do.
 
-    An algorithm such as `F32_F32_F32` names the precision of each step.
+    An algorithm such as `F32_F32_F32` names the precision of each step. The one that is called
+    `DEFAULT` names none.
     """
     precision = product_precision(eqn)
-    if not isinstance(precision, tuple | jax.lax.Precision | None):
-        return True
-    of_operands: Any = precision
-    if not isinstance(precision, tuple):
-        of_operands = (precision,)
-    if jax.lax.Precision.HIGHEST not in of_operands:
-        return False
     # Set for all products, it says nothing of this one.
-    return jax.config.jax_default_matmul_precision not in ("highest", "float32")
+    if precision is None or precision == _precision_of_all():
+        return False
+    if _is_algorithm(precision):
+        return precision is not jax.lax.DotAlgorithmPreset.DEFAULT
+    if isinstance(precision, tuple):
+        return jax.lax.Precision.HIGHEST in precision
+    return precision is jax.lax.Precision.HIGHEST
+
+
+def _is_algorithm(precision: Any) -> bool:
+    return not isinstance(precision, tuple | jax.lax.Precision | None)
+
+
+def _precision_of_all() -> Any:
+    """Returns what `jax.default_matmul_precision` asks of all products now, as they name it."""
+    name = jax.config.jax_default_matmul_precision
+    if name is None:
+        return None
+    if name in jax.lax.DotAlgorithmPreset.__members__:
+        return jax.lax.DotAlgorithmPreset[name]
+    return (jax.lax.Precision(name),) * _OPERANDS
 
 
 def product_precision(eqn: JaxprEqn) -> Any:
@@ -35,12 +52,19 @@ def dot_dimensions(eqn: JaxprEqn) -> Iterator[tuple[Sequence[int], Sequence[int]
 
 
 def with_preferred_type(eqn: JaxprEqn, old: Any, new: Any) -> dict[str, Any]:
-    """Returns the parameters of a product, with another dtype if it asks to accumulate in `old`."""
-    if eqn.params.get("preferred_element_type") != old:
+    """Returns the parameters of a product of other operands than those that are written.
+
+    If it asks to accumulate in the dtype `old`, it asks for `new` instead. It keeps no algorithm,
+    which names the dtypes of what is written.
+    """
+    params = _without_algorithm(eqn)
+    if params.get("preferred_element_type") != old:
+        return params
+    return params | {"preferred_element_type": new}
+
+
+def _without_algorithm(eqn: JaxprEqn) -> dict[str, Any]:
+    if not _is_algorithm(product_precision(eqn)):
         return eqn.params
-    return eqn.params | {"preferred_element_type": new}
-
-
-def with_result_type(eqn: JaxprEqn, dtype: Any) -> dict[str, Any]:
-    """Returns the parameters of a product whose result is of a dtype, whatever it multiplies."""
-    return eqn.params | {"preferred_element_type": dtype}
+    # Not `None`, for which derivatives put what is set for all products.
+    return eqn.params | {"precision": _NO_DEMAND}

@@ -7,6 +7,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.experimental
 
 # What a function may be given that is traced. A ref is not a `jax.Array`.
@@ -19,3 +20,10 @@ new_ref: Any = getattr(jax, "new_ref", None) or getattr(
 def is_ref(atom: Any) -> bool:
     """Returns whether a variable is a ref, a mutable array such as `jax.new_ref` makes."""
     return hasattr(atom.aval, "inner_aval")
+
+
+def trace_of(value: Any) -> Any:
+    """Returns what traces the function in which a value was computed, or `None` if it is known."""
+    if not isinstance(value, jax.core.Tracer):
+        return None
+    return value._trace

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.callers import Owner, owner_of
-from .._autocast.casts import why_not_cast
+from .._autocast.casts import is_never_entered, why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat
@@ -18,7 +18,6 @@ from ._trace.places import Line, find_line
 
 _HALF = ("float16", "bfloat16")
 _MOST_LINES = 20  # that are printed
-_IN_A_KERNEL = "inside of a kernel"
 
 
 class ProductLine(NamedTuple):
@@ -156,7 +155,7 @@ class _Product(NamedTuple):
 
 
 def _count(program: Jaxpr) -> Products:
-    products = collections.Counter(_find(program, (), Owner.MODEL, is_in_kernel=False))
+    products = collections.Counter(_find(program, (), Owner.MODEL, inside=""))
     counts: collections.Counter[str] = collections.Counter()
     by_line = []
     for product, number in products.items():
@@ -173,26 +172,28 @@ def _count(program: Jaxpr) -> Products:
 
 
 def _find(
-    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, is_in_kernel: bool
+    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, inside: str
 ) -> Iterator[_Product]:
-    """Yields the products of a program, and of the programs that its equations hold."""
+    """Yields the products of a program, and of the programs that its equations hold.
+
+    `inside` says why they run as they are written if each for itself would not, or is `""`.
+    """
     for eqn in program.eqns:
         name = eqn.primitive.name
         if name in PRODUCTS:
             dtype = _find_dtype(eqn)
-            reason = ""
-            if is_in_kernel:
-                reason = _IN_A_KERNEL
-            elif dtype == "float32":
-                reason = why_not_cast(eqn, owner)
+            reason = inside
+            if dtype == "float32":
+                reason = why_not_cast(eqn, owner) or inside
             yield _Product(dtype, find_line(eqn, around), reason)
-        is_kernel = name in KERNELS
+        what = inside
+        if name in KERNELS:
+            what = "inside of a kernel"
+        elif is_never_entered(eqn):
+            what = inside or f"inside of `{name}`"
         for inner in programs(eqn):
             yield from _find(
-                closed(inner).jaxpr,
-                (*around, eqn),
-                owner_of(eqn, owner),
-                is_in_kernel=is_in_kernel or is_kernel,
+                closed(inner).jaxpr, (*around, eqn), owner_of(eqn, owner), what
             )
 
 

@@ -375,6 +375,36 @@ def test_it_composes_with_transformations(name):
     np.testing.assert_allclose(cast(x), plain(x), rtol=0.02, atol=2e-3)
 
 
+def multiply_in_batches(x):
+    return jnp.einsum("bij,bjk->bik", x, W)
+
+
+def multiply_one(x):
+    return x[0] @ W[0]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        multiply_one,
+        pytest.param(
+            multiply_in_batches,
+            marks=pytest.mark.xfail(
+                strict=True,
+                raises=AssertionError,
+                reason="the operands are joined in one equation, which is linear as a whole",
+            ),
+        ),
+    ],
+)
+def test_linear_functions_can_be_transposed(fun):
+    x = jnp.ones((5, 4, 8))
+    cotangent = jnp.ones_like(fun(x))
+    (actual,) = jax.linear_transpose(jaxscale.autocast(fun), x)(cotangent)
+    (expected,) = jax.linear_transpose(fun, x)(cotangent)
+    np.testing.assert_allclose(actual, expected, rtol=0.02, atol=2e-3)
+
+
 def kernel(w, x):
     def multiply(x_ref, y_ref, out_ref):
         out_ref[...] = x_ref[...] @ y_ref[...]

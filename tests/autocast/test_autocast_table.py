@@ -21,11 +21,15 @@ from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
 
-# JAX adds two gradients by the first, and sorts by the others.
-NOT_IN_LAX = {"add_any", "eq_to", "le_to", "lt_to"}
-assert {name for name in table.ELEMENTWISE if not hasattr(jax.lax, name)} == NOT_IN_LAX
+# JAX adds two gradients by the first, and sorts by the next three. Then there are those that take
+# other arguments, or no floats.
+NOT_IN_LAX = {"add_any", "eq_to", "le_to", "lt_to", "and", "or", "not", "xor"}
+NOT_IN_LAX |= {"integer_pow", "stop_gradient", "convert_element_type"}
+# Their derivatives have poles, next to which the last bit of float32 decides.
+WITH_POLES = {"pow", "rem", "div", "tan", "cbrt", "erf_inv", "atan2", "exp2"}
 OPERATIONS = {
-    name: getattr(jax.lax, name) for name in sorted(table.ELEMENTWISE - NOT_IN_LAX)
+    name: getattr(jax.lax, name)
+    for name in sorted(table.ELEMENTWISE - NOT_IN_LAX - WITH_POLES)
 } | {
     "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
     "select_n": lambda x, y: jax.lax.select_n(x < y, x, y),
@@ -180,6 +184,46 @@ def test_dots_and_outer_products_of_products_are_in_float32(name):
 def test_products_of_a_matrix_are_in_half_precision(name):
     fun, *args = OF_MATRICES[name]
     assert products(jaxscale.autocast(fun), *args) == ["float16"]
+
+
+BYTES = jnp.full((4, 300), 127, jnp.int8)
+BYTE_IMAGES = jnp.full((1, 300, 2, 2), 127, jnp.int8)
+INTO_FLOAT32 = {"preferred_element_type": jnp.float32}
+# Their results are integers that half precision does not hold.
+OF_INTEGERS = {
+    "lax.dot": lambda x: jax.lax.dot(x, x.T, **INTO_FLOAT32),
+    "matmul": lambda x: jnp.matmul(x, x.T, **INTO_FLOAT32),
+    "einsum": lambda x: jnp.einsum("ik,jk->ij", x, x, **INTO_FLOAT32),
+    "convolution": lambda x: jax.lax.conv_general_dilated(
+        BYTE_IMAGES, BYTE_IMAGES, (1, 1), "SAME", **INTO_FLOAT32
+    ),
+    "ragged": lambda x: jax.lax.ragged_dot(
+        x, x.T[None], jnp.array([4]), **INTO_FLOAT32
+    ),
+}
+
+
+@cases("name", OF_INTEGERS)
+def test_products_of_integers_are_exact(name):
+    product = OF_INTEGERS[name]
+
+    def integers_and_floats(x):
+        return product(x), ROWS @ ROWS.T
+
+    cast = jaxscale.autocast(integers_and_floats)
+    exact, _ = cast(BYTES)
+    np.testing.assert_array_equal(exact, product(BYTES))
+    assert jnp.max(exact) > 65504
+    assert "float16" in products(cast, BYTES)
+
+
+def test_a_product_of_integers_and_float32_is_in_half_precision():
+    def mixed(x, y):
+        return jax.lax.dot(x, y, preferred_element_type=jnp.float32)
+
+    ones = jnp.ones((4, 300), jnp.int8)
+    assert products(jaxscale.autocast(mixed), ones, ROWS.T) == ["float16"]
+    np.testing.assert_array_equal(jaxscale.autocast(mixed)(ones, ROWS.T), 6000)
 
 
 # Functions of libraries, with the arguments that they take.

@@ -8,17 +8,20 @@ import jax
 import jax.image
 import jax.numpy as jnp
 import jax.scipy as jsp
+import jax.scipy.optimize
+import jax.scipy.spatial.transform
 import numpy as np
 import optax
 import pytest
 from half_programs import assert_near_by_norm, products
 from jax.example_libraries import stax
-from jax.experimental import ode, sparse
+from jax.experimental import jet, ode, rnn, sparse
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases, warned
+from tables import assert_same_bits, cases, warned
 
 import jaxscale
+from jaxscale._autocast import callers, table
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -121,6 +124,7 @@ OWN = {
     "ctc_loss": lambda x, a: ctc_loss(x),
     "multivariate_normal": draw_normal,
     "precision": functools.partial(jnp.dot, precision="highest"),
+    "algorithm": functools.partial(jnp.dot, precision="F32_F32_F32"),
     "precision inside": jax.default_matmul_precision("highest")(lambda x, a: x @ a),
     "precision of Flax": precise_linen_layer,
 }
@@ -182,6 +186,226 @@ def test_functions_that_share_a_program_are_told_apart_in_one_function(first):
     assert sorted(cast_products(all_of_them, SIGNAL)) == sorted(dtypes)
 
 
+# What a product is called through, and a program whose product is. Without that entry of its list,
+# nothing says whose the product is.
+def differentiate(fun):
+    return lambda x, a: jax.grad(lambda a: jnp.sum(fun(a)))(a)
+
+
+def rotate(x, a):
+    rotation = jsp.spatial.transform.Rotation.from_quat(x[:, :4])
+    return rotation.apply(x[:, :3])
+
+
+def minimize(x, a):
+    def loss(y):
+        return jnp.sum((y - 1) ** 2)
+
+    return jsp.optimize.minimize(loss, x[0], method="BFGS").x
+
+
+def find_eigenvector(x, a):
+    matrix = jnp.diag(a[0] ** 2)
+    _, vectors, _ = sparse.linalg.lobpcg_standard(matrix, x[:1].T, m=2)
+    return vectors
+
+
+def recurrent_layer(x, a):
+    weights = {0: jnp.ones((32, 8))}
+    biases = {0: a[0, 0] * jnp.ones(32)}
+    state = jnp.ones((1, 1, 8))
+    lengths = jnp.array([4])
+    output, _, _ = rnn.lstm_ref(
+        x[None],
+        state,
+        state,
+        weights,
+        weights,
+        biases,
+        biases,
+        lengths,
+        input_size=8,
+        hidden_size=8,
+        num_layers=1,
+        dropout=0.0,
+        bidirectional=False,
+    )
+    return output
+
+
+def sample_product(x, a):
+    numbers = (((1,), (0,)), ((), ()))
+    indices = jnp.array([[0, 1], [1, 2]])
+    return sparse.bcoo_dot_general_sampled(x, a, indices, dimension_numbers=numbers)
+
+
+def differentiate_sampled(x, a):
+    return jax.grad(lambda x: jnp.sum(sample_product(x, a)))(x)
+
+
+def patches(x, a):
+    return jax.lax.conv_general_dilated_patches(x[None, None], (2, 2), (1, 1), "VALID")
+
+
+def differentiate_traced(x, a):
+    traced = jax.jit(jnp.matmul).trace(X, A)
+    return jax.grad(lambda x: jnp.sum(traced(x, a)))(x)
+
+
+def expand_series(x, a):
+    return jet.jet(jnp.matmul, (x, a), ((x,), (a,)))
+
+
+# Most algorithms ask for the highest precision. Asked for by all, it says nothing of one.
+own_precision_aside = jax.default_matmul_precision("highest")
+
+
+ALGORITHMS = {
+    "": OWN["ctc_loss"],
+    "scipy/linalg.py": OWN["expm"],
+    "scipy/optimize/": minimize,
+    "scipy/spatial/": rotate,
+    "scipy/special.py": lambda x, a: jsp.special.owens_t(x, a[:4]),
+    "scipy/stats/": OWN["gaussian_kde"],
+    "tpu/linalg/": lambda x, a: jax.lax.linalg.qdwh(a)[0],
+    "lax/linalg.py": differentiate(jnp.linalg.cholesky),
+    "numpy/polynomial.py": OWN["polymul"],
+    "random": OWN["multivariate_normal"],
+    "image/": OWN["resize"],
+    "experimental/ode.py": OWN["odeint"],
+    "experimental/sparse/linalg.py": find_eigenvector,
+}
+ALGORITHMS_BY_NAME = {
+    "matrix_power": OWN["matrix_power"],
+    "_pinv": lambda x, a: jnp.linalg.pinv(x),
+    "_pinv_jvp": differentiate(jnp.linalg.pinv),
+    "_lstsq": lambda x, a: jnp.linalg.lstsq(a, x[0])[0],
+    "cov": OWN["cov"],
+    "detrend": lambda x, a: jsp.signal.detrend(x),
+}
+PASSING_ON = {
+    "lax/lax.py": jax.lax.dot,
+    "lax/convolution.py": MODEL["convolve2d"],
+    "lax/other.py": patches,
+    "numpy/tensor_contractions.py": lambda x, a: jnp.matvec(a, x[0]),
+    "numpy/einsum.py": MODEL["einsum"],
+    "numpy/array_methods.py": MODEL["@"],
+    "experimental/sparse/bcoo.py": differentiate_sampled,
+    "experimental/sparse/transform.py": MODEL["sparsify"],
+    "interpreters/": MODEL["grad"],
+    "lax/control_flow/": MODEL["lax.map"],
+    "lax/eval_jaxpr.py": differentiate_traced,
+    "numpy/vectorize.py": MODEL["vectorize"],
+    "experimental/jet.py": expand_series,
+    "experimental/rnn.py": recurrent_layer,
+    "example_libraries/": MODEL["stax"],
+}
+PASSING_ON_BY_NAME = {
+    "matmul": jnp.linalg.matmul,
+    "multi_dot": MODEL["multi_dot"],
+    "tensordot": lambda x, a: jnp.linalg.tensordot(x, a, axes=1),
+    "vecdot": lambda x, a: jnp.linalg.vecdot(x[:, None], a[None]),
+    "convolve": MODEL["convolve"],
+    "correlate": lambda x, a: jnp.correlate(x[0], a[0]),
+    "_conv": MODEL["convolve"],
+    "convolve2d": MODEL["convolve2d"],
+    "correlate2d": lambda x, a: jsp.signal.correlate2d(x, a),
+    "_convolve_nd": MODEL["convolve2d"],
+    "apply_along_axis": MODEL["apply_along_axis"],
+}
+LISTS = {
+    "ALGORITHMS": ALGORITHMS,
+    "ALGORITHMS_BY_NAME": ALGORITHMS_BY_NAME,
+    "PASSING_ON": PASSING_ON,
+    "PASSING_ON_BY_NAME": PASSING_ON_BY_NAME,
+}
+FAST_ENTRIES = [
+    ("ALGORITHMS", "experimental/ode.py"),
+    ("ALGORITHMS", ""),
+    ("ALGORITHMS_BY_NAME", "matrix_power"),
+    ("PASSING_ON", "numpy/einsum.py"),
+    ("PASSING_ON_BY_NAME", "_conv"),
+]
+ENTRIES = [(name, entry) for name, entries in LISTS.items() for entry in entries]
+# Entries that older versions of JAX do without: a random number is then from a file in no folder.
+NEWER = {
+    "random": jax.random.normal.__module__ == "jax._src.random",
+    "scipy/special.py": not hasattr(jsp.special, "owens_t"),
+    "lax/eval_jaxpr.py": "__call__" not in vars(jax.stages.Traced),
+}
+
+
+def without(entries, entry):
+    """A list of `table`, which may be by package or by file, without one entry."""
+    if isinstance(entries, dict):
+        return {name: without(inner, entry) for name, inner in entries.items()}
+    return type(entries)(other for other in entries if other != entry)
+
+
+def entries_of(entries):
+    if isinstance(entries, dict):
+        return set().union(*entries.values())
+    return set(entries)
+
+
+def test_each_list_of_callers_has_a_program_for_each_entry():
+    for name, programs in LISTS.items():
+        assert programs.keys() == entries_of(getattr(table, name)), name
+
+
+@pytest.fixture
+def unlist(monkeypatch):
+    """Takes an entry from a list, and forgets what is known of callers, before and after."""
+
+    def forget():
+        jax.clear_caches()
+        callers._find_origin.cache_clear()
+
+    def take(name, entry):
+        monkeypatch.setattr(table, name, without(getattr(table, name), entry))
+        forget()
+
+    yield take
+    monkeypatch.undo()
+    forget()
+
+
+@cases("name, entry", ENTRIES, fast=FAST_ENTRIES)
+def test_products_whose_callers_are_in_no_list_are_cast_and_named(name, entry, unlist):
+    if NEWER.get(entry):
+        pytest.skip("this JAX does without it")
+    fun = own_precision_aside(LISTS[name][entry])
+    is_model = name.startswith("PASSING_ON")
+    cast = own_precision_aside(lambda: cast_products(fun, X, A))
+    with warned("changes nothing in `", is_due=not is_model):
+        assert ("float16" in " ".join(cast())) == is_model
+    unlist(name, entry)
+    with pytest.warns(
+        UserWarning, match=r"casts \d+ products? of `.*` in (jax|optax)/"
+    ):
+        assert "float16" in " ".join(cast())
+
+
+@cases("first", SHARING)
+def test_of_functions_that_share_a_program_the_unknown_one_is_named(first, unlist):
+    unlist("ALGORITHMS", "numpy/polynomial.py")
+    funs = [SHARING[name][0] for name in (first, *SHARING)]
+    cast = jaxscale.autocast(lambda x: [fun(x, x) for fun in funs])
+    count = funs.count(jnp.polymul)
+    message = f"casts {count} products? of `polymul` in jax/numpy/polynomial.py, which"
+    with pytest.warns(UserWarning, match=message):
+        jax.make_jaxpr(cast)(SIGNAL)
+
+
+def test_attention_of_another_name_is_named(monkeypatch, unlist):
+    monkeypatch.setattr(table, "ATTENTION", "of_another_name")
+    callers._find_origin.cache_clear()
+    with pytest.warns(
+        UserWarning, match="casts 2 products of `.*` in jax/nn/functions"
+    ):
+        jax.make_jaxpr(jaxscale.autocast(attend))(*ATTENDED)
+
+
 def test_a_solver_of_a_library_calls_the_field_of_the_model():
     def solve(a, y):
         return ode.odeint(lambda y, t: a @ y - y, y, TIMES)
@@ -191,9 +415,29 @@ def test_a_solver_of_a_library_calls_the_field_of_the_model():
     np.testing.assert_allclose(actual, solve(A, X[0]), rtol=0.02, atol=0.02)
 
 
-def test_a_precision_that_is_set_for_all_products_is_not_a_demand_of_one():
-    with jax.default_matmul_precision("highest"):
-        assert cast_products(lambda x, a: x @ a, X, A) == ["float16"]
+# Set for all products, they say nothing of one. Some are algorithms with dtypes of their own.
+FOR_ALL = [
+    *("default", "high", "highest", "bfloat16", "tensorfloat32", "float32"),
+    *("BF16_BF16_F32", "TF32_TF32_F32", "F32_F32_F32"),
+]
+
+
+def gradients_of_product(fun):
+    return jax.grad(lambda x, a: jnp.sum(jnp.sin(fun(x, a))), argnums=(0, 1))
+
+
+@cases("setting", FOR_ALL, fast=["highest", "BF16_BF16_F32", "F32_F32_F32"])
+def test_a_precision_that_is_set_for_all_products_is_not_a_demand_of_one(setting):
+    gradients = gradients_of_product(jaxscale.autocast(jnp.matmul))
+    expected = jax.jit(gradients)(X, A)
+    with jax.default_matmul_precision(setting):
+        assert products(gradients, X, A) == ["float16"] * 3
+        assert_same_bits(jax.jit(gradients)(X, A), expected)
+
+
+def test_the_default_algorithm_is_not_a_demand():
+    product = functools.partial(jnp.matmul, precision="DEFAULT")
+    assert cast_products(product, X, A) == ["float16"]
 
 
 def test_a_loss_of_impossible_symbols_is_finite():

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autodiff import HAS_NEW_FORM, form
-from half_programs import PROGRAMS, W, X, equations, products
+from autodiff import FLAGS, HAS_NEW_FORM, form
+from half_programs import PROGRAMS, W, X, assert_near_by_norm, equations, products
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import residual_bytes
 from tables import cases
@@ -135,6 +135,63 @@ def test_both_forms_have_the_same_products_and_gradients(name, wrap):
     assert set(new.products) == set(old.products)
     if name in POLICIES:  # for others JAX derives the rules in another way
         assert new.products == old.products
+
+
+# JAX jits these, and derives one function of values and tangents from each.
+ACTIVATIONS = {
+    "clip": lambda x: jnp.clip(x, -0.5, 0.5),
+    "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
+    "softplus": jax.nn.softplus,
+    "silu": jax.nn.silu,
+    "elu": jax.nn.elu,
+    "relu": jax.nn.relu,
+}
+
+
+def layer_with_rule(activation):
+    """A layer with a rule of its own, which is the derivative that JAX would take."""
+
+    def layer(x, w):
+        biased = x @ w + 0.1
+        return activation(biased)
+
+    ruled_layer = jax.custom_jvp(layer)
+    ruled_layer.defjvp(functools.partial(jax.jvp, layer))
+    return ruled_layer
+
+
+def chain_layers(layer, ws):
+    x = layer(X, ws[0])
+    return jnp.mean(layer(x, ws[1]) ** 2)
+
+
+def scan_layers(layer, ws):
+    x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), X, ws)
+    return jnp.mean(x**2)
+
+
+OF_LAYERS = {"chain": chain_layers, "scan": scan_layers}
+ALONE = {flag: (flag,) for flag in FLAGS} | {"all": FLAGS}
+
+
+@cases(
+    "name, inside, flags",
+    itertools.product(ACTIVATIONS, OF_LAYERS, ALONE),
+    fast=[
+        ("silu", "chain", "jax_remat3"),
+        ("elu", "scan", "jax_remat3"),
+        ("clip", "scan", "all"),
+    ],
+)
+def test_rules_around_activations_can_be_differentiated(name, inside, flags):
+    layer = layer_with_rule(ACTIVATIONS[name])
+    loss = functools.partial(OF_LAYERS[inside], layer)
+    with form(True, ALONE[flags]):
+        gradient = jax.jit(jax.grad(jaxscale.autocast(loss)))(W)
+    with form(False):
+        expected = jax.jit(jax.grad(jaxscale.autocast(loss)))(W)
+    # In another order, the sums are rounded to half precision in another way.
+    assert_near_by_norm(gradient, expected, share=2e-3)
 
 
 @cases("policy", POLICIES, fast=["names", "nothing"])

@@ -226,6 +226,10 @@ def on_host(fun, x, *args):
     return jax.pure_callback(fun, jax.typeof(x), *args)
 
 
+def multiply(x):
+    return x @ W[0]
+
+
 def multiply_on_host(x):
     return on_host(lambda x: np.asarray(x) @ np.asarray(W[0]), x, x)
 
@@ -251,6 +255,7 @@ OPAQUE = {
     "call_exported": exported.call,
     "pure_callback": multiply_on_host,
     "io_callback": do_io,
+    "noinline": eqx.internal.noinline(multiply),
     "pallas_call": lambda x: run_kernel(multiplied, x, W[0]),
 }
 TRANSPARENT = {
@@ -320,20 +325,77 @@ def run_twice(fun):
     return lambda x: jax.lax.fori_loop(0, 2, lambda _, x: fun(x), x)
 
 
-def multiply(x):
-    return x @ W[0]
-
-
 def multiply_by_itself(x):
     return x @ x.T
 
 
+def multiply_precisely(x):
+    return jnp.matmul(x, W[0], precision="highest")
+
+
+def multiply_twice_precisely(x):
+    return multiply_precisely(x) - multiply_with_algorithm(x)
+
+
+def multiply_with_algorithm(x):
+    return jnp.matmul(x, W[0], precision="F32_F32_F32")
+
+
+def solve_by_itself(x):
+    def solve(multiply, y):
+        return y
+
+    return jax.lax.custom_linear_solve(lambda y: y @ W[0], x, solve)
+
+
+def raise_to_power(x):
+    return jnp.linalg.matrix_power(x, 3)
+
+
+def raise_and_multiply(x):
+    return raise_to_power(x) + multiply_precisely(x)
+
+
+def line_in(function):
+    """The file, the line and the name of a function whose body has one line, as pattern."""
+    code = function.__code__
+    name = function.__name__
+    return rf"test_unsaid\.py:{code.co_firstlineno + 1} \(in `{name}`\)"
+
+
 NO_PRODUCT = "no product of float32 matrices"
+OF_ITS_OWN = "asks for a precision of its own, at .*"
+OF_A_LIBRARY = "is a step of a library that is written for float32, at .*"
 NOTHING_TO_CAST = {
     "no product": (lambda x: jnp.mean(jnp.exp(x)), X, NO_PRODUCT),
     "gaussian process": (gaussian_process, X, NO_PRODUCT),
     "dot": (lambda x: jnp.vdot(x, x), X, NO_PRODUCT),
-    "linear algebra": (lambda x: jnp.sum(jnp.linalg.inv(x)), W[0], "no product"),
+    "linear algebra": (jnp.linalg.inv, W[0], f"each of 2 products {OF_A_LIBRARY}"),
+    "a precision": (
+        multiply_precisely,
+        X,
+        f"its product {OF_ITS_OWN}{line_in(multiply_precisely)}",
+    ),
+    "two precisions": (
+        multiply_twice_precisely,
+        X,
+        f"each of 2 products {OF_ITS_OWN}{line_in(multiply_precisely)} and 1 more",
+    ),
+    "a library": (
+        raise_to_power,
+        W[0],
+        f"each of 2 products {OF_A_LIBRARY}{line_in(raise_to_power)}",
+    ),
+    "several reasons": (
+        raise_and_multiply,
+        W[0],
+        f"each of 2 products {OF_A_LIBRARY}; its product {OF_ITS_OWN}",
+    ),
+    "inside": (
+        solve_by_itself,
+        X,
+        "is inside of `custom_linear_solve`, which `autocast` leaves in float32",
+    ),
     "complex": (
         lambda x: jnp.sum(jnp.abs(x @ W[0])),
         X + 1j * X,

@@ -1,5 +1,6 @@
 """`products`: how many products run in which precision, wherever they are, and on which lines."""
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -166,6 +167,13 @@ def of_library(w, x):
     return jax.scipy.linalg.expm(w * 0.1)
 
 
+def solved(w, x):
+    def solve(multiply, x):
+        return x
+
+    return jax.lax.custom_linear_solve(functools.partial(product, w), x, solve)
+
+
 class Left(NamedTuple):
     """A function that is left in float32, the one with the line of its product, and the reason."""
 
@@ -178,6 +186,7 @@ LEFT = {
     "full_precision": Left(marked, product, "full_precision"),
     "vectors": Left(vectors, vectors, "not of matrices"),
     "an algorithm": Left(with_algorithm, with_algorithm, "precision of its own"),
+    "a solver": Left(solved, product, "inside of `custom_linear_solve`"),
     "a library": Left(of_library, of_library, "library"),
 }
 

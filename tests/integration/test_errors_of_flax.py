@@ -1,7 +1,12 @@
 """Wrong calls of `jaxscale.flax` (Linen) and `jaxscale.nnx`."""
 
+import functools
+from typing import Any
+
+import haiku
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from bad_input import (
@@ -15,7 +20,7 @@ from bad_input import (
     never_traced,
     without_return,
 )
-from flax import nnx
+from flax import linen, nnx
 from flax.training import train_state
 from tables import cases
 
@@ -88,7 +93,96 @@ def add_a_variable(model):
     model.extra = nnx.BatchStat(W)
 
 
+class Wrapping(linen.Module):
+    """A module that calls a layer of its own, wrapped."""
+
+    layer: Any
+
+    @linen.compact
+    def __call__(self, x):
+        return jaxscale.autocast(self.layer)(x)
+
+
+class WrappingInside(linen.Module):
+    """A module that calls a function of a new layer, wrapped."""
+
+    @linen.compact
+    def __call__(self, x):
+        return jaxscale.autocast(lambda x: linen.Dense(2)(x))(x)
+
+
+WRAPPING = Wrapping(linen.Dense(2))
+NORMALIZING = Wrapping(linen.BatchNorm(use_running_average=False))
+KERNEL = {"kernel": jnp.ones((2, 2)), "bias": W}
+STATISTICS = {
+    "params": {"layer": {"scale": W, "bias": W}},
+    "batch_stats": {"layer": {"mean": W, "var": W}},
+}
+
+
+def normalize_inside():
+    return NORMALIZING.apply(STATISTICS, jnp.ones((2, 2)), mutable=["batch_stats"])
+
+
+@haiku.transform_with_state
+def wrapping_in_haiku(x):
+    return jaxscale.autocast(haiku.Linear(2))(x)
+
+
+@haiku.transform_with_state
+def counting_in_haiku(x):
+    def count_and_multiply(x):
+        count = haiku.get_state("count", (), init=jnp.zeros)
+        haiku.set_state("count", count + 1.0)
+        return x @ x
+
+    return jaxscale.autocast(count_and_multiply)(x)
+
+
+def init(model):
+    return model.init(jax.random.key(0), jnp.ones((2, 2)))
+
+
+def init_compiled(model):
+    return jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 2)))
+
+
+def wrapped_inside(library, *variables):
+    return [
+        f"`autocast(fun)` is called inside of a {library} module",
+        "makes or changes variables of that module",
+        *variables,
+        "`jaxscale.autocast(model.apply)`",
+    ]
+
+
 CASES = {
+    "linen: a wrapped layer": BadInput(
+        lambda: init(WRAPPING),
+        ValueError,
+        wrapped_inside("Linen", "['params']['layer']['kernel']"),
+    ),
+    "linen: a wrapped layer, compiled": BadInput(
+        lambda: init_compiled(WRAPPING), ValueError, wrapped_inside("Linen", "kernel")
+    ),
+    "linen: a wrapped function of a layer": BadInput(
+        lambda: init(WrappingInside()), ValueError, wrapped_inside("Linen", "kernel")
+    ),
+    "linen: wrapped statistics": BadInput(
+        normalize_inside,
+        ValueError,
+        wrapped_inside("Linen", "['batch_stats']['layer']['mean']"),
+    ),
+    "haiku: a wrapped layer": BadInput(
+        lambda: init(wrapping_in_haiku),
+        ValueError,
+        wrapped_inside("Haiku", "['linear']['w']"),
+    ),
+    "haiku: a wrapped state": BadInput(
+        lambda: init(counting_in_haiku),
+        ValueError,
+        wrapped_inside("Haiku", "['count']"),
+    ),
     "unknown field": BadInput(
         lambda: apply_fields(batch_stat=1), ValueError, ["batch_stat", "extra_args"]
     ),
@@ -346,6 +440,38 @@ CASES = {
 
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing:UserWarning")
 @cases("name", CASES)
 def test_bad_input(name):
     assert_raises(CASES[name])
+
+
+class SowingInside(linen.Module):
+    """A module in which a wrapped function stores what it did not compute."""
+
+    @linen.compact
+    def __call__(self, x):
+        def sow_and_multiply(x):
+            self.sow("intermediates", "outer", outer)
+            return x @ x
+
+        outer = x + 1.0
+        return jaxscale.autocast(sow_and_multiply)(x)
+
+
+def test_a_wrapped_function_may_store_what_it_did_not_compute():
+    x = jnp.ones((2, 2))
+    apply = functools.partial(SowingInside().apply, mutable=["intermediates"])
+    for run in (apply, jax.jit(apply)):
+        _, stored = run({}, x)
+        np.testing.assert_array_equal(stored["intermediates"]["outer"][0], x + 1.0)
+
+
+def test_a_wrapped_layer_that_only_reads_its_variables_is_right():
+    x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    expected = [[4.0, 4.0], [8.0, 8.0]]
+    outputs = WRAPPING.apply({"params": {"layer": KERNEL}}, x)
+    np.testing.assert_array_equal(outputs, expected)
+    weights = {"linear": {"w": KERNEL["kernel"], "b": W}}
+    outputs, _ = wrapping_in_haiku.apply(weights, {}, None, x)
+    np.testing.assert_array_equal(outputs, expected)

@@ -87,7 +87,7 @@ def _half_bind(bind: Any, dtype: Any) -> Any:
 
     def bind_in_half(*operands: Any, **params: Any) -> Any:
         if (
-            not _is_of_float32(operands)
+            not _is_of_float32(operands, params)
             or not _is_of_matrices(operands, params)
             or _is_of_library()
         ):
@@ -101,11 +101,15 @@ def _half_bind(bind: Any, dtype: Any) -> Any:
     return bind_in_half
 
 
-def _is_of_float32(operands: Any) -> bool:
-    dtypes = [jnp.result_type(x) for x in operands]
-    return all(
-        dtype == jnp.float32 for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)
-    )
+def _is_of_float32(operands: Any, params: Any) -> bool:
+    """Returns whether a product of float32 numbers returns float32.
+
+    One operand may be of integers. A product of nothing else is exact, and rounds nothing.
+    """
+    dtypes = {jnp.result_type(x) for x in operands}
+    inexact = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)}
+    is_wide = params.get("preferred_element_type") in (None, jnp.float32)
+    return is_wide and inexact == {jnp.dtype("float32")}
 
 
 def _is_of_matrices(operands: Any, params: Any) -> bool:

@@ -208,6 +208,18 @@ def exponential(x, w):
     return jax.scipy.linalg.expm(w / 8)
 
 
+def product_of_integers(x, w):
+    """Of numbers that float16 does not hold."""
+    x, w = (jnp.round(99 * array).astype(jnp.int8) for array in (x, w))
+    return jax.lax.dot(x, w, preferred_element_type=jnp.float32)
+
+
+def test_the_reference_leaves_products_of_integers():
+    product = run_by_reference(product_of_integers, X, W)
+    assert np.array_equal(product, jax.jit(product_of_integers)(X, W))
+    assert not np.array_equal(product, half(half(product), jnp.float32))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [dot_of_vectors, ode, ctc, exponential])
 def test_the_reference_leaves_dots_of_vectors_and_products_of_libraries(fun):

@@ -11,15 +11,18 @@ FORMS = {"old": False, "new": True} if HAS_NEW_FORM else {"old": False}
 
 
 @contextlib.contextmanager
-def form(is_new):
-    """Inside of this context JAX makes the new form, or the old one, whatever the environment."""
+def form(is_new, flags=FLAGS):
+    """Inside of this context JAX makes the new form, or the old one, whatever the environment.
+
+    The new form is that of some flags, and the old one of the others.
+    """
     before = {
         flag: getattr(jax.config, flag) for flag in FLAGS if hasattr(jax.config, flag)
     }
     try:
         if HAS_NEW_FORM:
             for flag in FLAGS:
-                jax.config.update(flag, is_new)
+                jax.config.update(flag, is_new and flag in flags)
         yield
     finally:
         for flag, value in before.items():
