@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from .._gradients.scale_backward import scale_backward
+from .._backward.scale_backward import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import LossScaleState, init_state

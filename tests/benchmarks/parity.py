@@ -42,7 +42,7 @@ import report
 from parity_setup import WAYS, Model
 
 import jaxscale
-from jaxscale._gradients import backward_plan, cotangent_scale
+from jaxscale._backward import backward_plan, cotangent_scale
 
 # The chunks of a training, between which the gradients are looked at.
 CHUNKS = 5

@@ -36,7 +36,7 @@ from training import x64
 
 import jaxscale
 from jaxscale import scale_backward
-from jaxscale._gradients.cotangent_scale import choose_power
+from jaxscale._backward.cotangent_scale import choose_power
 
 # Models that are differentiated, besides `net`, and a loss.
 

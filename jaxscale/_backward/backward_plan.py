@@ -20,14 +20,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from .. import _jax
+from .._gradients.reduction import reduce_sizes
+from .._gradients.scaled import Scaled, divide, multiply
+from .._gradients.verdict import agree_on_sizes, axis_names, no_such_axis
 from .._trees.casts import blank, cast, widen
 from .cotangent_scale import MOST_RAISED, choose_power, pull_with_retries
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .parts import Part
-from .reduction import reduce_sizes
-from .scaled import Scaled, divide, multiply
-from .verdict import agree_on_sizes, axis_names, no_such_axis
 
 _NO_SECOND = (
     "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _jax
+from .._gradients.reduction import reduce_gradients
+from .._gradients.verdict import agree
 from .._trees.casts import blank
 from .._trees.numbers import EXPONENT_BIAS, MANTISSA_BITS, float_bits, float_of_bits
-from .reduction import reduce_gradients
-from .verdict import agree
 
 # The scale is divided by this after an overflow. Two retries reach a 256th.
 _BACKOFF = 16.0
