@@ -18,16 +18,13 @@ from .half_finder import EquationSearch, HalfFinder, is_typed_half
 from .parts import Crossing, Part, Split, Step, find_divisible, refs_of
 
 
-def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
+def split(program: ClosedJaxpr, with_products: bool) -> Split:
     """Returns a program in its two parts, of which the tail returns all outputs.
 
-    Matrix products in float32 count as half precision if an `autocast` may yet make them that:
-    if the program was traced for one, or if nothing else in it is in half precision.
+    `with_products` says whether matrix products in float32 count as half precision.
     """
     jaxpr = program.jaxpr
-    holds_typed_half = EquationSearch(is_typed_half)
-    casts = under_autocast or not any(map(holds_typed_half, jaxpr.eqns))
-    finder = HalfFinder(holds_typed_half, casts)
+    finder = HalfFinder(EquationSearch(is_typed_half), with_products)
     pulled_outputs = [True] * len(jaxpr.outvars)
     finder.search(program, pulled_outputs, Owner.MODEL)
     splitter = _Splitter(finder.holds_half)
