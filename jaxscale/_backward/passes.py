@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .. import _jax
 from .._gradients.reduction import reduce_sizes
 from .._gradients.scaled import Scaled, divide, multiply
-from .._gradients.verdict import agree_on_sizes
+from .._gradients.verdict import agree_on_size
 from .._trees.casts import blank, cast, widen
 from .cotangent_scale import MOST_RAISED, choose_power
 
@@ -188,8 +188,9 @@ def pull_once(
     """Runs a backward pass once, and returns the unscaled gradients, whatever they are."""
     number = jnp.float32(scale or 1)
     if scale is None:
-        number = choose_power(find_sizes(cotangents, axes).largest, most_raised=0)
-    return unscale(pull(scale_cotangents(cotangents, number)), dtypes, number)
+        number = choose_power(_find_sizes(cotangents, axes).largest, most_raised=0)
+    gradients = pull([_scale(each, number) for each in cotangents])
+    return unscale(gradients, dtypes, number)
 
 
 def _run_pass(
@@ -199,21 +200,19 @@ def _run_pass(
     options: PassOptions,
 ) -> _Result:
     """Pulls back some cotangents, at a scale that is chosen from them."""
-    sizes = find_sizes(cotangents, options.axes)
+    sizes = _find_sizes(cotangents, options.axes)
     scale = options.scale
     if scale is None:
         # Only a retry could take a raised scale back.
         scale = choose_power(sizes.largest, MOST_RAISED)
     scale = jnp.maximum(scale * fall, _SMALLEST_SCALE)
-    gradients = pull(scale_cotangents(cotangents, scale))
+    gradients = pull([_scale(each, scale) for each in cotangents])
     groups = reduce_sizes(Scaled(gradients), by_leaf=options.may_divide).numbers
-    no_flags = jnp.zeros(0, jnp.bool_)
-    _, of_gradients = agree_on_sizes(no_flags, dict(enumerate(groups)), options.axes)
     largest = jnp.max(sizes.largest)
     return _Result(
         gradients=gradients,
         scale=scale,
-        sizes=jnp.stack(list(of_gradients.values())),
+        sizes=agree_on_size(jnp.stack(groups), options.axes),
         largest=largest,
         are_spread=largest * sizes.largest_reciprocal > 1 / _SMALLEST_NORMAL,
     )
@@ -279,17 +278,48 @@ def _finish(
     return gradients
 
 
-def scale_cotangents(cotangents: Sequence[Any], scale: jax.Array) -> list[Any]:
-    """Returns cotangents times a scale, in their own dtypes."""
-    scaled = multiply(list(cotangents), scale)
-    return [cast(new, old.dtype) for new, old in zip(scaled, cotangents, strict=True)]
+# What is done with each cotangent is compiled as a function, as a block that is called a hundred
+# times may have a hundred of them.
 
 
-def unscale(
-    gradients: Sequence[Any], dtypes: Sequence[Any], scale: jax.Array
-) -> list[jax.Array]:
-    """Returns gradients divided by a scale, each in a dtype of its own, or in float32."""
-    return divide(list(map(cast, gradients, dtypes)), scale)
+@jax.jit
+def _scale(cotangent: Any, scale: jax.Array) -> jax.Array:
+    """Returns a cotangent times a scale, in its own dtype."""
+    return cast(multiply(cotangent, scale), cotangent.dtype)
+
+
+@jax.jit
+def _choose(cotangent: Any, stage: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Returns a cotangent with zeros in the place of what a pass does not pull back."""
+    is_large = _magnitude(cotangent) > threshold
+    left_out = (stage == _SMALL_ONES) & is_large | (stage == _LARGE_ONES) & ~is_large
+    return jnp.where(left_out, jnp.zeros_like(cotangent), cotangent)
+
+
+@jax.jit
+def _find_size(cotangent: Any) -> jax.Array:
+    """Returns the largest magnitude in a cotangent and its largest reciprocal, as bits, `i32[2]`.
+
+    What is 0 or NaN has no reciprocal.
+    """
+    size = _magnitude(cotangent)
+    smallest = jnp.finfo(size.dtype).smallest_normal
+    reciprocal = jnp.where(size > 0, 1 / jnp.maximum(size, smallest), 0)
+    both = [reduce_sizes(Scaled([array])) for array in (cotangent, reciprocal)]
+    return jnp.stack([sizes.largest_bits() for sizes in both])
+
+
+@jax.jit
+def _count_flushed(cotangent: Any, scale: jax.Array) -> jax.Array:
+    """Returns how many of a cotangent's elements flush at a scale, and how many are not 0."""
+    size = _magnitude(cotangent)
+    is_nonzero = size > 0
+    flushes = is_nonzero & (size * cast(scale, size.dtype) <= _FLUSHED)
+    return jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (flushes, is_nonzero)])
+
+
+def _magnitude(cotangent: Any) -> jax.Array:
+    return jnp.abs(widen(cotangent))
 
 
 class Sizes(NamedTuple):
@@ -299,36 +329,18 @@ class Sizes(NamedTuple):
     largest_reciprocal: jax.Array  # f32[], of the magnitudes that are not 0
 
 
-def find_sizes(cotangents: Sequence[Any], axes: Any) -> Sizes:
+def _find_sizes(cotangents: Sequence[Any], axes: Any) -> Sizes:
     """Returns how large cotangents are."""
-    # The magnitudes as bits, which `agree_on_sizes` turns into floats.
-    bits = reduce_sizes(Scaled(list(cotangents)), by_leaf=True).numbers
-    reciprocals = Scaled(list(map(_reciprocal, cotangents)))
-    sizes = {
-        **dict(enumerate(bits)),
-        "reciprocal": reduce_sizes(reciprocals).largest_bits(),
-    }
-    _, agreed = agree_on_sizes(jnp.zeros(0, jnp.bool_), sizes, axes)
-    reciprocal = agreed.pop("reciprocal")
-    return Sizes(jnp.stack(list(agreed.values())), reciprocal)
+    bits = jnp.stack(list(map(_find_size, cotangents)))
+    largest, reciprocals = agree_on_size(bits, axes).T
+    return Sizes(largest, jnp.max(reciprocals))
 
 
-def _reciprocal(cotangent: Any) -> jax.Array:
-    """Returns the reciprocals of magnitudes, and 0 for what is 0 or NaN."""
-    size = _magnitude(cotangent)
-    smallest = jnp.finfo(size.dtype).smallest_normal
-    return jnp.where(size > 0, 1 / jnp.maximum(size, smallest), 0)
-
-
-def _magnitude(cotangent: Any) -> jax.Array:
-    return jnp.abs(widen(cotangent))
-
-
-def _choose(cotangent: Any, stage: jax.Array, threshold: jax.Array) -> jax.Array:
-    """Returns a cotangent with zeros in the place of what a pass does not pull back."""
-    is_large = _magnitude(cotangent) > threshold
-    left_out = (stage == _SMALL_ONES) & is_large | (stage == _LARGE_ONES) & ~is_large
-    return jnp.where(left_out, jnp.zeros_like(cotangent), cotangent)
+def unscale(
+    gradients: Sequence[Any], dtypes: Sequence[Any], scale: jax.Array
+) -> list[jax.Array]:
+    """Returns gradients divided by a scale, each in a dtype of its own, or in float32."""
+    return divide(list(map(cast, gradients, dtypes)), scale)
 
 
 def _have_flushed(
@@ -337,14 +349,8 @@ def _have_flushed(
     """Returns whether gradients are only zeros, and most cotangents flush at a scale."""
 
     def count() -> jax.Array:
-        flushed = nonzero = jnp.float32(0)
-        for cotangent in cotangents:
-            size = _magnitude(cotangent)
-            is_nonzero = size > 0
-            flushes = is_nonzero & (size * cast(scale, size.dtype) <= _FLUSHED)
-            flushed += jnp.sum(flushes, dtype=jnp.float32)
-            nonzero += jnp.sum(is_nonzero, dtype=jnp.float32)
-        return jnp.stack([flushed, nonzero])
+        counts = [_count_flushed(each, scale) for each in cotangents]
+        return jnp.sum(jnp.stack(counts), 0)
 
     no_counts = blank(_types_of(count))
     counts = jax.lax.cond(only_zeros, count, lambda: no_counts)
