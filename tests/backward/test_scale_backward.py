@@ -472,13 +472,16 @@ def test_where_one_pass_is_asked_for_small_cotangents_flush(name):
 
 @cases("check_vma", [True, False])
 def test_devices_pull_outliers_apart_together(check_vma):
-    """Those of one device make cotangents of all others flush."""
+    """Those of one device make cotangents of all others flush, and are all that `b` reads.
+
+    `b` has a gradient in the first pass, and the type of `w`: each is judged by itself.
+    """
     row = OUTLIERS["that do not matter"]
     factors = jnp.full((8, 4), TINY).at[0].set(HUGE)
     x = jnp.ones((8, 4), HALF).at[0].set(0)
 
-    def loss(w, factors, x):
-        y = x * w.astype(HALF)
+    def loss(p, factors, x):
+        y = x * p["w"].astype(HALF) + (1 - x) * p["b"].astype(HALF)
         return jax.lax.psum(jnp.sum(factors * y.astype(jnp.float32)), "d")
 
     of_devices = jax.shard_map(
@@ -488,8 +491,10 @@ def test_devices_pull_outliers_apart_together(check_vma):
         out_specs=hosts.P(),
         check_vma=check_vma,
     )
-    grad = jax.jit(jax.grad(of_devices))(jnp.float32(1), factors, x)
-    assert_same_bits(grad, jnp.float32(7 * row.gradient))
+    params = {"w": jnp.float32(1), "b": jnp.float32(1)}
+    grads = jax.jit(jax.grad(of_devices))(params, factors, x)
+    expected = {"w": jnp.float32(7 * row.gradient), "b": jnp.float32(4 * HUGE)}
+    assert_same_bits(grads, expected)
 
 
 def normalized(eps, num_rows=8, num_zeros=2):
