@@ -45,9 +45,7 @@ class PassOptions(NamedTuple):
 
     scale: float | None  # `None`: chosen from the cotangents
     retries: int
-    may_flush: (
-        bool  # whether half precision flushes what float32 holds, as float16 does
-    )
+    may_flush: bool  # whether half precision flushes what float32 holds
     axes: Any  # the named axes along which devices must use one scale
 
     @property
@@ -74,21 +72,15 @@ class _Result(NamedTuple):
 
     gradients: list[Any]  # scaled
     scale: jax.Array  # f32[]
-    sizes: (
-        jax.Array
-    )  # f32[n], the largest of each gradient, scaled, or of groups of them
+    sizes: jax.Array  # f32[n], the largest of each scaled gradient, or of groups
     largest: jax.Array  # f32[], of the cotangents
-    are_spread: (
-        jax.Array
-    )  # bool[], whether some become inexact if the largest is about 1
+    are_spread: jax.Array  # bool[], whether some are inexact beside the largest
 
 
 class _Progress(NamedTuple):
     """What the loop carries besides gradients."""
 
-    stage: (
-        jax.Array
-    )  # i32[], what the next pass pulls back; after the last, what that did
+    stage: jax.Array  # i32[], what the next pass, or the last one, pulls back
     is_unfinished: jax.Array  # bool[], whether there is a next pass
     num_repeats: jax.Array  # i32[]
     fall: jax.Array  # f32[], what scales are multiplied by after overflows
@@ -103,9 +95,7 @@ class _Carry(NamedTuple):
     """What the loop carries from one pass to the next."""
 
     progress: _Progress
-    first: list[
-        Any
-    ]  # the scaled gradients for all cotangents, and then for the large ones
+    first: list[Any]  # scaled gradients, for all cotangents or then for the large ones
     small: list[Any]  # those for the small ones
 
 
@@ -190,7 +180,7 @@ def pull_once(
     if scale is None:
         number = choose_power(_find_sizes(cotangents, axes).largest, most_raised=0)
     gradients = pull([_scale(each, number) for each in cotangents])
-    return unscale(gradients, dtypes, number)
+    return _unscale(gradients, dtypes, number)
 
 
 def _run_pass(
@@ -262,13 +252,12 @@ def _finish(
     if options.may_flush:
         is_small = progress.stage == _SMALL_ONES
         last_scale = jnp.where(is_small, progress.small_scale, progress.scale)
-        is_lost = _have_flushed(
-            cotangents, last_scale, progress.only_zeros, options.axes
-        )
-    gradients = unscale(last.first, dtypes, _nan_if(is_lost, progress.scale))
+        only_zeros = progress.only_zeros
+        is_lost = _have_flushed(cotangents, last_scale, only_zeros, options.axes)
+    gradients = _unscale(last.first, dtypes, _nan_if(is_lost, progress.scale))
     is_divided = progress.stage == _LARGE_ONES
     if options.may_divide:
-        of_small = unscale(last.small, dtypes, progress.small_scale)
+        of_small = _unscale(last.small, dtypes, progress.small_scale)
         sums = list(map(jnp.add, gradients, of_small))
         gradients = _where(is_divided, sums, gradients)
     call = observer.get()
@@ -322,21 +311,21 @@ def _magnitude(cotangent: Any) -> jax.Array:
     return jnp.abs(widen(cotangent))
 
 
-class Sizes(NamedTuple):
+class _Sizes(NamedTuple):
     """How large some cotangents are, on all devices along the axes."""
 
     largest: jax.Array  # f32[n], the largest magnitude of each
     largest_reciprocal: jax.Array  # f32[], of the magnitudes that are not 0
 
 
-def _find_sizes(cotangents: Sequence[Any], axes: Any) -> Sizes:
+def _find_sizes(cotangents: Sequence[Any], axes: Any) -> _Sizes:
     """Returns how large cotangents are."""
     bits = jnp.stack(list(map(_find_size, cotangents)))
     largest, reciprocals = agree_on_size(bits, axes).T
-    return Sizes(largest, jnp.max(reciprocals))
+    return _Sizes(largest, jnp.max(reciprocals))
 
 
-def unscale(
+def _unscale(
     gradients: Sequence[Any], dtypes: Sequence[Any], scale: jax.Array
 ) -> list[jax.Array]:
     """Returns gradients divided by a scale, each in a dtype of its own, or in float32."""
