@@ -76,7 +76,7 @@ import importlib.util as _util
 import typing as _typing
 
 from ._autocast.api import autocast, full_precision
-from ._gradients.scale_backward import scale_backward
+from ._backward.scale_backward import scale_backward
 from ._gradients.scaled import scale, unscale
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._gradients.verdict import all_finite

@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
-from .._gradients.scale_backward import scale_backward
+from .._backward.passes import PassReport, observer
+from .._backward.scale_backward import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import LossScaleState, init_state
@@ -32,9 +32,11 @@ class BackwardPass(NamedTuple):
 class BackwardTrial(NamedTuple):
     """What `jaxscale.scale_backward` does on a loss."""
 
-    repeats: int  # how often it repeats the backward pass
-    is_enough: bool  # whether the gradients are finite then
-    raised: str  # what it raised, in one line, or `""`
+    is_enough: bool  # whether the gradients are finite in the end
+    raised: str = ""  # what it raised, in one line
+    repeats: int = 0  # how often it repeats a backward pass after an overflow
+    is_divided: bool = False  # whether it pulls small and large cotangents back apart
+    is_lost: bool = False  # whether it returns NaN in the place of nothing but zeros
 
 
 class CompiledBackward:
@@ -84,25 +86,14 @@ class CompiledBackward:
 
     def try_scale_backward(self) -> BackwardTrial:
         """Tries `jaxscale.scale_backward` on the loss, and raises nothing."""
-        passes = []
-
-        def count_pass(_: None, cotangents: Any) -> tuple[Any]:
-            jax.debug.callback(lambda: passes.append(None))
-            return (cotangents,)
-
-        tap = jax.custom_vjp(lambda leaves: leaves)
-        tap.defvjp(lambda leaves: (leaves, None), count_pass)
-
-        def tapped_loss(params: optax.Params, arrays: Any) -> Any:
-            # JAX rebuilds what a rule takes from types, which a class may refuse.
-            leaves, structure = jax.tree.flatten(params)
-            return self.loss_of(structure.unflatten(tap(leaves)), arrays)
+        reports: list[PassReport] = []
 
         def are_gradients_finite(*args: Any) -> jax.Array:
-            scaled = scale_backward(tapped_loss)
+            scaled = scale_backward(self.loss_of)
             _, grads = value_and_grad(scaled, init_state(1.0))(*args)
             return all_finite(grads)
 
+        token = observer.set(reports.append)
         try:
             compiled = compile_fast(
                 are_gradients_finite, xla_allow_excess_precision=False
@@ -110,8 +101,15 @@ class CompiledBackward:
             is_enough = bool(compiled(*self.args))
             jax.effects_barrier()
         except Exception as error:  # whatever it is: the exam can do without
-            return BackwardTrial(repeats=0, is_enough=False, raised=error_line(error))
-        return BackwardTrial(repeats=len(passes) - 1, is_enough=is_enough, raised="")
+            return BackwardTrial(is_enough=False, raised=error_line(error))
+        finally:
+            observer.reset(token)
+        return BackwardTrial(
+            is_enough=is_enough,
+            repeats=sum(int(report.num_repeats) for report in reports),
+            is_divided=any(report.is_divided for report in reports),
+            is_lost=any(report.is_lost for report in reports),
+        )
 
     def how_far(self) -> str:
         return f"{self._num_tried} tried"

@@ -19,7 +19,13 @@ from .exam import Exam
 from .finding import Finding, make_finding
 from .nonfinite import find_harmless_nonfinite, find_nonfinite
 from .remedy import SourcePlace
-from .scales import find_inward_growth, find_refusal, find_scale, needs_scale
+from .scales import (
+    find_inward_growth,
+    find_outliers,
+    find_refusal,
+    find_scale,
+    needs_scale,
+)
 from .wording import list_names, say_rounded
 from .wrong_gradients import (
     find_effect_of_autocast,
@@ -38,6 +44,7 @@ def diagnose(exam: Exam) -> list[Finding]:
         *find_effect_of_autocast(exam),
         *find_scale(exam),
         *find_inward_growth(exam),
+        *find_outliers(exam),
         *find_refusal(exam),
         *_find_constants(exam, named),
         *find_harmless_nonfinite(exam, named),

@@ -139,6 +139,22 @@ def find_inward_growth(exam: Exam) -> Iterator[Finding]:
     )
 
 
+def find_outliers(exam: Exam) -> Iterator[Finding]:
+    """Notes a few cotangents that are so large that all others flush beside them."""
+    trial = exam.backward_trial
+    if trial is None or not (trial.is_divided or trial.is_lost):
+        return
+    effect = "makes three backward passes of this batch"
+    if trial.is_lost:
+        effect = "returns NaN for this batch, as there would be nothing but zeros"
+    yield make_finding(
+        "Some cotangents are so much larger than the others that these flush beside them: "
+        f"`scale_backward` {effect}.",
+        "Look for a division by almost 0, such as by the norm of a row of padding: mask such rows, "
+        "or add a larger number to the divisor.",
+    )
+
+
 def find_refusal(exam: Exam) -> Iterator[Finding]:
     """Notes what `scale_backward` raised when it was tried."""
     trial = exam.backward_trial

@@ -123,9 +123,14 @@ def agree_on_sizes(
 
 
 def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns the largest of a size on all devices along `axis_name`, as `agree_on_sizes` does."""
-    _, sizes = agree_on_sizes(jnp.zeros(0, jnp.bool_), {"size": bits}, axis_name)
-    return sizes["size"]
+    """Returns the largest of a size, or of each in an array, on all devices along `axis_name`.
+
+    A size of this device comes as the bits of an `f32[]`, and is returned as an `f32[]`.
+    """
+    if axis_name is not None:
+        # As in `agree_on_sizes`.
+        bits = -_find_least(-bits, axis_name)
+    return float_of_bits(bits)
 
 
 def norm_bits(norm: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from .._policies.fixed import FixedLossScale
 from .._state.scale import AdaptiveState
 from .._trees.grammar import and_more
 from .symptoms import blames_loss, is_unscaled
-from .texts import AT_ANY_SCALE, DOCTOR, ON_CPU, WITHOUT_HALF
+from .texts import ALL_FLUSHED, AT_ANY_SCALE, DOCTOR, ON_CPU, WITHOUT_HALF
 
 
 def explain_row(state: Any, policy: LossScale | None) -> str:
@@ -47,6 +47,7 @@ def _likely_cause(state: Any, policy: LossScale | None) -> str:
         return f"{told_apart} {_cause_in_backward_pass(state, policy)}"
     return (
         f"{told_apart} A scale of 1 scales nothing, so it is not to blame. {WITHOUT_HALF} "
+        f"{ALL_FLUSHED} "
         "To find the line, run one step under `with jax.disable_jit(), "
         f"jax.debug_infs(True)`. {ON_CPU}"
     )

@@ -54,6 +54,12 @@ WITHOUT_HALF = (
     "the norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf "
     "that covers a whole row of a softmax."
 )
+# What `scale_backward` does where a few cotangents are far larger than all others.
+ALL_FLUSHED = (
+    "`scale_backward` also makes gradients NaN that would be nothing but zeros, as almost all "
+    "numbers flushed beside a few huge ones: look for a division by almost 0, such as by the norm "
+    "of a row of padding."
+)
 AT_ANY_SCALE = (
     "a division by zero, the square root of 0, a mask of -inf (run one step under `with "
     "jax.disable_jit(), jax.debug_infs(True)`)"

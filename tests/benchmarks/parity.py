@@ -42,7 +42,7 @@ import report
 from parity_setup import WAYS, Model
 
 import jaxscale
-from jaxscale._gradients import backward_plan, cotangent_scale
+from jaxscale._backward import passes
 
 # The chunks of a training, between which the gradients are looked at.
 CHUNKS = 5
@@ -95,22 +95,11 @@ def stack(trees):
 def counted_repeats():
     """Yields a list to which each backward pass of `scale_backward` adds its repeats."""
     repeats = []
-    pull_with_retries = backward_plan.pull_with_retries
-
-    def count(number):
-        repeats.append(round(float(number)))
-
-    def pull_and_count(pull, scale, *rest):
-        gradients, last_scale = pull_with_retries(pull, scale, *rest)
-        fall = jnp.log2(scale / last_scale)
-        jax.debug.callback(count, fall / np.log2(cotangent_scale._BACKOFF))
-        return gradients, last_scale
-
-    backward_plan.pull_with_retries = pull_and_count
+    token = passes.observer.set(lambda report: repeats.append(int(report.num_repeats)))
     try:
         yield repeats
     finally:
-        backward_plan.pull_with_retries = pull_with_retries
+        passes.observer.reset(token)
 
 
 class Look(NamedTuple):

@@ -97,6 +97,12 @@ def far_inward():
     return inward(2.0**14, 2.0**-24)
 
 
+@model(batch=jnp.array([0.0, 1.0]), reduce=jnp.sum)
+def outlying(p, x):
+    """Where the input is 0, the cotangent is so large that the other flushes beside it."""
+    return (x * p["w"]).astype(HALF).astype(FULL) * jnp.array([2.0**12, 2.0**-16])
+
+
 @model(params={"w": jnp.ones(2)}, batch=jnp.full((2**12, 2), 100, HALF), reduce=jnp.sum)
 def on_the_way(p, x):
     """The gradient of each number is less than float16 holds, but their sum is not."""

@@ -292,6 +292,15 @@ SCALES = {
         ],
         never=["not enough"],
     ),
+    "outlying": Case(
+        0,
+        [
+            "so much larger than the others that these flush beside them: `scale_backward` makes "
+            "three backward passes of this batch.",
+            "a division by almost 0",
+        ],
+        never=["Problems", "repeats the backward pass", "NaN"],
+    ),
     "far_inward": Case(
         0,
         [

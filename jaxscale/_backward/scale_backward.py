@@ -62,6 +62,11 @@ def scale_backward(
     in float32 count as half precision if a `jaxscale.autocast` is around the function, or if there
     is nothing else in half precision.
 
+    A few cotangents may be so large that the others flush beside them, such as those of a row of
+    padding under a norm. If a gradient is almost 0 for that reason, small and large cotangents are
+    pulled back apart, each at a power of its own, in two more backward passes. If there still is
+    nothing but zeros, because most cotangents flushed, the gradients are NaN, and not 0.
+
     The function is not cut inside a loop or a branch, so wrap the loss inside a `jax.lax.scan` over
     micro-batches. Around the `scan`, the scale would be about 1, however small the gradients are.
     `jit`, `shard_map` and `jax.checkpoint` can be cut. A `jax.checkpoint` outside the wrapped
@@ -74,15 +79,18 @@ def scale_backward(
       fun: a function, such as a loss, Linen's `model.apply`, a module or a method of NNX, or a
         module of Equinox. Its inputs and outputs may be any trees. Arrays that it closes over
         also get gradients.
-      scale: `"auto"`, or a number to scale by.
+      scale: `"auto"`, or a number to scale by. Then small and large cotangents are not pulled back
+        apart.
       retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
         the gradients are not finite although the cotangents were. The forward pass is not repeated.
         If gradients become 2**15 times larger on their way, the pass is repeated in every step;
         `jaxscale doctor` then says which number to pass as `scale`. The loop keeps all gradients of
         `fun` in memory at once, where an optimizer might use each as it comes. On a CPU XLA takes
-        many times as long for a convolution in a loop. With 0 there is no loop, and the backward
-        pass can be differentiated in reverse mode. That second pass is not scaled: wrap what you
-        compute from the gradients, such as a penalty, in `scale_backward` as well.
+        many times as long for a convolution in a loop. With 0 there is no loop and just one pass:
+        where a few cotangents are far larger than the others, gradients may be 0, and nothing says
+        so. The backward pass can then be differentiated in reverse mode. That derivative is not
+        scaled: wrap what you compute from the gradients, such as a penalty, in `scale_backward` as
+        well.
       axis_name: more axes of `shard_map` or `pmap` along which devices are to use one scale.
         Devices already agree along the axes that need it: where gradients are summed, and
         where `fun` itself communicates.

@@ -4,7 +4,8 @@ The backward pass has four steps:
 
 1. The tail runs, unscaled.
 2. The scale is chosen, from the cotangents that leave the tail.
-3. The head runs with these cotangents scaled, and again at a lower scale if it overflows.
+3. The head runs with these cotangents scaled, and again if gradients overflow or flush (see
+   `passes`).
 4. The gradients are divided by the scale.
 """
 
@@ -15,19 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from .. import _jax
+from .._gradients.verdict import axis_names, no_such_axis
 from .._trees.casts import blank, cast, widen
-from .cotangent_scale import MOST_RAISED, choose_power, pull_with_retries
+from .half_finder import counts_products, may_flush
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .parts import Part
-from .reduction import reduce_sizes
-from .scaled import Scaled, divide, multiply
-from .verdict import agree_on_sizes, axis_names, no_such_axis
+from .passes import PassOptions, pull_in_passes, pull_once
 
 _NO_SECOND = (
     "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "
@@ -65,6 +64,7 @@ class BackwardPlan:
       entries: the outputs of the head where cotangents of the tail may enter it.
       entry_types: the type of each entry, once the program has run forward.
       axes: the named axes along which the program communicates.
+      may_flush: whether its half precision flushes what float32 holds.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class BackwardPlan:
           under_autocast: whether an `autocast` around it may yet make its products half precision.
           perturbed: for each of its inputs, whether it is differentiated with respect to it.
         """
-        parts = split(program, under_autocast)
+        with_products = counts_products(program, under_autocast)
+        self.may_flush = may_flush(program, with_products)
+        parts = split(program, with_products)
         self.inputs = parts.inputs
         self.tail = parts.tail
         self.axes = _jax.collective_axes(program)
@@ -186,40 +188,29 @@ class BackwardPlan:
         nonzero = [cotangent for cotangent in at_entries if cotangent is not None]
         axes = self._find_agreed_axes(nonzero, options.axis_name)
 
-        def pull_scaled(scale: jax.Array) -> list[Any]:
-            remaining = iter(multiply(nonzero, scale))
+        def pull_scaled(scaled: list[Any]) -> list[Any]:
+            remaining = iter(scaled)
             scaled_at_entries = []
             for aval, cotangent in zip(self.entry_types, at_entries, strict=True):
                 if cotangent is None:
                     scaled_at_entries.append(_make_zero(aval))
                 else:
-                    scaled_at_entries.append(cast(next(remaining), cotangent.dtype))
+                    scaled_at_entries.append(next(remaining))
             return list(pull(scaled_at_entries))
 
-        scale = jnp.float32(options.scale or 1)
-        may_repeat = jnp.array(True)
-        if options.scale is None or options.retries:
-            largest = _find_largest(nonzero, axes)
-            # No retry helps if a cotangent is inf or NaN before it is scaled.
-            may_repeat = jnp.all(jnp.isfinite(largest))
-            if options.scale is None:
-                # Only a retry could take a raised scale back.
-                most_raised = MOST_RAISED if options.retries else 0
-                scale = choose_power(largest, most_raised)
+        dtypes = [var.aval.dtype for var in self.head_sources]
         # `guard` says what happens if the gradients are differentiated in reverse mode.
         if options.retries:
-            scaled_gradients, scale = pull_with_retries(
-                pull_scaled, scale, may_repeat, options.retries, axes
+            pass_options = PassOptions(
+                options.scale, options.retries, self.may_flush, axes
             )
+            gradients = pull_in_passes(pull_scaled, nonzero, dtypes, pass_options)
             reason = _NO_SECOND.format(options.retries)
             guard = functools.partial(_jax.refuse_transposing, reason=reason)
         else:
-            scaled_gradients = pull_scaled(scale)
+            gradients = pull_once(pull_scaled, nonzero, dtypes, options.scale, axes)
             guard = functools.partial(_jax.note_transposing, note=_warn_unscaled)
-        in_own_dtypes = []
-        for gradient, var in zip(scaled_gradients, self.head_sources, strict=True):
-            in_own_dtypes.append(cast(gradient, var.aval.dtype))
-        return list(map(guard, divide(in_own_dtypes, scale)))
+        return list(map(guard, gradients))
 
     def _find_agreed_axes(
         self, cotangents: list[Any], axis_name: Any
@@ -241,15 +232,6 @@ class BackwardPlan:
             if axis in axes_of_any or not _shows_in_types(axis):
                 axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
-
-
-def _find_largest(cotangents: list[Any], axes: Any) -> jax.Array:
-    """Returns an `f32[n]`: each cotangent's largest magnitude, over the devices along `axes`."""
-    # The magnitudes as bits, which `agree_on_sizes` turns into floats.
-    bits = reduce_sizes(Scaled(cotangents), by_leaf=True).numbers
-    no_flags = jnp.zeros(0, jnp.bool_)
-    _, largest = agree_on_sizes(no_flags, dict(enumerate(bits)), axes)
-    return jnp.stack(list(largest.values()))
 
 
 def _run_part(

@@ -118,6 +118,34 @@ class HalfFinder:
         return self._casts and (reads_half(eqn, owner) or has_products(eqn, owner))
 
 
+def counts_products(program: ClosedJaxpr, under_autocast: bool) -> bool:
+    """Returns whether matrix products in float32 count as half precision.
+
+    They do if an `autocast` may yet make them that: if the program was traced for one, or if
+    nothing else in it is in half precision.
+    """
+    return under_autocast or not _has_equation(program, is_typed_half)
+
+
+def may_flush(program: ClosedJaxpr, with_products: bool) -> bool:
+    """Returns whether the half precision of a program flushes what float32 holds.
+
+    float16 does, and bfloat16 does not. `with_products` is what `counts_products` says: the dtype
+    of such products is not known yet.
+    """
+    return with_products or _has_equation(program, _is_typed_narrow)
+
+
+def _has_equation(program: ClosedJaxpr, has: Callable[[JaxprEqn], bool]) -> bool:
+    return any(map(EquationSearch(has), program.jaxpr.eqns))
+
+
 def is_typed_half(eqn: JaxprEqn) -> bool:
     """Returns whether an equation reads or returns a value in half precision."""
     return any(_jax.holds_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+
+
+def _is_typed_narrow(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation reads or returns a value that may flush, as in float16."""
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
+    return any(map(_jax.has_narrow_range, dtypes))

@@ -4,6 +4,9 @@ The *head* is every equation that a half-precision value comes from, and every o
 value if a cotangent comes back to it. The *tail* is the rest. Its backward pass needs no scale, and
 the cotangents that leave it for the head say which scale the head needs.
 
+A step in float32 whose result both parts use is in both. So a cotangent passes its derivative,
+which may be small where the cotangent is large, before it goes to the head and is scaled.
+
 Control flow and functions with derivative rules belong to one part as a whole. `shard_map`, and
 calls that only run their program, such as `jit` and `jax.checkpoint`, are divided in two.
 """
@@ -12,22 +15,20 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .. import _jax
 from .._autocast.callers import Owner
-from .._jax import ClosedJaxpr, JaxprEqn, Literal, variables
+from .._jax import ClosedJaxpr, JaxprEqn, Literal, programs, variables
 from .half_finder import EquationSearch, HalfFinder, is_typed_half
 from .parts import Crossing, Part, Split, Step, find_divisible, refs_of
 
 
-def split(program: ClosedJaxpr, under_autocast: bool) -> Split:
+def split(program: ClosedJaxpr, with_products: bool) -> Split:
     """Returns a program in its two parts, of which the tail returns all outputs.
 
-    Matrix products in float32 count as half precision if an `autocast` may yet make them that:
-    if the program was traced for one, or if nothing else in it is in half precision.
+    `with_products` says whether matrix products in float32 count as half precision.
     """
     jaxpr = program.jaxpr
-    holds_typed_half = EquationSearch(is_typed_half)
-    casts = under_autocast or not any(map(holds_typed_half, jaxpr.eqns))
-    finder = HalfFinder(holds_typed_half, casts)
+    finder = HalfFinder(EquationSearch(is_typed_half), with_products)
     pulled_outputs = [True] * len(jaxpr.outvars)
     finder.search(program, pulled_outputs, Owner.MODEL)
     splitter = _Splitter(finder.holds_half)
@@ -60,7 +61,7 @@ class _Splitter:
             head, tail = self._assign_steps(program, of_head)
             refs = {ref for step in head for ref in refs_of(step)}
             if refs <= of_head:
-                return head, tail
+                return head, [*_list_shared(head, tail), *tail]
             of_head |= refs
 
     def _assign_steps(
@@ -90,7 +91,8 @@ class _Splitter:
         """Returns steps as two parts, of which the head returns some of the outputs itself."""
         jaxpr = program.jaxpr
         constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        of_head = _list_computed(head)
+        of_tail = set(_list_computed(tail))
+        of_head = [var for var in _list_computed(head) if var not in of_tail]
         returned, others = _divide_outputs(jaxpr.outvars, from_head)
         tail_part = Part("tail", tail, [*of_head, *jaxpr.invars], others, constants)
         computed = set(of_head)
@@ -164,6 +166,36 @@ class _Splitter:
             parts = self.make_parts(program, head, tail, from_head)
         self._known[key] = parts
         return parts
+
+
+def _list_shared(head: Sequence[Step], tail: Sequence[Step]) -> list[Step]:
+    """Returns the steps of the head that the tail does again, as it uses their results.
+
+    These are in float32, and not as expensive as a loop may be. The compiler merges what both parts
+    do in the forward pass.
+    """
+    holds_loop = EquationSearch(_may_loop)
+    used: set[Any] = set()
+    for step in tail:
+        used.update(variables(step.invars))
+    shared = []
+    for step in reversed(head):
+        if used.isdisjoint(step.outvars) or step.holds_half or holds_loop(step.eqn):
+            continue
+        has_effects = step.eqn.effects or any(refs_of(step))
+        if not has_effects and all(map(_is_inexact, step.outvars)):
+            shared.append(step)
+            used.update(variables(step.invars))
+    return shared[::-1]
+
+
+def _may_loop(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation holds a program, and is not just a call of it."""
+    return any(programs(eqn)) and not _jax.is_divisible(eqn)
+
+
+def _is_inexact(var: Any) -> bool:
+    return _jax.holds_inexact(var.aval)
 
 
 def _list_computed(steps: Sequence[Step]) -> list[Any]:

@@ -174,6 +174,7 @@ OFTEN = {
     "checkpoints side by side": (scale_backward, side_by_side, jax.checkpoint),
     "autocast inside": (scaled_autocast, chain, jax.jit),
     "autocast outside": (autocast_scaled, chain, jax.jit),
+    "autocast outside, side by side": (autocast_scaled, side_by_side, jax.jit),
 }
 
 
@@ -203,7 +204,30 @@ def test_a_block_that_is_called_often_stays_one_function(name):
     for form in ("jaxpr", "lowered"):
         plain_growth = plain_many[form].count("\n") - plain_few[form].count("\n")
         growth = many[form].count("\n") - few[form].count("\n")
-        assert growth < 3 * plain_growth, form
+        assert growth < 2 * plain_growth, form
+
+
+# What is computed in float32 from half precision, for more half precision and for the loss.
+
+
+def squashed(p):
+    """The log-probability of a squashed action, of which one is almost 1, and its value.
+
+    The derivative of the logarithm is huge where that of `tanh` is almost 0.
+    """
+    raw = X @ p["w"][0] + jnp.zeros((16, 8)).at[0, 0].set(8.0)
+    action = jnp.tanh(raw)
+    log_prob = -jnp.mean(jnp.log(1 - action**2 + 1e-7))
+    value = jnp.mean(jnp.sin(action @ p["w"][1]) @ p["w"][2])
+    return log_prob + 1e-4 * value
+
+
+@cases("wrap", [scaled_autocast, autocast_scaled])
+def test_cotangents_are_scaled_where_they_enter_half_precision(wrap):
+    grads = jax.jit(jax.grad(wrap(squashed)))(PARAMS)
+    expected = jax.grad(squashed)(PARAMS)
+    for i in range(3):
+        assert error(grads["w"][i], expected["w"][i]) < ACCURACY, i
 
 
 # Derivatives that JAX knows to be zero.

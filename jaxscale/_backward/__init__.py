@@ -1,0 +1,1 @@
+"""Loss scaling without a state: a function whose backward pass is scaled."""

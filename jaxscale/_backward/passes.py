@@ -1,0 +1,365 @@
+"""The backward passes of `scale_backward`: one, and more if gradients overflow or flush.
+
+A few cotangents may be far larger than all others, and set the power for them. If a gradient has
+next to nothing in it then, small and large cotangents are pulled back apart, each at a power of
+their own. The gradients are the sums, as a backward pass is linear.
+
+One loop makes all passes, so the compiled program holds one.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _jax
+from .._gradients.reduction import reduce_sizes
+from .._gradients.scaled import Scaled, divide, multiply
+from .._gradients.verdict import agree_on_size
+from .._trees.casts import blank, cast, widen
+from .cotangent_scale import MOST_RAISED, choose_power
+
+# The scale is divided by this after an overflow. Two retries reach a 256th.
+_BACKOFF = 16.0
+
+# A scale below this would not be a normal number, and might be flushed to 0.
+_SMALLEST_SCALE = 2.0**-126
+
+# In float16 a number below the first is inexact, and one up to the second becomes 0.
+_SMALLEST_NORMAL = 2.0**-14
+_FLUSHED = 2.0**-25
+
+# The part of the largest cotangent up to which others are small. It lies above `_SMALLEST_NORMAL`,
+# so that large ones are exact at the power of the largest.
+_SMALL = 2.0**-10
+
+# What a pass pulls back: all cotangents, and if a gradient asks for it the small ones, and then the
+# large ones.
+_ALL, _SMALL_ONES, _LARGE_ONES = range(3)
+
+
+class PassOptions(NamedTuple):
+    """How passes are made."""
+
+    scale: float | None  # `None`: chosen from the cotangents
+    retries: int
+    may_flush: bool  # whether half precision flushes what float32 holds
+    axes: Any  # the named axes along which devices must use one scale
+
+    @property
+    def may_divide(self) -> bool:
+        """Whether small and large cotangents may be pulled back apart."""
+        return self.may_flush and self.scale is None
+
+
+class PassReport(NamedTuple):
+    """What happened in the passes of one call."""
+
+    num_repeats: Any  # i32[], how many were repeated after an overflow
+    is_divided: Any  # bool[], whether small and large cotangents were pulled back apart
+    is_lost: Any  # bool[], whether gradients were nothing but zeros, as most cotangents flushed
+
+
+# Called on the host with the report of each call, for the doctor and for benchmarks.
+observer: ContextVar[Callable[[PassReport], None] | None]
+observer = ContextVar("observer", default=None)
+
+
+class _Result(NamedTuple):
+    """The result of one pass."""
+
+    gradients: list[Any]  # scaled
+    scale: jax.Array  # f32[]
+    sizes: jax.Array  # f32[n], the largest of each scaled gradient, or of groups
+    largest: jax.Array  # f32[], of the cotangents
+    are_spread: jax.Array  # bool[], whether some are inexact beside the largest
+
+
+class _Progress(NamedTuple):
+    """What the loop carries besides gradients."""
+
+    stage: jax.Array  # i32[], what the next pass, or the last one, pulls back
+    is_unfinished: jax.Array  # bool[], whether there is a next pass
+    num_repeats: jax.Array  # i32[]
+    fall: jax.Array  # f32[], what scales are multiplied by after overflows
+    threshold: jax.Array  # f32[], up to which cotangents are small
+    asks: jax.Array  # bool[n], which gradients ask for another pass
+    only_zeros: jax.Array  # bool[], whether no pass gave anything else
+    scale: jax.Array  # f32[], of the gradients in `first`
+    small_scale: jax.Array  # f32[], of those in `small`
+
+
+class _Carry(NamedTuple):
+    """What the loop carries from one pass to the next."""
+
+    progress: _Progress
+    first: list[Any]  # scaled gradients, for all cotangents or then for the large ones
+    small: list[Any]  # those for the small ones
+
+
+def pull_in_passes(
+    pull: Callable[[list[Any]], list[Any]],
+    cotangents: Sequence[Any],
+    dtypes: Sequence[Any],
+    options: PassOptions,
+) -> list[jax.Array]:
+    """Runs a backward pass, and again if gradients overflow or flush.
+
+    Args:
+      pull: the backward pass: a function of scaled cotangents, which returns scaled gradients.
+      cotangents: the cotangents, unscaled.
+      dtypes: the dtype in which each gradient is divided by its scale, if it is float32 or wider.
+      options: how passes are made.
+
+    Returns:
+      The gradients, unscaled, in float32 or wider. They are NaN where they would be nothing but
+      zeros because most cotangents flushed.
+    """
+
+    @jax.jit  # traced once, for its types and for the loop
+    def run_pass(stage: jax.Array, fall: jax.Array, threshold: jax.Array) -> _Result:
+        if options.may_divide:
+            chosen = [_choose(each, stage, threshold) for each in cotangents]
+        else:
+            chosen = list(cotangents)
+        return _run_pass(pull, chosen, fall, options)
+
+    def run_next(carry: _Carry) -> _Carry:
+        progress = carry.progress
+        result = run_pass(progress.stage, progress.fall, progress.threshold)
+        first, small = result.gradients, carry.small
+        if options.may_divide:
+            is_small = progress.stage == _SMALL_ONES
+            first = _where(is_small, carry.first, result.gradients)
+            small = _where(is_small, result.gradients, carry.small)
+        return _Carry(vary(_advance(progress, result, options)), first, small)
+
+    types = _types_of(run_pass, jnp.int32(0), jnp.float32(0), jnp.float32(0))
+    # What the loop carries must vary along the axes that its result varies along.
+    numbers = jax.tree.leaves(types._replace(gradients=[]))
+    axes = frozenset().union(*map(_jax.varying, numbers))
+
+    def vary(tree: Any) -> Any:
+        return jax.tree.map(lambda array: _jax.vary(array, axes), tree)
+
+    start = _Progress(
+        stage=jnp.int32(_ALL),
+        is_unfinished=jnp.array(True),
+        num_repeats=jnp.int32(0),
+        fall=jnp.float32(1),
+        threshold=jnp.float32(0),
+        asks=jnp.ones(types.sizes.shape, jnp.bool_),
+        only_zeros=jnp.array(True),
+        scale=jnp.float32(1),
+        small_scale=jnp.float32(1),
+    )
+    zeros = list(map(blank, types.gradients))
+    last = jax.lax.while_loop(
+        lambda carry: carry.progress.is_unfinished,
+        run_next,
+        _Carry(
+            progress=vary(start),
+            first=zeros,
+            small=zeros if options.may_divide else [],
+        ),
+    )
+    return _finish(last, cotangents, dtypes, options)
+
+
+def pull_once(
+    pull: Callable[[list[Any]], list[Any]],
+    cotangents: Sequence[Any],
+    dtypes: Sequence[Any],
+    scale: float | None,
+    axes: Any,
+) -> list[jax.Array]:
+    """Runs a backward pass once, and returns the unscaled gradients, whatever they are."""
+    number = jnp.float32(scale or 1)
+    if scale is None:
+        number = choose_power(_find_sizes(cotangents, axes).largest, most_raised=0)
+    gradients = pull([_scale(each, number) for each in cotangents])
+    return _unscale(gradients, dtypes, number)
+
+
+def _run_pass(
+    pull: Callable[[list[Any]], list[Any]],
+    cotangents: list[Any],
+    fall: jax.Array,
+    options: PassOptions,
+) -> _Result:
+    """Pulls back some cotangents, at a scale that is chosen from them."""
+    sizes = _find_sizes(cotangents, options.axes)
+    scale = options.scale
+    if scale is None:
+        # Only a retry could take a raised scale back.
+        scale = choose_power(sizes.largest, MOST_RAISED)
+    scale = jnp.maximum(scale * fall, _SMALLEST_SCALE)
+    gradients = pull([_scale(each, scale) for each in cotangents])
+    groups = reduce_sizes(Scaled(gradients), by_leaf=options.may_divide).numbers
+    largest = jnp.max(sizes.largest)
+    return _Result(
+        gradients=gradients,
+        scale=scale,
+        sizes=agree_on_size(jnp.stack(groups), options.axes),
+        largest=largest,
+        are_spread=largest * sizes.largest_reciprocal > 1 / _SMALLEST_NORMAL,
+    )
+
+
+def _advance(progress: _Progress, result: _Result, options: PassOptions) -> _Progress:
+    """Returns what comes after a pass: a repetition, the next stage, or the end."""
+    finite_cotangents = jnp.isfinite(result.largest)
+    finite = jnp.all(jnp.isfinite(result.sizes))
+    # No retry helps if a cotangent is inf or NaN before it is scaled.
+    has_retry = finite_cotangents & (progress.num_repeats < options.retries)
+    overflows = ~finite & has_retry
+    asks = jnp.zeros_like(progress.asks)
+    if options.may_divide:
+        has_next = finite & finite_cotangents & result.are_spread
+        still_asks = jnp.select(
+            [progress.stage == _ALL, progress.stage == _SMALL_ONES],
+            [has_next & (result.sizes < _SMALLEST_NORMAL), result.sizes != 0],
+            False,
+        )
+        asks = jnp.where(overflows, progress.asks, progress.asks & still_asks)
+    goes_on = ~overflows & jnp.any(asks)
+    is_small = progress.stage == _SMALL_ONES
+    new_threshold = result.largest * _SMALL
+    return _Progress(
+        stage=progress.stage + goes_on.astype(jnp.int32),
+        is_unfinished=overflows | goes_on,
+        num_repeats=progress.num_repeats + overflows.astype(jnp.int32),
+        fall=jnp.where(overflows, progress.fall / _BACKOFF, progress.fall),
+        threshold=jnp.where(progress.stage == _ALL, new_threshold, progress.threshold),
+        asks=asks,
+        only_zeros=progress.only_zeros & jnp.all(result.sizes == 0),
+        scale=jnp.where(is_small, progress.scale, result.scale),
+        small_scale=jnp.where(is_small, result.scale, progress.small_scale),
+    )
+
+
+def _finish(
+    last: _Carry,
+    cotangents: Sequence[Any],
+    dtypes: Sequence[Any],
+    options: PassOptions,
+) -> list[jax.Array]:
+    """Returns the unscaled gradients after the last pass."""
+    progress = last.progress
+    is_lost = jnp.array(False)
+    if options.may_flush:
+        is_small = progress.stage == _SMALL_ONES
+        last_scale = jnp.where(is_small, progress.small_scale, progress.scale)
+        only_zeros = progress.only_zeros
+        is_lost = _have_flushed(cotangents, last_scale, only_zeros, options.axes)
+    gradients = _unscale(last.first, dtypes, _nan_if(is_lost, progress.scale))
+    is_divided = progress.stage == _LARGE_ONES
+    if options.may_divide:
+        of_small = _unscale(last.small, dtypes, progress.small_scale)
+        sums = list(map(jnp.add, gradients, of_small))
+        gradients = _where(is_divided, sums, gradients)
+    call = observer.get()
+    if call is not None:
+        report = PassReport(progress.num_repeats, is_divided, is_lost)
+        jax.debug.callback(call, report)
+    return gradients
+
+
+# What is done with each cotangent is compiled as a function, as a block that is called a hundred
+# times may have a hundred of them.
+
+
+@jax.jit
+def _scale(cotangent: Any, scale: jax.Array) -> jax.Array:
+    """Returns a cotangent times a scale, in its own dtype."""
+    return cast(multiply(cotangent, scale), cotangent.dtype)
+
+
+@jax.jit
+def _choose(cotangent: Any, stage: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Returns a cotangent with zeros in the place of what a pass does not pull back."""
+    is_large = _magnitude(cotangent) > threshold
+    left_out = (stage == _SMALL_ONES) & is_large | (stage == _LARGE_ONES) & ~is_large
+    return jnp.where(left_out, jnp.zeros_like(cotangent), cotangent)
+
+
+@jax.jit
+def _find_size(cotangent: Any) -> jax.Array:
+    """Returns the largest magnitude in a cotangent and its largest reciprocal, as bits, `i32[2]`.
+
+    What is 0 or NaN has no reciprocal.
+    """
+    size = _magnitude(cotangent)
+    smallest = jnp.finfo(size.dtype).smallest_normal
+    reciprocal = jnp.where(size > 0, 1 / jnp.maximum(size, smallest), 0)
+    both = [reduce_sizes(Scaled([array])) for array in (cotangent, reciprocal)]
+    return jnp.stack([sizes.largest_bits() for sizes in both])
+
+
+@jax.jit
+def _count_flushed(cotangent: Any, scale: jax.Array) -> jax.Array:
+    """Returns how many of a cotangent's elements flush at a scale, and how many are not 0."""
+    size = _magnitude(cotangent)
+    is_nonzero = size > 0
+    flushes = is_nonzero & (size * cast(scale, size.dtype) <= _FLUSHED)
+    return jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (flushes, is_nonzero)])
+
+
+def _magnitude(cotangent: Any) -> jax.Array:
+    return jnp.abs(widen(cotangent))
+
+
+class _Sizes(NamedTuple):
+    """How large some cotangents are, on all devices along the axes."""
+
+    largest: jax.Array  # f32[n], the largest magnitude of each
+    largest_reciprocal: jax.Array  # f32[], of the magnitudes that are not 0
+
+
+def _find_sizes(cotangents: Sequence[Any], axes: Any) -> _Sizes:
+    """Returns how large cotangents are."""
+    bits = jnp.stack(list(map(_find_size, cotangents)))
+    largest, reciprocals = agree_on_size(bits, axes).T
+    return _Sizes(largest, jnp.max(reciprocals))
+
+
+def _unscale(
+    gradients: Sequence[Any], dtypes: Sequence[Any], scale: jax.Array
+) -> list[jax.Array]:
+    """Returns gradients divided by a scale, each in a dtype of its own, or in float32."""
+    return divide(list(map(cast, gradients, dtypes)), scale)
+
+
+def _have_flushed(
+    cotangents: Sequence[Any], scale: jax.Array, only_zeros: jax.Array, axes: Any
+) -> jax.Array:
+    """Returns whether gradients are only zeros, and most cotangents flush at a scale."""
+
+    def count() -> jax.Array:
+        counts = [_count_flushed(each, scale) for each in cotangents]
+        return jnp.sum(jnp.stack(counts), 0)
+
+    no_counts = blank(_types_of(count))
+    counts = jax.lax.cond(only_zeros, count, lambda: no_counts)
+    if axes is not None:
+        counts = jax.lax.psum(counts, axes)
+    flushed, nonzero = counts
+    return flushed > nonzero / 2
+
+
+def _nan_if(flag: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns NaN in the place of a number, if a flag is set."""
+    # Compiled, as JAX's check for NaN would stop at one that is not selected.
+    return jax.jit(jnp.where)(flag, jnp.nan, number)
+
+
+def _where(flag: jax.Array, on_true: Any, on_false: Any) -> Any:
+    return jax.tree.map(lambda x, y: jnp.where(flag, x, y), on_true, on_false)
+
+
+def _types_of(fun: Callable[..., Any], *args: Any) -> Any:
+    """Returns the types of what a function returns, in its place."""
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
