@@ -36,51 +36,34 @@ def autocast(
     """Returns the function, with its matrix products and convolutions in half precision.
 
     Parameters, gradients and outputs keep their dtypes, and no line of the model changes. The
-    function is traced, as by `jax.jit`, and each operation of it runs in one of three ways. In
-    brackets are the names of JAX's primitives:
+    function is traced, as by `jax.jit`, and runs by one rule: products in half precision, all else
+    in float32, and only what products read or return is kept for the backward pass.
 
-    - Matrix products and convolutions that read and return float32 run in half precision, forward
-      and backward (dot_general, conv_general_dilated, ragged_dot, ragged_dot_general). These
-      include products of a matrix with a vector. Products of integers alone stay exact. Dots of
-      vectors, even in batches, outer products, and other sums over a dimension of 1 run in float32.
-      So do products that JAX and Optax call for their own algorithms, such as a matrix exponential,
-      a step of `jax.experimental.ode` or `optax.ctc_loss`. A bias, a mask or anything else that is
-      added to a product is added in float32. The sum is rounded for the next product and for
-      operations that only lead there, such as a ReLU. It stays exact for the rest, such as a loss.
-    - Operations whose results or derivatives may leave the range of float16 run in float32, and
-      their results stay in it: powers, quotients and roots (pow, integer_pow, square, sqrt, rsqrt,
-      cbrt, div, rem), exponentials and logarithms (exp, exp2, expm1, log, log1p), trigonometry
-      (sin, cos, tan, asin, acos, atan, atan2, sinh, cosh, tanh, asinh, acosh, atanh), special
-      functions (logistic, erf, erfc, erf_inv, lgamma, digamma, polygamma, zeta, igamma, igammac,
-      igamma_grad_a, regularized_incomplete_beta, bessel_i0e, bessel_i1e), sums and products over
-      elements (reduce_sum, reduce_prod, cumsum, cumprod, cumlogsumexp, reduce_window_sum,
-      scatter-add, scatter-sub, scatter-mul, select_and_scatter_add), sums over devices (psum,
-      psum_invariant, reduce_scatter), linear algebra and Fourier transforms (cholesky,
-      cholesky_update, custom_linear_solve, eig, eigh, fft, geqrf, geqp3, hessenberg,
-      householder_product, lu, ormqr, qr, schur, svd, symmetric_product, triangular_solve,
-      tridiagonal, tridiagonal_solve). So norms, losses and softmax, which are made of these, run in
-      float32.
-    - All other operations follow their inputs. They run in half precision if all their
-      floating-point inputs are in half precision, otherwise in float32. Constants do not force
-      float32, unless half precision cannot hold them, such as the -1e9 of a mask. A value that is
-      multiplied by itself counts as a power. A subtraction runs in float32 if its result goes only
-      to operations of the second group.
+    *Products* are matrix products and convolutions that read and return float32 (JAX's primitives
+    dot_general, conv_general_dilated, ragged_dot and ragged_dot_general), forward and backward,
+    products of a matrix with a vector included. Dots of vectors, even in batches, outer products,
+    other sums over a dimension of 1, and products of integers alone stay as they are. So do
+    products that JAX and Optax call for their own algorithms, such as a matrix exponential, a step
+    of `jax.experimental.ode` or `optax.ctc_loss`, and those with an `algorithm` of their own or
+    with the `precision` "highest". What `default_matmul_precision` sets for all products is no such
+    demand. JAX gives `preferred_element_type=float32` to any product in a float32 program, so this
+    does not keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention`
+    asks for its logits in float32, and these are not rounded.
 
-    If a value has several readers, its gradients are added in float32, unless all of them come from
-    products. So operations that move such a value, such as indexing, also run in float32.
+    *All else* runs in float32: biases, activations, norms, softmax, losses, comparisons, and
+    constants, which are not rounded either. What only moves the results of products to other
+    products, such as a transpose, stays in half precision. Where gradients of several readers meet,
+    they are added in float32, unless all of them come from products.
+
+    *What is kept* are the half-precision arrays that products read and return. What lies between
+    two products is computed again in the backward pass, as if under `jax.checkpoint`, because its
+    inputs take half the memory.
 
     The inside of control flow and calls is transformed. `jax.custom_jvp` and `jax.custom_vjp`
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
-    float64, complex numbers and what is written in half precision by hand are left alone. So are
-    kernels, callbacks, and products with an `algorithm` of their own or with the `precision`
-    "highest". What `default_matmul_precision` sets for all products is no such demand. JAX
-    gives `preferred_element_type=float32` to any product in a float32 program, so this does not
-    keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention` asks for
-    its logits in float32, and these are not rounded. Source lines and named scopes stay those of
-    the model.
-
-    Elementwise operations in float32 between half-precision arrays are computed again in the
-    backward pass, as if under `jax.checkpoint`, because their inputs take half the memory.
+    float64, complex numbers, kernels, callbacks and what is written in half precision by hand are
+    left alone. Source lines and named scopes stay those of the model. Under `jit` with arrays that
+    are sharded over devices, the gradient of a product is summed over these in half precision.
 
     A `scan` over layers carries float32, which `jax.checkpoint` then keeps for each layer.
     `half_carries=True` halves that, as in models written in half precision. The price: if a layer

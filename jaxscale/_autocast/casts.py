@@ -119,15 +119,16 @@ def has_products(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
     if not inner_programs:
         return False
     owner = owner_of(eqn, around)
-    return any(_has_products(program, owner) for program in inner_programs)
+    return any(holds_products(program, owner) for program in inner_programs)
 
 
 def casts_anything(program: ClosedJaxpr) -> bool:
     """Returns whether a program has anything that `autocast` casts by itself."""
-    return _has_products(program, Owner.MODEL)
+    return holds_products(program, Owner.MODEL)
 
 
-def _has_products(program: Jaxpr | ClosedJaxpr, owner: Owner) -> bool:
+def holds_products(program: Jaxpr | ClosedJaxpr, owner: Owner) -> bool:
+    """Returns whether a program has anything that `autocast` casts by itself."""
     jaxpr = _jax.closed(program).jaxpr
     known = _with_products.setdefault(jaxpr, {})
     if owner not in known:

@@ -21,11 +21,13 @@ from .._jax import (
     JaxprEqn,
     UnknownFormError,
     context,
+    jaxpr_as_fun,
     operation,
     source,
 )
 from .._trees.flat import Flat
 from .callers import Place
+from .casts import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .frame import Frame
 from .higher_order import (
@@ -115,6 +117,8 @@ class Autocast:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):
             frame.write(var, arg)
+        if not frame.narrow and not holds_products(closed, place.owner):
+            return jaxpr_as_fun(closed)(*args)
         for part in frame.plan.parts:
             outputs = self._run_part(frame, part)
             for var, value in outputs:

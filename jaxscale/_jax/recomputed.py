@@ -18,6 +18,7 @@ import jax
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from . import hijax
 from .barriers import barrier_on_cpu
 from .derivatives import tangent_type
 from .dtypes import holds_inexact
@@ -140,7 +141,37 @@ def recomputed(
     `in_loop` says that the program is part of the body of a loop. Elsewhere XLA for CPUs gets a
     barrier between what the backward pass starts from and what the forward pass computed.
     """
+    if hijax.in_forward_rule.get():
+        return _by_what_is_read(program, in_loop)
     return functools.partial(_bind, _Function(program, in_loop))
+
+
+def _by_what_is_read(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[Any]]:
+    """Returns a function that runs a program as one equation for each set of inputs it reads.
+
+    A forward rule computes values and tangents, and JAX takes all outputs of an equation for
+    tangents if it reads one.
+    """
+    numbers: dict[_Flags, list[int]] = {}
+    count = len(program.out_avals)
+    for number in range(count):
+        alone = [number == other for other in range(count)]
+        used = without_unused(program, returned=alone).used
+        numbers.setdefault(used, []).append(number)
+    parts = []
+    for used, outputs in numbers.items():
+        returned = [number in outputs for number in range(count)]
+        part = without_unused(program, returned=returned).program
+        parts.append((_Function(part, in_loop), used, outputs))
+
+    def run(*args: Any) -> list[Any]:
+        values: dict[int, Any] = {}
+        for function, used, outputs in parts:
+            results = _bind(function, *itertools.compress(args, used))
+            values |= zip(outputs, results, strict=True)
+        return [values[number] for number in range(count)]
+
+    return run
 
 
 def recomputed_like(eqn: JaxprEqn, program: ClosedJaxpr) -> Callable[..., list[Any]]:

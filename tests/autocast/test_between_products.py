@@ -44,12 +44,12 @@ def root_of_minimum(y):
 
 
 def smoothed(y):
-    return jnp.log(jnp.abs(y) * HALF_BELOW_1 + 1e-4)
+    return jnp.log(jnp.abs(y) * HALF_BELOW_1 + 0.1)
 
 
 def clip_to_limits(y):
     limits = jnp.finfo(jnp.float32)
-    return jnp.log(jnp.clip(y, limits.tiny, 1 - limits.eps))
+    return jnp.sqrt(1 - jnp.clip(y, limits.tiny, 1 - limits.eps))
 
 
 def guarded_by_an_array(y):
