@@ -108,7 +108,7 @@ def measure(task, forms, plan, until, now, say, save):
     reports = {name: {"error": NOT_RUN} for name in forms}
     trainers = {}
     longest = plan.compilation
-    start = None
+    start = task.init()
     for name in forms:
         begin = now()
         if begin + longest + plan.reserve > until:
@@ -117,8 +117,6 @@ def measure(task, forms, plan, until, now, say, save):
         trainer = None
         gc.collect()  # of one that failed, the memory is given back
         try:
-            if start is None:
-                start = jax.device_get(task.init())
             trainer = Trainer(FORMS[name], task, start)
             trainer.warm_up()
         except Exception as error:
