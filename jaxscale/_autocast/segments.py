@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from .. import _jax
 from .._jax import (
@@ -56,7 +55,12 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         if all(map(_is_linear, part.eqns)):
             return compute(*arrays)  # the backward pass keeps nothing of it
         types = tuple(map(jax.typeof, arrays))
-        key = (_key_of(part), tree, types, tuple(rounded))
+        key = (
+            _jax.key_of(part.eqns, part.inputs, part.outputs),
+            tree,
+            types,
+            tuple(rounded),
+        )
         return _recomputed(frame, key, compute, types)(*arrays)
 
 
@@ -145,29 +149,3 @@ def _recomputed(
     if known is None:
         known = frame.segments[key] = make()
     return known
-
-
-def _key_of(part: Part) -> Any:
-    """Returns what is equal for segments that are the same, their lines and scopes included."""
-    numbers = {var: number for number, var in enumerate(part.inputs)}
-    equations = []
-    for eqn in part.eqns:
-        inputs = []
-        for atom in eqn.invars:
-            inputs.append(
-                _literal_key(atom) if isinstance(atom, Literal) else numbers[atom]
-            )
-        for var in eqn.outvars:
-            numbers[var] = len(numbers)
-        info: Any = eqn.source_info
-        place = (info.traceback, info.name_stack, eqn.ctx)
-        params = tuple(eqn.params.items())
-        equations.append((eqn.primitive, params, tuple(inputs), place))
-    outputs = tuple(numbers[var] for var in part.outputs)
-    return tuple(equations), outputs
-
-
-def _literal_key(literal: Any) -> Any:
-    value = np.asarray(literal.val)
-    # as 0.0 == -0.0, and NaN equals nothing
-    return literal.aval, value.dtype, value.tobytes()

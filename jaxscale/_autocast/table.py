@@ -1,18 +1,19 @@
-"""What `autocast` knows of JAX's primitives, by their names.
+"""What `autocast` knows of JAX's primitives, and of who calls them.
 
 Products run in half precision. Everything else runs in float32, so it needs no list: neither that
 of PyTorch (https://pytorch.org/docs/stable/amp.html#autocast-op-reference) nor that of TensorFlow
 (`tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h`), which name the functions that
-leave the range of float16, and let the rest follow its inputs. The lists here say what may be
-computed twice, what is only moved, and how derivatives add up. A primitive that is in none of them
-runs once, in float32.
+leave the range of float16, and let the rest follow its inputs. What a primitive does is in
+`operations.py` of `_jax`. One that has no row there runs once, in float32.
 """
+
+from .._jax import Op, primitives_that
 
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"
 
 # Half precision: matrix products and convolutions.
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+PRODUCTS = primitives_that(Op.PRODUCT)
 
 # A product belongs to whoever called JAX's product function: to the user, unless that is an
 # algorithm of one of these libraries, which is written for float32. Libraries of layers are the
@@ -54,68 +55,29 @@ PASSING_ON_BY_NAME = {
 # JAX's attention asks for its logits in float32, as a mask or a large key needs.
 ATTENTION_FILE, ATTENTION = "nn/functions.py", "_dot_product_attention_core"
 
-# Cheap: each element by itself. What is cheap may be computed again in the backward pass.
-ELEMENTWISE = {
-    # arithmetic
-    *("abs", "add", "add_any", "ceil", "clamp", "floor", "max", "min", "mul", "neg"),
-    *("round", "select_n", "sign", "sub", "convert_element_type", "stop_gradient"),
-    # powers, quotients and roots
-    *("pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "div", "rem"),
-    # exponentials and logarithms
-    *("exp", "exp2", "expm1", "log", "log1p"),
-    # trigonometry
-    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
-    *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
-    # special functions that are not loops
-    *("logistic", "erf", "erfc", "erf_inv"),
-    # comparisons and logic
-    *("eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"),
-    *("and", "or", "not", "xor"),
-}
-
-# Cheap: one number of many.
-REDUCTIONS = {
-    *("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"),
-    *("reduce_and", "reduce_or"),
-}
-
-# Cheap: moves of whole arrays, which XLA makes a part of what reads them.
-CHEAP_MOVES = {
-    *("broadcast_in_dim", "concatenate", "copy", "expand_dims", "pad", "reshape"),
-    *("rev", "sharding_constraint", "slice", "split", "squeeze", "stack", "tile"),
-    *("transpose", "unstack"),
-}
-
-CHEAP = ELEMENTWISE | REDUCTIONS | CHEAP_MOVES
+# What may be computed again in the backward pass: elements one by one, one number of many, and
+# moves that XLA makes a part of what reads them.
+CHEAP = primitives_that(Op.CHEAP)
 
 # A call is cheap if all that it holds is.
 CHEAP_CALLS = {"custom_jvp_call", "jit", "pjit"}
 
-# These move or choose elements: to round before them is to round after them. They run in half
-# precision if all that they move is there, and in float32 otherwise.
-MOVES = CHEAP_MOVES | {
-    *("all_gather", "all_gather_invariant", "all_to_all", "copy_p", "device_put"),
-    *("dynamic_slice", "dynamic_update_slice", "gather", "layout_constraint"),
-    *("mesh_cast", "name", "pbroadcast", "ppermute", "pvary", "reshard", "scatter"),
-    "with_memory_space_constraint",
-}
+# These move or choose elements. They run in half precision if all that they move is there, and in
+# float32 otherwise.
+MOVES = primitives_that(Op.MOVE)
 
 # `checkpoint_name`, which says what a policy of `jax.checkpoint` keeps.
 NAME = "name"
 
-# Their derivatives add numbers up. So these moves run in float32, and their results are rounded
-# where half precision is read, which changes no bit of them.
-SUMMED_BACKWARD = {
-    *("all_gather", "broadcast_in_dim", "gather", "pad", "pvary", "scatter", "tile"),
-}
+# Their derivatives add numbers up. Such moves run in float32, and their results are rounded where
+# half precision is read, which changes no bit of them.
+SUMMED_BACKWARD = primitives_that(Op.SUMS_BACKWARD)
 
-# Their derivatives do not depend on what they read, so the backward pass keeps nothing of them.
-KEEP_NOTHING = CHEAP_MOVES | {
-    *(NAME, "add", "add_any", "sub", "neg", "convert_element_type", "reduce_sum"),
-}
+# The backward pass keeps nothing of these.
+KEEP_NOTHING = primitives_that(Op.KEEPS_NOTHING)
 
 # Nothing comes back through these in the backward pass, nor through what returns no float.
-WITHOUT_GRADIENT = {"ceil", "floor", "round", "sign", "stop_gradient"}
+WITHOUT_GRADIENT = primitives_that(Op.NO_GRADIENT)
 
 # Algorithms of JAX's own that hold programs, which stay as they are written.
 AS_WRITTEN = {"custom_linear_solve"}

@@ -19,6 +19,7 @@ from .inner_programs import *
 from .lines_of_rules import *
 from .mesh_axes import *
 from .once import *
+from .operations import *
 from .products import *
 from .python_frames import *
 from .reach import *

@@ -1,12 +1,13 @@
 """Where an equation is from: its context, its scopes, its source line and who called it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 _FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 _SOURCES = os.path.join(_FOLDER, "_src", "")
@@ -38,6 +39,38 @@ def source(eqn: JaxprEqn, scopes: Any, *, own: bool = True) -> Any:
     if own:
         scopes = scopes + info.name_stack
     return source_info_util.user_context(info.traceback, name_stack=scopes)
+
+
+def key_of(
+    eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]
+) -> Any:
+    """Returns what is equal for equations that do the same, in the same lines and scopes.
+
+    `inputs` are the variables that they read, and `outputs` those of theirs that are read.
+    """
+    numbers = {var: number for number, var in enumerate(inputs)}
+    keys = []
+    for eqn in eqns:
+        of_inputs = []
+        for atom in eqn.invars:
+            if isinstance(atom, Literal):
+                of_inputs.append(_literal_key(atom))
+            else:
+                of_inputs.append(numbers[atom])
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+        info: Any = eqn.source_info
+        place = (info.traceback, info.name_stack, eqn.ctx)
+        # in the order in which JAX made them, which is one
+        params = tuple(eqn.params.items())
+        keys.append((eqn.primitive, params, tuple(of_inputs), place))
+    return tuple(keys), tuple(numbers[var] for var in outputs)
+
+
+def _literal_key(literal: Any) -> Any:
+    value = np.asarray(literal.val)
+    # as 0.0 == -0.0, and NaN equals nothing
+    return literal.aval, value.dtype, value.tobytes()
 
 
 def current_scopes() -> Any:

@@ -215,7 +215,7 @@ def squashed(p):
 
     The derivative of the logarithm is huge where that of `tanh` is almost 0.
     """
-    raw = X @ p["w"][0] + jnp.zeros((16, 8)).at[0, 0].set(8.0)
+    raw = X @ p["w"][0] + jnp.zeros((16, 8)).at[0, 0].set(5.0)
     action = jnp.tanh(raw)
     log_prob = -jnp.mean(jnp.log(1 - action**2 + 1e-7))
     value = jnp.mean(jnp.sin(action @ p["w"][1]) @ p["w"][2])

@@ -222,15 +222,6 @@ def is_run_again(eqn):
     return (outputs == expected).all()
 
 
-def is_assembled(eqn):
-    """A copy of an equation is a program that runs, and an equal one is the same object."""
-    one = _jax.assemble([jax.typeof(X)], [_jax.copy_of(eqn, [0])], 1)
-    other = _jax.assemble([jax.typeof(X)], [_jax.copy_of(eqn, [0])], 1)
-    (output,) = _jax.jaxpr_as_fun(one)(X)
-    is_one_object = _jax.closed(one).jaxpr is _jax.closed(other).jaxpr
-    return is_one_object and (output == jnp.sin(X)).all()
-
-
 def named(x):
     return checkpoint_name(x, "x")
 
@@ -245,7 +236,6 @@ ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} |
     "while": ("while", is_while_read),
     "cond": ("cond", lambda e: [*map(names, read(e))] == [[], ["dot_general"]]),
     "another scan": ("scan", is_run_again),
-    "copies of equations": (jnp.sin, is_assembled),
     "order of branches": ("cond", are_branches_swapped),
     "shard_map": ("shard_map", lambda e: "dot_general" in names(read(e).program)),
     "map": ("shard_map", is_mapped_again),
@@ -331,14 +321,96 @@ def test_programs_give_their_constants():
     assert len(jaxpr.invars) == 1 + len(constants)
 
 
+def squash(x, scale, index):
+    """Has an output that depends on nothing, one that is an integer, and one without derivative."""
+    hidden = jnp.tanh(x * COLUMNS) * scale
+    chosen = jnp.where(index > 0, hidden, jax.lax.stop_gradient(x))
+    return chosen + 0 * x, jnp.argmax(hidden), jnp.ones(3), jax.lax.stop_gradient(scale)
+
+
+SQUASHED = (X, jnp.float32(1.5), jnp.int32(1))
+
+
+def squash_again(*args):
+    return tuple(_jax.recomputed(jax.make_jaxpr(squash)(*SQUASHED))(*args))
+
+
+def loss_by(fun):
+    def loss(x, scale):
+        chosen, _, ones, same = fun(x, scale, SQUASHED[2])
+        return jnp.sum(chosen**2) + jnp.sum(ones) * same
+
+    return loss
+
+
+def transpose_linear(fun):
+    def multiply(scale):
+        return fun(X, scale, SQUASHED[2])[0]
+
+    types = jax.ShapeDtypeStruct((), jnp.float32)
+    return lambda x, scale: jax.linear_transpose(multiply, types)(x)
+
+
+def at_x_and_scale(differentiate):
+    return lambda fun: differentiate(loss_by(fun), (0, 1))
+
+
+# What may be done with a program, as a function of `x` and `scale`.
+WAYS = {
+    "value": loss_by,
+    "reverse": at_x_and_scale(jax.grad),
+    "forward": at_x_and_scale(jax.jacfwd),
+    "forward over reverse": at_x_and_scale(jax.hessian),
+    "reverse over reverse": lambda fun: jax.grad(
+        lambda *args: jnp.sum(jax.grad(loss_by(fun))(*args) ** 3), (0, 1)
+    ),
+    "reverse over forward": lambda fun: jax.grad(
+        lambda x, scale: jax.jvp(loss_by(fun), (x, scale), (x, scale))[1]
+    ),
+    "batched": lambda fun: (
+        lambda x, scale: jax.vmap(jax.grad(loss_by(fun), (0, 1)), (0, None))(
+            jnp.stack([x, 2 * x]), scale
+        )
+    ),
+    "of a batch": lambda fun: jax.grad(
+        lambda x, scale: jnp.sum(
+            jax.vmap(loss_by(fun), (0, None))(jnp.stack([x, 2 * x]), scale)
+        ),
+        (0, 1),
+    ),
+    "in a scan": lambda fun: jax.grad(
+        lambda x, scale: jax.lax.scan(
+            lambda c, s: (fun(c, s, SQUASHED[2])[0], 0), x, jnp.stack([scale, scale])
+        )[0].sum(),
+        (0, 1),
+    ),
+    "transposed": transpose_linear,
+}
+
+
 @cases("kind", AUTODIFF)
-@cases("prevent_cse", [False, True])
-def test_programs_are_called_again_backward(prevent_cse, kind):
+@cases("compiled", [False, True])
+@cases("way", WAYS)
+def test_programs_that_are_recomputed_have_the_same_derivatives(way, compiled, kind):
     with form(AUTODIFF[kind]):
-        fun = _jax.rematerialized(WITH_CONSTANT, prevent_cse=prevent_cse)
-        assert options(equation(fun, X))["prevent_cse"] is prevent_cse
-        (output,) = fun(X)
-    np.testing.assert_array_equal(output, X * COLUMNS)
+        actual_fun = WAYS[way](squash_again)
+        expected_fun = WAYS[way](squash)
+        if compiled:
+            actual_fun = jax.jit(actual_fun)
+        actual = actual_fun(*SQUASHED[:2])
+        expected = expected_fun(*SQUASHED[:2])
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_recomputed_program_keeps_what_its_derivative_reads():
+    def keep(fun):
+        _, pull = jax.vjp(lambda x, y: fun(x, y)[0], X, X + 1)
+        return [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.ndim]
+
+    program = jax.make_jaxpr(lambda x, y: jnp.exp(jnp.sin(x)) + y)(X, X)
+    assert keep(_jax.recomputed(program)) == [X.shape]
 
 
 def test_the_numbers_that_jax_casts_are_seen():

@@ -12,32 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jax
-from ..._jax import JaxprEqn, has_narrow_range, is_inexact
+from ..._jax import JaxprEqn, Op, has_narrow_range, is_inexact
 from .evaluate import (
-    ON_REFS,
     IncomparableError,
     dtype_of,
     evaluate,
     evaluate_in_float32,
 )
 
-# These give an exact result or a copy if it is below the smallest normal number: a sum of
-# floating-point numbers is a multiple of the smallest subnormal, so a tiny one is not rounded.
-_NEVER_LOSE = {
-    "add", "add_any", "sub", "neg", "abs", "max", "min", "select_n", "clamp", "copy",
-    "iota", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev",
-    "pad", "slice", "dynamic_slice", "dynamic_update_slice", "concatenate", "split",
-    "gather", "scatter", "scatter-add", "sort", "stop_gradient", "optimization_barrier",
-    "name", "reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin",
-    "reduce_window_sum", "reduce_window_max", "select_and_scatter_add",
-    "bitcast_convert_type", "empty_ref", *ON_REFS,
-}  # fmt: skip
-# These give finite numbers if they are given finite ones.
-_NEVER_MAKE = _NEVER_LOSE - {
-    "add", "add_any", "sub", "scatter-add", "reduce_sum", "cumsum", "reduce_window_sum",
-    "select_and_scatter_add", "gather", "scatter", "bitcast_convert_type", "addupdate",
-    "dynamic_slice", "pad", "reduce_max", "reduce_min", "reduce_window_max", "iota",
-}  # fmt: skip
 CONTRACTIONS = {"dot_general", "conv_general_dilated"}
 
 
@@ -116,7 +98,7 @@ def _find_remaining(
     eqn: JaxprEqn, repaired: Sequence[Any], masks: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Returns where outputs, inf or NaN at the masks, are so for repaired inputs as well."""
-    if _jax.operation(eqn) in _NEVER_MAKE:
+    if Op.MAKES_NOTHING in _jax.does(_jax.operation(eqn)):
         return list(map(np.zeros_like, masks))
     remaining = []
     for mask, output in zip(masks, evaluate(eqn, repaired), strict=True):
@@ -188,7 +170,7 @@ def find_lost(
     exact subnormal number counts only if no input was subnormal: otherwise it may have been so
     before. A share of up to `least` of the nonzero values is no loss. Raises `IncomparableError`.
     """
-    if _jax.operation(eqn) in _NEVER_LOSE:
+    if Op.LOSES_NOTHING in _jax.does(_jax.operation(eqn)):
         return None
     # Values that are neither zero nor subnormal were not lost, so not more than the others were.
     suspects = [i for i, output in enumerate(outputs) if _share_of_tiny(output) > least]

@@ -1,0 +1,93 @@
+"""What JAX's primitives do, as far as anything here asks: one row for each.
+
+`autocast`, `scale_backward`, the trace and the doctor read these rows. A primitive that has none
+does nothing that is known, and is treated so: it runs once, in float32, and may lose and make
+anything.
+"""
+
+import enum
+
+
+class Op(enum.Flag):
+    """What a primitive does."""
+
+    PRODUCT = enum.auto()  # multiplies matrices, or convolves
+    ELEMENTWISE = enum.auto()  # treats each element by itself
+    REDUCTION = enum.auto()  # makes one number of many
+    MOVE = (
+        enum.auto()
+    )  # moves or chooses elements: to round before it is to round after it
+    CHEAP = enum.auto()  # may be computed twice
+    KEEPS_NOTHING = enum.auto()  # its derivative does not depend on what it reads
+    NO_GRADIENT = enum.auto()  # nothing comes back through it
+    SUMS_BACKWARD = enum.auto()  # its derivative adds numbers up
+    # No number that is not 0 becomes 0: it gives numbers that it is given, or sums of them, which
+    # are multiples of the smallest subnormal.
+    LOSES_NOTHING = enum.auto()
+    MAKES_NOTHING = enum.auto()  # finite numbers stay finite
+
+
+_NONE = Op(0)
+_ELEMENT = Op.ELEMENTWISE | Op.CHEAP
+_REDUCE = Op.REDUCTION | Op.CHEAP
+_EXACT = Op.LOSES_NOTHING | Op.MAKES_NOTHING
+_LINEAR_MOVE = Op.MOVE | Op.KEEPS_NOTHING | _EXACT
+_CHEAP_MOVE = _LINEAR_MOVE | Op.CHEAP
+
+# Names of primitives, by what they do.
+_ROWS = {
+    Op.PRODUCT: "dot_general conv_general_dilated ragged_dot ragged_dot_general",
+    # Elements, one by one. First arithmetic:
+    _ELEMENT | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add add_any sub",
+    _ELEMENT | Op.KEEPS_NOTHING | _EXACT: "neg",
+    _ELEMENT | Op.KEEPS_NOTHING: "convert_element_type",
+    _ELEMENT: """
+        mul div rem integer_pow pow square sqrt rsqrt cbrt
+        exp exp2 expm1 log log1p
+        sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+        logistic erf erfc erf_inv
+        eq eq_to ge gt is_finite le le_to lt lt_to ne
+        and or not xor""",
+    _ELEMENT | _EXACT: "abs clamp max min select_n",
+    _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
+    _ELEMENT | Op.NO_GRADIENT | Op.KEEPS_NOTHING | _EXACT: "stop_gradient",
+    # One number of many:
+    _REDUCE | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "reduce_sum",
+    _REDUCE | Op.LOSES_NOTHING: "reduce_max reduce_min",  # that of no number is inf
+    _REDUCE: "argmax argmin reduce_and reduce_or",
+    # Moves of whole arrays, which XLA makes a part of what reads them:
+    _CHEAP_MOVE: """
+        concatenate copy expand_dims reshape rev sharding_constraint slice split squeeze
+        stack transpose unstack""",
+    _CHEAP_MOVE | Op.SUMS_BACKWARD: "broadcast_in_dim tile",
+    (_CHEAP_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "pad",  # with any number
+    # Other moves. What is out of bounds may be NaN.
+    _LINEAR_MOVE: """
+        all_gather_invariant all_to_all copy_p device_put dynamic_update_slice
+        layout_constraint mesh_cast name pbroadcast ppermute reshard
+        with_memory_space_constraint""",
+    _LINEAR_MOVE & ~Op.MAKES_NOTHING: "dynamic_slice",
+    _LINEAR_MOVE | Op.SUMS_BACKWARD: "all_gather pvary",
+    (_LINEAR_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "gather scatter",
+    # What is computed once:
+    _EXACT: """
+        sort cummax cummin optimization_barrier empty_ref
+        new_ref mutable_array get swap freeze free_ref""",
+    Op.LOSES_NOTHING: """
+        scatter-add cumsum reduce_window_sum select_and_scatter_add addupdate
+        reduce_window_max iota bitcast_convert_type""",
+}
+
+_OPERATIONS: dict[str, Op] = {}
+for _op, _names in _ROWS.items():
+    _OPERATIONS |= dict.fromkeys(_names.split(), _op)
+
+
+def does(name: str) -> Op:
+    """Returns what a primitive does, by its name."""
+    return _OPERATIONS.get(name, _NONE)
+
+
+def primitives_that(op: Op) -> frozenset[str]:
+    """Returns the names of the primitives that do all of something."""
+    return frozenset(name for name, done in _OPERATIONS.items() if op in done)
