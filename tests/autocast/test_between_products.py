@@ -206,3 +206,53 @@ def test_only_products_and_moves_are_in_half_precision(family, form):
         if _jax.operation(eqn) not in NARROW:
             dtypes = {getattr(atom.aval, "dtype", None) for atom in eqn.outvars}
             assert jnp.float16 not in dtypes, eqn
+
+
+def report_between_products(x):
+    """Effects at levels that do not rise in the order of the program."""
+    reported = []
+
+    def note(name, _):
+        reported.append(name)
+
+    deep = (x @ x) @ x
+    jax.debug.callback(note, "first", deep[0, 0], ordered=True)
+    jax.debug.callback(note, "second", x[0, 0], ordered=True)
+    deeper = jnp.exp(deep @ x * 1e-3)
+    jax.debug.callback(note, "third", deeper[0, 0], ordered=True)
+    jax.debug.callback(note, "fourth", jnp.sin(x[0, 0]), ordered=True)
+    return jnp.sum(deeper), reported
+
+
+@cases("wrap", [lambda f: f, jax.grad])
+def test_effects_keep_their_order(wrap):
+    reported = []
+
+    def loss(x):
+        value, names = report_between_products(x)
+        reported.append(names)
+        return value
+
+    jax.jit(wrap(jaxscale.autocast(loss)))(jnp.eye(3))
+    jax.effects_barrier()
+    assert reported[-1] == ["first", "second", "third", "fourth"]
+
+
+def write_and_read(x):
+    """A mutable array that is written and read between products, at one level and at another."""
+    ref = _jax.new_ref(jnp.zeros_like(x))
+    ref[...] = x @ x @ x
+    before = ref[...] * 2.0
+    ref[...] = jnp.sin(x)
+    after = ref[...] @ x
+    return jnp.sum(before @ x + after * jnp.exp(before * 1e-2))
+
+
+@pytest.mark.skipif(_jax.new_ref is None, reason="this JAX has no refs")
+def test_refs_are_read_in_their_order():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4)), jnp.float32)
+    expected, expected_gradient = jax.value_and_grad(write_and_read)(x)
+    actual, gradient = jax.value_and_grad(jaxscale.autocast(write_and_read))(x)
+    np.testing.assert_allclose(actual, expected, rtol=5e-3)
+    largest = np.abs(expected_gradient).max()
+    np.testing.assert_allclose(gradient, expected_gradient, atol=5e-3 * largest)
