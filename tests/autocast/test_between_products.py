@@ -245,7 +245,7 @@ def write_and_read(x):
     before = ref[...] * 2.0
     ref[...] = jnp.sin(x)
     after = ref[...] @ x
-    return jnp.sum(before @ x + after * jnp.exp(before * 1e-2))
+    return jnp.sum((before @ x) ** 2 + (after * jnp.exp(before * 1e-2)) ** 2)
 
 
 @pytest.mark.skipif(_jax.new_ref is None, reason="this JAX has no refs")
