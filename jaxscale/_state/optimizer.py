@@ -46,7 +46,7 @@ class LossScaledState(NamedTuple):
       grad_norm: with `max_norm` or `spikes` an `f32[]`, the global norm of the last gradients
         before they were clipped, even if the step was skipped; inf if they were not finite, or
         their squares overflow. With accumulation and `max_norm` it is that of the last step of the
-        optimizer. If devices hold parts of the parameters, it is the largest of their norms.
+        optimizer. With `axis_name` it is the norm that those devices agree on.
         Without `max_norm` and `spikes` it is `None`.
 
     Counters stay at their largest value instead of wrapping around.

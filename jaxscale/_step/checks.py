@@ -120,11 +120,13 @@ def check_devices_agree(grads: optax.Updates, value: Any, axis_name: Any) -> Non
     another gradient does not. Where all gradients vary, each device has a run of its own.
     """
     gradients = list_gradients(grads)
-    of_loss = varying_axes(value)
-    disputed = (of_loss | varying_axes(grads)) - set(axis_names(axis_name))
+    of_gradients = varying_axes(grads)
+    disputed = (varying_axes(value) | of_gradients) - set(axis_names(axis_name))
     copied = ""
     for axis in disputed.copy():
-        copies = [path for path, leaf in gradients if axis not in varying(jax.typeof(leaf))]
+        copies = [
+            path for path, leaf in gradients if axis not in varying(jax.typeof(leaf))
+        ]
         if copies:
             copied = leaf_name(copies[0])
         elif gradients:
@@ -132,16 +134,16 @@ def check_devices_agree(grads: optax.Updates, value: Any, axis_name: Any) -> Non
     if not disputed:
         return
     axes = ", ".join(map(repr, sorted(disputed)))
-    if disputed <= of_loss:
+    if disputed & of_gradients:
         raise ValueError(
-            f"`loss_scaled(...).update(value=...)` varies along {axes}, where the gradients do "
-            "not. A loss that is bad on one device alone would make the loss scales of the "
-            f"devices differ: pass `axis_name={axes}` to `loss_scaled`, or the mean loss."
+            f"`loss_scaled(...).update(updates=...)`: some gradients vary along {axes}, and that "
+            f"at {copied} does not. What is bad, or clipped, on one device alone would make its "
+            f"copy of that parameter differ: pass `axis_name={axes}` to `loss_scaled`."
         )
     raise ValueError(
-        f"`loss_scaled(...).update(updates=...)`: some gradients vary along {axes}, and that at "
-        f"{copied} does not. What is bad, or clipped, on one device alone would make its copy of "
-        f"that parameter differ from the others: pass `axis_name={axes}` to `loss_scaled`."
+        f"`loss_scaled(...).update(value=...)` varies along {axes}, where the gradients do "
+        "not. A loss that is bad on one device alone would make the loss scales of the "
+        f"devices differ: pass `axis_name={axes}` to `loss_scaled`, or the mean loss."
     )
 
 

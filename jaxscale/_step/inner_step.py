@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
@@ -215,9 +214,7 @@ def make_or_skip(
     return result._replace(grad_norm=show_norm(last_norm, verdict.norm))
 
 
-def show_norm(
-    last_norm: jax.Array | None, norm: jax.Array | None
-) -> jax.Array | None:
+def show_norm(last_norm: jax.Array | None, norm: jax.Array | None) -> jax.Array | None:
     """Returns the norm that a state shows after a step which may have found a new one."""
     if norm is None or last_norm is None:
         return last_norm

@@ -70,7 +70,8 @@ def loss_of_experts(params, batch):
     for device in range(COUNT):
         own = slice(2 * device, 2 * device + 2)
         part = {"shared": params["shared"], "expert": params["expert"][device][None]}
-        losses.append(loss_of_expert(part, jax.tree.map(lambda x: x[own], batch)))
+        x, y = batch
+        losses.append(loss_of_expert(part, (x[own], y[own])))
     return sum(losses) / COUNT
 
 
@@ -85,6 +86,9 @@ def loss_of_whole(params, batch):
 START = jnp.array([0.5, -0.25, 0.125, 1.0])
 LAYOUTS = {
     "replicated": Layout(
+        {"w": START}, frozenset(), loss_of_whole, average_all, loss_of_whole
+    ),
+    "train_step": Layout(
         {"w": START}, frozenset(), loss_of_whole, average_all, loss_of_whole
     ),
     "ZeRO": Layout(
@@ -107,11 +111,23 @@ def whole_params(layout, params):
     return jax.tree.map(lambda leaf: vary(leaf, ["d"]), params)
 
 
-def step_of_one(layout, tx, typed, params, state, batch):
+def step_of_one(layout, tx, params, state, batch):
     """A step of one device, which gives the optimizer its own loss."""
-    used = whole_params(layout, params) if typed or layout.split else params
-    loss, grads = jax.value_and_grad(layout.loss_of_one)(used, batch)
-    grads = layout.average(grads)
+
+    def differentiate(loss_fn, **kwargs):
+        def value_and_grad(params, batch):
+            used = whole_params(layout, params)
+            value, grads = jax.value_and_grad(loss_fn, **kwargs)(used, batch)
+            return value, layout.average(grads)
+
+        return value_and_grad
+
+    if layout is LAYOUTS["train_step"]:
+        train_step = jaxscale.train_step(
+            layout.loss_of_one, tx, transform=differentiate
+        )
+        return train_step(params, state, batch)[:2]
+    loss, grads = differentiate(layout.loss_of_one)(params, batch)
 
     def value_fn(params):
         return jax.lax.pmean(layout.loss_of_one(params, batch), "d")
@@ -142,7 +158,7 @@ def train(step, params, tx, batches):
     for batch in batches:
         params, state = step(params, state, batch)
     for leaf in jax.tree.leaves((params, state)):
-        if leaf.is_fully_replicated:
+        if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
             alike([shard.data for shard in leaf.addressable_shards])
     return params, state
 
@@ -156,7 +172,7 @@ def specs_of(layout, tree):
 def train_in_shard_map(layout, tx, check, batches=BATCHES):
     params = layout.params
     specs = specs_of(layout, (params, tx.init(params)))
-    step = functools.partial(step_of_one, layout, tx, check)
+    step = functools.partial(step_of_one, layout, tx)
     mapped = jax.shard_map(
         step,
         mesh=MESH,
@@ -170,7 +186,7 @@ def train_in_shard_map(layout, tx, check, batches=BATCHES):
 def train_in_pmap(layout, tx, batches=BATCHES):
     params = layout.params
     specs = specs_of(layout, (params, tx.init(params)))
-    step = functools.partial(step_of_one, layout, tx, False)
+    step = functools.partial(step_of_one, layout, tx)
     axes = jax.tree.map(lambda spec: 0 if spec == SHARDED else None, specs)
     mapped = jax.pmap(step, "d", devices=DEVICES, in_axes=(*axes, 0))
 
@@ -235,6 +251,8 @@ BY_NORM = {"max_norm", "no skips", "spikes", "multi_steps"}
 
 
 def is_equal_to_one(form, layout, name):
+    if layout == "train_step":
+        return name != "lbfgs"  # which needs more than the loss
     if not LAYOUTS[layout].split:
         return True
     return name not in MIXING and (form == "shard_map" or name not in BY_NORM)
@@ -251,7 +269,7 @@ def is_equal_to_one(form, layout, name):
         ("shard_map", "experts", "max_norm"),
         ("shard_map", "ZeRO", "multi_steps"),
         ("shard_map, unchecked", "replicated", "multi_steps, reduce_on_plateau"),
-        ("pmap", "replicated", "polyak_sgd"),
+        ("pmap", "train_step", "polyak_sgd"),
     ],
 )
 def test_many_devices_end_where_one_ends(form, layout, name):
@@ -301,9 +319,8 @@ def test_without_types_all_clip_by_the_largest_norm_of_a_device(form, layout, na
     layout = LAYOUTS[layout]
     FORMS[form](layout, OPTIMIZERS[name](axis_name="d"))
     start = layout.params
-    params, state = FORMS[form](
-        layout, OPTIMIZERS[name](axis_name="d"), batches=BATCHES[:1]
-    )
+    tx = OPTIMIZERS[name](axis_name="d")
+    params, _ = FORMS[form](layout, tx, batches=BATCHES[:1])
     grads = jax.grad(layout.loss_of_all)(start, BATCHES[0])
     clipped = clip_by_largest_part(layout, jax.device_get(grads))
     for name, leaf in params.items():
@@ -337,7 +354,7 @@ PARTING = {
     "a loss of one device": (
         "replicated",
         jaxscale.multi_steps(SGD, 2),
-        r"`value=...\)` varies along 'd'.*`axis_name='d'`",
+        r"value=\.\.\.\)` varies along 'd'.*`axis_name='d'`",
     ),
 }
 
@@ -357,7 +374,7 @@ def test_devices_with_runs_of_their_own_need_no_axis():
     def run(params, size):
         state = tx.init(params)
         for factor in (1.0, 3.0):
-            grads = jax.tree.map(lambda leaf: leaf * size * factor, params)
+            grads = {"w": params["w"] * size * factor}
             updates, state = tx.update(grads, state, params, value=size[0])
             params = optax.apply_updates(params, updates)
         return params, state.total_notfinite[None], state.grad_norm[None]
