@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._trees.leaf import NumberKind, kind_of
+from .._trees.leaf import NumberKind, check_in_reach, kind_of
 from .optimizer import SpikeState
 from .scale import UnitLossScaleState, is_policy_state, unwrap
 
@@ -37,7 +37,8 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     Args:
       tree: an `opt_state`, a `TrainState`, a dict of them, or another container of numbers
-        and arrays, typed keys included. This process must be able to read every array completely.
+        and arrays, typed keys included. If processes hold parts of an array, gather it first:
+        `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`.
 
     Returns:
       `{"version": 1, ...}`: fields by their names, dicts by their keys as strings,
@@ -47,7 +48,8 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     Raises:
       TypeError: if a leaf is not an array or a number, or is traced.
-      ValueError: if `tree` is not a container, or has a child named `version`.
+      ValueError: if `tree` is not a container, or has a child named `version`, or if this process
+        has only a part of an array.
 
     Example:
       >>> import jaxscale
@@ -66,7 +68,10 @@ def _save(path: str, node: Any) -> Any:
         return None
     children = _children(node)
     if children is None:
-        return np.array(_check_number(_place("tree", path), node))
+        place = _place("tree", path)
+        number = _check_number(place, node)
+        check_in_reach(place, number)
+        return np.array(number)
     return {name: _save(f"{path}/{name}", child) for name, child in children.items()}
 
 
