@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from .scale import LossScaleState
@@ -101,10 +102,12 @@ class MultiStepsState(NamedTuple):
       mini_step: `i32[]`, micro-batches of this window so far, dropped ones included.
       gradient_step: `i32[]`, optimizer steps made so far.
       counted: `i32[]`, micro-batches of this window that are in `acc_grads`.
-      acc_grads: the sum of their gradients, divided by the length of the window; in
-        float32 or wider, with the structure of the parameters.
+      acc_grads: the sum of their gradients, divided by `divisor`; in float32 or wider, with the
+        structure of the parameters.
       acc_value: `f32[]`, the same for their losses, 0 if none was passed as `value`.
       inner_opt_state: the state of the wrapped transformation.
+      divisor: `i32[]`, the length that this window had as it began, 0 before its first micro-batch.
+        A resumed run may end it with another length.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -120,6 +123,7 @@ class MultiStepsState(NamedTuple):
     acc_grads: Any
     acc_value: jax.Array  # f32[]
     inner_opt_state: Any
+    divisor: Any = np.int32(0)  # i32[]
 
 
 class SpikeState(NamedTuple):

@@ -92,7 +92,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       and of other policies can be read. `inner_state`, `inner_opt_state` and `counted` have no
       default; they, and everything that is not jaxscale's own, must match. If a `SpikeRule` has
       another window than the one that was saved, the newest entries are kept. A saved loss scale
-      replaces the policy's initial one; `opt_state._replace(scaling=policy.init())` starts it
+      replaces the policy's initial one, except that a `FixedLossScale` goes back to its own number
+      in the first step; `opt_state._replace(scaling=policy.init())` starts it
       again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
       the policy starts with its initial one. A scale above the policy's maximum is lowered to the
       maximum in the first step.

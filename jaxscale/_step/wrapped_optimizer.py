@@ -45,7 +45,7 @@ from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.overwrites import holds_overwrites, without_overwrites
 from .._trees.selection import tree_where
-from . import checks
+from . import checks, matching
 from .call_update import NO_ARGS
 from .counters import count_step, move_skip_rate, start_state
 from .inner_step import InnerStep, make_or_skip, show_norm
@@ -167,10 +167,14 @@ class WrappedOptimizer:
     def check_state(self, argument: str, state: Any, order: str) -> LossScaledState:
         """Checks that an argument is the state of a step, and returns it as arrays.
 
-        A scale above this policy's maximum, as another policy may leave it, is lowered to the
-        maximum. `order` is the order of the call's arguments, for the error message.
+        A scale that this policy never has, as another may leave it, is replaced: that of a fixed
+        policy by its number, and one above the maximum by the maximum. `order` is the order of the
+        call's arguments, for the error message.
         """
         state = checks.check_state(argument, state, self.policy, order)
+        matching.check_has_parts(argument, state, self)
+        if isinstance(self.policy, FixedLossScale):
+            return state._replace(scaling=self.policy.hold(state.scaling))
         # Without skips the scale never moves, and a policy of the user's own may have no maximum.
         if not self.skips or not isinstance(self.policy, CheckedLossScale):
             return state
@@ -209,7 +213,7 @@ class WrappedOptimizer:
             before_hook=result.grads_before_hook,
             questions=self._find_questions(state),
         )
-        if self._needs_norm(state) and verdict.norm is None:
+        if self._needs_norm and verdict.norm is None:
             return _add_norm(verdict, result.grads)
         return verdict
 
@@ -254,10 +258,9 @@ class WrappedOptimizer:
         is_good = verdict.grads_finite & verdict.loss_finite
         is_spike = None
         spikes = state.spikes
-        spike_rule = self._find_spike_rule(state)
-        if spike_rule is not None:
+        if self.spikes is not None:
             norm: Any = verdict.norm  # known, as the rule needs it
-            is_spike, spikes = spike_rule.judge(
+            is_spike, spikes = self.spikes.judge(
                 spikes, verdict.loss, shown_norm(norm), is_good
             )
             is_good &= ~is_spike
@@ -345,28 +348,21 @@ class WrappedOptimizer:
     def _find_questions(self, state: LossScaledState) -> Questions:
         """Returns what the verdict on a backward pass has to answer."""
         return Questions(
-            # The fields of the state decide this, and not `track_leaves` and `max_norm`: a state
-            # that was restored from a run with other options keeps its structure.
+            # The state decides this, and not `track_leaves`, as it keeps its structure.
             by_leaf=state.nonfinite_leaves is not None,
             largest=self.policy.needs_largest,
             # If JAX raises an error at each NaN, the norm waits for the verdict: see `_add_norm`.
-            norm=self._needs_norm(state) and not nans_are_errors(),
+            norm=self._needs_norm and not nans_are_errors(),
         )
 
-    def _needs_norm(self, state: LossScaledState) -> bool:
+    @property
+    def _needs_norm(self) -> bool:
         """Returns whether a step needs the norm of its own gradients."""
-        if self._find_spike_rule(state) is not None:
+        if self.spikes is not None:
             return True
         # With a window, the optimizer clips the mean of several micro-batches, so the norm of one
         # of them is of no use to it.
         return self.max_norm is not None and not self.window.averages
-
-    def _find_spike_rule(self, state: LossScaledState) -> SpikeRule | None:
-        # A state without `spikes` comes from a run without the rule. Its structure must not
-        # change, so no step of it is judged.
-        if state.spikes is None:
-            return None
-        return self.spikes
 
 
 def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:

@@ -478,6 +478,39 @@ def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
     assert state.step_applied
 
 
+FIXED = jaxscale.loss_scaled(optax.sgd(0.5), 128)
+UNSKIPPED = jaxscale.loss_scaled(optax.sgd(0.5), 128, skip_nonfinite=False)
+
+
+@cases("tx, factor", [(FIXED, 1.0), (FIXED, jnp.inf), (UNSKIPPED, 1.0)])
+def test_the_number_of_a_fixed_policy_wins_over_a_saved_one(tx, factor):
+    state = with_scale(tx.init(PARAMS), 2.0**15)
+    grads = jax.tree.map(lambda leaf: leaf * factor, PARAMS)
+    _, next_state = jax.jit(tx.update)(grads, state, PARAMS)
+    assert next_state.scaling.loss_scale == 128
+    assert avals(next_state) == avals(state)
+
+
+def test_a_fixed_policy_returns_its_own_scale():
+    policy = jaxscale.FixedLossScale(128)
+    saved_state = jaxscale.FixedLossScale(2.0**15).init()
+    state, _ = policy.update(saved_state, PARAMS)
+    assert_same_bits(state, policy.init())
+    assert_same_bits(policy.adjust(saved_state, jnp.array(False)), policy.init())
+
+
+def test_a_whole_step_begins_with_the_scale_of_a_fixed_policy():
+    """Two runs that both overflow at the saved scale, and not at the policy's."""
+
+    def loss_fn(params):
+        return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 10.0)
+
+    params = {"w": jnp.ones(2)}
+    step = jax.jit(jaxscale.train_step(loss_fn, FIXED))
+    _, state, _ = step(params, with_scale(FIXED.init(params), 2.0**15))
+    assert state.step_applied
+
+
 def test_a_policy_that_may_start_above_its_largest_scale_is_left_there():
     above = presets.PresetLossScale(
         init_scale=2.0**30,
