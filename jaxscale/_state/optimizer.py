@@ -81,11 +81,11 @@ class LossScaledState(NamedTuple):
     total_notfinite: jax.Array  # i32[]
     total_notfinite_loss: jax.Array  # i32[]
     total_steps: jax.Array  # i32[]
-    total_retries: jax.Array  # i32[]
-    total_exhausted: jax.Array  # i32[]
-    backoff_count: jax.Array  # i32[]
-    skip_rate: jax.Array  # f32[]
-    row_notfinite_loss: jax.Array  # i32[]
+    total_retries: Any = np.int32(0)  # i32[]
+    total_exhausted: Any = np.int32(0)  # i32[]
+    backoff_count: Any = np.int32(0)  # i32[]
+    skip_rate: Any = np.float32(0)  # f32[]
+    row_notfinite_loss: Any = np.int32(0)  # i32[]
     spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None

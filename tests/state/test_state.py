@@ -567,6 +567,9 @@ def test_each_field_with_the_state_of_another_optimizer_has_a_row():
 
 
 # A target, what was saved, and the error.
+SPIKES = jaxscale.loss_scaled(
+    optax.sgd(0.5, momentum=0.5), POLICY, spikes=jaxscale.SpikeRule()
+)
 BAD_VALUES = {
     "a later version": (
         FRESH,
@@ -604,6 +607,12 @@ BAD_VALUES = {
         {"version": 1},
         {"version": 1},
         r"\(target\)` must be .*, got dict",
+    ),
+    "types where nothing was saved": (
+        jax.eval_shape(SPIKES.init, PARAMS),
+        saved(),
+        r"\(target\)` has only types, and nothing was saved for /spikes/losses, .* and \d+ more"
+        r".*tx\.init\(params\)",
     ),
     "an array as the target": (
         jnp.ones(2),
@@ -770,6 +779,42 @@ def test_a_leaf_comes_back_as_the_targets(name):
         assert avals(restored) == avals(leaf)
         assert restored.committed == leaf.committed
         assert restored.sharding == leaf.sharding
+
+
+def type_of(leaf):
+    """The type of an array, with its sharding if it is committed to that."""
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=leaf.sharding if leaf.committed else None,
+        weak_type=aval.weak_type,
+    )
+
+
+ARRAYS = [name for name in LEAVES if isinstance(LEAVES[name](0), jax.Array)]
+
+
+@cases("name", ARRAYS, fast=["sharded", "weak and sharded", "another key"])
+def test_a_leaf_comes_back_as_a_type_says(name):
+    leaf = LEAVES[name](7)
+    saved_leaf = jaxscale.to_state_dict([leaf])
+    (restored,) = jaxscale.from_state_dict([type_of(leaf)], saved_leaf)
+    assert_same_bits(restored, leaf)
+    assert avals(restored) == avals(leaf)
+    assert restored.committed == leaf.committed
+    assert restored.sharding == leaf.sharding
+
+
+def test_a_population_is_restored_into_types():
+    """Fields that were not saved have their defaults in each member."""
+    members = jax.vmap(TX.init)(
+        jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), PARAMS)
+    )
+    state_dict = jaxscale.to_state_dict(members)
+    del state_dict["skip_rate"]
+    target = jax.eval_shape(lambda: members)
+    assert_same_bits(jaxscale.from_state_dict(target, state_dict), members)
 
 
 def test_a_dictionary_is_a_copy():
