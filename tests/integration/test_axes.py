@@ -366,9 +366,22 @@ def test_copies_that_would_part_are_an_error(name):
         train_in_shard_map(LAYOUTS[layout], tx, check=True)
 
 
+def keep_loss():
+    """An optimizer whose state varies before the first step, or only after it."""
+
+    def init(params):
+        return {"loss": jnp.zeros(()), "first": params["w"][0]}
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        return updates, {"loss": value, "first": jnp.zeros(())}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def test_devices_with_runs_of_their_own_need_no_axis():
     """Each has its parameters, and clips, skips and counts by itself."""
-    tx = jaxscale.multi_steps(jaxscale.loss_scaled(SGD, max_norm=0.5), 2)
+    inner = optax.chain(SGD, keep_loss())
+    tx = jaxscale.multi_steps(jaxscale.loss_scaled(inner, max_norm=0.5), 2)
     sizes = jnp.array([1.0, jnp.nan, 0.1, 3.0])
 
     def run(params, size):
