@@ -255,7 +255,8 @@ def multi_steps(
       inner: the transformation to wrap, or a `loss_scaled` one.
       every_k_schedule: how many micro-batches make a window. It is an integer, or a schedule: a
         function of the number of steps made so far, an `i32[]`. The number that the schedule
-        returns is rounded down, and a number below 1 counts as 1.
+        returns is rounded down, and a number below 1 counts as 1. If a run is resumed with another
+        number, that ends the window at hand, whose step is made from the mean of what it holds.
       drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is made from
         the others, if any. `"window"`: its whole window; the optimizer makes no step. (Other state
         of a loop, such as batch statistics, follows `step_applied`, so it is kept or replaced for
