@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
@@ -15,6 +16,7 @@ from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.checks import int32
+from .._trees.leaf import check_in_reach
 from .causes import explain_row
 from .symptoms import list_warnings
 
@@ -90,7 +92,10 @@ def check(
     most = int32("check", "max_consecutive", max_consecutive, least=0)
     state = find_optimizer_state("check", restore_types(tree))
     inner_state = unwrap(state.inner_state)
-    state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
+    # Only counters are read, as processes may have only parts of what is larger.
+    state = unwrap(state._replace(inner_state=None))
+    state = state._replace(spikes=_without_windows(state.spikes))
+    state = jax.tree.map(_on_host, state)
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
     axes = np.shape(state.notfinite_count)  # those of a population
     steps = np.broadcast_to(_count_optimizer_steps(state, inner_state), axes)
@@ -156,7 +161,18 @@ def _on_host(leaf: Any) -> np.ndarray:
             "`check` reads values, so it cannot run inside `jit`. Call it on the state that "
             "the step returns; inside, use `jaxscale.metrics`."
         )
+    check_in_reach("`check(tree)`: a counter of a population", leaf)
     return np.asarray(leaf)
+
+
+def _without_windows(spikes: Any) -> Any:
+    """Returns the state of a `SpikeRule` with its counters alone."""
+    if spikes is None:
+        return None
+    num_axes = jnp.ndim(spikes.total_spikes)  # those of a population
+    return type(spikes)(
+        *[leaf if jnp.ndim(leaf) == num_axes else None for leaf in spikes]
+    )
 
 
 def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
@@ -195,8 +211,15 @@ def _is_lost(step: Any, state: Any, inner_state: Any) -> Any:
         return max(counts) <= applied
     # Momentum and the like are 0 at first.
     leaves = jax.tree.leaves(inner_state)
-    is_zero = not any(map(np.any, leaves))
-    return len(leaves) > 0 and state.total_steps == 0 and is_zero
+    return len(leaves) > 0 and state.total_steps == 0 and all(map(_is_zero, leaves))
+
+
+def _is_zero(leaf: Any) -> bool:
+    """Returns whether an array is 0, or the parts of it that this process has."""
+    parts = [leaf]
+    if isinstance(leaf, jax.Array):
+        parts = [shard.data for shard in leaf.addressable_shards]
+    return not any(map(np.any, parts))
 
 
 def _raise_if_blind(members: Any, steps: Any, most: int, axes: tuple[int, ...]) -> None:

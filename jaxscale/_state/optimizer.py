@@ -3,11 +3,27 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
+from .releases import upgrades
 from .scale import LossScaleState
 
 
+def _of_0_2(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the fields of a `LossScaledState`, given those, or the 13 that 0.2 had."""
+    # The eleventh then was `spikes`, and since then is a number.
+    is_old = len(fields) == 13 and (
+        fields[10] is None or hasattr(fields[10], "_fields")
+    )
+    if not is_old:
+        return fields
+    skip_rate = np.float32(0)
+    row_notfinite_loss = np.int32(0)
+    return (*fields[:10], skip_rate, row_notfinite_loss, *fields[10:])
+
+
+@upgrades(_of_0_2)
 class LossScaledState(NamedTuple):
     """The state that `loss_scaled` carries from one step to the next.
 
@@ -46,7 +62,7 @@ class LossScaledState(NamedTuple):
       grad_norm: with `max_norm` or `spikes` an `f32[]`, the global norm of the last gradients
         before they were clipped, even if the step was skipped; inf if they were not finite, or
         their squares overflow. With accumulation and `max_norm` it is that of the last step of the
-        optimizer. If devices hold parts of the parameters, it is the largest of their norms.
+        optimizer. With `axis_name` it is the norm that those devices agree on.
         Without `max_norm` and `spikes` it is `None`.
 
     Counters stay at their largest value instead of wrapping around.
@@ -65,11 +81,11 @@ class LossScaledState(NamedTuple):
     total_notfinite: jax.Array  # i32[]
     total_notfinite_loss: jax.Array  # i32[]
     total_steps: jax.Array  # i32[]
-    total_retries: jax.Array  # i32[]
-    total_exhausted: jax.Array  # i32[]
-    backoff_count: jax.Array  # i32[]
-    skip_rate: jax.Array  # f32[]
-    row_notfinite_loss: jax.Array  # i32[]
+    total_retries: Any = np.int32(0)  # i32[]
+    total_exhausted: Any = np.int32(0)  # i32[]
+    backoff_count: Any = np.int32(0)  # i32[]
+    skip_rate: Any = np.float32(0)  # f32[]
+    row_notfinite_loss: Any = np.int32(0)  # i32[]
     spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None
@@ -101,10 +117,12 @@ class MultiStepsState(NamedTuple):
       mini_step: `i32[]`, micro-batches of this window so far, dropped ones included.
       gradient_step: `i32[]`, optimizer steps made so far.
       counted: `i32[]`, micro-batches of this window that are in `acc_grads`.
-      acc_grads: the sum of their gradients, divided by the length of the window; in
-        float32 or wider, with the structure of the parameters.
+      acc_grads: the sum of their gradients, divided by `divisor`; in float32 or wider, with the
+        structure of the parameters.
       acc_value: `f32[]`, the same for their losses, 0 if none was passed as `value`.
       inner_opt_state: the state of the wrapped transformation.
+      divisor: `i32[]`, the length that this window had as it began, 0 before its first micro-batch.
+        A resumed run may end it with another length.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -120,8 +138,15 @@ class MultiStepsState(NamedTuple):
     acc_grads: Any
     acc_value: jax.Array  # f32[]
     inner_opt_state: Any
+    divisor: Any = np.int32(0)  # i32[]
 
 
+def _of_today(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the fields that a `SpikeState` has, given those that it has or had."""
+    return fields[: len(SpikeState._fields)]
+
+
+@upgrades(_of_today)
 class SpikeState(NamedTuple):
     """The state that a `jaxscale.SpikeRule` carries from one step to the next.
 
@@ -172,14 +197,14 @@ class SpikeState(NamedTuple):
     norm_threshold: jax.Array  # f32[]
     loss_deviation: jax.Array  # f32[]
     norm_deviation: jax.Array  # f32[]
-    total_norm_overflows: jax.Array  # i32[]
-    cooldown: jax.Array  # i32[]
-    level_count: jax.Array  # i32[]
-    level_threshold: jax.Array  # f32[]
-    recent_losses: jax.Array  # f32[8]
-    past_levels: jax.Array  # f32[64]
-    level_steps: jax.Array  # i32[]
-    past_count: jax.Array  # i32[]
+    total_norm_overflows: Any = np.int32(0)  # i32[]
+    cooldown: Any = np.int32(0)  # i32[]
+    level_count: Any = np.int32(0)  # i32[]
+    level_threshold: Any = np.float32(np.inf)  # f32[]
+    recent_losses: Any = np.zeros(8, np.float32)  # f32[8]
+    past_levels: Any = np.zeros(64, np.float32)  # f32[64]
+    level_steps: Any = np.int32(0)  # i32[]
+    past_count: Any = np.int32(0)  # i32[]
 
 
 # The states of windows, which count the steps of the optimizer under the same names.

@@ -5,17 +5,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import (
     Verdict,
-    agree_on_size,
     all_finite,
     clip_by_global_norm,
     global_norm,
-    norm_bits,
+    shown_norm,
 )
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
@@ -28,7 +26,7 @@ from .._trees.overwrites import (
 from .._trees.params import apply_updates, cast_updates
 from .._trees.selection import tree_where
 from .call_update import call_update
-from .checks import check_outcome, check_state_kept
+from .checks import check_copies_stay_equal, check_outcome, check_state_kept
 from .skip import no_updates, step_if
 from .window import Ready
 
@@ -69,6 +67,7 @@ class InnerStep:
       extra_args: further arguments of `tx.update`.
       returns_params: whether the outcome is the new parameters. If not, it is the updates.
       max_norm: the global norm to clip gradients to, or `None`.
+      axis_name: the axes whose devices make this step together, or `None`.
       may_be_skipped: whether steps may be skipped, so that the state has to keep its structure.
     """
 
@@ -77,6 +76,7 @@ class InnerStep:
     extra_args: Mapping[str, Any]
     returns_params: bool
     max_norm: float | None
+    axis_name: Any
     may_be_skipped: bool
 
     def make(
@@ -99,8 +99,11 @@ class InnerStep:
             trained_grads = without_overwrites(grads)
             trained_params = without_overwrites(params)
         update = self._update(trained_grads, opt_state, trained_params, norm, value)
+        like = trained_grads
         if trained_params is not None:
             check_outcome(update.updates, trained_params)
+            like = trained_params
+        check_copies_stay_equal("the update", update.updates, like, self.axis_name)
         if self.returns_params:
             outcome = apply_updates(trained_params, update.updates)
         else:
@@ -129,7 +132,7 @@ class InnerStep:
         grads = map_gradients(widen, grads)
         if self.max_norm is not None:
             if norm is None:
-                norm = global_norm(grads)
+                norm = global_norm(grads, self.axis_name)
             grads = clip_by_global_norm(grads, norm, self.max_norm)
         params = map_gradients(widen, params)
         updates, new_state = call_update(
@@ -137,6 +140,7 @@ class InnerStep:
         )
         if self.may_be_skipped:
             check_state_kept(new_state, opt_state)
+        check_copies_stay_equal("its state", new_state, opt_state, self.axis_name)
         # Where no step is skipped, the state may change its structure.
         if jax.tree.structure(new_state) == jax.tree.structure(opt_state):
             new_state = cast_like(new_state, opt_state)
@@ -169,8 +173,8 @@ def make_or_skip(
     clips_mean = clips and averages
     finds_norm = clips_mean and last_norm is not None
     norm = None
-    if clips and not clips_mean and verdict.squares is not None:
-        norm = jnp.sqrt(verdict.squares)
+    if clips and not clips_mean:
+        norm = verdict.norm
 
     def step(operand: Any) -> StepOrSkip:
         stored, norm = operand
@@ -181,7 +185,7 @@ def make_or_skip(
         opt_state = update.opt_state
         grad_norm = None
         if finds_norm:
-            grad_norm = show_norm(last_norm, update.norm, verdict.axis_name)
+            grad_norm = show_norm(last_norm, update.norm)
         updates_finite = None
         if check_updates:
             updates_finite = all_finite(update.updates, axis_name=verdict.axis_name)
@@ -207,16 +211,11 @@ def make_or_skip(
     if finds_norm:
         return result
     # Otherwise the pass of the verdict has found the norm, if any.
-    grad_norm = last_norm
-    if last_norm is not None and verdict.norm is not None:
-        grad_norm = verdict.norm
-    return result._replace(grad_norm=grad_norm)
+    return result._replace(grad_norm=show_norm(last_norm, verdict.norm))
 
 
-def show_norm(
-    last_norm: jax.Array | None, norm: jax.Array | None, axis_name: Any
-) -> jax.Array | None:
+def show_norm(last_norm: jax.Array | None, norm: jax.Array | None) -> jax.Array | None:
     """Returns the norm that a state shows after a step which may have found a new one."""
     if norm is None or last_norm is None:
         return last_norm
-    return agree_on_size(norm_bits(norm), axis_name)
+    return shown_norm(norm)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._jax import varying
+from .._jax import vary, varying
 from .._trees.casts import cast
 from .._trees.flat import Flat, Leaves
 from .._trees.gradient_leaves import map_gradients
@@ -59,10 +59,17 @@ def step_if(
         types = jax.make_jaxpr(compiled)(*flat.arrays).out_avals
         skipped = skip(flat.parts(types))
 
-        def take_step() -> Any:
-            return flat.restored(compiled(*flat.arrays))
+        kept, structure = jax.tree.flatten(skipped)
+        axes = _axes_of_both(types, kept)
 
-        return jax.lax.cond(pred | ~branches, take_step, lambda: skipped)
+        def take_step() -> Any:
+            made = compiled(*flat.arrays)
+            return flat.restored(map(vary, made, axes))
+
+        def take_none() -> Any:
+            return structure.unflatten(map(vary, kept, axes))
+
+        return jax.lax.cond(pred | ~branches, take_step, take_none)
 
     return select(branches, branch)
 
@@ -89,6 +96,19 @@ def store_once(grads: Any) -> Any:
         for index, array in zip(indices, stored, strict=True):
             leaves[index] = array
     return structure.unflatten(leaves)
+
+
+def _axes_of_both(made: list[Any], kept: list[Any]) -> list[frozenset[Any]]:
+    """Returns along which mesh axes each result of a branch varies, as branches need equal types.
+
+    It is that of what a step made, by its types, and of what is kept in its place.
+    """
+    if len(made) != len(kept):  # some are not arrays, and come back as they are
+        return [frozenset()] * max(len(made), len(kept))
+    of_both = []
+    for aval, leaf in zip(made, kept, strict=True):
+        of_both.append(varying(aval) | varying(jax.typeof(leaf)))
+    return of_both
 
 
 def _zeros(tree: Any) -> Any:

@@ -48,8 +48,15 @@ def loss_scaled(
       inner: the transformation to wrap. It sees float32 (or wider) gradients and, where
         parameters are float16 or bfloat16, float32 copies of them.
       loss_scale: a policy, or a short form of one, as `jaxscale.as_loss_scale` takes it.
-      axis_name: as in `jaxscale.all_finite`, inside `shard_map` and `pmap`. Pass it
-        if devices may hold different gradients, or different losses as `value`.
+      axis_name: an axis name of `shard_map` or `pmap`, or a tuple of several: what the devices
+        along them decide together. They get one verdict. They clip by one norm, and a spike is
+        judged by it: that of all parts, if types say which gradients vary along the axes, as in
+        `shard_map`. With `check_vma=False` and in `pmap` types do not say it, and the norm is the
+        largest that any device has of its own part, so that copies of a parameter stay equal; that
+        is the norm of all if no gradient is split. `inner`, the spikes and a window get the mean of
+        their losses as `value`. What `inner` itself computes from all parameters, as
+        `optax.clip_by_global_norm` and `optax.polyak_sgd` do, is that of one device's part. Leave
+        `axis_name` out under plain `jit`, where arrays are whole.
       max_norm: the largest global norm of the gradients. Gradients with a larger norm are clipped
         to it first, by the rule of `optax.clip_by_global_norm`. It may be any number above 0. A
         number that the dtype of the gradients cannot hold, such as `math.inf`, clips nothing. This
@@ -248,7 +255,8 @@ def multi_steps(
       inner: the transformation to wrap, or a `loss_scaled` one.
       every_k_schedule: how many micro-batches make a window. It is an integer, or a schedule: a
         function of the number of steps made so far, an `i32[]`. The number that the schedule
-        returns is rounded down, and a number below 1 counts as 1.
+        returns is rounded down, and a number below 1 counts as 1. If a run is resumed with another
+        number, that ends the window at hand, whose step is made from the mean of what it holds.
       drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is made from
         the others, if any. `"window"`: its whole window; the optimizer makes no step. (Other state
         of a loop, such as batch statistics, follows `step_applied`, so it is kept or replaced for

@@ -29,11 +29,13 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import (
     Questions,
     Verdict,
-    agree_on_size,
+    agree_on_loss,
+    agree_on_norm,
+    axis_names,
     flags_by_leaf,
     judge_gradients,
     last_flags,
-    norm_bits,
+    shown_norm,
 )
 from .._policies.base import CheckedLossScale, LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
@@ -43,7 +45,7 @@ from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.overwrites import holds_overwrites, without_overwrites
 from .._trees.selection import tree_where
-from . import checks
+from . import checks, matching
 from .call_update import NO_ARGS
 from .counters import count_step, move_skip_rate, start_state
 from .inner_step import InnerStep, make_or_skip, show_norm
@@ -165,10 +167,14 @@ class WrappedOptimizer:
     def check_state(self, argument: str, state: Any, order: str) -> LossScaledState:
         """Checks that an argument is the state of a step, and returns it as arrays.
 
-        A scale above this policy's maximum, as another policy may leave it, is lowered to the
-        maximum. `order` is the order of the call's arguments, for the error message.
+        A scale that this policy never has, as another may leave it, is replaced: that of a fixed
+        policy by its number, and one above the maximum by the maximum. `order` is the order of the
+        call's arguments, for the error message.
         """
         state = checks.check_state(argument, state, self.policy, order)
+        matching.check_has_parts(argument, state, self)
+        if isinstance(self.policy, FixedLossScale):
+            return state._replace(scaling=self.policy.hold(state.scaling))
         # Without skips the scale never moves, and a policy of the user's own may have no maximum.
         if not self.skips or not isinstance(self.policy, CheckedLossScale):
             return state
@@ -207,8 +213,8 @@ class WrappedOptimizer:
             before_hook=result.grads_before_hook,
             questions=self._find_questions(state),
         )
-        if self._needs_squares(state) and verdict.squares is None:
-            return _add_squares(verdict, result.grads)
+        if self._needs_norm and verdict.norm is None:
+            return _add_norm(verdict, result.grads)
         return verdict
 
     def apply(
@@ -231,34 +237,37 @@ class WrappedOptimizer:
                 "replaces those whose gradients are under a key `_overwrite_with_gradient`."
             )
 
+        # 1. Verdict.
+        verdict = result.verdict
+        if verdict is None:
+            verdict = self.judge_pass(result, state)
+        axis_name = self.axis_name
+        if verdict is not None:
+            axis_name = verdict.axis_name  # a hook may have added some
         inner_step = InnerStep(
             tx=self.inner,
             params=params,
             extra_args=extra_args,
             returns_params=returns_params,
             max_norm=self.max_norm,
+            axis_name=axis_name,
             may_be_skipped=self.skips,
         )
-
-        # 1. Verdict.
-        verdict = result.verdict
-        if verdict is None:
-            verdict = self.judge_pass(result, state)
         if verdict is None:
             return self._apply_unjudged(inner_step, result, state)
         is_good = verdict.grads_finite & verdict.loss_finite
         is_spike = None
         spikes = state.spikes
-        spike_rule = self._find_spike_rule(state)
-        if spike_rule is not None:
-            is_spike, spikes = spike_rule.judge(
-                spikes, verdict.loss, verdict.norm, is_good
+        if self.spikes is not None:
+            norm: Any = verdict.norm  # known, as the rule needs it
+            is_spike, spikes = self.spikes.judge(
+                spikes, verdict.loss, shown_norm(norm), is_good
             )
             is_good &= ~is_spike
 
         # 2. Window. `inner_state` is its state, with the optimizer's inside; `EachStep` adds none.
         window_state, ready = self.window.add(
-            state.inner_state, grads, result.loss, is_good
+            state.inner_state, grads, verdict.loss, is_good
         )
 
         # 3. Skip.
@@ -325,43 +334,35 @@ class WrappedOptimizer:
         self, inner_step: InnerStep, result: BackwardResult, state: LossScaledState
     ) -> tuple[Any, LossScaledState]:
         """Makes a step of the optimizer inside, whatever the gradients are."""
+        if self.max_norm is not None:
+            checks.check_devices_agree(result.grads.divided, None, self.axis_name)
         # There is no window, as that needs a verdict: `inner_state` is the optimizer's own.
+        loss = agree_on_loss(result.loss, self.axis_name)
         outcome, update = inner_step.make(
-            result.grads.divided, state.inner_state, norm=None, value=result.loss
+            result.grads.divided, state.inner_state, norm=None, value=loss
         )
-        grad_norm = show_norm(state.grad_norm, update.norm, self.axis_name)
+        grad_norm = show_norm(state.grad_norm, update.norm)
         next_state = state._replace(inner_state=update.opt_state, grad_norm=grad_norm)
         return outcome, next_state
 
     def _find_questions(self, state: LossScaledState) -> Questions:
         """Returns what the verdict on a backward pass has to answer."""
-        judges_spikes = self._find_spike_rule(state) is not None
         return Questions(
-            # The fields of the state decide this, and not `track_leaves` and `max_norm`: a state
-            # that was restored from a run with other options keeps its structure.
+            # The state decides this, and not `track_leaves`, as it keeps its structure.
             by_leaf=state.nonfinite_leaves is not None,
             largest=self.policy.needs_largest,
-            # If JAX raises an error at each NaN, squares wait for the verdict: see `_add_squares`.
-            squares=self._needs_squares(state) and not nans_are_errors(),
-            # Without effect if `squares` is not set, as the norm comes from the squares.
-            agreed_norm=judges_spikes or state.grad_norm is not None,
-            agreed_loss=judges_spikes,
+            # If JAX raises an error at each NaN, the norm waits for the verdict: see `_add_norm`.
+            norm=self._needs_norm and not nans_are_errors(),
         )
 
-    def _needs_squares(self, state: LossScaledState) -> bool:
-        """Returns whether a step needs the sum of the squares of its own gradients."""
-        if self._find_spike_rule(state) is not None:
+    @property
+    def _needs_norm(self) -> bool:
+        """Returns whether a step needs the norm of its own gradients."""
+        if self.spikes is not None:
             return True
         # With a window, the optimizer clips the mean of several micro-batches, so the norm of one
         # of them is of no use to it.
         return self.max_norm is not None and not self.window.averages
-
-    def _find_spike_rule(self, state: LossScaledState) -> SpikeRule | None:
-        # A state without `spikes` comes from a run without the rule. Its structure must not
-        # change, so no step of it is judged.
-        if state.spikes is None:
-            return None
-        return self.spikes
 
 
 def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
@@ -375,18 +376,17 @@ def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
     return scaling._replace(loss_scale=capped)
 
 
-def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
-    """Takes the squares and the norm in a second pass, for `jax_debug_nans`.
+def _add_norm(verdict: Verdict, grads: Scaled) -> Verdict:
+    """Takes the norm in a second pass, for `jax_debug_nans`.
 
-    There squaring a NaN raises an error. So bad gradients are replaced by zeros, and both are inf.
+    There squaring a NaN raises an error. So bad gradients are replaced by zeros, and it is inf.
     """
     zeros = map_gradients(jnp.zeros_like, grads.divided)
     finite_grads = tree_where(verdict.grads_finite, grads.divided, zeros)
-    squares = reduce_gradients(finite_grads, squares=True).squares()
+    reduction = reduce_gradients(finite_grads, squares=True)
+    squares = reduction.squares(axis_names(verdict.axis_name))
     squares = jnp.where(verdict.grads_finite, squares, jnp.inf)
-    # As bits: what a maximum of floats over devices makes of a NaN is not defined.
-    norm = agree_on_size(norm_bits(jnp.sqrt(squares)), verdict.axis_name)
-    return verdict._replace(squares=squares, norm=norm)
+    return verdict._replace(norm=agree_on_norm(squares, verdict.axis_name))
 
 
 def find_wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:
