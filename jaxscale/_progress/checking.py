@@ -9,7 +9,6 @@ import optax
 from jax.core import Tracer
 
 from .._policies.adaptive_units import UNSEEN
-from .._policies.level import find_raised_level
 from .._state.find import find_optimizer_state, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
@@ -106,12 +105,9 @@ def check(
     if members.notfinite_count[worst] > most:
         member = jax.tree.map(lambda leaf: leaf[worst], members)
         text = _name_member(worst, axes) + explain_row(member, policy)
-        raise LossScaleStuckError(text + _mention_level(members, axes))
+        raise LossScaleStuckError(text)
     _raise_if_blind(members, steps.reshape(-1), most, axes)
-    warning_texts = list_warnings(members, policy)
-    if warning_texts:
-        warning_texts[-1] += _mention_level(members, axes)
-    for text in warning_texts:
+    for text in list_warnings(members, policy):
         warnings.warn(text, stacklevel=2)
 
 
@@ -130,24 +126,6 @@ def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
         # A window of another run has also counted the steps of that.
         return np.minimum(applied, np.asarray(inner_state.gradient_step))
     return applied
-
-
-def _mention_level(members: Any, axes: tuple[int, ...]) -> str:
-    """Returns a word on a level of the loss that stands above its past, nothing without one.
-
-    It alone is no reason to speak, as a loss may rise for good reasons.
-    """
-    level = find_raised_level(members)
-    if level is None or not np.any(level.is_raised):
-        return ""
-    index = int(np.argmax(np.where(level.is_raised, level.num_steps, 0)))
-    # Without the number of steps, so that the text stays the same as they pass.
-    return (
-        f" {_name_member(index, axes)}The level of the loss stands above that of its past. Most "
-        "often that is a new mix of data. If the data are the same, the run may be ruined, as by a "
-        "learning rate that was too high for a while: then go back to a checkpoint from step "
-        f"{int(level.good_until[index])} or before, when the loss was at its old level."
-    )
 
 
 def _on_host(leaf: Any) -> np.ndarray:

@@ -143,16 +143,6 @@ class SpikeState(NamedTuple):
       total_norm_overflows: `i32[]`, those of `total_spikes` whose gradients were finite, but so
         large that their norm was not.
       cooldown: `i32[]`, for how many more steps a spike would not be the only one in its window.
-      level_count: `i32[]`, for how many steps in a row the level of the loss has stood above that
-        of its past, skipped steps included; 0 if it does not. The level is the median of the
-        last 8 losses, as `jaxscale.SpikeRule` explains.
-      level_threshold: `f32[]`, what the level must exceed to stand above its past; inf while the
-        past is not known.
-      recent_losses: `f32[8]`, the last losses as they were, the newest at the end.
-      past_levels: `f32[64]`, the levels of the past, one for each 8 steps, the newest at the end.
-        A level that stands above its past does not enter.
-      level_steps: `i32[]`, how many losses came since a level could last enter, up to 7.
-      past_count: `i32[]`, how many entries `past_levels` has, up to 64.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -174,12 +164,6 @@ class SpikeState(NamedTuple):
     norm_deviation: jax.Array  # f32[]
     total_norm_overflows: jax.Array  # i32[]
     cooldown: jax.Array  # i32[]
-    level_count: jax.Array  # i32[]
-    level_threshold: jax.Array  # f32[]
-    recent_losses: jax.Array  # f32[8]
-    past_levels: jax.Array  # f32[64]
-    level_steps: jax.Array  # i32[]
-    past_count: jax.Array  # i32[]
 
 
 # The states of windows, which count the steps of the optimizer under the same names.

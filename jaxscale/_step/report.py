@@ -23,7 +23,6 @@ from .._state.scale import unwrap
 _PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
 # What is not shown of a `SpikeState`.
 _WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count", "cooldown"}
-_WINDOWS |= {"recent_losses", "past_levels", "level_steps", "past_count"}
 
 
 def counters_of(state: LossScaledState) -> dict[str, Any]:

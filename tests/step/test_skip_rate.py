@@ -375,31 +375,6 @@ def test_the_rate_is_that_of_the_reference(name):
         np.testing.assert_allclose(now.skip_rate, rate, rtol=1e-3, atol=1e-7)
 
 
-def test_a_raised_level_is_mentioned_where_something_is_said_anyway():
-    rule = jaxscale.SpikeRule(window=16)
-    tx = jaxscale.skip_nonfinite(SGD, spikes=rule)
-    noise = 1 + 0.1 * np.random.default_rng(0).standard_normal(2000)
-    rises = noise + 3 * (np.arange(2000) >= 1000)
-    states = states_of(Run(tx, np.full(2000, np.inf), rises))
-    raised = after(states, 1100)
-    assert raised.spikes.level_count >= 16
-    assert texts_of_check(raised) == []
-    bad = rows(60, [1100], 2000)
-    states = states_of(Run(tx, overflowing(bad), rises))
-    (text,) = texts_of_check(after(states, 1160))
-    assert re.search(
-        r"60 steps in a row.*above that of its past\. Most often .* new mix of", text
-    )
-    (good,) = re.findall(r"a checkpoint from step (\d+) or before", text)
-    assert 900 <= int(good) <= 1000
-    # It stays the same text as steps pass, so that Python shows it once.
-    states = states_of(Run(tx, overflowing(every(0.25, 2000)), rises))
-    texts = texts_of_check(after(states, 1100))
-    assert "new mix of data" in texts[-1]
-    assert texts_of_check(after(states, 1200)) == texts
-    assert texts_of_check(after(states, 1300)) == texts
-
-
 def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
     tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
     size = np.where(np.arange(100) < 40, 1.0, 1e25)
