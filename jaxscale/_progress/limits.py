@@ -1,7 +1,9 @@
 """From where on `check` warns."""
 
-# From which recent share of skipped steps, and from which share of spikes.
+# From which recent share of skipped steps, and from which share of spikes. The recent share is a mean
+# over about so many steps, and counts in full once there were as many.
 OFTEN = 0.05
+MEMORY = 1000.0
 
 # From how many falls without a growth between them, and below which scale. On the runs in
 # `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the scale keeps

@@ -12,7 +12,15 @@ from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState
 from . import texts
-from .limits import HIGH_SCALE, LOW_SCALE, MANY_FALLS, MANY_STEPS, OFTEN, UNUSED_ROOM
+from .limits import (
+    HIGH_SCALE,
+    LOW_SCALE,
+    MANY_FALLS,
+    MANY_STEPS,
+    MEMORY,
+    OFTEN,
+    UNUSED_ROOM,
+)
 
 
 class _Symptom(NamedTuple):
@@ -24,7 +32,7 @@ class _Symptom(NamedTuple):
 
 def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
     """Returns the texts of what holds in any member of a population."""
-    skips_often = members.skip_rate >= OFTEN
+    skips_often = loses_often(members)
     if members.spikes is not None:
         skips_often &= ~_are_mostly_spikes(members)
     is_loss = blames_loss(members)
@@ -44,6 +52,15 @@ def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
     if members.spikes is not None:
         symptoms.append(_find_spikes(members))
     return [symptom.text for symptom in symptoms if np.any(symptom.holds)]
+
+
+def loses_often(members: Any) -> Any:
+    """Returns whether so many steps were lost lately that it is no accident.
+
+    In the first thousand steps `skip_rate` is a mean of few: it counts by how many they are.
+    """
+    certainty = -np.expm1(members.total_steps / -MEMORY)
+    return members.skip_rate * certainty >= OFTEN
 
 
 def _decays(members: Any) -> Any:
@@ -84,7 +101,7 @@ def _find_spikes(members: Any) -> _Symptom:
     steps = members.total_steps
     skips_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
     skips_often |= spikes.spike_count >= 20
-    skips_often |= (members.skip_rate >= OFTEN) & _are_mostly_spikes(members)
+    skips_often |= loses_often(members) & _are_mostly_spikes(members)
     text = texts.SPIKES
     if np.any(skips_often & (spikes.total_norm_overflows > 0)):
         text += texts.NORMS

@@ -297,7 +297,7 @@ class WrappedOptimizer:
         applied = next_state.step_applied
         # The share of lost steps, without those that were lost to take a growth of the scale back.
         skip_rate = move_skip_rate(
-            state.skip_rate,
+            state,
             self.policy,
             before=scaling_before,
             after=scaling,

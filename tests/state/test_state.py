@@ -194,9 +194,8 @@ VERSION_1 = {
 # What is written now: the same, with the fields that came later.
 WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
 WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
-# `skip_rate` is a running mean in which each step weighs 1/1000: here the overflow, faded by two
-# steps, and the bad loss.
-WRITTEN |= {"skip_rate": f32(0.001 * 0.999**2 + 0.001), "row_notfinite_loss": i32(1)}
+# `skip_rate` is the mean of so few steps: here an overflow and a bad loss.
+WRITTEN |= {"skip_rate": f32(2 / 4), "row_notfinite_loss": i32(1)}
 # The two later fields that those steps changed: read from version 1, they have their defaults.
 LATER = {name: getattr(FRESH, name) for name in ("skip_rate", "row_notfinite_loss")}
 
