@@ -60,9 +60,12 @@ def loss_scaled(
         also `None`, the program is that of `inner` alone. The state keeps its fields. (If
         `loss_scale` is `None`, `scaling` has a type of its own; `jaxscale.to_state_dict` and
         `jaxscale.from_state_dict` move a run from one type to the other.)
-      check_updates: whether the verdict also covers the updates that `inner` returns. Set it for
-        optimizers that compute gradients inside `update`: `optax.contrib.sam` with
-        `opaque_mode=True`, or a line search. It takes one more pass, over the updates.
+      check_updates: whether the verdict also covers what `inner` makes of finite gradients: its
+        updates and its new state. Set it for optimizers that compute gradients inside `update`:
+        `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also for those that
+        may make a NaN of finite gradients, such as `optax.contrib.prodigy` of a first gradient of
+        0, and where a single huge gradient may set a second moment to inf for good. What was not
+        finite in the old state may stay so. It takes one more pass, over the updates and the state.
       track_leaves: whether `nonfinite_leaves` of the state says which leaves the last overflow was
         in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This takes no extra pass.
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its

@@ -3,7 +3,7 @@
 1. *Verdict.* Are all gradients finite, and the loss too, if one was passed? This takes one pass
    over the gradients, or two with some options, and all devices agree on the answer. It covers the
    gradients rather than the updates, as clipping by value and sign-based optimizers hide an inf;
-   with `check_updates` it also covers the updates. A `SpikeRule` may reject a step that is finite.
+   with `check_updates` it also covers the updates and the new state of the optimizer. A `SpikeRule` may reject a step that is finite.
 2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
    when the window is full; without a window, whenever the gradients are good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
@@ -76,7 +76,7 @@ class WrappedOptimizer:
       window: how micro-batches are accumulated; `EachStep` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
       skips: whether bad steps are skipped. If not, each step is that of `inner`, after clipping.
-      check_updates: whether the verdict also covers the updates.
+      check_updates: whether the verdict also covers the updates and the optimizer's new state.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
