@@ -1,8 +1,8 @@
 """From where on `check` warns."""
 
-# From which recent share of skipped steps, and from which share of spikes. The recent share is a mean
-# over about so many steps, and counts in full once there were as many.
+# From which recent share of skipped steps, and from which share of spikes.
 OFTEN = 0.05
+# The recent share is a mean over about so many steps. After fewer it counts for less.
 MEMORY = 1000.0
 
 # From how many falls without a growth between them, and below which scale. On the runs in

@@ -3,7 +3,8 @@
 1. *Verdict.* Are all gradients finite, and the loss too, if one was passed? This takes one pass
    over the gradients, or two with some options, and all devices agree on the answer. It covers the
    gradients rather than the updates, as clipping by value and sign-based optimizers hide an inf;
-   with `check_updates` it also covers the updates and the new state of the optimizer. A `SpikeRule` may reject a step that is finite.
+   with `check_updates` it also covers the updates and the new state of the optimizer. A
+   `SpikeRule` may reject a step that is finite.
 2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
    when the window is full; without a window, whenever the gradients are good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters

@@ -98,8 +98,8 @@ CASES = {
         [
             "train_step(retries=1)",
             "needs a loss scale",
-            "another optimizer",
-            "loss_scaled(tx)",
+            "a bare optimizer",
+            "loss_scaled(outer(inner))",
         ],
     ),
     "step: retries at a fixed scale": BadInput(
