@@ -4,15 +4,19 @@ In any order of nesting they put their arguments into one `WrappedOptimizer`.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import optax
 
 from .._policies import read_loss_scale
+from .._policies.adaptive import AdaptiveLossScale
 from .._policies.base import LossScale
+from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.checks import int32, one_of, positive
@@ -21,7 +25,38 @@ from .checks import as_transformation
 from .window import Window
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# How an argument is written that belongs to something which is an argument itself.
+_WAYS = {
+    DynamicLossScale: "jaxscale.loss_scaled(tx, jaxscale.DynamicLossScale({argument}))",
+    AdaptiveLossScale: "jaxscale.loss_scaled(tx, jaxscale.AdaptiveLossScale({argument}))",
+    SpikeRule: "spikes=jaxscale.SpikeRule({argument})",
+}
+
+
+def _say_where_arguments_belong(function: _Function) -> _Function:
+    """Makes an argument of a policy or of a `SpikeRule` an error that says where it belongs."""
+    own_names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            for owner, way in _WAYS.items():
+                if name in own_names or name not in inspect.signature(owner).parameters:
+                    continue
+                written = way.format(argument=f"{name}={value!r}")
+                raise TypeError(
+                    f"`{function.__name__}({name}=...)`: this is an argument of "
+                    f"`{owner.__name__}`. Pass `{written}`."
+                )
+        return function(*args, **kwargs)
+
+    checked_function: Any = checked
+    return checked_function
+
+
+@_say_where_arguments_belong
 def loss_scaled(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | Literal["dynamic", "adaptive"] | None = "dynamic",
@@ -177,6 +212,7 @@ def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
         )
 
 
+@_say_where_arguments_belong
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
@@ -228,6 +264,7 @@ def skip_nonfinite(
     )
 
 
+@_say_where_arguments_belong
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],
