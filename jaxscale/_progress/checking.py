@@ -9,12 +9,13 @@ import optax
 from jax.core import Tracer
 
 from .._policies.adaptive_units import UNSEEN
-from .._state.find import find_optimizer_state, restore_types
+from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
+from .._step.optimizer import holds_loss_scaled, possible_states, say_inside
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.checks import int32
-from .causes import explain_row
+from .causes import explain_row, find_nan
 from .symptoms import list_warnings
 
 
@@ -52,12 +53,15 @@ def check(
     Warns:
       UserWarning: in each of these cases. Python shows each text once in a run.
 
-        - One step in 20 is lost: the `skip_rate` is 0.05 or more. At 6 % of skipped steps it gets
-          there after about 1800 steps, at 10 % after 700, at 50 % after 105.
+        - One step in 20 is lost: the `skip_rate` is 0.05 or more, over enough steps. 6 % of skipped
+          steps are enough after about 1800 steps, 10 % after 700, 50 % after 105.
+        - The `loss_scaled` optimizer is inside of another one, which a skipped step still changes.
+          With `tx`, or in a `TrainState`, this is always seen.
         - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer
           was not restored from a checkpoint.
         - The loss scale decays: it is below 2**15 with a `backoff_count` of 6 or more, or an
-          `AdaptiveLossScale` has made more and more room for gradients that never came. A policy
+          `AdaptiveLossScale` has made more and more room for gradients that never came. With
+          `max_norm` or `spikes` the text says whether the gradients themselves have grown. A policy
           that raises its scale in every finite step, such as `presets.chainer()`, never decays.
         - The scale may be useless: it has grown to 2**24 or more after 10,000 steps, none of which
           overflowed. (From 2**15, the default policy gets there after 18,000.) A scale that follows
@@ -70,7 +74,8 @@ def check(
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
         `AdaptiveLossScale` has seen nothing but zeros in more steps of the optimizer than that. The
         message has the numbers, the likely cause and, with `track_leaves=True`, the leaves of the
-        last overflow. The cause is that of the steps in this row.
+        last overflow. The cause is that of the steps in this row. If the state of the optimizer
+        itself holds a NaN, which it made of finite gradients, that is the cause.
       ValueError: if `tree` holds no such state, or several, or if `max_consecutive` is below 0.
       TypeError: if called inside `jit`.
 
@@ -88,6 +93,9 @@ def check(
     """
     most = int32("check", "max_consecutive", max_consecutive, least=0)
     state = find_optimizer_state("check", restore_types(tree))
+    tx = tx or getattr(tree, "tx", None)
+    if _is_inside_of_another(tree, tx):
+        warnings.warn(say_inside("check"), stacklevel=2)
     inner_state = unwrap(state.inner_state)
     state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
@@ -96,7 +104,7 @@ def check(
     members = jax.tree.map(
         lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state
     )
-    optimizer = find_wrapped_optimizer(tx or getattr(tree, "tx", None))
+    optimizer = find_wrapped_optimizer(tx)
     policy = None
     if optimizer is not None:
         policy = optimizer.policy
@@ -104,7 +112,8 @@ def check(
     worst = int(np.argmax(members.notfinite_count))
     if members.notfinite_count[worst] > most:
         member = jax.tree.map(lambda leaf: leaf[worst], members)
-        text = _name_member(worst, axes) + explain_row(member, policy)
+        place_of_nan = find_nan(inner_state, _place_of(worst, axes))
+        text = _name_member(worst, axes) + explain_row(member, policy, place_of_nan)
         raise LossScaleStuckError(text)
     _raise_if_blind(members, steps.reshape(-1), most, axes)
     for text in list_warnings(members, policy):
@@ -115,8 +124,12 @@ def _name_member(index: int, axes: tuple[int, ...]) -> str:
     """Returns which member of a population is meant, nothing for a run that is alone."""
     if not axes:
         return ""
-    place = [int(i) for i in np.unravel_index(index, axes)]
+    place = list(_place_of(index, axes))
     return f"Of a population of shape {axes}, the member at {place}: "
+
+
+def _place_of(index: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(index, axes))
 
 
 def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
@@ -126,6 +139,38 @@ def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
         # A window of another run has also counted the steps of that.
         return np.minimum(applied, np.asarray(inner_state.gradient_step))
     return applied
+
+
+def _is_inside_of_another(tree: Any, tx: Any) -> bool:
+    """Returns whether a `loss_scaled` optimizer is inside of another one, as far as one can see."""
+    if tx is not None and find_wrapped_optimizer(tx) is None:
+        return any(map(holds_loss_scaled, possible_states(tx)))
+    if _is_chain(tree):
+        return True
+    outer = jax.tree.leaves(tree, is_leaf=_is_outer)
+    return any(map(_is_outer, outer))
+
+
+def _is_outer(node: Any) -> bool:
+    """Returns whether a node is a state of Optax around that of a `loss_scaled` optimizer."""
+    return _is_of_optax(node) and holds_loss_scaled(node)
+
+
+def _is_chain(tree: Any) -> bool:
+    """Returns whether a tree is the state of an `optax.chain` with a `loss_scaled` part.
+
+    It is a plain tuple. So are the states of several optimizers that a loop carries, but they hold
+    tuples, or dictionaries of parameters.
+    """
+    if type(tree) is not tuple:
+        return False
+    others = [node for node in tree if not is_loss_scaled(node)]
+    return 0 < len(others) < len(tree) and all(map(_is_of_optax, others))
+
+
+def _is_of_optax(node: Any) -> bool:
+    is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
+    return is_named_tuple and type(node).__module__.partition(".")[0] == "optax"
 
 
 def _on_host(leaf: Any) -> np.ndarray:

@@ -12,6 +12,10 @@ MEMORY = 1000.0
 MANY_FALLS = 6
 LOW_SCALE = 2.0**15
 
+# The gradients fill float16's range, up to 2**16, if they are scaled to at least this. A norm may
+# be larger than the largest element, and the last step smaller than the worst.
+FULL_RANGE = 2.0**10
+
 # An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
 # what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.
 UNUSED_ROOM = 6.0

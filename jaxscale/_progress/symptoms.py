@@ -13,6 +13,7 @@ from .._policies.fixed import NoOpLossScale
 from .._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState
 from . import texts
 from .limits import (
+    FULL_RANGE,
     HIGH_SCALE,
     LOW_SCALE,
     MANY_FALLS,
@@ -46,7 +47,7 @@ def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
         _Symptom(rate_of_loss, skips_often & is_loss),
         _Symptom(rate_of_grads, skips_often & ~is_loss),
         _Symptom(texts.EXHAUSTED, members.total_exhausted >= MANY_FALLS),
-        _Symptom(texts.DECAY, _decays(members)),
+        *_find_decays(members),
         _Symptom(texts.IDLE, _is_idle(members)),
     ]
     if members.spikes is not None:
@@ -61,6 +62,28 @@ def loses_often(members: Any) -> Any:
     """
     certainty = -np.expm1(members.total_steps / -MEMORY)
     return members.skip_rate * certainty >= OFTEN
+
+
+def _find_decays(members: Any) -> list[_Symptom]:
+    """Finds members whose scale decays, and says what has grown as far as that is known."""
+    decays = _decays(members)
+    sizes = _sizes_of_grads(members)
+    is_known = np.isfinite(sizes)
+    fills_range = is_known & (sizes * members.scaling.loss_scale >= FULL_RANGE)
+    return [
+        _Symptom(texts.DECAY_OF_GRADS, decays & fills_range),
+        _Symptom(texts.DECAY_IN_MODEL, decays & is_known & ~fills_range),
+        _Symptom(texts.DECAY, decays & ~is_known),
+    ]
+
+
+def _sizes_of_grads(members: Any) -> Any:
+    """Returns about how large the gradients are, inf or NaN where that is not known."""
+    if isinstance(members.scaling, AdaptiveState):
+        return np.exp2(members.scaling.peak)
+    if members.grad_norm is not None:
+        return members.grad_norm
+    return np.full_like(members.skip_rate, np.nan)
 
 
 def _decays(members: Any) -> Any:

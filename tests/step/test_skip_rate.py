@@ -165,6 +165,44 @@ def test_where_gradients_are_lost_at_any_scale_three_in_a_hundred_are_told_as_a_
     assert "fell again and again" in text
 
 
+NORMED = jaxscale.loss_scaled(SGD, max_norm=1.0)
+# Gradients that grow, and something in the model that leaves the range at lower and lower scales.
+LOUDER = 2.0 ** (np.arange(2000) // 200)
+GROWING = {"highest": 2.0**15 / LOUDER, "size": LOUDER / 4}
+SINKING = {"highest": 2.0**15 / LOUDER}
+DECAYS = {
+    "gradients grow": (NORMED, GROWING, ["the gradients have grown"], ["doctor"]),
+    "a line of the model": (
+        NORMED,
+        SINKING,
+        ["in the model", "doctor"],
+        ["have grown"],
+    ),
+    "nobody knows": (TX, GROWING, ["`grad_norm`", "in the model", "doctor"], []),
+    "nobody knows, adaptive": (ADAPTIVE, SINKING, ["in the model"], ["have grown"]),
+}
+
+
+@cases("name", DECAYS, fast=["gradients grow"])
+def test_a_decay_is_told_with_what_has_grown(name):
+    tx, steps, says, says_not = DECAYS[name]
+    states = states_of(Run(tx, **steps))
+    falls = [
+        text for text in texts_of_check(after(states, 2000), tx) if "again and" in text
+    ]
+    (text,) = falls
+    for words in says:
+        assert words in text
+    for words in says_not:
+        assert words not in text
+
+
+def test_the_rate_counts_from_the_first_step_on():
+    states = states_of(Run(SAFE, overflowing(rows(100, [0], 300))))
+    rates = jaxscale.metrics(after(states, 300))
+    np.testing.assert_allclose(rates["skip_rate"], 1 / 3, rtol=1e-5)
+
+
 LOSS = r"Mostly the loss itself was not finite"
 GRADS = r"Mostly the gradients were not finite"
 SCALED = r"(no loss scale|floor or fixed)"
