@@ -80,6 +80,10 @@ class BareOptimizer:
             return None
         return find_optimizer_state(call, state)
 
+    def leave_out_unread(self, result: BackwardResult, *args: Any) -> BackwardResult:
+        """Returns a backward pass as it is: nothing looks at it but the optimizer."""
+        return result
+
     def judge_pass(self, *args: Any) -> None:
         """Returns no verdict: every step is applied."""
 

@@ -212,6 +212,8 @@ class StepPlan:
 
         def judged_pass(scaling: Any) -> BackwardResult:
             result = one_pass(scaling)
+            trained = trained_params(params, result.grads.grads)
+            result = optimizer.leave_out_unread(result, opt_state, trained)
             if optimizer.skips:
                 grads = Scaled(store_once(result.grads.grads), result.grads.divisor)
                 result = result._replace(grads=grads)

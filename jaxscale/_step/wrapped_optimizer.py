@@ -51,6 +51,7 @@ from .inner_step import InnerStep, make_or_skip, show_norm
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .report import report_skip
 from .retry import BackwardResult
+from .unread import find_unread, holds_masks, without_leaves
 from .window import EachStep, Window
 
 
@@ -83,6 +84,7 @@ class WrappedOptimizer:
       on_skip: the function that is called on the host after each skipped step, or `None`.
       last_init: the types of the last `init` under the one key `"types"`, as the class is frozen.
         Tracing `init` again in each step would take a fifth as long as tracing plain Optax.
+      unread: for each kind of call, which gradients `inner` never reads.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -96,6 +98,9 @@ class WrappedOptimizer:
     spikes: SpikeRule | None = None
     on_skip: Callable[[dict[str, Any]], Any] | None = None
     last_init: dict[str, _InitTypes] = dataclasses.field(
+        default_factory=dict, init=False, compare=False
+    )
+    unread: dict[Any, list[bool]] = dataclasses.field(
         default_factory=dict, init=False, compare=False
     )
 
@@ -188,6 +193,31 @@ class WrappedOptimizer:
             return None
         return state
 
+    def leave_out_unread(
+        self,
+        result: BackwardResult,
+        state: LossScaledState,
+        params: optax.Params | None,
+        extra_args: Mapping[str, Any] = NO_ARGS,
+    ) -> BackwardResult:
+        """Returns a backward pass with zeros for the gradients that the optimizer never reads."""
+        opt_state = self.window.find_opt_state(state.inner_state)
+        if not holds_masks(opt_state):
+            return result
+        grads = result.grads.grads
+        call = (
+            _hashable_types(grads),
+            _hashable_types(params),
+            result.loss is None,
+            tuple(sorted(extra_args)),
+        )
+        if call not in self.unread:
+            self.unread[call] = find_unread(
+                self.inner, grads, opt_state, params, result.loss, extra_args
+            )
+        left = without_leaves(result.grads, self.unread[call])
+        return result._replace(grads=left)
+
     def judge_pass(
         self, result: BackwardResult, state: LossScaledState, axis_name: Any = None
     ) -> Verdict | None:
@@ -225,8 +255,7 @@ class WrappedOptimizer:
 
         The caller has checked the state.
         """
-        grads = result.grads
-        if params is None and holds_overwrites(grads.grads):
+        if params is None and holds_overwrites(result.grads.grads):
             raise ValueError(
                 "`loss_scaled(...).update(params=...)` must be the parameters, got None: a step "
                 "replaces those whose gradients are under a key `_overwrite_with_gradient`."
@@ -240,6 +269,10 @@ class WrappedOptimizer:
             max_norm=self.max_norm,
             may_be_skipped=self.skips,
         )
+
+        if result.verdict is None:
+            result = self.leave_out_unread(result, state, params, extra_args)
+        grads = result.grads
 
         # 1. Verdict.
         verdict = result.verdict
@@ -363,6 +396,11 @@ class WrappedOptimizer:
         if state.spikes is None:
             return None
         return self.spikes
+
+
+def _hashable_types(tree: Any) -> Any:
+    types = types_of(tree)
+    return types.structure, tuple(types.leaves)
 
 
 def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
