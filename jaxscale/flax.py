@@ -269,6 +269,9 @@ def train_step(
       `step(state, *args) -> (state, loss)`; with `has_aux` it returns `(state, (loss, aux))`.
       Keyword arguments go to `loss_fn`.
 
+    Warns:
+      UserWarning: as `jaxscale.train_step`, when called.
+
     Raises:
       TypeError: as `jaxscale.train_step`; when called, also if the first argument is not a
         `jaxscale.flax.TrainState`, or if `after` does not return one.

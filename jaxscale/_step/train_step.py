@@ -146,13 +146,15 @@ def train_step(
       after: a function `after(params, state)` of the new parameters and the state that returns
         the next state, for moving averages of the parameters and target networks. Its result is
         used if the optimizer made a step: with `jaxscale.multi_steps`, once for each group of
-        micro-batches. It needs `has_state`. It should have no side effects: it may run even if the
-        optimizer made no step, and its result is then dropped.
+        micro-batches. If an average starts as the parameters and both are donated, start it from a
+        copy, `jax.tree.map(jnp.copy, params)`. It needs `has_state`. It should have no side
+        effects: it may run even if the optimizer made no step, and its result is then dropped.
       **kwargs: passed to `transform`.
 
     Warns:
       UserWarning: once, if `tx` is a bare optimizer. To say that this is intentional, pass
-        `loss_scaled(tx, None, skip_nonfinite=False)`.
+        `loss_scaled(tx, None, skip_nonfinite=False)`. And if `tx` has a `loss_scaled` optimizer
+        inside of another one, such as an `optax.chain`: then nothing else is skipped.
 
     Returns:
       `step(params, opt_state, *args) -> (params, opt_state, loss)`; with `has_state`

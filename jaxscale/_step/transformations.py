@@ -127,9 +127,13 @@ def loss_scaled(
       bits of every parameter except subnormal numbers, which a CPU flushes to 0 as it adds;
       `jaxscale.apply_gradients` also keeps those.
 
+      Gradients that `inner` certainly never reads do not count: not for the verdict, nor for
+      `max_norm` and `spikes`. They are those of parameters that an `optax.partition` with
+      `set_to_zero` in it keeps frozen, or `optax.transforms.freeze` in front of the optimizer.
+
     Raises:
       TypeError: if `inner` is not a gradient transformation, `loss_scale` is not a policy, or
-        `on_skip` is not a function.
+        `on_skip` is not a function, or if an argument is one of a policy or of a `SpikeRule`.
       ValueError: if `max_norm` is not above 0, if a flag is not a bool, or if
         `skip_nonfinite=False` comes with something that needs a verdict: a dynamic scale,
         `check_updates`, `track_leaves`, `on_skip`, a window of `multi_steps`.
