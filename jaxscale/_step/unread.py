@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal
 
 from .._gradients.scaled import Scaled
+from .._jax import variables
 from .._trees.casts import widen
 from .._trees.flat import Flat
 from .._trees.gradient_leaves import map_gradients
@@ -67,12 +67,10 @@ def find_unread(
 
 def _find_read(program: Any) -> set[Any]:
     """Returns the variables of a program that its results may depend on."""
-    read = {
-        variable for variable in program.outvars if not isinstance(variable, Literal)
-    }
+    read = set(variables(program.outvars))
     for eqn in reversed(program.eqns):
         if eqn.effects or not read.isdisjoint(eqn.outvars):
-            read |= {each for each in eqn.invars if not isinstance(each, Literal)}
+            read.update(variables(eqn.invars))
     return read
 
 
