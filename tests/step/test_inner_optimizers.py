@@ -321,7 +321,8 @@ def test_a_state_that_a_finite_gradient_ruins_is_kept_where_asked_for(name):
 
 
 def test_an_inf_that_a_state_starts_with_is_no_reason_to_skip():
-    inner = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    plateau = optax.contrib.reduce_on_plateau(accumulation_size=3)
+    inner = optax.chain(optax.sgd(0.1), plateau)
     tx = jaxscale.loss_scaled(inner, check_updates=True)
     before = tx.init(TRAINED)
     assert not jaxscale.all_finite(before.inner_state)
