@@ -5,7 +5,7 @@ gradients are. Such a gradient says nothing of the step: an inf in it is no reas
 its size none to clip the others. So zeros take its place before anything looks at it. As the
 optimizer never reads it, the step is the same, and the compiler drops what computed it.
 
-Only an optimizer with masks is looked into, and for each kind of call once.
+Only an optimizer with masks may do so, and it is looked into once for each kind of call.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,18 @@ from .._trees.overwrites import holds_overwrites
 from .call_update import call_update
 
 
-def holds_masks(opt_state: Any) -> bool:
-    """Returns whether the state of an optimizer shows that it treats parameters differently."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_masked)
-    return any(map(_is_masked, nodes))
+def may_leave_unread(opt_state: Any) -> bool:
+    """Returns whether an optimizer may leave gradients unread, as far as its state shows.
+
+    The states in it stand in the order in which its parts see the gradients.
+    """
+    for node in jax.tree.leaves(opt_state, is_leaf=_is_masked):
+        if _is_masked(node):
+            return True
+        if jnp.ndim(node) > 0:
+            # Moments, as of an Adam with a mask for its decay: all gradients are in them.
+            return False
+    return False
 
 
 def _is_masked(node: Any) -> bool:

@@ -51,7 +51,7 @@ from .inner_step import InnerStep, make_or_skip, show_norm
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .report import report_skip
 from .retry import BackwardResult
-from .unread import find_unread, holds_masks, without_leaves
+from .unread import find_unread, may_leave_unread, without_leaves
 from .window import EachStep, Window
 
 
@@ -202,7 +202,7 @@ class WrappedOptimizer:
     ) -> BackwardResult:
         """Returns a backward pass with zeros for the gradients that the optimizer never reads."""
         opt_state = self.window.find_opt_state(state.inner_state)
-        if not holds_masks(opt_state):
+        if not may_leave_unread(opt_state):
             return result
         grads = result.grads.grads
         call = (
