@@ -59,7 +59,7 @@ def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
     state = _restore_tuple(LossScaledState, mapping)
     spikes = state.spikes
     if spikes is not None:
-        spikes = SpikeState(**spikes)
+        spikes = _restore_tuple(SpikeState, spikes)
     window = state.inner_state
     if isinstance(window, Mapping) and "mini_step" in window:
         window = _restore_tuple(optax.MultiStepsState, window)

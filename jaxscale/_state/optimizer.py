@@ -47,11 +47,12 @@ class LossScaledState(NamedTuple):
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
-      skip_rate: `f32[]`, the recent share of skipped steps, including spikes: an exponential mean
-        over about a thousand steps, from 0. Each growth of the scale takes back the overflow that
-        it leads to, so that the rate is about 0 for a policy that grows every few steps and falls
-        as often. With accumulation it is the share of micro-batches that were lost, over a
-        thousand steps of the optimizer; a window that leads to no step loses all its micro-batches.
+      skip_rate: `f32[]`, the recent share of skipped steps, including spikes: the mean of the first
+        thousand steps, then an exponential mean over about a thousand. Each growth of the scale
+        takes back the overflow that it leads to, so that the rate is about 0 for a policy that
+        grows every few steps and falls as often. With accumulation it is the share of micro-batches
+        that were lost, over a thousand steps of the optimizer; a window that leads to no step loses
+        all its micro-batches.
       row_notfinite_loss: `i32[]`, how many of the `notfinite_count` steps had a loss that itself
         was not finite.
       spikes: with `spikes=SpikeRule()` a `jaxscale.SpikeState`, which counts the steps that were
@@ -168,16 +169,6 @@ class SpikeState(NamedTuple):
       total_norm_overflows: `i32[]`, those of `total_spikes` whose gradients were finite, but so
         large that their norm was not.
       cooldown: `i32[]`, for how many more steps a spike would not be the only one in its window.
-      level_count: `i32[]`, for how many steps in a row the level of the loss has stood above that
-        of its past, skipped steps included; 0 if it does not. The level is the median of the
-        last 8 losses, as `jaxscale.SpikeRule` explains.
-      level_threshold: `f32[]`, what the level must exceed to stand above its past; inf while the
-        past is not known.
-      recent_losses: `f32[8]`, the last losses as they were, the newest at the end.
-      past_levels: `f32[64]`, the levels of the past, one for each 8 steps, the newest at the end.
-        A level that stands above its past does not enter.
-      level_steps: `i32[]`, how many losses came since a level could last enter, up to 7.
-      past_count: `i32[]`, how many entries `past_levels` has, up to 64.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -199,12 +190,6 @@ class SpikeState(NamedTuple):
     norm_deviation: jax.Array  # f32[]
     total_norm_overflows: Any = np.int32(0)  # i32[]
     cooldown: Any = np.int32(0)  # i32[]
-    level_count: Any = np.int32(0)  # i32[]
-    level_threshold: Any = np.float32(np.inf)  # f32[]
-    recent_losses: Any = np.zeros(8, np.float32)  # f32[8]
-    past_levels: Any = np.zeros(64, np.float32)  # f32[64]
-    level_steps: Any = np.int32(0)  # i32[]
-    past_count: Any = np.int32(0)  # i32[]
 
 
 # The states of windows, which count the steps of the optimizer under the same names.

@@ -15,6 +15,7 @@ from .._state.scale import is_wrapped, unwrap
 from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import with_article
 from .._trees.leaf import is_array_like
+from .call_update import takes_any
 
 
 def is_pair(value: Any) -> bool:
@@ -32,6 +33,10 @@ def as_transformation(argument: str, tx: Any) -> optax.GradientTransformationExt
             f"`{argument}` must be an `optax.GradientTransformation`, got {tx!r}. Call the "
             "function that makes it, as in `optax.adamw(1e-3)`."
         )
+    is_told = isinstance(tx, optax.GradientTransformationExtraArgs)
+    if not is_told and takes_any(tx.update):
+        # That of an `optax.MultiSteps` takes extra arguments, though its type does not say so.
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     return optax.with_extra_args_support(tx)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
@@ -17,6 +18,7 @@ from .._gradients.verdict import (
 )
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
+from .._trees.leaf import is_inexact_leaf
 from .._trees.overwrites import (
     holds_overwrites,
     overwrite,
@@ -52,7 +54,8 @@ class StepOrSkip(NamedTuple):
 
     outcome: Any  # the new parameters, or only the updates
     opt_state: Any
-    updates_finite: jax.Array | None  # bool[], `None` if the updates are not checked
+    # bool[], also of the new state, `None` if neither is checked
+    updates_finite: jax.Array | None
     # f32[], what the state shows, `None` if it shows no norm
     grad_norm: jax.Array | None
 
@@ -166,7 +169,8 @@ def make_or_skip(
       grads: the gradients of that pass. Updates that change nothing vary along their mesh axes.
       last_norm: the norm that the state showed before, `None` if it shows none.
       averages: whether the step is made from the mean of several passes.
-      check_updates: whether a step whose updates are not finite is taken back.
+      check_updates: whether a step is taken back that makes an inf or a NaN, in the updates or in
+        the state of the optimizer.
     """
     clips = inner_step.max_norm is not None
     # The norm of a mean of micro-batches is only known in the step that is made from them.
@@ -188,7 +192,8 @@ def make_or_skip(
             grad_norm = show_norm(last_norm, update.norm)
         updates_finite = None
         if check_updates:
-            updates_finite = all_finite(update.updates, axis_name=verdict.axis_name)
+            made = (update.updates, _without_old_infs(opt_state, ready.opt_state))
+            updates_finite = all_finite(made, axis_name=verdict.axis_name)
             kept = inner_step.keep_outcome(outcome, grads)
             outcome = tree_where(updates_finite, outcome, kept)
             opt_state = tree_where(updates_finite, opt_state, ready.opt_state)
@@ -212,6 +217,20 @@ def make_or_skip(
         return result
     # Otherwise the pass of the verdict has found the norm, if any.
     return result._replace(grad_norm=show_norm(last_norm, verdict.norm))
+
+
+def _without_old_infs(new_state: Any, old_state: Any) -> Any:
+    """Returns a new state with zeros where the old one was not finite already.
+
+    An optimizer may start from an inf, as `optax.contrib.reduce_on_plateau` does.
+    """
+
+    def without_old(new: Any, old: Any) -> Any:
+        if not is_inexact_leaf(new):
+            return new
+        return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
+
+    return jax.tree.map(without_old, new_state, old_state)
 
 
 def show_norm(last_norm: jax.Array | None, norm: jax.Array | None) -> jax.Array | None:

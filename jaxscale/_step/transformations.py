@@ -4,15 +4,19 @@ In any order of nesting they put their arguments into one `WrappedOptimizer`.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import optax
 
 from .._policies import read_loss_scale
+from .._policies.adaptive import AdaptiveLossScale
 from .._policies.base import LossScale
+from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.checks import int32, one_of, positive
@@ -21,7 +25,38 @@ from .checks import as_transformation
 from .window import Window
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# How an argument is written that belongs to something which is an argument itself.
+_WAYS = {
+    DynamicLossScale: "jaxscale.loss_scaled(tx, jaxscale.DynamicLossScale({argument}))",
+    AdaptiveLossScale: "jaxscale.loss_scaled(tx, jaxscale.AdaptiveLossScale({argument}))",
+    SpikeRule: "spikes=jaxscale.SpikeRule({argument})",
+}
+
+
+def _say_where_arguments_belong(function: _Function) -> _Function:
+    """Makes an argument of a policy or of a `SpikeRule` an error that says where it belongs."""
+    own_names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            for owner, way in _WAYS.items():
+                if name in own_names or name not in inspect.signature(owner).parameters:
+                    continue
+                written = way.format(argument=f"{name}={value!r}")
+                raise TypeError(
+                    f"`{function.__name__}({name}=...)`: this is an argument of "
+                    f"`{owner.__name__}`. Pass `{written}`."
+                )
+        return function(*args, **kwargs)
+
+    checked_function: Any = checked
+    return checked_function
+
+
+@_say_where_arguments_belong
 def loss_scaled(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | Literal["dynamic", "adaptive"] | None = "dynamic",
@@ -67,9 +102,12 @@ def loss_scaled(
         also `None`, the program is that of `inner` alone. The state keeps its fields. (If
         `loss_scale` is `None`, `scaling` has a type of its own; `jaxscale.to_state_dict` and
         `jaxscale.from_state_dict` move a run from one type to the other.)
-      check_updates: whether the verdict also covers the updates that `inner` returns. Set it for
-        optimizers that compute gradients inside `update`: `optax.contrib.sam` with
-        `opaque_mode=True`, or a line search. It takes one more pass, over the updates.
+      check_updates: whether the verdict also covers what `inner` makes of finite gradients: its
+        updates and its new state. Set it for optimizers that compute gradients inside `update`:
+        `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also for those that
+        may make a NaN of finite gradients, such as `optax.contrib.prodigy` of a first gradient of
+        0, and where a single huge gradient may set a second moment to inf for good. What was not
+        finite in the old state may stay so. It takes one more pass, over the updates and the state.
       track_leaves: whether `nonfinite_leaves` of the state says which leaves the last overflow was
         in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This takes no extra pass.
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
@@ -96,9 +134,13 @@ def loss_scaled(
       bits of every parameter except subnormal numbers, which a CPU flushes to 0 as it adds;
       `jaxscale.apply_gradients` also keeps those.
 
+      Gradients that `inner` certainly never reads do not count: not for the verdict, nor for
+      `max_norm` and `spikes`. They are those of parameters that an `optax.partition` with
+      `set_to_zero` in it keeps frozen, or `optax.transforms.freeze` in front of the optimizer.
+
     Raises:
       TypeError: if `inner` is not a gradient transformation, `loss_scale` is not a policy, or
-        `on_skip` is not a function.
+        `on_skip` is not a function, or if an argument is one of a policy or of a `SpikeRule`.
       ValueError: if `max_norm` is not above 0, if a flag is not a bool, or if
         `skip_nonfinite=False` comes with something that needs a verdict: a dynamic scale,
         `check_updates`, `track_leaves`, `on_skip`, a window of `multi_steps`.
@@ -181,6 +223,7 @@ def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
         )
 
 
+@_say_where_arguments_belong
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
@@ -232,6 +275,7 @@ def skip_nonfinite(
     )
 
 
+@_say_where_arguments_belong
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],

@@ -69,6 +69,9 @@ class EachStep:
     def find_step_share(self, window: Any) -> float:
         return 1.0
 
+    def find_opt_state(self, window: Any) -> Any:
+        return window
+
     def count_lost(
         self, window: Any, applied: jax.Array, stepped: jax.Array
     ) -> jax.Array:
@@ -206,6 +209,11 @@ class Window:
     def find_step_share(self, state: MultiStepsState) -> jax.Array:
         """Returns which share of a step of the optimizer a micro-batch is, an `f32[]`."""
         return 1 / self._find_length(state).astype(jnp.float32)
+
+    def find_opt_state(self, state: MultiStepsState) -> Any:
+        """Returns the state of the optimizer, which sees the mean of the window."""
+        # One of another optimizer is refused where the micro-batch is added.
+        return getattr(state, "inner_opt_state", None)
 
     def count_lost(
         self, state: MultiStepsState, applied: jax.Array, stepped: jax.Array

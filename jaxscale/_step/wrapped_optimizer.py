@@ -3,7 +3,8 @@
 1. *Verdict.* Are all gradients finite, and the loss too, if one was passed? This takes one pass
    over the gradients, or two with some options, and all devices agree on the answer. It covers the
    gradients rather than the updates, as clipping by value and sign-based optimizers hide an inf;
-   with `check_updates` it also covers the updates. A `SpikeRule` may reject a step that is finite.
+   with `check_updates` it also covers the updates and the new state of the optimizer. A
+   `SpikeRule` may reject a step that is finite.
 2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
    when the window is full; without a window, whenever the gradients are good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
@@ -52,6 +53,7 @@ from .inner_step import InnerStep, make_or_skip, show_norm
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .report import report_skip
 from .retry import BackwardResult
+from .unread import find_unread, may_leave_unread, without_leaves
 from .window import EachStep, Window
 
 
@@ -78,12 +80,13 @@ class WrappedOptimizer:
       window: how micro-batches are accumulated; `EachStep` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
       skips: whether bad steps are skipped. If not, each step is that of `inner`, after clipping.
-      check_updates: whether the verdict also covers the updates.
+      check_updates: whether the verdict also covers the updates and the optimizer's new state.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
       last_init: the types of the last `init` under the one key `"types"`, as the class is frozen.
         Tracing `init` again in each step would take a fifth as long as tracing plain Optax.
+      unread: for each kind of call, which gradients `inner` never reads.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -97,6 +100,9 @@ class WrappedOptimizer:
     spikes: SpikeRule | None = None
     on_skip: Callable[[dict[str, Any]], Any] | None = None
     last_init: dict[str, _InitTypes] = dataclasses.field(
+        default_factory=dict, init=False, compare=False
+    )
+    unread: dict[Any, list[bool]] = dataclasses.field(
         default_factory=dict, init=False, compare=False
     )
 
@@ -193,6 +199,31 @@ class WrappedOptimizer:
             return None
         return state
 
+    def leave_out_unread(
+        self,
+        result: BackwardResult,
+        state: LossScaledState,
+        params: optax.Params | None,
+        extra_args: Mapping[str, Any] = NO_ARGS,
+    ) -> BackwardResult:
+        """Returns a backward pass with zeros for the gradients that the optimizer never reads."""
+        opt_state = self.window.find_opt_state(state.inner_state)
+        if not may_leave_unread(opt_state):
+            return result
+        grads = result.grads.grads
+        call = (
+            _hashable_types(grads),
+            _hashable_types(params),
+            result.loss is None,
+            tuple(sorted(extra_args)),
+        )
+        if call not in self.unread:
+            self.unread[call] = find_unread(
+                self.inner, grads, opt_state, params, result.loss, extra_args
+            )
+        left = without_leaves(result.grads, self.unread[call])
+        return result._replace(grads=left)
+
     def judge_pass(
         self, result: BackwardResult, state: LossScaledState, axis_name: Any = None
     ) -> Verdict | None:
@@ -230,12 +261,15 @@ class WrappedOptimizer:
 
         The caller has checked the state.
         """
-        grads = result.grads
-        if params is None and holds_overwrites(grads.grads):
+        if params is None and holds_overwrites(result.grads.grads):
             raise ValueError(
                 "`loss_scaled(...).update(params=...)` must be the parameters, got None: a step "
                 "replaces those whose gradients are under a key `_overwrite_with_gradient`."
             )
+
+        if result.verdict is None:
+            result = self.leave_out_unread(result, state, params, extra_args)
+        grads = result.grads
 
         # 1. Verdict.
         verdict = result.verdict
@@ -306,7 +340,7 @@ class WrappedOptimizer:
         applied = next_state.step_applied
         # The share of lost steps, without those that were lost to take a growth of the scale back.
         skip_rate = move_skip_rate(
-            state.skip_rate,
+            state,
             self.policy,
             before=scaling_before,
             after=scaling,
@@ -363,6 +397,11 @@ class WrappedOptimizer:
         # With a window, the optimizer clips the mean of several micro-batches, so the norm of one
         # of them is of no use to it.
         return self.max_norm is not None and not self.window.averages
+
+
+def _hashable_types(tree: Any) -> Any:
+    types = types_of(tree)
+    return types.structure, tuple(types.leaves)
 
 
 def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:

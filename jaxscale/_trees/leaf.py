@@ -139,6 +139,13 @@ def make_array(number: Any, dtype: Any) -> np.ndarray:
     return np.asarray(number, dtype)
 
 
+def parts_in_reach(leaf: Any) -> list[Any]:
+    """Returns the parts of an array that this process has."""
+    if not isinstance(leaf, jax.Array):
+        return [leaf]
+    return [shard.data for shard in leaf.addressable_shards]
+
+
 def check_in_reach(argument: str, leaf: Any) -> None:
     """Raises a `ValueError` if this process has only a part of an array, which others share."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):

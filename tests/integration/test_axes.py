@@ -378,9 +378,16 @@ def keep_loss():
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def test_devices_with_runs_of_their_own_need_no_axis():
+LABELS = {"w": "trained", "base": "frozen"}
+
+
+@pytest.mark.parametrize("frozen", [{}, {"base": jnp.ones(4)}], ids=["all", "some"])
+def test_devices_with_runs_of_their_own_need_no_axis(frozen):
     """Each has its parameters, and clips, skips and counts by itself."""
     inner = optax.chain(SGD, keep_loss())
+    if frozen:
+        parts = {"trained": inner, "frozen": optax.set_to_zero()}
+        inner = optax.partition(parts, LABELS)
     tx = jaxscale.multi_steps(jaxscale.loss_scaled(inner, max_norm=0.5), 2)
     sizes = jnp.array([1.0, jnp.nan, 0.1, 3.0])
 
@@ -388,12 +395,14 @@ def test_devices_with_runs_of_their_own_need_no_axis():
         state = tx.init(params)
         for factor in (1.0, 3.0):
             grads = {"w": params["w"] * size * factor}
+            grads |= {name: params[name] * jnp.inf for name in frozen}
             updates, state = tx.update(grads, state, params, value=size[0])
             params = optax.apply_updates(params, updates)
         return params, state.total_notfinite[None], state.grad_norm[None]
 
     mapped = jax.shard_map(run, mesh=MESH, in_specs=SHARDED, out_specs=SHARDED)
-    params, notfinite, norms = jax.jit(mapped)({"w": jnp.ones(4)}, sizes)
+    start = {"w": jnp.ones(4)} | frozen
+    params, notfinite, norms = jax.jit(mapped)(start, sizes)
     steps = 0.01 * np.minimum(2 * sizes, 0.5)
     np.testing.assert_allclose(params["w"], 1 - jnp.nan_to_num(steps), rtol=1e-6)
     assert notfinite.tolist() == [0, 2, 0, 0]

@@ -24,6 +24,27 @@ CASES = {
         ValueError,
         ["LossScaledState", "at [0]", "wrap once"],
     ),
+    "an argument of the policy": BadInput(
+        lambda: loss_scaled(SGD, init_scale=2.0**10),
+        TypeError,
+        [
+            "`loss_scaled(init_scale=",
+            "(tx, jaxscale.DynamicLossScale(init_scale=1024.0))",
+        ],
+    ),
+    "an argument of the other policy": BadInput(
+        lambda: jaxscale.skip_nonfinite(SGD, max_level=12.0),
+        TypeError,
+        ["`skip_nonfinite(max_level=", "jaxscale.AdaptiveLossScale(max_level=12.0)"],
+    ),
+    "an argument of a rule for spikes": BadInput(
+        lambda: loss_scaled(SGD, sigmas=4.0),
+        TypeError,
+        ["`loss_scaled(sigmas=", "`spikes=jaxscale.SpikeRule(sigmas=4.0)`"],
+    ),
+    "an argument of nothing": BadInput(
+        lambda: loss_scaled(SGD, initial=4.0), TypeError, ["loss_scaled()", "'initial'"]
+    ),
     "no window": BadInput(
         lambda: multi_steps(SGD, 0),
         ValueError,

@@ -101,14 +101,19 @@ CASES = {
         ValueError,
         ["train_step(retries=", "at least 0, got -1"],
     ),
+    "step: the two sets of parameters of lookahead": BadInput(
+        lambda: step_from(optax.LookaheadParams.init_synced(PAIR), OPT_STATE),
+        TypeError,
+        ["`params` is a LookaheadParams", "(params.fast, ...)", "apply_gradients"],
+    ),
     "step: retries of a bare optimizer": BadInput(
         lambda: train_step(jnp.sum, SGD, retries=1),
         ValueError,
         [
             "train_step(retries=1)",
             "needs a loss scale",
-            "another optimizer",
-            "loss_scaled(tx)",
+            "a bare optimizer",
+            "loss_scaled(outer(inner))",
         ],
     ),
     "step: retries at a fixed scale": BadInput(

@@ -75,10 +75,10 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
     params = NAMED
     tx = jaxscale.loss_scaled(optax.adam(0.1), SCALINGS[scaling])
     opt_state = tx.init(params)
+    window_state = optax.MultiSteps(tx, 2).init(params)
     trees = [
         (params, opt_state, {"log": Model(jnp.ones(9))}),
         {"model": params, "opt": [optax.chain(optax.identity(), tx).init(params)]},
-        optax.MultiSteps(tx, 2).init(params),
         Carry(
             opt_state=opt_state,
             loss_scale=jnp.array(99.0),
@@ -87,10 +87,13 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
         ),
         jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx),
     ]
-    for tree in trees:
+    for tree in [*trees, window_state]:
         for function in CALLS.values():
             assert_same_bits(function(tree), function(opt_state))
+    for tree in trees:
         jaxscale.check(tree)
+    with pytest.warns(UserWarning, match="inside of another one"):
+        jaxscale.check(window_state)
 
 
 @pytest.mark.standard_promotion
@@ -194,9 +197,8 @@ VERSION_1 = {
 # What is written now: the same, with the fields that came later.
 WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
 WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
-# `skip_rate` is a running mean in which each step weighs 1/1000: here the overflow, faded by two
-# steps, and the bad loss.
-WRITTEN |= {"skip_rate": f32(0.001 * 0.999**2 + 0.001), "row_notfinite_loss": i32(1)}
+# `skip_rate` is the mean of so few steps: here an overflow and a bad loss.
+WRITTEN |= {"skip_rate": f32(2 / 4), "row_notfinite_loss": i32(1)}
 # The two later fields that those steps changed: read from version 1, they have their defaults.
 LATER = {name: getattr(FRESH, name) for name in ("skip_rate", "row_notfinite_loss")}
 

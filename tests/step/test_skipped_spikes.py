@@ -243,7 +243,7 @@ def test_check_warns_of_what_most_of_the_skipped_steps_were(
         spikes=spikes,
         total_notfinite=jnp.array(total_notfinite),
         total_steps=jnp.array(1000),
-        skip_rate=jnp.array(0.05),
+        skip_rate=jnp.array(0.08),
     )
     with pytest.warns(UserWarning, match=warning) as warned:
         jaxscale.check(state)
