@@ -48,6 +48,8 @@ class LossScaledState(NamedTuple):
         their squares overflow. With accumulation and `max_norm` it is that of the last step of the
         optimizer. If devices hold parts of the parameters, it is the largest of their norms.
         Without `max_norm` and `spikes` it is `None`.
+      weights: what `jaxscale.master_weights` or `jaxscale.stochastic_rounding` keep beside
+        half-precision parameters: `remainders`, `copies` or a `key`. Otherwise `None`.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -73,6 +75,7 @@ class LossScaledState(NamedTuple):
     spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None
+    weights: Any = None  # WeightsState or None
 
     @property
     def hyperparams(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    optimizer = _wrap("loss_scaled", inner)
+    optimizer = wrap("loss_scaled", inner)
     if optimizer.policy != NoOpLossScale():
         raise TypeError(
             "`loss_scaled(inner)`: `inner` is wrapped already, with a "
@@ -277,7 +277,7 @@ def multi_steps(
       >>> print(params, state.total_notfinite, state.scaling.loss_scale)
       -2.0 1 16384.0
     """
-    optimizer = _wrap("multi_steps", inner)
+    optimizer = wrap("multi_steps", inner)
     if optimizer.window.averages:
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
@@ -296,7 +296,7 @@ def multi_steps(
     return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
 
 
-def _wrap(call: str, inner: Any) -> WrappedOptimizer:
+def wrap(call: str, inner: Any) -> WrappedOptimizer:
     """Returns the optimizer that is wrapped already, or wraps one, without any scaling."""
     optimizer = find_wrapped_optimizer(inner)
     if optimizer is not None:
