@@ -8,11 +8,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+import numpy as np
 import optax
 
 from .._storage.compact import CompactOptimizer
 from .._storage.weights import MasterWeights, Rounded, StochasticRounding, Weights
-from .._trees.checks import int32, one_of
+from .._trees.checks import describe_value, one_of
 from .checks import as_transformation
 from .transformations import wrap
 from .wrapped_optimizer import find_wrapped_optimizer
@@ -37,8 +39,10 @@ def master_weights(
     bytes under AdamW, and 2 + 2 + 4 with `jaxscale.compact_state`; float32 takes 4 + 8.
 
     Wrap the whole optimizer, and put nothing behind this in an `optax.chain`: what `update` returns
-    is the difference of two rounded parameters. `optax.apply_updates` adds that as it should;
-    `jaxscale.apply_gradients` and `jaxscale.train_step` store the new parameters themselves.
+    is the difference of two rounded parameters, in float32. `optax.apply_updates` adds that as it
+    should; `jaxscale.apply_gradients` and `jaxscale.train_step` store the new parameters
+    themselves. (An `optax.apply_if_finite` around this cannot be compiled, as its branches have
+    updates of different dtypes. It is not needed: bad steps are skipped.)
 
     A weight that somebody replaced, by a checkpoint or an average, is never set back: the optimizer
     goes on from what is there. Weights that were set to 0 start from 0. A skipped step keeps all
@@ -137,7 +141,7 @@ def stochastic_rounding(
       [1.0, 1.0078125] 1.001
     """
     weights = StochasticRounding(
-        seed=check_seed("stochastic_rounding", seed), mask=mask
+        seed=_check_seed("stochastic_rounding", seed), mask=mask
     )
     return _keep("stochastic_rounding", inner, weights)
 
@@ -201,20 +205,24 @@ def compact_state(
         )
     optimizer = CompactOptimizer(
         inner=as_transformation("compact_state(inner)", inner),
-        seed=check_seed("compact_state", seed),
+        seed=_check_seed("compact_state", seed),
         mask=mask,
     )
     return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
 
 
-def check_seed(call: str, seed: Any) -> int:
+def _check_seed(call: str, seed: Any) -> int:
     """Returns a seed as a Python int, or raises an error."""
-    if hasattr(seed, "dtype") and not hasattr(seed, "__index__"):
-        raise TypeError(
-            f"`{call}(seed=...)` must be an integer, at least 0, got an array of {seed.dtype}. The "
-            "key is made from it, once, by `init`: pass an int."
-        )
-    return int32(call, "seed", seed, least=0, unit="no steps, it makes a key")
+    given = describe_value(seed) if isinstance(seed, jax.Array) else repr(seed)
+    message = (
+        f"`{call}(seed=...)` must be an integer from 0 to 2**31 - 1, got {given}. `init` makes a "
+        "key of it"
+    )
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"{message}: pass an int, and no key.")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"{message}.")
+    return int(seed)
 
 
 def _keep(

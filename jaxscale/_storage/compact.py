@@ -38,7 +38,7 @@ _REFUSED = {
     ),
     "ScaleByLBFGSState": (
         "lbfgs",
-        "its memory is differences of parameters and gradients, and nobody has tried it",
+        "its memory holds small differences of gradients, and it has not been tried",
     ),
 }
 
@@ -61,8 +61,8 @@ class CompactOptimizer:
     def init(self, params: optax.Params) -> CompactState:
         state = self.inner.init(params)
         _check_inner_state(state)
-        tree = flatten(state)
-        flags = read_mask("compact_state", self.mask, state, tree)
+        tree = flatten("compact_state", state)
+        flags = read_mask(self.mask, state, tree, what="state of `inner`")
         leaves = []
         for leaf, is_meant in zip(tree.leaves, flags, strict=True):
             array = leaf.param
@@ -153,7 +153,7 @@ def _check_inner_state(state: Any) -> None:
             name, reason = refused
             raise ValueError(
                 f"`compact_state(inner)`: `{name}` needs its state in float32: {reason}. Leave "
-                "`compact_state` out; `jaxscale.master_weights` works with it."
+                "`compact_state` out."
             )
 
 

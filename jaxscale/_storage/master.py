@@ -89,7 +89,7 @@ def with_master_params(
             "p.astype(jnp.bfloat16), float32_params)`."
         )
     arrays = unwrap(float32_params)
-    params, new_weights = narrow_params(weights, arrays)
+    params, new_weights = narrow_params(call, weights, arrays)
 
     def replace(node: Any) -> Any:
         return node._replace(weights=new_weights) if is_loss_scaled(node) else node

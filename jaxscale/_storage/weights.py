@@ -131,8 +131,9 @@ class Leaf(NamedTuple):
 
 
 class ParamLeaves(NamedTuple):
-    """The leaves of a tree of parameters."""
+    """The leaves of a tree of parameters, and the public call that asks for them."""
 
+    call: str
     leaves: list[Leaf]
     structure: Any
 
@@ -156,16 +157,23 @@ class ParamLeaves(NamedTuple):
         """Returns the leaves of a tree that `unflatten_beside` made."""
         try:
             found = self.structure.flatten_up_to(tree)
-        except (TypeError, ValueError) as error:
-            names = [leaf.name for leaf in self.leaves]
-            if isinstance(tree, dict) and set(tree) <= set(names):
-                return [tree.get(name) for name in names]
-            raise ValueError(
-                "`opt_state` has float32 parameters, or parts of them, for parameters of another "
-                f"structure: {jax.tree.structure(tree)}, and not {self.structure}. Pass the state "
-                "that `init` made for these parameters."
-            ) from error
+        except (TypeError, ValueError):
+            return self._find_by_name(tree)
         return [None if _is_empty(value) else value for value in found]
+
+    def _find_by_name(self, tree: Any) -> list[Any]:
+        """Returns the leaves of a tree of another class, such as what NNX makes of a state."""
+        values = {}
+        for path, value in jax.tree_util.tree_leaves_with_path(tree):
+            values[leaf_name(path)] = value
+        names = [leaf.name for leaf in self.leaves]
+        if not set(values) <= set(names):
+            raise ValueError(
+                f"`{self.call}`: the state of the optimizer belongs to parameters of another "
+                f"structure. It has {jax.tree.structure(tree)} beside them, and the parameters are "
+                f"{self.structure}. Pass the state that `init` made for these parameters."
+            )
+        return [values.get(name) for name in names]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +240,7 @@ class _Kept:
 
     def init(self, params: optax.Params) -> WeightsState:
         """Returns what is kept beside the first parameters."""
-        tree = self._with_ways(params, flatten(params))
+        tree = self._with_ways(params, flatten(self.call, params))
         beside = [leaf.way.start(leaf.param) for leaf in tree.leaves]
         return _make_state(tree, beside, self._make_key(params))
 
@@ -291,7 +299,7 @@ class _Kept:
 
     def _with_ways(self, params: optax.Params, tree: ParamLeaves) -> ParamLeaves:
         """Returns leaves with the ways in which they are kept."""
-        flags = read_mask(self.call, self.mask, params, tree)
+        flags = read_mask(self.mask, params, tree)
         leaves = []
         for leaf, is_meant in zip(tree.leaves, flags, strict=True):
             dtype = _dtype_of(leaf.param)
@@ -302,7 +310,7 @@ class _Kept:
 
     def _read(self, params: optax.Params, state: WeightsState) -> ParamLeaves:
         """Returns the leaves of parameters and what is beside them, if they fit together."""
-        tree = self._with_ways(params, flatten(params, state))
+        tree = self._with_ways(params, flatten(self.call, params, state))
         for leaf in tree.leaves:
             if leaf.param is None or _fits(leaf):
                 continue
@@ -400,7 +408,7 @@ def widen_params(
     call: str, state: WeightsState | None, params: optax.Params
 ) -> optax.Params:
     """Returns float32 parameters, by what stands beside them and by nothing else."""
-    tree = flatten(params, state)
+    tree = flatten(call, params, state)
     wide = []
     for leaf in tree.leaves:
         leaf = leaf._replace(way=_way_beside(leaf.beside))
@@ -414,14 +422,20 @@ def widen_params(
     return tree.unflatten(wide)
 
 
-def narrow_params(state: WeightsState, wide_params: optax.Params) -> Applied:
+def narrow_params(call: str, state: WeightsState, wide_params: optax.Params) -> Applied:
     """Returns parameters as they are kept, made of float32 ones, and what is beside them."""
-    tree = flatten(wide_params, state)
+    tree = flatten(call, wide_params, state)
     params = []
     beside = []
     for leaf in tree.leaves:
         stored = Stored(leaf.param, leaf.beside)
         if leaf.beside is not None and leaf.param is not None:
+            if jnp.shape(leaf.param) != jnp.shape(leaf.beside):
+                raise ValueError(
+                    f"`{call}(float32_params=...)` must be for the parameters of this state: that "
+                    f"at {leaf.name} is {_describe(leaf.param)}, and the state was made for "
+                    f"{leaf.dtype}{list(jnp.shape(leaf.beside))}."
+                )
             like = jax.ShapeDtypeStruct(jnp.shape(leaf.param), leaf.dtype)
             wide = cast(leaf.param, jnp.float32)
             stored = _way_beside(leaf.beside).store(wide, like, None)
@@ -439,7 +453,7 @@ def _way_beside(beside: Any) -> Way:
     return _COPY
 
 
-def flatten(params: Any, state: WeightsState | None = None) -> ParamLeaves:
+def flatten(call: str, params: Any, state: WeightsState | None = None) -> ParamLeaves:
     """Returns the leaves of parameters, and what a state has beside them."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(
         params, is_leaf=_is_none
@@ -447,7 +461,7 @@ def flatten(params: Any, state: WeightsState | None = None) -> ParamLeaves:
     leaves = []
     for path, param in with_paths:
         leaves.append(Leaf(param, leaf_name(path), _dtype_of(param)))
-    tree = ParamLeaves(leaves, structure)
+    tree = ParamLeaves(call, leaves, structure)
     for dtype, others in _trees_beside(state):
         for index, beside in enumerate(tree.flatten_beside(others)):
             if beside is not None:
@@ -500,9 +514,9 @@ def _difference(new: Any, old: Any) -> jax.Array:
 
 
 def read_mask(
-    call: str, mask: Any, params: optax.Params, tree: ParamLeaves
+    mask: Any, params: Any, tree: ParamLeaves, what: str = "parameters"
 ) -> list[bool]:
-    """Returns which leaves of a tree a mask means."""
+    """Returns which leaves of a tree a mask means. `what` says what the tree holds."""
     if mask is None:
         return [True] * len(tree.leaves)
     if callable(mask):
@@ -516,15 +530,15 @@ def read_mask(
         flags = tree.structure.flatten_up_to(spread_mask)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"`{call}(mask=...)` must be a tree of bools with the structure of the parameters, or "
-            f"with one bool for a part of them, got {jax.tree.structure(mask)} for "
-            f"{tree.structure}. A function may make it of the parameters: `mask=lambda params: "
-            "jax.tree.map(lambda p: p.ndim > 1, params)`."
+            f"`{tree.call}(mask=...)` must be a tree of bools with the structure of the {what}, or "
+            f"with one bool for a part of it, got {jax.tree.structure(mask)} for "
+            f"{tree.structure}. A function of the {what} may make it: `mask=lambda tree: "
+            "jax.tree.map(lambda leaf: leaf.ndim > 1, tree)`."
         ) from error
     for flag, leaf in zip(flags, tree.leaves, strict=True):
         if leaf.param is not None and not isinstance(flag, bool | np.bool_):
             raise TypeError(
-                f"`{call}(mask=...)` must be a tree of bools, got {describe_value(flag)} at "
+                f"`{tree.call}(mask=...)` must be a tree of bools, got {describe_value(flag)} at "
                 f"{leaf.name}. It is fixed before anything is traced: pass True or False."
             )
     return [flag is not None and bool(flag) for flag in flags]

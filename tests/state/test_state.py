@@ -192,7 +192,7 @@ VERSION_1 = {
     "nonfinite_leaves": None,
 }
 # What is written now: the same, with the fields that came later.
-WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
+WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None, "weights": None}
 WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
 # `skip_rate` is a running mean in which each step weighs 1/1000: here the overflow, faded by two
 # steps, and the bad loss.
