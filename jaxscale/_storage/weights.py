@@ -22,6 +22,7 @@ from .._trees.checks import describe_value
 from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.params import apply_updates, cast_updates
+from .._trees.store_once import store_once
 from . import rounding
 from .losses import warn_of_losses
 from .noise import draw_words, make_key, make_noise, split_key
@@ -272,7 +273,11 @@ class _Kept:
         ones: the difference of both in float32.
         """
         tree = self._read(params, state)
-        wide = tree.structure.flatten_up_to(apply_updates(wide_params, updates))
+        new_wide = apply_updates(wide_params, updates)
+        if _REMAINDER in (leaf.way for leaf in tree.leaves):
+            # Both halves of a number read it. A CPU would make the step of the optimizer twice.
+            new_wide = store_once(new_wide)
+        wide = tree.structure.flatten_up_to(new_wide)
         key = state.key
         words: Any = [None] * len(wide)
         if key is not None:

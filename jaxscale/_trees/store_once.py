@@ -1,0 +1,32 @@
+"""Arrays that a CPU computes once, however many read them."""
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from .._jax import varying
+
+
+def store_once(tree: Any) -> Any:
+    """Makes a CPU compute the arrays of a tree once, and store them.
+
+    XLA takes casts and additions for cheap, and would fuse those at the end of a half-precision
+    backward pass, or of a step, into each reader. On a CPU they cost more than to read float32. On
+    other machines the products may reduce what they write, and one kernel serves several readers.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    # JAX 0.10 gives all arrays that share a barrier the mesh axes of all of them. So one barrier
+    # serves those that vary along the same axes, which usually are all.
+    groups: dict[frozenset[Any], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tracer):
+            groups.setdefault(varying(jax.typeof(leaf)), []).append(index)
+    for indices in groups.values():
+        arrays = [leaves[index] for index in indices]
+        stored = jax.lax.platform_dependent(
+            arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
+        )
+        for index, array in zip(indices, stored, strict=True):
+            leaves[index] = array
+    return structure.unflatten(leaves)
