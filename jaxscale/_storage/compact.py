@@ -75,7 +75,7 @@ class CompactOptimizer:
     def update(
         self,
         updates: optax.Updates,
-        state: CompactState,
+        state: Any,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CompactState]:

@@ -15,8 +15,8 @@ import numpy as np
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 _QUIET_NAN = np.uint32(0x7FC00000)
-# The largest finite number of bfloat16.
-_LARGEST_BFLOAT16 = np.uint32(0x7F7F0000)
+# The upper half is that of the largest finite number of bfloat16.
+_BELOW_INFINITY = np.uint32(0x7F7FFFFF)
 # Half a unit of bfloat16, in bits of float32.
 _HALF_UNIT = np.uint32(0x8000)
 # float16 has 10 bits behind the point, and its smallest normal number is 2**-14.
@@ -47,12 +47,14 @@ def split(numbers: jax.Array) -> Halves:
     """
     bits = _bits(numbers)
     sign = (bits >> 16) & np.uint32(0x8000)
-    high = ((bits & _MAGNITUDE) + _HALF_UNIT) >> 16
-    high = jnp.minimum(high, np.uint32(0x7FFF)) | sign
-    rest = (bits - (high << 16)).astype(jnp.uint16)
+    magnitude = bits & _MAGNITUDE
+    high = (magnitude + _HALF_UNIT) >> 16
+    high = jnp.minimum(high, np.uint32(0x7FFF))  # a NaN would run into the sign
+    high = high | sign
+    rest = bits - (high << 16)
     return Halves(
         high=_bitcast(high.astype(jnp.uint16), jnp.bfloat16),
-        rest=_bitcast(rest, jnp.int16),
+        rest=_bitcast(rest.astype(jnp.uint16), jnp.int16),
     )
 
 
@@ -60,7 +62,7 @@ def split(numbers: jax.Array) -> Halves:
 def _split_tangent(primals: Any, tangents: Any) -> tuple[Halves, Halves]:
     halves = split(*primals)
     (tangent,) = tangents
-    no_tangent = np.zeros(jnp.shape(halves.rest), jax.dtypes.float0)
+    no_tangent: Any = np.zeros(jnp.shape(halves.rest), jax.dtypes.float0)
     return halves, Halves(tangent.astype(jnp.bfloat16), no_tangent)
 
 
@@ -93,16 +95,15 @@ def follow(copy: jax.Array, param: jax.Array) -> jax.Array:
     rounded the weight by a cast may have sent a tie to the other neighbour, so half a unit is
     allowed both ways.
     """
-    wide = param.astype(jnp.float32)
-    if param.dtype == BFLOAT16:
-        bits = _bits(copy)
-        high_bits = _bitcast(param, jnp.uint16).astype(jnp.uint32) << 16
-        wide = _float(high_bits)
-        # In magnitude and sign, neighbours have neighbouring bits. Across zero they do not.
-        distance = jnp.maximum(bits, high_bits) - jnp.minimum(bits, high_bits)
-        return jnp.where(distance <= _HALF_UNIT, copy, wide)
-    is_rounded = _round_to_float16(copy) == wide
-    return jnp.where(is_rounded, copy, wide)
+    if param.dtype == FLOAT16:
+        wide = param.astype(jnp.float32)
+        return jnp.where(_round_to_float16(copy) == wide, copy, wide)
+    bits = _bits(copy)
+    high_bits = _bitcast(param, jnp.uint16).astype(jnp.uint32) << 16
+    # Neighbours have neighbouring bits. Across zero they do not, and there a copy is dropped.
+    larger = jnp.maximum(bits, high_bits)
+    distance = larger - jnp.minimum(bits, high_bits)
+    return jnp.where(distance <= _HALF_UNIT, copy, _float(high_bits))
 
 
 @follow.defjvp
@@ -159,10 +160,11 @@ def _to_bfloat16_at_random(numbers: jax.Array, noise: jax.Array) -> jax.Array:
     magnitude = bits & _MAGNITUDE
     # As many bits at random as are dropped: their carry rounds up.
     rounded = magnitude + (noise >> 16)
-    finite = jnp.minimum(rounded, _LARGEST_BFLOAT16 | np.uint32(0xFFFF))
+    rounded = jnp.minimum(rounded, _BELOW_INFINITY)
     special = jnp.where(magnitude > _INFINITY, _QUIET_NAN, _INFINITY)
-    magnitude = jnp.where(magnitude < _INFINITY, finite, special)
-    return _bitcast(((sign | magnitude) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    magnitude = jnp.where(magnitude < _INFINITY, rounded, special)
+    high = (sign | magnitude) >> 16
+    return _bitcast(high.astype(jnp.uint16), jnp.bfloat16)
 
 
 @jax.custom_jvp
@@ -173,8 +175,9 @@ def _to_float16_at_random(numbers: jax.Array, noise: jax.Array) -> jax.Array:
     # Multiples of 2**-24, and so is what is left of the number, if it is not even smaller.
     threshold = (noise >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     goes_up = threshold < scaled - below
-    rounded = jnp.copysign((below + goes_up.astype(jnp.float32)) * unit, numbers)
-    return _saturated(numbers, rounded).astype(jnp.float16)
+    magnitude = (below + goes_up.astype(jnp.float32)) * unit
+    rounded = _saturated(numbers, jnp.copysign(magnitude, numbers))
+    return rounded.astype(jnp.float16)
 
 
 def _random_tangent(rounding: Any, dtype: Any) -> Any:

@@ -102,7 +102,7 @@ class AtRandom:
     def widen(self, param: Any, beside: None) -> jax.Array:
         return cast(param, jnp.float32)
 
-    def store(self, wide: jax.Array, param: Any, words: jax.Array) -> Stored:
+    def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
         noise = make_noise(words, wide)
         return Stored(rounding.stochastic(wide, dtype_of(param), noise), None)
 
@@ -260,8 +260,8 @@ class _Kept:
 
     def apply(
         self,
-        params: optax.Params,
-        wide_params: optax.Params,
+        params: optax.Params | None,
+        wide_params: optax.Params | None,
         updates: optax.Updates,
         state: WeightsState,
         *,
@@ -272,6 +272,7 @@ class _Kept:
         Returns the new parameters, or updates by which `optax.apply_updates` makes them of the old
         ones: the difference of both in float32.
         """
+        # `widen` came first, and takes no `None`
         tree = self._read(params, state)
         new_wide = apply_updates(wide_params, updates)
         if _REMAINDER in (leaf.way for leaf in tree.leaves):
@@ -313,7 +314,7 @@ class _Kept:
             leaves.append(leaf)
         return tree._replace(leaves=leaves)
 
-    def _read(self, params: optax.Params, state: WeightsState) -> ParamLeaves:
+    def _read(self, params: Any, state: WeightsState) -> ParamLeaves:
         """Returns the leaves of parameters and what is beside them, if they fit together."""
         tree = self._with_ways(params, flatten(self.call, params, state))
         for leaf in tree.leaves:

@@ -1,6 +1,7 @@
 """What half-precision parameters cost, and where their training ends.
 
-    python tests/benchmarks/half_params.py [--machines CPU H100 "TPU v5e"] [--steps 4000] [--json FILE]
+    python tests/benchmarks/half_params.py [--machines CPU H100 "TPU v5e"] [--only NAME ...]
+                                           [--steps 4000] [--seeds 4] [--json FILE]
 
 First the bytes for each parameter in the step of AdamW, compiled and not run: those of its
 arguments, those that it moves, and those that it needs in between. Then the final losses of three
@@ -13,13 +14,12 @@ import time
 from typing import NamedTuple
 
 import hlo
-import numpy as np
-import report
-import targets
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import report
+import targets
 from jax.sharding import SingleDeviceSharding
 
 import jaxscale
@@ -114,9 +114,9 @@ def measure(name, device):
 SHAPES = {"CPU": "1", "H100": "1"}
 
 
-def table_of_bytes(machine):
+def table_of_bytes(machine, names):
     device = targets.devices(machine, SHAPES.get(machine, "1x1"))[0]
-    return {name: measure(name, device) for name in METHODS}
+    return {name: measure(name, device) for name in names}
 
 
 # Final losses.
@@ -247,21 +247,23 @@ def final_losses(task, method, seeds, steps, optimizer=optax.adamw):
     return np.asarray(jax.jit(jax.vmap(train))(jnp.arange(seeds)))
 
 
-def table_of_losses(steps, seeds):
+def table_of_losses(names, steps, seeds):
     table = {}
     for task_name, make_task in TASKS.items():
         task = make_task()
         rows = {}
-        for name, method in METHODS.items():
-            losses = final_losses(task, method, seeds, steps)
+        for name in names:
+            losses = final_losses(task, METHODS[name], seeds, steps)
             rows[name] = {"mean": float(losses.mean()), "std": float(losses.std())}
-            print(f"  {task_name:12} {name:26} {losses.mean():.5f} +- {losses.std():.5f}")
+            print(
+                f"  {task_name:12} {name:26} {losses.mean():.5f} +- {losses.std():.5f}"
+            )
         table[task_name] = rows
     return table
 
 
 def main():
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, methods=METHODS)
     parser.add_argument("--machines", nargs="*", default=["CPU"])
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=4)
@@ -270,7 +272,7 @@ def main():
     for machine in options.machines:
         print(f"Bytes for each parameter on {machine}: arguments, moved, temporary")
         try:
-            rows = table_of_bytes(machine)
+            rows = table_of_bytes(machine, options.only)
         except targets.CannotCompile as error:
             print(f"  left out: {error}")
             continue
@@ -282,7 +284,7 @@ def main():
             print(f"  {name:26} {numbers}   compiled in {seconds:.1f} s")
     if options.steps:
         print(f"Final losses after {options.steps} steps, from {options.seeds} starts")
-        results["losses"] = table_of_losses(options.steps, options.seeds)
+        results["losses"] = table_of_losses(options.only, options.steps, options.seeds)
         results["steps"] = options.steps
         results["seeds"] = options.seeds
     if options.json:
