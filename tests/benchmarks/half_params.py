@@ -192,7 +192,7 @@ def autoencoder_task():
 
 def text_task():
     """Two letters tell the odds of the next one."""
-    letters = 32
+    letters = 12
     odds = jax.random.normal(jax.random.key(300), (letters, letters, letters))
 
     def start(key):
