@@ -107,6 +107,9 @@ WAYS = {
 def train(way, num_steps):
     """Trains a model: returns its losses, and the bytes of a weight and its state."""
     model = Transformer(way.dtype, nnx.Rngs(0))
+    # All begin with the same weights.
+    start = nnx.state(Transformer("bfloat16", nnx.Rngs(0)), nnx.Param)
+    nnx.update(model, jax.tree.map(lambda w: w.astype(way.dtype), start))
     rates = optax.warmup_cosine_decay_schedule(0, 1e-3, 100, max(num_steps, 101))
     optimizer = nnx.Optimizer(model, way.wrap(optax.adamw(rates)), wrt=nnx.Param)
 
@@ -139,7 +142,7 @@ def draw(curves, path):
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def main(num_steps: int = 1000, picture: pathlib.Path | None = None) -> float:
+def main(num_steps: int = 600, picture: pathlib.Path | None = None) -> float:
     """Trains in four ways and returns the last loss with remainders and a compact state."""
     curves = {}
     for name, way in WAYS.items():
@@ -154,7 +157,7 @@ def main(num_steps: int = 1000, picture: pathlib.Path | None = None) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="training steps")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
     parser.add_argument("--picture", type=pathlib.Path, help="where to draw the losses")
     options = parser.parse_args()
     main(options.steps, options.picture)
