@@ -65,6 +65,8 @@ class LossScaledState(NamedTuple):
         their squares overflow. With accumulation and `max_norm` it is that of the last step of the
         optimizer. With `axis_name` it is the norm that those devices agree on.
         Without `max_norm` and `spikes` it is `None`.
+      weights: what `jaxscale.master_weights` or `jaxscale.stochastic_rounding` keep beside
+        half-precision parameters: `remainders`, `copies` or a `key`. Otherwise `None`.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -90,6 +92,7 @@ class LossScaledState(NamedTuple):
     spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None
+    weights: Any = None  # WeightsState or None
 
     @property
     def hyperparams(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .._trees.grammar import and_more
 from .._trees.leaf import NumberKind, check_in_reach, kind_of
 from .optimizer import SpikeState
 from .scale import UnitLossScaleState, is_policy_state, unwrap
+from .storage import CompactState, WeightsState
 
 # Raise it if older code could not read a new dictionary by its own rules. A new field is not such a
 # case.
@@ -102,7 +103,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       in the first step; `opt_state._replace(scaling=policy.init())` starts it
       again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
       the policy starts with its initial one. A scale above the policy's maximum is lowered to the
-      maximum in the first step.
+      maximum in the first step. A float32 state is read into that of `jaxscale.compact_state`,
+      rounded to nearest, and a compact one into a float32 state.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::
@@ -156,14 +158,19 @@ class _Unmatched(NamedTuple):
     unknown: list[str]  # only in the dictionary
 
 
-def _restore(path: str, node: Any, saved: Any, unmatched: _Unmatched) -> Any:
-    """Returns a node of the target with the numbers that were saved of it."""
+def _restore(
+    path: str, node: Any, saved: Any, unmatched: _Unmatched, rounds: bool = False
+) -> Any:
+    """Returns a node of the target with the numbers that were saved of it.
+
+    `rounds` says that numbers are rounded to nearest where the target holds fewer bits.
+    """
     children = _children(node)
     values = _children(saved)
     if values is not None and _is_variable(values, children):
-        return _restore(path, node, values["value"], unmatched)
+        return _restore(path, node, values["value"], unmatched, rounds)
     if children is None and values is None:
-        return _restore_leaf(path, node, saved)
+        return _restore_leaf(path, node, saved, rounds)
     if children is None or values is None:
         raise TypeError(
             f"{_place('state_dict', path)} must have what the target has there, "
@@ -171,6 +178,14 @@ def _restore(path: str, node: Any, saved: Any, unmatched: _Unmatched) -> Any:
         )
     if isinstance(node, UnitLossScaleState):
         return _fill_unit(node)
+    if isinstance(node, CompactState):
+        rounds = True
+        if "inner_state" not in values:  # that of the optimizer, before it was compact
+            values = {"inner_state": saved}
+    elif values.keys() == set(CompactState._fields) and not children.keys() & values:
+        return _restore(path, node, values["inner_state"], unmatched)
+    if isinstance(node, WeightsState):
+        _check_same_weights(path, children, values)
 
     # What has no field in common with this state is not another version of it.
     is_other = bool(values) and values.keys().isdisjoint(children)
@@ -189,7 +204,7 @@ def _restore(path: str, node: Any, saved: Any, unmatched: _Unmatched) -> Any:
         child_path = f"{path}/{name}"
         value = values.pop(name, None)
         if not _is_empty(child) and not _is_empty(value):
-            child = _restore(child_path, child, value, unmatched)
+            child = _restore(child_path, child, value, unmatched, rounds)
         elif not is_own or name in _REQUIRED:
             if not _is_empty(child):
                 unmatched.missing.append(child_path)
@@ -232,6 +247,23 @@ def _fill(target: Any, number: Any) -> Any:
         return target
     filled = np.broadcast_to(np.asarray(number, target.dtype), target.shape)
     return _restore_leaf("", target, filled)
+
+
+def _check_same_weights(
+    path: str, children: dict[str, Any], values: dict[str, Any]
+) -> None:
+    """Raises a `ValueError` if float32 parameters were saved in another form than the target's."""
+    forms = {"remainders", "copies"}
+    saved = {name for name in forms if not _is_empty(values.get(name))}
+    wanted = {name for name in forms if not _is_empty(children[name])}
+    if not saved or not wanted or saved & wanted:
+        return
+    raise ValueError(
+        f"{_place('state_dict', path)} has the float32 parameters as {saved.pop()}, and the target "
+        f"as {wanted.pop()}. Restore with the `storage` of `master_weights` that was saved, and "
+        "then pass `jaxscale.with_master_params(tx.init(params), "
+        "jaxscale.master_params(opt_state, params))`."
+    )
 
 
 def _is_variable(values: dict[str, Any], children: dict[str, Any] | None) -> bool:
@@ -425,7 +457,7 @@ def _check_target(place: str, target: Any) -> Any:
     return target
 
 
-def _restore_leaf(path: str, target: Any, leaf: Any) -> Any:
+def _restore_leaf(path: str, target: Any, leaf: Any, rounds: bool) -> Any:
     """Returns the numbers of a leaf with the type, shape, dtype and sharding of `target`."""
     place = _place("state_dict", path)
     like = _check_target(_place("target", path), target)
@@ -434,7 +466,10 @@ def _restore_leaf(path: str, target: Any, leaf: Any) -> Any:
         raise ValueError(
             f"{place} must be of shape {np.shape(like)}, got {values.shape}."
         )
-    values = _cast_exactly(place, values, np.dtype(getattr(like, "dtype", type(like))))
+    dtype = np.dtype(getattr(like, "dtype", type(like)))
+    if rounds and values.dtype == np.float32 and dtype == jnp.bfloat16:
+        values = values.astype(dtype)
+    values = _cast_exactly(place, values, dtype)
     if isinstance(target, np.ndarray):
         return values
     if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):

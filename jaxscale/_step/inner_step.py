@@ -16,6 +16,7 @@ from .._gradients.verdict import (
     global_norm,
     shown_norm,
 )
+from .._storage.weights import Weights
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_inexact_leaf
@@ -25,7 +26,6 @@ from .._trees.overwrites import (
     overwriting_updates,
     without_overwrites,
 )
-from .._trees.params import apply_updates, cast_updates
 from .._trees.selection import tree_where
 from .call_update import call_update
 from .checks import check_copies_stay_equal, check_outcome, check_state_kept
@@ -47,6 +47,7 @@ class InnerOutcome(NamedTuple):
 
     outcome: Any  # the new parameters, or only the updates
     update: InnerUpdate  # what it comes from
+    weights: Any  # what is kept beside the parameters
 
 
 class StepOrSkip(NamedTuple):
@@ -58,6 +59,7 @@ class StepOrSkip(NamedTuple):
     updates_finite: jax.Array | None
     # f32[], what the state shows, `None` if it shows no norm
     grad_norm: jax.Array | None
+    weights: Any  # what is kept beside the parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,8 @@ class InnerStep:
       max_norm: the global norm to clip gradients to, or `None`.
       axis_name: the axes whose devices make this step together, or `None`.
       may_be_skipped: whether steps may be skipped, so that the state has to keep its structure.
+      weights: how half-precision parameters are kept.
+      weights_state: what is kept beside the parameters.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -81,6 +85,8 @@ class InnerStep:
     max_norm: float | None
     axis_name: Any
     may_be_skipped: bool
+    weights: Weights
+    weights_state: Any
 
     def make(
         self,
@@ -101,21 +107,25 @@ class InnerStep:
         if overwrites:
             trained_grads = without_overwrites(grads)
             trained_params = without_overwrites(params)
-        update = self._update(trained_grads, opt_state, trained_params, norm, value)
+        wide_params = self.weights.widen(trained_params, self.weights_state)
+        update = self._update(trained_grads, opt_state, wide_params, norm, value)
         like = trained_grads
         if trained_params is not None:
             check_outcome(update.updates, trained_params)
             like = trained_params
         check_copies_stay_equal("the update", update.updates, like, self.axis_name)
-        if self.returns_params:
-            outcome = apply_updates(trained_params, update.updates)
-        else:
-            outcome = cast_updates(trained_params, update.updates)
+        outcome, weights_state = self.weights.apply(
+            trained_params,
+            wide_params,
+            update.updates,
+            self.weights_state,
+            returns_params=self.returns_params,
+        )
         if overwrites and self.returns_params:
             outcome = overwrite(outcome, grads, params)
         elif overwrites:
             outcome = overwriting_updates(outcome, grads, params)
-        return InnerOutcome(outcome, update)
+        return InnerOutcome(outcome, update, weights_state)
 
     def keep_outcome(self, like: Any, grads: Scaled) -> Any:
         """Returns the outcome of a skipped step, given that of another or its types."""
@@ -131,13 +141,12 @@ class InnerStep:
         norm: jax.Array | None,
         value: Any,
     ) -> InnerUpdate:
-        """Calls the optimizer with gradients and parameters in float32 or wider."""
+        """Calls the optimizer with gradients in float32 or wider, as the parameters are."""
         grads = map_gradients(widen, grads)
         if self.max_norm is not None:
             if norm is None:
                 norm = global_norm(grads, self.axis_name)
             grads = clip_by_global_norm(grads, norm, self.max_norm)
-        params = map_gradients(widen, params)
         updates, new_state = call_update(
             self.tx, grads, opt_state, params, value, self.extra_args
         )
@@ -183,7 +192,7 @@ def make_or_skip(
     def step(operand: Any) -> StepOrSkip:
         stored, norm = operand
         step_grads = ready.gradients_of(stored)
-        outcome, update = inner_step.make(
+        outcome, update, weights_state = inner_step.make(
             step_grads, ready.opt_state, norm=norm, value=ready.value
         )
         opt_state = update.opt_state
@@ -197,7 +206,10 @@ def make_or_skip(
             kept = inner_step.keep_outcome(outcome, grads)
             outcome = tree_where(updates_finite, outcome, kept)
             opt_state = tree_where(updates_finite, opt_state, ready.opt_state)
-        return StepOrSkip(outcome, opt_state, updates_finite, grad_norm)
+            weights_state = tree_where(
+                updates_finite, weights_state, inner_step.weights_state
+            )
+        return StepOrSkip(outcome, opt_state, updates_finite, grad_norm, weights_state)
 
     def skip(parts: Any) -> StepOrSkip:
         like = StepOrSkip(*parts)
@@ -210,7 +222,13 @@ def make_or_skip(
         if check_updates:
             updates_finite = ready.due | ~ready.due
         outcome = inner_step.keep_outcome(like.outcome, grads)
-        return StepOrSkip(outcome, ready.opt_state, updates_finite, grad_norm)
+        return StepOrSkip(
+            outcome,
+            ready.opt_state,
+            updates_finite,
+            grad_norm,
+            inner_step.weights_state,
+        )
 
     result = step_if(ready.due, step, (ready.stored, norm), skip)
     if finds_norm:

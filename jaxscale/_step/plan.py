@@ -23,10 +23,10 @@ from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.params import trained_params
+from .._trees.store_once import store_once
 from .checks import is_pair
 from .optimizer import Optimizer, holds_loss_scaled
 from .retry import BackwardResult, repeat_backward, trace_once
-from .skip import store_once
 from .wrapped_optimizer import WrappedOptimizer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -20,7 +20,14 @@ from .._state.optimizer import WINDOW_STATES, LossScaledState
 from .._state.scale import UnitLossScaleState, unwrap
 
 # The fields of a `LossScaledState` that are not counters.
-_PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
+_PARTS = {
+    "scaling",
+    "inner_state",
+    "spikes",
+    "nonfinite_leaves",
+    "grad_norm",
+    "weights",
+}
 # What is not shown of a `SpikeState`.
 _WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count", "cooldown"}
 # What only a scale that is not 1 for good may ever count.

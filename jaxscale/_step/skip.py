@@ -74,30 +74,6 @@ def step_if(
     return select(branches, branch)
 
 
-def store_once(grads: Any) -> Any:
-    """Makes a CPU compute gradients once: for the verdict, and for the step.
-
-    XLA takes casts for cheap, and would fuse those at the end of a half-precision backward pass
-    into each reader. On a CPU they cost more than to read float32. On other machines the products
-    may reduce what they write.
-    """
-    leaves, structure = jax.tree.flatten(grads)
-    # JAX 0.10 gives all arrays that share a barrier the mesh axes of all of them. So one barrier
-    # serves those that vary along the same axes, which usually are all.
-    groups: dict[frozenset[Any], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tracer):
-            groups.setdefault(varying(jax.typeof(leaf)), []).append(index)
-    for indices in groups.values():
-        arrays = [leaves[index] for index in indices]
-        stored = jax.lax.platform_dependent(
-            arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
-        )
-        for index, array in zip(indices, stored, strict=True):
-            leaves[index] = array
-    return structure.unflatten(leaves)
-
-
 def _axes_of_both(made: list[Any], kept: list[Any]) -> list[frozenset[Any]]:
     """Returns along which mesh axes each result of a branch varies, as branches need equal types.
 

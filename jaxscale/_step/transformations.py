@@ -138,6 +138,10 @@ def loss_scaled(
       `max_norm` and `spikes`. They are those of parameters that an `optax.partition` with
       `set_to_zero` in it keeps frozen, or `optax.transforms.freeze` in front of the optimizer.
 
+    Warns:
+      UserWarning: once, at `init`, if bfloat16 or float16 parameters are trained without
+        `jaxscale.master_weights` or `jaxscale.stochastic_rounding`.
+
     Raises:
       TypeError: if `inner` is not a gradient transformation, `loss_scale` is not a policy, or
         `on_skip` is not a function, or if an argument is one of a policy or of a `SpikeRule`.
@@ -158,7 +162,7 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    optimizer = _wrap("loss_scaled", inner)
+    optimizer = wrap("loss_scaled", inner)
     if optimizer.policy != NoOpLossScale():
         raise TypeError(
             "`loss_scaled(inner)`: `inner` is wrapped already, with a "
@@ -245,6 +249,12 @@ def skip_nonfinite(
     `total_notfinite` before you trust its result. A solver that stops at small gradients, such as
     `run` of jaxopt, stops at the first gradient that is NaN, whatever its tolerance is.
 
+    bfloat16 and float16 parameters have float32 moments and float32 updates here: 8 bytes for those
+    of Adam, where Optax keeps 4. (Optax's own are wrong there: in float16, 10 of 19 optimizers
+    turn to NaN at the first gradient of 0.) The parameters themselves still lose the updates that
+    are smaller than half a unit. `jaxscale.master_weights` and `jaxscale.stochastic_rounding` mend
+    that, and `jaxscale.compact_state` halves the bytes.
+
     Args:
       inner: the transformation to wrap, as in `loss_scaled`.
       axis_name: as in `loss_scaled`.
@@ -253,6 +263,9 @@ def skip_nonfinite(
       track_leaves: as in `loss_scaled`.
       spikes: as in `loss_scaled`.
       on_skip: as in `loss_scaled`.
+
+    Warns:
+      UserWarning: as `loss_scaled`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -329,7 +342,7 @@ def multi_steps(
       >>> print(params, state.total_notfinite, state.scaling.loss_scale)
       -2.0 1 16384.0
     """
-    optimizer = _wrap("multi_steps", inner)
+    optimizer = wrap("multi_steps", inner)
     if optimizer.window.averages:
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
@@ -348,7 +361,7 @@ def multi_steps(
     return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
 
 
-def _wrap(call: str, inner: Any) -> WrappedOptimizer:
+def wrap(call: str, inner: Any) -> WrappedOptimizer:
     """Returns the optimizer that is wrapped already, or wraps one, without any scaling."""
     optimizer = find_wrapped_optimizer(inner)
     if optimizer is not None:

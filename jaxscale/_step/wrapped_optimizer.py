@@ -42,10 +42,12 @@ from .._policies.base import CheckedLossScale, LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
+from .._storage.weights import Rounded, Weights
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.overwrites import holds_overwrites, without_overwrites
 from .._trees.selection import tree_where
+from .._trees.store_once import store_once
 from . import checks, matching
 from .call_update import NO_ARGS
 from .counters import count_step, move_skip_rate, start_state
@@ -84,6 +86,7 @@ class WrappedOptimizer:
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
+      weights: how half-precision parameters are kept.
       last_init: the types of the last `init` under the one key `"types"`, as the class is frozen.
         Tracing `init` again in each step would take a fifth as long as tracing plain Optax.
       unread: for each kind of call, which gradients `inner` never reads.
@@ -99,6 +102,7 @@ class WrappedOptimizer:
     track_leaves: bool = False
     spikes: SpikeRule | None = None
     on_skip: Callable[[dict[str, Any]], Any] | None = None
+    weights: Weights = dataclasses.field(default_factory=Rounded)
     last_init: dict[str, _InitTypes] = dataclasses.field(
         default_factory=dict, init=False, compare=False
     )
@@ -118,6 +122,8 @@ class WrappedOptimizer:
         # strongly typed.
         inner_state = cast_like(inner_state, inner_state)
         window_state = self.window.open(wide_params, inner_state)
+        if "types" not in self.last_init:  # once, however often states are made
+            self.weights.warn_of_losses(params, inner_state)
         self.last_init["types"] = _InitTypes(types_of(params), types_of(window_state))
 
         state = start_state(self.policy.init(), window_state)
@@ -128,7 +134,7 @@ class WrappedOptimizer:
             state = state._replace(nonfinite_leaves=flags_by_leaf(wide_params))
         if self.max_norm is not None or self.spikes is not None:
             state = state._replace(grad_norm=jnp.array(0, jnp.float32))
-        return state
+        return state._replace(weights=self.weights.init(without_overwrites(params)))
 
     def update(
         self,
@@ -178,6 +184,7 @@ class WrappedOptimizer:
         call's arguments, for the error message.
         """
         state = checks.check_state(argument, state, self.policy, order)
+        self.weights.check(argument, state.weights)
         matching.check_has_parts(argument, state, self)
         if isinstance(self.policy, FixedLossScale):
             return state._replace(scaling=self.policy.hold(state.scaling))
@@ -270,6 +277,9 @@ class WrappedOptimizer:
         if result.verdict is None:
             result = self.leave_out_unread(result, state, params, extra_args)
         grads = result.grads
+        if result.verdict is None and self.skips:
+            grads = Scaled(store_once(grads.grads), grads.divisor)
+            result = result._replace(grads=grads)
 
         # 1. Verdict.
         verdict = result.verdict
@@ -286,6 +296,8 @@ class WrappedOptimizer:
             max_norm=self.max_norm,
             axis_name=axis_name,
             may_be_skipped=self.skips,
+            weights=self.weights,
+            weights_state=state.weights,
         )
         if verdict is None:
             return self._apply_unjudged(inner_step, result, state)
@@ -359,6 +371,7 @@ class WrappedOptimizer:
             spikes=spikes,
             nonfinite_leaves=nonfinite_leaves,
             grad_norm=step.grad_norm,
+            weights=step.weights,
         )
         if self.on_skip is not None:
             report_skip(self.on_skip, next_state)
@@ -372,11 +385,13 @@ class WrappedOptimizer:
             checks.check_devices_agree(result.grads.divided, None, self.axis_name)
         # There is no window, as that needs a verdict: `inner_state` is the optimizer's own.
         loss = agree_on_loss(result.loss, self.axis_name)
-        outcome, update = inner_step.make(
+        outcome, update, weights_state = inner_step.make(
             result.grads.divided, state.inner_state, norm=None, value=loss
         )
         grad_norm = show_norm(state.grad_norm, update.norm)
-        next_state = state._replace(inner_state=update.opt_state, grad_norm=grad_norm)
+        next_state = state._replace(
+            inner_state=update.opt_state, grad_norm=grad_norm, weights=weights_state
+        )
         return outcome, next_state
 
     def _find_questions(self, state: LossScaledState) -> Questions:
