@@ -265,7 +265,7 @@ def reinforce(name, params, seed, num_steps, programs):
         "gradients lost": programs.lost_share(params, opt_state, *batch),
         "lost without scale": programs.lost_share(params, unscaled, *batch),
         "skipped steps": metrics["total_notfinite"],
-        "repeated passes": metrics["total_retries"],
+        "repeated passes": metrics.get("total_retries", 0),
         "log2(loss scale)": np.log2(metrics["loss_scale"]),
     }
     mismatch = np.sqrt(np.mean(log_ratios**2, (1, 2)))

@@ -16,6 +16,10 @@ The rest, by group:
   backward pass of a loss or a model. It has no state, and no `metrics`.
 - Optimizers: `skip_nonfinite` skips bad steps without scaling, for bfloat16 and float32.
   `multi_steps` accumulates several micro-batches for each step.
+- Half-precision parameters: `master_weights` makes bfloat16 and float16 weights learn as float32
+  ones do, for 2 bytes a parameter; `stochastic_rounding` makes them learn for none.
+  `master_params` reads the float32 parameters, and `with_master_params` starts from them.
+  `compact_state` keeps the state of an optimizer in bfloat16, in half of its bytes.
 - Precision: `autocast` computes matrix products in float16 without touching the model. Leave it
   out if the model does its own casting, as Flax layers with `dtype=` do. `full_precision` exempts a
   part of a model.
@@ -91,8 +95,10 @@ from ._state.optimizer import LossScaledState, MultiStepsState, SpikeState
 from ._state.scale import AdaptiveState, LossScaleState
 from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
+from ._step.half_precision import compact_state, master_weights, stochastic_rounding
 from ._step.train_step import train_step
 from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
+from ._storage.master import master_params, with_master_params
 from ._trees.selection import tree_where
 
 # A group a line, in the order of the docstring and of the API reference.
@@ -101,6 +107,8 @@ __all__ = [  # noqa: RUF022
     "value_and_grad", "apply_gradients", "grad",
     "scale_backward",
     "skip_nonfinite", "multi_steps",
+    "master_weights", "stochastic_rounding", "master_params", "with_master_params",
+    "compact_state",
     "autocast", "full_precision",
     "DynamicLossScale", "AdaptiveLossScale", "FixedLossScale", "NoOpLossScale", "LossScale",
     "as_loss_scale",

@@ -139,9 +139,13 @@ class TrainState(train_state.TrainState):
         hint = "Arguments for the optimizer go into `extra_args`."
         _check_fields(f"{call}(**kwargs)", kwargs, known, hint)
         _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
+        optimizer = as_optimizer(call, self.tx)
+        opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
         result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(grads))
         return self._apply(
             call,
+            optimizer,
+            opt_state,
             result,
             always_replace,
             kwargs,
@@ -152,6 +156,8 @@ class TrainState(train_state.TrainState):
     def _apply(
         self,
         call: str,
+        optimizer: Optimizer,
+        opt_state: Any,
         result: BackwardResult,
         always_replace: Collection[str],
         replaced: Mapping[str, Any],
@@ -161,11 +167,9 @@ class TrainState(train_state.TrainState):
     ) -> Self:
         """Applies a backward pass: returns the next state, with new values of some fields.
 
-        The names of the fields were checked. Gradients are checked if they are an argument of the
-        call, `grads_argument`.
+        The state and the names of the fields were checked. Gradients are checked if they are an
+        argument of the call, `grads_argument`.
         """
-        optimizer = as_optimizer(call, self.tx)
-        opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
         if grads_argument is None:
             params, opt_state = apply_step(
                 optimizer, opt_state, self.params, result, extra_args
@@ -265,6 +269,9 @@ def train_step(
       `step(state, *args) -> (state, loss)`; with `has_aux` it returns `(state, (loss, aux))`.
       Keyword arguments go to `loss_fn`.
 
+    Warns:
+      UserWarning: as `jaxscale.train_step`, when called.
+
     Raises:
       TypeError: as `jaxscale.train_step`; when called, also if the first argument is not a
         `jaxscale.flax.TrainState`, or if `after` does not return one.
@@ -341,7 +348,7 @@ def train_step(
             _check_replaced(call, replaced, fields)
         hint = "What is always replaced, `loss_fn` must return."
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
-        state = state._apply(call, result, always_replace, replaced)
+        state = state._apply(call, optimizer, before, result, always_replace, replaced)
         if after is not None:
             state = state._apply_after(call, after, optimizer, before)
         if has_aux:

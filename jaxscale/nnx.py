@@ -144,6 +144,7 @@ def train_step(
                 f"got {type(optimizer).__name__}. {_MAKE_IT}"
             )
         tx = as_optimizer(f"{call}(...)", optimizer.tx)
+        plan.check_retries(tx)
         argument = f"{call}(...)(opt_state=...)"
         order = "(model, optimizer, ...)"
         before = unwrap(tx.check_state(argument, optimizer.opt_state, order))
@@ -153,7 +154,6 @@ def train_step(
                 f"`{call}(...)` changes the model in place, and a transformation of JAX gave it a "
                 "copy. Use that of NNX: `nnx.jit(step)` for `jax.jit(step)`."
             )
-        plan.check_retries(tx)
         objects = _take_objects(model, args, kwargs)
         graphdef, state_before = nnx.split(objects.graph)
         wrt = optimizer.wrt

@@ -9,7 +9,7 @@ group is not finite, so the verdict comes from the same pass.
 # The work on each leaf is written in `jax.lax`: `jax.numpy` takes three times as long to trace.
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
 
+from .._jax import sum_over_devices, varying
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import list_gradients
 from .._trees.numbers import INFINITY_BITS, float_bits
@@ -73,16 +74,25 @@ class Reduction(NamedTuple):
             largest = jnp.maximum(largest, bits)
         return largest
 
-    def squares(self) -> jax.Array:
-        """Returns the sum of the sums of squares, an `f32[]` or wider."""
+    def squares(self, axes: Iterable[Any] = ()) -> jax.Array:
+        """Returns the sum of the sums of squares, an `f32[]` or wider.
+
+        Where the types of leaves say that they vary along some of the named `axes`, the sum is that
+        of all devices along those. Other leaves are the same on all of them, and count once.
+        """
         sums = self._of_kind(jnp.floating)
         widest = jnp.dtype(jnp.float32)
         for number in sums:
             if number.dtype.itemsize > widest.itemsize:
                 widest = number.dtype
-        total = jnp.zeros((), widest)
+        by_axes: dict[frozenset[Any], jax.Array] = {}
         for number in sums:
-            total = jnp.add(total, cast(number, widest))
+            shared_axes = varying(jax.typeof(number)).intersection(axes)
+            total = by_axes.get(shared_axes, jnp.zeros((), widest))
+            by_axes[shared_axes] = jnp.add(total, cast(number, widest))
+        total = jnp.zeros((), widest)
+        for shared_axes, part in by_axes.items():
+            total = jnp.add(total, sum_over_devices(part, shared_axes))
         return total
 
     def _of_kind(self, kind: Any) -> list[jax.Array]:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._trees.casts import cast
+from .._jax import axes_to_agree_along, sum_over_devices
+from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import (
     leaf_name,
     list_gradients,
@@ -104,21 +105,24 @@ def agree_on_sizes(
 ) -> tuple[jax.Array, dict[Any, jax.Array]]:
     """Agrees on flags as `agree` does, and on the largest of some sizes, in one message.
 
-    `finite` is a `bool[n]`. Each size of this device comes as the bits of an `f32[]`, and the
-    largest of all devices is returned as an `f32[]`.
+    `finite` is a `bool[n]`. Each size of this device comes as the bits of a float, and the largest
+    of all devices is returned as such a float.
     """
     if not sizes:
         return agree(finite, axis_name), {}
     if axis_name is not None:
         # The sizes are negated, as the least number counts. They are integers, since what becomes
         # of NaN in a maximum of floats is up to the library that devices exchange numbers by.
-        flags = finite.astype(jnp.int32)
-        negated = -jnp.stack(list(sizes.values()))
+        integers = [bits.dtype for bits in sizes.values()]
+        widest = max(integers, key=lambda dtype: dtype.itemsize)
+        flags = finite.astype(widest)
+        negated = -jnp.stack([bits.astype(widest) for bits in sizes.values()])
         num_flags = flags.shape[0]
         least = _find_least(jnp.append(flags, negated), axis_name)
         finite = least[:num_flags] == 1
         largest = -least[num_flags:]
-        sizes = dict(zip(sizes, largest, strict=True))
+        for name, bits, dtype in zip(list(sizes), largest, integers, strict=True):
+            sizes = sizes | {name: bits.astype(dtype)}
     return finite, {name: float_of_bits(bits) for name, bits in sizes.items()}
 
 
@@ -133,14 +137,40 @@ def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
     return float_of_bits(bits)
 
 
-def norm_bits(norm: jax.Array) -> jax.Array:
-    """Returns the bits of a norm in float32, of inf if the gradients were not finite."""
-    return float_bits(cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32))
+def agree_on_norm(squares: jax.Array, axis_name: Any) -> jax.Array:
+    """Returns the norm, given the sum of squares: the largest of all devices along `axis_name`."""
+    if axis_name is None:
+        return jnp.sqrt(squares)
+    return agree_on_size(_norm_bits(squares), axis_name)
 
 
-def _in_order(bits: jax.Array) -> jax.Array:
-    """Returns the bits of floats as integers in the order of the floats, or turns these back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _norm_bits(squares: jax.Array) -> jax.Array:
+    """Returns the bits of a norm, those of a NaN if the gradients were not finite."""
+    norm = jnp.sqrt(squares)
+    # One of a positive sign, whose bits are above those of all numbers.
+    return float_bits(jnp.where(norm >= 0, norm, jnp.nan))
+
+
+def shown_norm(norm: jax.Array) -> jax.Array:
+    """Returns a norm as an `f32[]`, inf if the gradients were not finite."""
+    return cast(jnp.where(norm >= 0, norm, jnp.inf), jnp.float32)
+
+
+def agree_on_loss(loss: Any, axis_name: Any) -> Any:
+    """Returns the mean loss of all devices along `axis_name`, in the dtype of the loss.
+
+    A loss whose type says that it is the same on all of them stays as it is. So does `None`.
+    """
+    if loss is None:
+        return None
+    axes = axes_to_agree_along(loss, axis_names(axis_name))
+    if not axes:
+        return loss
+    wide = widen(loss)
+    # Divide first, so that the sum cannot overflow.
+    share = wide / cast(jax.lax.psum(1, tuple(axes)), wide.dtype)
+    # How far a loss is rounded matters to whoever judges it.
+    return cast(sum_over_devices(share, axes), jnp.result_type(loss))
 
 
 class Questions(NamedTuple):
@@ -148,9 +178,7 @@ class Questions(NamedTuple):
 
     by_leaf: bool  # which gradients are finite
     largest: bool  # how large the largest gradient is
-    squares: bool  # the sum of all squares
-    agreed_norm: bool  # if there are squares, a norm that all devices agree on
-    agreed_loss: bool  # if there is a loss, one that all devices agree on
+    norm: bool  # the global norm of the gradients
 
 
 class Verdict(NamedTuple):
@@ -160,10 +188,9 @@ class Verdict(NamedTuple):
     grads_finite: jax.Array  # bool[]
     loss_finite: jax.Array  # bool[], true if no loss was passed
     leaves_finite: list[jax.Array]  # a bool[] for each gradient, if leaves are tracked
+    loss: Any = None  # the mean of all devices, `None` if no loss was passed
     # These are `None` unless they were asked for.
-    squares: jax.Array | None  # the sum of all squares
-    norm: jax.Array | None = None  # f32[], that all devices agree on
-    loss: jax.Array | None = None  # the largest of all devices
+    norm: jax.Array | None = None  # f32[] or wider, NaN if the gradients are not finite
     largest: jax.Array | None = None  # f32[], the largest gradient
 
 
@@ -191,31 +218,23 @@ def judge_gradients(
     """
     passes = _make_passes(grads, before_hook, questions)
     flags = _find_flags(passes.decisive, loss, questions.by_leaf)
-    squares = None
-    if questions.squares:
-        squares = passes.squares.squares()
     sizes = {}
     if passes.largest.holds_sizes:
         sizes["largest"] = passes.largest.largest_bits()
-    if squares is not None and questions.agreed_norm:
-        sizes["norm"] = norm_bits(jnp.sqrt(squares))
-    if loss is not None and questions.agreed_loss:
-        sizes["loss"] = _in_order(float_bits(cast(loss, jnp.float32)))
+    if questions.norm:
+        # Where types say which leaves vary, all devices get the same sum. Where they do not, the
+        # largest norm is that of all devices, so that copies of a parameter stay copies.
+        squares = passes.squares.squares(axis_names(axis_name))
+        sizes["norm"] = _norm_bits(squares)
     flags, agreed = agree_on_sizes(flags, sizes, axis_name)
     grads_finite, loss_finite, *leaves_finite = flags
-    agreed_loss = agreed.get("loss")
-    if agreed_loss is not None:
-        agreed_loss = float_of_bits(_in_order(float_bits(agreed_loss)))
-        # In its own dtype: how far a loss is rounded matters to whoever judges it.
-        agreed_loss = cast(agreed_loss, jnp.result_type(loss))
     return Verdict(
         axis_name=axis_name,
         grads_finite=grads_finite,
         loss_finite=loss_finite,
         leaves_finite=leaves_finite,
-        squares=squares,
+        loss=agree_on_loss(loss, axis_name),
         norm=agreed.get("norm"),
-        loss=agreed_loss,
         largest=agreed.get("largest"),
     )
 
@@ -230,16 +249,16 @@ def _make_passes(
     if questions.largest:
         first = reduce_sizes(original, by_leaf=questions.by_leaf)
     else:
-        needs_squares = questions.squares and before_hook is None
+        needs_squares = questions.norm and before_hook is None
         first = reduce_gradients(
             original.divided, by_leaf=questions.by_leaf, squares=needs_squares
         )
     if before_hook is not None:
         second = reduce_gradients(
-            grads.divided, by_leaf=questions.by_leaf, squares=questions.squares
+            grads.divided, by_leaf=questions.by_leaf, squares=questions.norm
         )
         return _Passes(decisive=[first, second], largest=first, squares=second)
-    if questions.largest and questions.squares:
+    if questions.largest and questions.norm:
         second = reduce_gradients(grads.divided, squares=True)
         return _Passes(decisive=[first], largest=first, squares=second)
     return _Passes(decisive=[first], largest=first, squares=first)
@@ -302,9 +321,10 @@ def flagged_paths(flags: Any) -> list[str]:
     return [name for name, flag in named.items() if np.any(flag)]
 
 
-def global_norm(grads: optax.Updates) -> jax.Array:
-    """Returns the square root of the sum of all squares, an `f32[]` or wider."""
-    return jnp.sqrt(reduce_gradients(grads, squares=True).squares())
+def global_norm(grads: optax.Updates, axis_name: Any) -> jax.Array:
+    """Returns the norm of gradients that all devices along `axis_name` agree on."""
+    reduction = reduce_gradients(grads, squares=True)
+    return agree_on_norm(reduction.squares(axis_names(axis_name)), axis_name)
 
 
 def clip_by_global_norm(

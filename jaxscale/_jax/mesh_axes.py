@@ -33,6 +33,21 @@ def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
     return lax.pvary(array, in_order)  # JAX 0.6
 
 
+def sum_over_devices(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
+    """Returns the sum of an array over all devices along some named axes."""
+    # Sorted, as all hosts must trace one program, and the order of a set is up to the process.
+    in_order = tuple(sorted(axes, key=repr))
+    if not in_order:
+        return array
+    return jax.lax.psum(array, in_order)
+
+
+def axes_to_agree_along(array: Any, axes: Iterable[Any]) -> list[Any]:
+    """Returns those of some named axes along which copies of an array are not known to be equal."""
+    known_to_vary = varying(jax.typeof(array))
+    return [axis for axis in axes if axis in known_to_vary or not is_told_apart(axis)]
+
+
 def axes_of_devices() -> tuple[Any, ...]:
     """Returns the named axes along which this code runs on several devices, each for itself.
 

@@ -20,6 +20,8 @@ class FixedLossScale(LossScale):
     large, they overflow in every step. A power of two keeps scaling exact. `update` always says
     that the gradients should be applied, as TensorFlow's `FixedLossScale` does, because this scale
     cannot react to an overflow. Inside `jaxscale.loss_scaled` a non-finite step is still skipped.
+    A saved state may hold another number: the one here wins, from the first step of
+    `jaxscale.train_step` on, and elsewhere from the second.
 
     Args:
       loss_scale: the scale, at least 1.
@@ -55,19 +57,23 @@ class FixedLossScale(LossScale):
         grads_finite: jax.Array,
         largest: jax.Array | None = None,
     ) -> LossScaleState:
-        """Returns `state` as it is."""
+        """Returns `state` with this scale."""
         call = f"{type(self).__name__}.adjust"
         scalar_bool(call, "grads_finite", grads_finite)
-        return check_policy_state(call, state, LossScaleState)
+        return self.hold(check_policy_state(call, state, LossScaleState))
 
     def update(
         self, state: LossScaleState, grads: Any, *, axis_name: Any = None
     ) -> tuple[LossScaleState, jax.Array]:
-        """Returns `state` as it is, and `True`: always apply the gradients."""
+        """Returns `state` with this scale, and `True`: always apply the gradients."""
         state = check_policy_state(
             f"{type(self).__name__}.update", state, LossScaleState, grads
         )
-        return state, jnp.array(True)
+        return self.hold(state), jnp.array(True)
+
+    def hold(self, state: LossScaleState) -> LossScaleState:
+        """Returns a state with this scale in the place of another, as a resumed run may have."""
+        return state._replace(loss_scale=jnp.float32(self.loss_scale))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,9 @@ class NoOpLossScale(LossScale):
     def init(self) -> LossScaleState:
         """Returns the state of every step."""
         return UnitLossScaleState(*init_state(1.0))
+
+    def hold(self, state: LossScaleState) -> LossScaleState:
+        return state  # its type says that the scale is 1
 
     adjust = FixedLossScale.adjust
     update = FixedLossScale.update

@@ -17,7 +17,6 @@ from .._state.optimizer import SpikeState
 from .._trees.checks import int32
 from .._trees.numbers import increment
 from .._trees.selection import tree_where
-from .level import BLOCK, PAST, count_blind_step, follow_level
 from .spike_statistics import Statistics, measure, min_relative_std
 
 # How far from the mean a value that is not a spike may enter its window, in distances from the mean
@@ -80,19 +79,7 @@ class SpikeRule:
     1e-6, are also skipped; only those that are rare among exact zeros are kept. `total_spikes` of
     `jaxscale.metrics` counts what is lost.
 
-    Nor can it tell a ruined run from new data, as it accepts either level. So the rule also
-    follows the level of the loss. It reports the level, and never skips a step for it:
-
-    - The level is the median of the last 8 losses. Every 8 steps it is added to the levels of the
-      past, unless it stands above them (see the next point). It takes 512 losses until the past is
-      known.
-    - The past holds 64 levels, and the newest 4 do not count yet. The level stands above its past
-      if it exceeds three numbers: the highest of the other 60; their median plus 10 standard
-      deviations, estimated from their quartiles; and their median plus 6 times the distance from
-      it to the fourth highest of them.
-    - `level_count` counts for how many steps in a row the level has stood above its past. Treat 16
-      as an alarm. If a loss of 1 +- 0.1 suddenly rises to 1.5 times that, 16 is reached after about
-      20 steps. After 2048 steps the past is forgotten, and learned anew.
+    Nor can it tell a ruined run from new data, as it accepts either level.
 
     Args:
       window: how many of the last steps are kept, at least 2.
@@ -171,12 +158,6 @@ class SpikeRule:
             norm_deviation=zeros(()),
             total_norm_overflows=no_steps(),
             cooldown=no_steps(),
-            level_count=no_steps(),
-            level_threshold=infinity(),
-            recent_losses=zeros((BLOCK,)),
-            past_levels=zeros((PAST,)),
-            level_steps=no_steps(),
-            past_count=no_steps(),
         )
 
     def judge(
@@ -185,7 +166,7 @@ class SpikeRule:
         """Judges whether a step is a spike, and returns that with the next state.
 
         A step that is not finite, or whose norm is 0, is not judged: it is not a spike, and the
-        state stays as it is, except that a `level_count` above 0 still counts the step.
+        state stays as it is.
 
         Args:
           state: the state of this step.
@@ -208,10 +189,7 @@ class SpikeRule:
             norm_threshold=of_norm.threshold,
             norm_deviation=of_norm.deviation,
         )
-        if loss is None:
-            # The level is not known in this step, and is taken to be where it was.
-            next_state = count_blind_step(next_state)
-        else:
+        if loss is not None:
             of_loss = self._judge_value(
                 loss, state.losses, state.loss_count, spike_limit
             )
@@ -221,11 +199,6 @@ class SpikeRule:
                 loss_count=of_loss.entry_count,
                 loss_threshold=of_loss.threshold,
                 loss_deviation=of_loss.deviation,
-            )
-            next_state = follow_level(
-                next_state,
-                jnp.asarray(loss).astype(jnp.float32),
-                min_relative_deviation=min_relative_std(jnp.result_type(loss)),
             )
 
         counts = jnp.asarray(finite)  # whether the step is judged, and enters the state
@@ -239,7 +212,7 @@ class SpikeRule:
             is_spike |= norm_overflows
         next_state = self._count_step(next_state, is_spike, norm_overflows)
         is_skipped = is_spike & counts
-        return is_skipped, tree_where(counts, next_state, count_blind_step(state))
+        return is_skipped, tree_where(counts, next_state, state)
 
     def _count_step(
         self, state: SpikeState, is_spike: jax.Array, norm_overflows: jax.Array

@@ -10,19 +10,56 @@ from .._gradients.verdict import flagged_paths
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale
 from .._state.scale import AdaptiveState
+from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import and_more
+from .._trees.leaf import is_inexact_leaf, parts_in_reach
 from .symptoms import blames_loss, is_unscaled
-from .texts import ALL_FLUSHED, AT_ANY_SCALE, DOCTOR, ON_CPU, WITHOUT_HALF
+from .texts import (
+    ALL_FLUSHED,
+    AT_ANY_SCALE,
+    DOCTOR,
+    DOCTOR_WITHOUT_HALF,
+    ON_CPU,
+    WITHOUT_HALF,
+    say_of_optimizer,
+)
 
 
-def explain_row(state: Any, policy: LossScale | None) -> str:
-    """Returns how many steps in a row were skipped, why, and in which leaves."""
-    return (
+def explain_row(state: Any, policy: LossScale | None, place_of_nan: str | None) -> str:
+    """Returns how many steps in a row were skipped, why, and in which leaves.
+
+    `place_of_nan` is where the state of the optimizer holds a NaN, if it does.
+    """
+    text = (
         f"{state.notfinite_count} steps in a row were skipped ({state.total_notfinite} of "
-        f"{state.total_steps} in all, {state.total_notfinite_loss} of them with a non-finite "
-        f"loss); the loss scale is {state.scaling.loss_scale}. {_likely_cause(state, policy)}"
-        f"{_name_bad_leaves(state.nonfinite_leaves)} {DOCTOR}"
+        f"{state.total_steps} in all, {state.total_notfinite_loss} of them with a non-finite loss)"
     )
+    doctor = DOCTOR_WITHOUT_HALF
+    if not is_unscaled(state, policy):
+        text += f"; the loss scale is {state.scaling.loss_scale}"
+        doctor = DOCTOR
+    if place_of_nan is not None:
+        return f"{text}. {say_of_optimizer(place_of_nan)}"
+    cause = _likely_cause(state, policy)
+    return f"{text}. {cause}{_name_bad_leaves(state.nonfinite_leaves)} {doctor}"
+
+
+def find_nan(inner_state: Any, member: tuple[int, ...]) -> str | None:
+    """Returns where the state of an optimizer holds a NaN, `None` if it holds none.
+
+    `member` is the place of a run in a population, empty for a run that is alone.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(inner_state):
+        if is_inexact_leaf(leaf) and _holds_nan(leaf, member):
+            return leaf_name(path)
+    return None
+
+
+def _holds_nan(leaf: Any, member: tuple[int, ...]) -> bool:
+    if member:
+        return bool(jnp.isnan(leaf[member]).any())
+    # Part by part, where it is: a sum over devices of several processes would wait for them all.
+    return any(bool(jnp.isnan(part).any()) for part in parts_in_reach(leaf))
 
 
 def _name_bad_leaves(flags: Any) -> str:
@@ -46,8 +83,7 @@ def _likely_cause(state: Any, policy: LossScale | None) -> str:
     if not is_unscaled(state, policy):
         return f"{told_apart} {_cause_in_backward_pass(state, policy)}"
     return (
-        f"{told_apart} A scale of 1 scales nothing, so it is not to blame. {WITHOUT_HALF} "
-        f"{ALL_FLUSHED} "
+        f"{told_apart} {WITHOUT_HALF} {ALL_FLUSHED} "
         "To find the line, run one step under `with jax.disable_jit(), "
         f"jax.debug_infs(True)`. {ON_CPU}"
     )

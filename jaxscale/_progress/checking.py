@@ -4,18 +4,20 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 
 from .._policies.adaptive_units import UNSEEN
-from .._policies.level import find_raised_level
-from .._state.find import find_optimizer_state, restore_types
+from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
+from .._step.optimizer import holds_loss_scaled, possible_states, say_inside
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.checks import int32
-from .causes import explain_row
+from .._trees.leaf import check_in_reach, parts_in_reach
+from .causes import explain_row, find_nan
 from .symptoms import list_warnings
 
 
@@ -53,12 +55,15 @@ def check(
     Warns:
       UserWarning: in each of these cases. Python shows each text once in a run.
 
-        - One step in 20 is lost: the `skip_rate` is 0.05 or more. At 6 % of skipped steps it gets
-          there after about 1800 steps, at 10 % after 700, at 50 % after 105.
+        - One step in 20 is lost: the `skip_rate` is 0.05 or more, over enough steps. 6 % of skipped
+          steps are enough after about 1800 steps, 10 % after 700, 50 % after 105.
+        - The `loss_scaled` optimizer is inside of another one, which a skipped step still changes.
+          With `tx`, or in a `TrainState`, this is always seen.
         - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer
           was not restored from a checkpoint.
         - The loss scale decays: it is below 2**15 with a `backoff_count` of 6 or more, or an
-          `AdaptiveLossScale` has made more and more room for gradients that never came. A policy
+          `AdaptiveLossScale` has made more and more room for gradients that never came. With
+          `max_norm` or `spikes` the text says whether the gradients themselves have grown. A policy
           that raises its scale in every finite step, such as `presets.chainer()`, never decays.
         - The scale may be useless: it has grown to 2**24 or more after 10,000 steps, none of which
           overflowed. (From 2**15, the default policy gets there after 18,000.) A scale that follows
@@ -71,7 +76,8 @@ def check(
       LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
         `AdaptiveLossScale` has seen nothing but zeros in more steps of the optimizer than that. The
         message has the numbers, the likely cause and, with `track_leaves=True`, the leaves of the
-        last overflow. The cause is that of the steps in this row.
+        last overflow. The cause is that of the steps in this row. If the state of the optimizer
+        itself holds a NaN, which it made of finite gradients, that is the cause.
       ValueError: if `tree` holds no such state, or several, or if `max_consecutive` is below 0.
       TypeError: if called inside `jit`.
 
@@ -89,15 +95,21 @@ def check(
     """
     most = int32("check", "max_consecutive", max_consecutive, least=0)
     state = find_optimizer_state("check", restore_types(tree))
+    tx = tx or getattr(tree, "tx", None)
+    if _is_inside_of_another(tree, tx):
+        warnings.warn(say_inside("check"), stacklevel=2)
     inner_state = unwrap(state.inner_state)
-    state = jax.tree.map(_on_host, unwrap(state._replace(inner_state=None)))
+    # Only counters are read, as processes may have only parts of what is larger.
+    state = unwrap(state._replace(inner_state=None))
+    state = state._replace(spikes=_without_windows(state.spikes))
+    state = jax.tree.map(_on_host, state)
     _warn_if_lost(unwrap(getattr(tree, "step", None)), state, inner_state)
     axes = np.shape(state.notfinite_count)  # those of a population
     steps = np.broadcast_to(_count_optimizer_steps(state, inner_state), axes)
     members = jax.tree.map(
         lambda leaf: leaf.reshape(-1, *leaf.shape[len(axes) :]), state
     )
-    optimizer = find_wrapped_optimizer(tx or getattr(tree, "tx", None))
+    optimizer = find_wrapped_optimizer(tx)
     policy = None
     if optimizer is not None:
         policy = optimizer.policy
@@ -105,13 +117,11 @@ def check(
     worst = int(np.argmax(members.notfinite_count))
     if members.notfinite_count[worst] > most:
         member = jax.tree.map(lambda leaf: leaf[worst], members)
-        text = _name_member(worst, axes) + explain_row(member, policy)
-        raise LossScaleStuckError(text + _mention_level(members, axes))
+        place_of_nan = find_nan(inner_state, _place_of(worst, axes))
+        text = _name_member(worst, axes) + explain_row(member, policy, place_of_nan)
+        raise LossScaleStuckError(text)
     _raise_if_blind(members, steps.reshape(-1), most, axes)
-    warning_texts = list_warnings(members, policy)
-    if warning_texts:
-        warning_texts[-1] += _mention_level(members, axes)
-    for text in warning_texts:
+    for text in list_warnings(members, policy):
         warnings.warn(text, stacklevel=2)
 
 
@@ -119,8 +129,12 @@ def _name_member(index: int, axes: tuple[int, ...]) -> str:
     """Returns which member of a population is meant, nothing for a run that is alone."""
     if not axes:
         return ""
-    place = [int(i) for i in np.unravel_index(index, axes)]
+    place = list(_place_of(index, axes))
     return f"Of a population of shape {axes}, the member at {place}: "
+
+
+def _place_of(index: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(index, axes))
 
 
 def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
@@ -132,22 +146,36 @@ def _count_optimizer_steps(state: Any, inner_state: Any) -> Any:
     return applied
 
 
-def _mention_level(members: Any, axes: tuple[int, ...]) -> str:
-    """Returns a word on a level of the loss that stands above its past, nothing without one.
+def _is_inside_of_another(tree: Any, tx: Any) -> bool:
+    """Returns whether a `loss_scaled` optimizer is inside of another one, as far as one can see."""
+    if tx is not None and find_wrapped_optimizer(tx) is None:
+        return any(map(holds_loss_scaled, possible_states(tx)))
+    if _is_chain(tree):
+        return True
+    outer = jax.tree.leaves(tree, is_leaf=_is_outer)
+    return any(map(_is_outer, outer))
 
-    It alone is no reason to speak, as a loss may rise for good reasons.
+
+def _is_outer(node: Any) -> bool:
+    """Returns whether a node is a state of Optax around that of a `loss_scaled` optimizer."""
+    return _is_of_optax(node) and holds_loss_scaled(node)
+
+
+def _is_chain(tree: Any) -> bool:
+    """Returns whether a tree is the state of an `optax.chain` with a `loss_scaled` part.
+
+    It is a plain tuple. So are the states of several optimizers that a loop carries, but they hold
+    tuples, or dictionaries of parameters.
     """
-    level = find_raised_level(members)
-    if level is None or not np.any(level.is_raised):
-        return ""
-    index = int(np.argmax(np.where(level.is_raised, level.num_steps, 0)))
-    # Without the number of steps, so that the text stays the same as they pass.
-    return (
-        f" {_name_member(index, axes)}The level of the loss stands above that of its past. Most "
-        "often that is a new mix of data. If the data are the same, the run may be ruined, as by a "
-        "learning rate that was too high for a while: then go back to a checkpoint from step "
-        f"{int(level.good_until[index])} or before, when the loss was at its old level."
-    )
+    if type(tree) is not tuple:
+        return False
+    others = [node for node in tree if not is_loss_scaled(node)]
+    return 0 < len(others) < len(tree) and all(map(_is_of_optax, others))
+
+
+def _is_of_optax(node: Any) -> bool:
+    is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
+    return is_named_tuple and type(node).__module__.partition(".")[0] == "optax"
 
 
 def _on_host(leaf: Any) -> np.ndarray:
@@ -156,7 +184,18 @@ def _on_host(leaf: Any) -> np.ndarray:
             "`check` reads values, so it cannot run inside `jit`. Call it on the state that "
             "the step returns; inside, use `jaxscale.metrics`."
         )
+    check_in_reach("`check(tree)`: a counter of a population", leaf)
     return np.asarray(leaf)
+
+
+def _without_windows(spikes: Any) -> Any:
+    """Returns the state of a `SpikeRule` with its counters alone."""
+    if spikes is None:
+        return None
+    num_axes = jnp.ndim(spikes.total_spikes)  # those of a population
+    return type(spikes)(
+        *[leaf if jnp.ndim(leaf) == num_axes else None for leaf in spikes]
+    )
 
 
 def _warn_if_lost(step: Any, state: Any, inner_state: Any) -> None:
@@ -195,8 +234,12 @@ def _is_lost(step: Any, state: Any, inner_state: Any) -> Any:
         return max(counts) <= applied
     # Momentum and the like are 0 at first.
     leaves = jax.tree.leaves(inner_state)
-    is_zero = not any(map(np.any, leaves))
-    return len(leaves) > 0 and state.total_steps == 0 and is_zero
+    return len(leaves) > 0 and state.total_steps == 0 and all(map(_is_zero, leaves))
+
+
+def _is_zero(leaf: Any) -> bool:
+    """Returns whether an array is 0, or the parts of it that this process has."""
+    return not any(map(np.any, parts_in_reach(leaf)))
 
 
 def _raise_if_blind(members: Any, steps: Any, most: int, axes: tuple[int, ...]) -> None:

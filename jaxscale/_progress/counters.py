@@ -3,14 +3,12 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from .._state.find import find_scale_state, is_loss_scaled, restore_types
-from .._state.scale import unwrap
-from .._step.report import counters_of
+from .._step.report import numbers_of
 
 
-def metrics(tree: Any) -> dict[str, jax.Array]:
+def metrics(tree: Any, *, prefix: str = "") -> dict[str, jax.Array]:
     """Returns the loss scale and the counters of a training state, for logging.
 
     Works inside `jit` and never waits for the device.
@@ -18,14 +16,18 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
     Args:
       tree: a `jaxscale.LossScaledState` or `jaxscale.LossScaleState`, or a tree that holds exactly
         one, such as `opt_state`, a `TrainState`, or the `nnx.state` of an optimizer of Flax NNX.
+      prefix: what each name begins with, such as `"train/"`.
 
     Returns:
-      A dictionary of scalar arrays. It has `loss_scale` and the trackers of the policy, which its
-      state explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`). If there is an optimizer
-      state, it has `step_applied` and the counters that `jaxscale.LossScaledState` explains
-      (`grads_finite` is the old name of `step_applied`, until 1.0). With `jaxscale.multi_steps`
-      these count micro-batches. Then, and with an `optax.MultiSteps` inside `loss_scaled`, there
-      are also `mini_step` and `gradient_step`.
+      A dictionary of scalar arrays, all of them finite: for an inf it has the largest number of its
+      dtype. So `json.dumps` of it is JSON. It has `loss_scale` and the trackers of the policy,
+      which its state explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`). If there is
+      an optimizer state, it has `step_applied` and the counters that `jaxscale.LossScaledState`
+      explains (`grads_finite` is the old name of `step_applied`, until 1.0). With
+      `jaxscale.multi_steps` these count micro-batches. Then, and with an `optax.MultiSteps` inside
+      `loss_scaled`, there are also `mini_step` and `gradient_step`.
+      Without a loss scale, as with `jaxscale.skip_nonfinite`, `loss_scale` is 1, and there are no
+      trackers, `backoff_count`, `total_retries` and `total_exhausted`.
       With `max_norm` or `spikes` there is `grad_norm`, the norm of the last gradients before they
       were clipped. With `spikes` there are the counters, thresholds and deviations that
       `jaxscale.SpikeState` explains.
@@ -34,6 +36,7 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
 
     Raises:
       ValueError: if `tree` holds no such state, or several.
+      TypeError: if `prefix` is not a string.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -42,12 +45,15 @@ def metrics(tree: Any) -> dict[str, jax.Array]:
       >>> jaxscale.metrics(opt_state)["loss_scale"]
       Array(32768., dtype=float32)
     """
+    if not isinstance(prefix, str):
+        raise TypeError(
+            f"`metrics(prefix=...)` must be a string, got {prefix!r}. Pass what each name begins "
+            'with, such as "train/".'
+        )
     tree = restore_types(tree)
-    values = find_scale_state("metrics", tree)._asdict()
-    for node in jax.tree.leaves(tree, is_leaf=is_loss_scaled):
-        if is_loss_scaled(node):
-            values |= counters_of(node)
-    numbers = {}
-    for name, value in values.items():
-        numbers[name] = jax.tree.map(jnp.asarray, unwrap(value))
-    return numbers
+    scaling = find_scale_state("metrics", tree)
+    nodes = jax.tree.leaves(tree, is_leaf=is_loss_scaled)
+    states = list(filter(is_loss_scaled, nodes))
+    state = states[0] if states else None
+    numbers = numbers_of(scaling, state)
+    return {f"{prefix}{name}": number for name, number in numbers.items()}

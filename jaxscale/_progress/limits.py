@@ -2,6 +2,8 @@
 
 # From which recent share of skipped steps, and from which share of spikes.
 OFTEN = 0.05
+# The recent share is a mean over about so many steps. After fewer it counts for less.
+MEMORY = 1000.0
 
 # From how many falls without a growth between them, and below which scale. On the runs in
 # `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the scale keeps
@@ -9,6 +11,10 @@ OFTEN = 0.05
 # that is not low.
 MANY_FALLS = 6
 LOW_SCALE = 2.0**15
+
+# The gradients fill float16's range, up to 2**16, if they are scaled to at least this. A norm may
+# be larger than the largest element, and the last step smaller than the worst.
+FULL_RANGE = 2.0**10
 
 # An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
 # what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.

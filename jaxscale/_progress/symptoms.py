@@ -12,7 +12,16 @@ from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState
 from . import texts
-from .limits import HIGH_SCALE, LOW_SCALE, MANY_FALLS, MANY_STEPS, OFTEN, UNUSED_ROOM
+from .limits import (
+    FULL_RANGE,
+    HIGH_SCALE,
+    LOW_SCALE,
+    MANY_FALLS,
+    MANY_STEPS,
+    MEMORY,
+    OFTEN,
+    UNUSED_ROOM,
+)
 
 
 class _Symptom(NamedTuple):
@@ -24,7 +33,7 @@ class _Symptom(NamedTuple):
 
 def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
     """Returns the texts of what holds in any member of a population."""
-    skips_often = members.skip_rate >= OFTEN
+    skips_often = loses_often(members)
     if members.spikes is not None:
         skips_often &= ~_are_mostly_spikes(members)
     is_loss = blames_loss(members)
@@ -38,12 +47,43 @@ def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
         _Symptom(rate_of_loss, skips_often & is_loss),
         _Symptom(rate_of_grads, skips_often & ~is_loss),
         _Symptom(texts.EXHAUSTED, members.total_exhausted >= MANY_FALLS),
-        _Symptom(texts.DECAY, _decays(members)),
+        *_find_decays(members),
         _Symptom(texts.IDLE, _is_idle(members)),
     ]
     if members.spikes is not None:
         symptoms.append(_find_spikes(members))
     return [symptom.text for symptom in symptoms if np.any(symptom.holds)]
+
+
+def loses_often(members: Any) -> Any:
+    """Returns whether so many steps were lost lately that it is no accident.
+
+    In the first thousand steps `skip_rate` is a mean of few: it counts by how many they are.
+    """
+    certainty = -np.expm1(members.total_steps / -MEMORY)
+    return members.skip_rate * certainty >= OFTEN
+
+
+def _find_decays(members: Any) -> list[_Symptom]:
+    """Finds members whose scale decays, and says what has grown as far as that is known."""
+    decays = _decays(members)
+    sizes = _sizes_of_grads(members)
+    is_known = np.isfinite(sizes)
+    fills_range = is_known & (sizes * members.scaling.loss_scale >= FULL_RANGE)
+    return [
+        _Symptom(texts.DECAY_OF_GRADS, decays & fills_range),
+        _Symptom(texts.DECAY_IN_MODEL, decays & is_known & ~fills_range),
+        _Symptom(texts.DECAY, decays & ~is_known),
+    ]
+
+
+def _sizes_of_grads(members: Any) -> Any:
+    """Returns about how large the gradients are, inf or NaN where that is not known."""
+    if isinstance(members.scaling, AdaptiveState):
+        return np.exp2(members.scaling.peak)
+    if members.grad_norm is not None:
+        return members.grad_norm
+    return np.full_like(members.skip_rate, np.nan)
 
 
 def _decays(members: Any) -> Any:
@@ -84,7 +124,7 @@ def _find_spikes(members: Any) -> _Symptom:
     steps = members.total_steps
     skips_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
     skips_often |= spikes.spike_count >= 20
-    skips_often |= (members.skip_rate >= OFTEN) & _are_mostly_spikes(members)
+    skips_often |= loses_often(members) & _are_mostly_spikes(members)
     text = texts.SPIKES
     if np.any(skips_often & (spikes.total_norm_overflows > 0)):
         text += texts.NORMS

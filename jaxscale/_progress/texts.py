@@ -6,6 +6,7 @@ DOCTOR = (
     "`jaxscale doctor` names the line of the model (with `--autocast float16` if it is under "
     "`autocast`)."
 )
+DOCTOR_WITHOUT_HALF = "`jaxscale doctor` names the line of the model."
 
 EXHAUSTED = (
     f"`check`: in {MANY_FALLS} steps or more no retry helped: the loss was finite, and the "
@@ -17,13 +18,27 @@ EXHAUSTED = (
 )
 
 # Without numbers: Python's filter of warnings shows a text once for each line that calls `check`.
-DECAY = (
-    "`check`: the loss scale fell again and again without growing in between, so something in the "
-    "model leaves float16's range at lower and lower scales, and small gradients are lost. "
-    + DOCTOR
-    + " If it is only in rare batches, "
+_DECAY = "`check`: the loss scale fell again and again without growing in between, so "
+# If it is known how large the gradients are: as large as the scale lets them be, or not.
+DECAY_OF_GRADS = (
+    _DECAY
+    + "the gradients have grown: at this scale they fill float16's range. The scale follows them, "
+    "and nothing is wrong with any line of the model. Look at the loss and at `grad_norm` over "
+    "time. If both rise, the run diverges: lower the learning rate, or warm it up for longer."
+)
+_LEAVES_RANGE = (
+    "something in the model leaves float16's range at lower and lower scales, and small gradients "
+    "are lost. " + DOCTOR + " If it is only in rare batches, "
     "`jaxscale.train_step(..., retries=10)` loses none of them. If bad data is to blame instead, "
     "pass the loss as `value`: then a bad loss does not lower the scale."
+)
+DECAY_IN_MODEL = _DECAY + _LEAVES_RANGE
+DECAY = (
+    _DECAY
+    + "the gradients, or what is on the way to them, have grown. With `max_norm` `metrics` shows "
+    "the norm of the gradients, `grad_norm`. If that rises with the loss, the run diverges: lower "
+    "the learning rate, or clip, as with `max_norm=1.0`. If it does not, "
+    + _LEAVES_RANGE
 )
 IDLE = (
     "`check`: the loss scale has grown to 2**24 or more, and no step has ever overflowed. Maybe "
@@ -83,9 +98,20 @@ RATE_GRADS = (
     f"them, and for {AT_ANY_SCALE}. " + DOCTOR
 )
 RATE_UNSCALED_LOSS = (
-    f"{_RATE}Mostly the loss itself was not finite. {WITHOUT_HALF} {DOCTOR}"
+    f"{_RATE}Mostly the loss itself was not finite. {WITHOUT_HALF} "
+    f"{DOCTOR_WITHOUT_HALF}"
 )
 RATE_UNSCALED_GRADS = (
     f"{_RATE}Mostly the gradients were not finite. {WITHOUT_HALF} If the loss was not passed as "
-    f"`value`, pass it, so that a bad forward pass is told apart. {ON_CPU} {DOCTOR}"
+    f"`value`, pass it, so that a bad forward pass is told apart. {ON_CPU} {DOCTOR_WITHOUT_HALF}"
 )
+
+
+def say_of_optimizer(place: str) -> str:
+    """Returns what to do about a NaN in the state of an optimizer, given where it is."""
+    return (
+        f"The optimizer itself made a NaN of finite gradients: there is one in its state, at "
+        f"{place}, where no step with a gradient that is not finite ever leads. The parameters are "
+        "likely to hold one, too. Go back to a checkpoint, and pass `check_updates=True` to skip "
+        "such steps; `optax.contrib.prodigy`, for one, makes a NaN of a first gradient of 0."
+    )

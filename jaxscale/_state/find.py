@@ -14,6 +14,7 @@ import optax
 from .._trees.grammar import and_more
 from .optimizer import LossScaledState, SpikeState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
+from .storage import WeightsState
 
 # A mapping with these fields is what NNX made of a `LossScaledState`. Others may be left out, as
 # NNX leaves out what is empty, such as the inner state of plain SGD.
@@ -59,12 +60,17 @@ def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
     state = _restore_tuple(LossScaledState, mapping)
     spikes = state.spikes
     if spikes is not None:
-        spikes = SpikeState(**spikes)
+        spikes = _restore_tuple(SpikeState, spikes)
+    weights = state.weights
+    if weights is not None:
+        weights = _restore_tuple(WeightsState, weights)
     window = state.inner_state
     if isinstance(window, Mapping) and "mini_step" in window:
         window = _restore_tuple(optax.MultiStepsState, window)
     scaling = _restore_scaling(state.scaling)
-    return state._replace(scaling=scaling, spikes=spikes, inner_state=window)
+    return state._replace(
+        scaling=scaling, spikes=spikes, inner_state=window, weights=weights
+    )
 
 
 def _restore_tuple(kind: Any, mapping: Mapping[str, Any]) -> Any:

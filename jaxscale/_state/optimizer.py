@@ -3,11 +3,27 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 
+from .releases import upgrades
 from .scale import LossScaleState
 
 
+def _of_0_2(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the fields of a `LossScaledState`, given those, or the 13 that 0.2 had."""
+    # The eleventh then was `spikes`, and since then is a number.
+    is_old = len(fields) == 13 and (
+        fields[10] is None or hasattr(fields[10], "_fields")
+    )
+    if not is_old:
+        return fields
+    skip_rate = np.float32(0)
+    row_notfinite_loss = np.int32(0)
+    return (*fields[:10], skip_rate, row_notfinite_loss, *fields[10:])
+
+
+@upgrades(_of_0_2)
 class LossScaledState(NamedTuple):
     """The state that `loss_scaled` carries from one step to the next.
 
@@ -31,11 +47,12 @@ class LossScaledState(NamedTuple):
       backoff_count: `i32[]`, how often an overflow lowered the scale since it last grew. Several
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
-      skip_rate: `f32[]`, the recent share of skipped steps, including spikes: an exponential mean
-        over about a thousand steps, from 0. Each growth of the scale takes back the overflow that
-        it leads to, so that the rate is about 0 for a policy that grows every few steps and falls
-        as often. With accumulation it is the share of micro-batches that were lost, over a
-        thousand steps of the optimizer; a window that leads to no step loses all its micro-batches.
+      skip_rate: `f32[]`, the recent share of skipped steps, including spikes: the mean of the first
+        thousand steps, then an exponential mean over about a thousand. Each growth of the scale
+        takes back the overflow that it leads to, so that the rate is about 0 for a policy that
+        grows every few steps and falls as often. With accumulation it is the share of micro-batches
+        that were lost, over a thousand steps of the optimizer; a window that leads to no step loses
+        all its micro-batches.
       row_notfinite_loss: `i32[]`, how many of the `notfinite_count` steps had a loss that itself
         was not finite.
       spikes: with `spikes=SpikeRule()` a `jaxscale.SpikeState`, which counts the steps that were
@@ -46,8 +63,10 @@ class LossScaledState(NamedTuple):
       grad_norm: with `max_norm` or `spikes` an `f32[]`, the global norm of the last gradients
         before they were clipped, even if the step was skipped; inf if they were not finite, or
         their squares overflow. With accumulation and `max_norm` it is that of the last step of the
-        optimizer. If devices hold parts of the parameters, it is the largest of their norms.
+        optimizer. With `axis_name` it is the norm that those devices agree on.
         Without `max_norm` and `spikes` it is `None`.
+      weights: what `jaxscale.master_weights` or `jaxscale.stochastic_rounding` keep beside
+        half-precision parameters: `remainders`, `copies` or a `key`. Otherwise `None`.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -65,14 +84,15 @@ class LossScaledState(NamedTuple):
     total_notfinite: jax.Array  # i32[]
     total_notfinite_loss: jax.Array  # i32[]
     total_steps: jax.Array  # i32[]
-    total_retries: jax.Array  # i32[]
-    total_exhausted: jax.Array  # i32[]
-    backoff_count: jax.Array  # i32[]
-    skip_rate: jax.Array  # f32[]
-    row_notfinite_loss: jax.Array  # i32[]
+    total_retries: Any = np.int32(0)  # i32[]
+    total_exhausted: Any = np.int32(0)  # i32[]
+    backoff_count: Any = np.int32(0)  # i32[]
+    skip_rate: Any = np.float32(0)  # f32[]
+    row_notfinite_loss: Any = np.int32(0)  # i32[]
     spikes: Any = None  # SpikeState or None
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None
+    weights: Any = None  # WeightsState or None
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -101,10 +121,12 @@ class MultiStepsState(NamedTuple):
       mini_step: `i32[]`, micro-batches of this window so far, dropped ones included.
       gradient_step: `i32[]`, optimizer steps made so far.
       counted: `i32[]`, micro-batches of this window that are in `acc_grads`.
-      acc_grads: the sum of their gradients, divided by the length of the window; in
-        float32 or wider, with the structure of the parameters.
+      acc_grads: the sum of their gradients, divided by `divisor`; in float32 or wider, with the
+        structure of the parameters.
       acc_value: `f32[]`, the same for their losses, 0 if none was passed as `value`.
       inner_opt_state: the state of the wrapped transformation.
+      divisor: `i32[]`, the length that this window had as it began, 0 before its first micro-batch.
+        A resumed run may end it with another length.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -120,8 +142,15 @@ class MultiStepsState(NamedTuple):
     acc_grads: Any
     acc_value: jax.Array  # f32[]
     inner_opt_state: Any
+    divisor: Any = np.int32(0)  # i32[]
 
 
+def _of_today(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the fields that a `SpikeState` has, given those that it has or had."""
+    return fields[: len(SpikeState._fields)]
+
+
+@upgrades(_of_today)
 class SpikeState(NamedTuple):
     """The state that a `jaxscale.SpikeRule` carries from one step to the next.
 
@@ -143,16 +172,6 @@ class SpikeState(NamedTuple):
       total_norm_overflows: `i32[]`, those of `total_spikes` whose gradients were finite, but so
         large that their norm was not.
       cooldown: `i32[]`, for how many more steps a spike would not be the only one in its window.
-      level_count: `i32[]`, for how many steps in a row the level of the loss has stood above that
-        of its past, skipped steps included; 0 if it does not. The level is the median of the
-        last 8 losses, as `jaxscale.SpikeRule` explains.
-      level_threshold: `f32[]`, what the level must exceed to stand above its past; inf while the
-        past is not known.
-      recent_losses: `f32[8]`, the last losses as they were, the newest at the end.
-      past_levels: `f32[64]`, the levels of the past, one for each 8 steps, the newest at the end.
-        A level that stands above its past does not enter.
-      level_steps: `i32[]`, how many losses came since a level could last enter, up to 7.
-      past_count: `i32[]`, how many entries `past_levels` has, up to 64.
 
     Counters stay at their largest value instead of wrapping around.
 
@@ -172,14 +191,8 @@ class SpikeState(NamedTuple):
     norm_threshold: jax.Array  # f32[]
     loss_deviation: jax.Array  # f32[]
     norm_deviation: jax.Array  # f32[]
-    total_norm_overflows: jax.Array  # i32[]
-    cooldown: jax.Array  # i32[]
-    level_count: jax.Array  # i32[]
-    level_threshold: jax.Array  # f32[]
-    recent_losses: jax.Array  # f32[8]
-    past_levels: jax.Array  # f32[64]
-    level_steps: jax.Array  # i32[]
-    past_count: jax.Array  # i32[]
+    total_norm_overflows: Any = np.int32(0)  # i32[]
+    cooldown: Any = np.int32(0)  # i32[]
 
 
 # The states of windows, which count the steps of the optimizer under the same names.

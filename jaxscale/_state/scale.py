@@ -82,9 +82,11 @@ def init_state(loss_scale: float) -> LossScaleState:
 def sanitize_scale(loss_scale: jax.Array, init_scale: float) -> jax.Array:
     """Returns a loss scale, or the initial one if it is 0, inf or NaN.
 
-    A state may come from a checkpoint of another scaler, whose scale had run away.
+    A state may come from a checkpoint of another scaler, whose scale had run away. A subnormal
+    number counts as 0, as most devices flush it.
     """
-    is_usable = jnp.isfinite(loss_scale) & (loss_scale > 0)
+    smallest = float(jnp.finfo(jnp.float32).smallest_normal)
+    is_usable = jnp.isfinite(loss_scale) & (loss_scale >= smallest)
     return jnp.where(is_usable, loss_scale, init_scale).astype(jnp.float32)
 
 

@@ -14,9 +14,11 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._trees.leaf import NumberKind, kind_of
+from .._trees.grammar import and_more
+from .._trees.leaf import NumberKind, check_in_reach, kind_of
 from .optimizer import SpikeState
 from .scale import UnitLossScaleState, is_policy_state, unwrap
+from .storage import CompactState, WeightsState
 
 # Raise it if older code could not read a new dictionary by its own rules. A new field is not such a
 # case.
@@ -28,6 +30,8 @@ _UNMOVED_FIELDS = {"loss_scale": 1, "growth_tracker": 0, "hysteresis_tracker": 0
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
 # The names of fields in version 0.1, and what they are called now.
 _RENAMED = {"grads_finite": "step_applied"}
+# A message names at most this many leaves.
+_MOST_PATHS = 5
 # The windows of a `SpikeState`, and the field that counts the entries of each.
 _WINDOWS = {"losses": "loss_count", "grad_norms": "norm_count"}
 
@@ -37,7 +41,8 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     Args:
       tree: an `opt_state`, a `TrainState`, a dict of them, or another container of numbers
-        and arrays, typed keys included. This process must be able to read every array completely.
+        and arrays, typed keys included. If processes hold parts of an array, gather it first:
+        `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`.
 
     Returns:
       `{"version": 1, ...}`: fields by their names, dicts by their keys as strings,
@@ -47,7 +52,8 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     Raises:
       TypeError: if a leaf is not an array or a number, or is traced.
-      ValueError: if `tree` is not a container, or has a child named `version`.
+      ValueError: if `tree` is not a container, or has a child named `version`, or if this process
+        has only a part of an array.
 
     Example:
       >>> import jaxscale
@@ -66,7 +72,10 @@ def _save(path: str, node: Any) -> Any:
         return None
     children = _children(node)
     if children is None:
-        return np.array(_check_number(_place("tree", path), node))
+        place = _place("tree", path)
+        number = _check_number(place, node)
+        check_in_reach(place, number)
+        return np.array(number)
     return {name: _save(f"{path}/{name}", child) for name, child in children.items()}
 
 
@@ -74,23 +83,28 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     """Returns a tree like `target` with the numbers of a dictionary.
 
     Args:
-      target: a tree with the structure of the result, such as a fresh `tx.init(params)`.
+      target: a tree with the structure of the result, such as a fresh `tx.init(params)`. Leaves may
+        also be a `jax.ShapeDtypeStruct`, with a sharding or without, as `jax.eval_shape(tx.init,
+        params)` makes them.
       state_dict: a dictionary that `to_state_dict` returned, in this or an earlier version, that
         `flax.serialization.to_state_dict` returned, or that orbax restored without a target.
         Without `"version"` it is read as version 1.
 
     Returns:
       A tree with the structure, shapes, dtypes and weak types of `target`. Arrays that are
-      committed to devices in `target` keep that sharding, so that no step compiles again. In
+      committed to devices in `target`, or have a sharding there, get that sharding, so that no step
+      compiles again. In
       jaxscale's own states, a field that `state_dict` lacks, or has as `None`, keeps the value
       of `target`, and a field that `target` lacks is ignored, so that states of other versions
       and of other policies can be read. `inner_state`, `inner_opt_state` and `counted` have no
       default; they, and everything that is not jaxscale's own, must match. If a `SpikeRule` has
       another window than the one that was saved, the newest entries are kept. A saved loss scale
-      replaces the policy's initial one; `opt_state._replace(scaling=policy.init())` starts it
+      replaces the policy's initial one, except that a `FixedLossScale` goes back to its own number
+      in the first step; `opt_state._replace(scaling=policy.init())` starts it
       again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
       the policy starts with its initial one. A scale above the policy's maximum is lowered to the
-      maximum in the first step.
+      maximum in the first step. A float32 state is read into that of `jaxscale.compact_state`,
+      rounded to nearest, and a compact one into a float32 state.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::
@@ -101,8 +115,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
 
     Raises:
       ValueError: if keys are missing or unknown (the error has their paths), if a shape differs, if
-        the dtype of `target` cannot hold a number exactly, or if a later version wrote the
-        dictionary.
+        the dtype of `target` cannot hold a number exactly, if a later version wrote the dictionary,
+        or if a number is in neither, as `target` has only types.
       TypeError: if a leaf is not an array or a number, or is traced, or if it is of another
         kind than the one in `target`, such as a float for an integer.
 
@@ -133,6 +147,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
     unmatched = _Unmatched(missing=[], unknown=[])
     restored = _restore("", arrays, saved, unmatched)
     _check_all_matched(unmatched)
+    _check_has_numbers(restored)
     return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(restored))
 
 
@@ -143,21 +158,34 @@ class _Unmatched(NamedTuple):
     unknown: list[str]  # only in the dictionary
 
 
-def _restore(path: str, node: Any, saved: Any, unmatched: _Unmatched) -> Any:
-    """Returns a node of the target with the numbers that were saved of it."""
+def _restore(
+    path: str, node: Any, saved: Any, unmatched: _Unmatched, rounds: bool = False
+) -> Any:
+    """Returns a node of the target with the numbers that were saved of it.
+
+    `rounds` says that numbers are rounded to nearest where the target holds fewer bits.
+    """
     children = _children(node)
     values = _children(saved)
     if values is not None and _is_variable(values, children):
-        return _restore(path, node, values["value"], unmatched)
+        return _restore(path, node, values["value"], unmatched, rounds)
     if children is None and values is None:
-        return _restore_leaf(path, node, saved)
+        return _restore_leaf(path, node, saved, rounds)
     if children is None or values is None:
         raise TypeError(
             f"{_place('state_dict', path)} must have what the target has there, "
             f"{type(node).__name__}, got {type(saved).__name__}."
         )
     if isinstance(node, UnitLossScaleState):
-        return node  # its type says that the scale is 1, whatever was saved
+        return _fill_unit(node)
+    if isinstance(node, CompactState):
+        rounds = True
+        if "inner_state" not in values:  # that of the optimizer, before it was compact
+            values = {"inner_state": saved}
+    elif values.keys() == set(CompactState._fields) and not children.keys() & values:
+        return _restore(path, node, values["inner_state"], unmatched)
+    if isinstance(node, WeightsState):
+        _check_same_weights(path, children, values)
 
     # What has no field in common with this state is not another version of it.
     is_other = bool(values) and values.keys().isdisjoint(children)
@@ -176,18 +204,66 @@ def _restore(path: str, node: Any, saved: Any, unmatched: _Unmatched) -> Any:
         child_path = f"{path}/{name}"
         value = values.pop(name, None)
         if not _is_empty(child) and not _is_empty(value):
-            child = _restore(child_path, child, value, unmatched)
+            child = _restore(child_path, child, value, unmatched, rounds)
         elif not is_own or name in _REQUIRED:
             if not _is_empty(child):
                 unmatched.missing.append(child_path)
             if not _is_empty(value):
                 unmatched.unknown.append(child_path)
+        else:
+            child = _take_default(node, name, child)
         restored.append(child)
     if not is_own:
         for name, value in values.items():
             if not _is_empty(value):
                 unmatched.unknown.append(f"{path}/{name}")
     return _rebuild(node, restored)
+
+
+def _take_default(node: Any, name: str, child: Any) -> Any:
+    """Returns a child of one of our states that was not saved.
+
+    It is that of the target or, where that has only types, the default of the field.
+    """
+    if isinstance(child, UnitLossScaleState):
+        return _fill_unit(child)
+    default = getattr(node, "_field_defaults", {}).get(name)
+    if default is None:
+        return child
+    return _fill(child, default)
+
+
+def _fill_unit(state: UnitLossScaleState) -> UnitLossScaleState:
+    """Returns a state whose type says that the scale is 1, whatever was saved."""
+    numbers = [
+        _fill(leaf, _UNMOVED_FIELDS[name]) for name, leaf in state._asdict().items()
+    ]
+    return UnitLossScaleState(*numbers)
+
+
+def _fill(target: Any, number: Any) -> Any:
+    """Returns an array that is filled with a number, if the target is only a type."""
+    if not _is_abstract(target):
+        return target
+    filled = np.broadcast_to(np.asarray(number, target.dtype), target.shape)
+    return _restore_leaf("", target, filled)
+
+
+def _check_same_weights(
+    path: str, children: dict[str, Any], values: dict[str, Any]
+) -> None:
+    """Raises a `ValueError` if float32 parameters were saved in another form than the target's."""
+    forms = {"remainders", "copies"}
+    saved = {name for name in forms if not _is_empty(values.get(name))}
+    wanted = {name for name in forms if not _is_empty(children[name])}
+    if not saved or not wanted or saved & wanted:
+        return
+    raise ValueError(
+        f"{_place('state_dict', path)} has the float32 parameters as {saved.pop()}, and the target "
+        f"as {wanted.pop()}. Restore with the `storage` of `master_weights` that was saved, and "
+        "then pass `jaxscale.with_master_params(tx.init(params), "
+        "jaxscale.master_params(opt_state, params))`."
+    )
 
 
 def _is_variable(values: dict[str, Any], children: dict[str, Any] | None) -> bool:
@@ -220,6 +296,22 @@ def _check_all_matched(unmatched: _Unmatched) -> None:
         "`target.inner_state`, and put the result into it by `target._replace(inner_state=...)`"
         '; or pass what was saved under "inner_state".'
     )
+
+
+def _check_has_numbers(tree: Any) -> None:
+    """Raises a `ValueError` if a restored tree has types where nothing was saved."""
+    paths = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _is_abstract(leaf):
+            paths.append("/" + jax.tree_util.keystr(path, simple=True, separator="/"))
+    if paths:
+        places = " ".join(
+            [", ".join(paths[:_MOST_PATHS]), *and_more(paths, _MOST_PATHS)]
+        )
+        raise ValueError(
+            "`from_state_dict(target)` has only types, and nothing was saved for "
+            f"{places}. Pass a fresh `tx.init(params)`, whose numbers are the defaults."
+        )
 
 
 def _children(node: Any) -> dict[str, Any] | None:
@@ -323,8 +415,24 @@ def _check_root(argument: str, tree: Any) -> None:
         )
 
 
-def _is_key(array: jax.Array) -> bool:
+def _is_key(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _find_key_impl(target: Any) -> Any:
+    if not _is_abstract(target):
+        return jax.random.key_impl(target)
+    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+        if jax.random.key(0, impl=impl).dtype == target.dtype:
+            return impl
+    raise TypeError(
+        f"`from_state_dict(target)` has only the type of a key, {target.dtype}, which is not "
+        "one of JAX's own. Pass a key itself in its place."
+    )
 
 
 def _check_number(place: str, leaf: Any) -> Any:
@@ -340,27 +448,50 @@ def _check_number(place: str, leaf: Any) -> Any:
     return leaf
 
 
-def _restore_leaf(path: str, target: Any, leaf: Any) -> Any:
+def _check_target(place: str, target: Any) -> Any:
+    """Returns what has the shape and the dtype of the numbers of a target's leaf."""
+    if not _is_abstract(target):
+        return _check_number(place, target)
+    if _is_key(target):
+        return jax.eval_shape(jax.random.key_data, target)
+    return target
+
+
+def _restore_leaf(path: str, target: Any, leaf: Any, rounds: bool) -> Any:
     """Returns the numbers of a leaf with the type, shape, dtype and sharding of `target`."""
     place = _place("state_dict", path)
-    like = _check_number(_place("target", path), target)
+    like = _check_target(_place("target", path), target)
     values = np.array(_check_number(place, leaf))
     if values.shape != np.shape(like):
         raise ValueError(
             f"{place} must be of shape {np.shape(like)}, got {values.shape}."
         )
-    values = _cast_exactly(place, values, np.dtype(getattr(like, "dtype", type(like))))
+    dtype = np.dtype(getattr(like, "dtype", type(like)))
+    if rounds and values.dtype == np.float32 and dtype == jnp.bfloat16:
+        values = values.astype(dtype)
+    values = _cast_exactly(place, values, dtype)
     if isinstance(target, np.ndarray):
         return values
-    if not isinstance(target, jax.Array):
+    if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
         return type(target)(values[()])
     array = values
     if _is_key(target):
-        impl = jax.random.key_impl(target)
+        impl = _find_key_impl(target)
         array = jax.random.wrap_key_data(jnp.asarray(values), impl=impl)
     elif jax.typeof(target).weak_type:
-        array = target.at[...].set(values)  # keeps the weak type, as a copy does not
-    return jax.device_put(array, target.sharding if target.committed else None)
+        array = _weak_like(target).at[...].set(values)
+    sharding = target.sharding
+    if isinstance(target, jax.Array) and not target.committed:
+        sharding = None
+    return jax.device_put(array, sharding)
+
+
+def _weak_like(target: Any) -> jax.Array:
+    """Returns an array of a weak type, which a copy would not keep."""
+    if not _is_abstract(target):
+        return target
+    number = np.zeros((), target.dtype).item()  # one of Python's, which is weak
+    return jnp.broadcast_to(jnp.asarray(number), target.shape)
 
 
 def _cast_exactly(place: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:

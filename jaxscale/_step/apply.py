@@ -72,6 +72,9 @@ def apply_gradients(
       also the chosen member of the pair. After a skipped step the parameters are the old ones,
       bit for bit.
 
+    Warns:
+      UserWarning: if `tx` has a `loss_scaled` optimizer inside of another one.
+
     Raises:
       TypeError: if `tx` is not a gradient transformation, if `opt_state` is not its state, or if
         `keep` is not a pair.

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -43,18 +43,21 @@ def call_update(
         raise ValueError(message) from error
 
 
+def takes_any(function: Callable[..., Any]) -> bool:
+    """Returns whether a function takes keyword arguments of any name."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 def _with_loss(
     tx: optax.GradientTransformationExtraArgs, value: Any, extra_args: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Adds the loss to arguments, but only where `tx.update` takes it: others would raise."""
     parameters = inspect.signature(tx.update).parameters
-    takes_any = any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
     arguments = dict(extra_args)
     arguments.pop("loss", None)
-    if "value" in parameters or takes_any:
+    if "value" in parameters or takes_any(tx.update):
         arguments["value"] = value
-    if "loss" in parameters or ("loss" in extra_args and takes_any):
+    if "loss" in parameters or ("loss" in extra_args and takes_any(tx.update)):
         arguments["loss"] = value
     return arguments

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.verdict import axis_names
+from .._jax import varying
 from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
-from .._trees.gradient_leaves import leaf_name, varying_axes
+from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import with_article
 from .._trees.leaf import is_array_like
+from .call_update import takes_any
 
 
 def is_pair(value: Any) -> bool:
@@ -31,6 +33,10 @@ def as_transformation(argument: str, tx: Any) -> optax.GradientTransformationExt
             f"`{argument}` must be an `optax.GradientTransformation`, got {tx!r}. Call the "
             "function that makes it, as in `optax.adamw(1e-3)`."
         )
+    is_told = isinstance(tx, optax.GradientTransformationExtraArgs)
+    if not is_told and takes_any(tx.update):
+        # That of an `optax.MultiSteps` takes extra arguments, though its type does not say so.
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     return optax.with_extra_args_support(tx)
 
 
@@ -113,19 +119,62 @@ def check_outcome(updates: optax.Updates, params: optax.Params) -> None:
 
 
 def check_devices_agree(grads: optax.Updates, value: Any, axis_name: Any) -> None:
-    """Raises a `ValueError` if the loss differs among devices whose gradients are the same."""
-    disputed = varying_axes(value) - set(axis_names(axis_name))
-    if not disputed:
-        return
-    disputed -= varying_axes(grads)
+    """Raises a `ValueError` if devices with copies of one parameter may skip by themselves.
+
+    Types say so: along an axis that is not in `axis_name`, the loss or a gradient varies, and
+    another gradient does not. Where all gradients vary, each device has a run of its own.
+    """
+    gradients = list_gradients(grads)
+    of_gradients = varying_axes(grads)
+    disputed = (varying_axes(value) | of_gradients) - set(axis_names(axis_name))
+    copied = ""
+    for axis in disputed.copy():
+        copies = [
+            path for path, leaf in gradients if axis not in varying(jax.typeof(leaf))
+        ]
+        if copies:
+            copied = leaf_name(copies[0])
+        elif gradients:
+            disputed.remove(axis)
     if not disputed:
         return
     axes = ", ".join(map(repr, sorted(disputed)))
+    if disputed & of_gradients:
+        raise ValueError(
+            f"`loss_scaled(...).update(updates=...)`: some gradients vary along {axes}, and that "
+            f"at {copied} does not. What is bad, or clipped, on one device alone would make its "
+            f"copy of that parameter differ: pass `axis_name={axes}` to `loss_scaled`."
+        )
     raise ValueError(
         f"`loss_scaled(...).update(value=...)` varies along {axes}, where the gradients do "
         "not. A loss that is bad on one device alone would make the loss scales of the "
         f"devices differ: pass `axis_name={axes}` to `loss_scaled`, or the mean loss."
     )
+
+
+def check_copies_stay_equal(what: str, new: Any, old: Any, axis_name: Any) -> None:
+    """Raises a `ValueError` if a step makes copies differ among the devices that make it together.
+
+    `what` is what the optimizer made, `new` in place of `old`. Types tell, where they do at all.
+    """
+    axes = set(axis_names(axis_name))
+    if not axes or jax.tree.structure(new) != jax.tree.structure(old):
+        return
+    new_leaves = jax.tree_util.tree_leaves_with_path(new)
+    for (path, leaf), old_leaf in zip(new_leaves, jax.tree.leaves(old), strict=True):
+        if not (is_array_like(leaf) and is_array_like(old_leaf)):
+            continue
+        parting = varying(jax.typeof(leaf)) - varying(jax.typeof(old_leaf))
+        parting &= axes
+        if parting:
+            names = ", ".join(map(repr, sorted(parting)))
+            raise ValueError(
+                f"`loss_scaled(inner)`: {what} at {leaf_name(path)} differs among the devices "
+                f"along {names}, which hold copies of it. `inner` computes something from all "
+                "parameters, such as a norm, and sees the parts of one device alone. To clip to a "
+                "global norm, pass `max_norm` to `loss_scaled`; otherwise use `jit` in place of "
+                "`shard_map`, where arrays are whole."
+            )
 
 
 def check_state_kept(new_state: Any, opt_state: Any) -> None:

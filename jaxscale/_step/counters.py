@@ -116,7 +116,7 @@ def _count_backoffs(
 
 
 def move_skip_rate(
-    rate: jax.Array,
+    state: LossScaledState,
     policy: LossScale,
     before: Any,
     after: Any,
@@ -125,14 +125,17 @@ def move_skip_rate(
     *,
     has_retries: bool,
 ) -> jax.Array:
-    """Moves `skip_rate` by one more step, in which the scale may have moved.
+    """Returns `skip_rate` after one more step, in which the scale may have moved.
+
+    It is the plain mean of the first thousand steps of the optimizer. From then on each further
+    one weighs a thousandth.
 
     A growth that goes too far costs an overflow, and the scale falls back. A run in which that is
     all that happens is healthy, however often its policy grows: each growth takes back as many
     skipped steps as it takes to undo it. So only skips at a scale that did not grow add up.
 
     Args:
-      rate: that of the last step, an `f32[]`.
+      state: that before the step.
       policy: how the scale moves.
       before: the scale state of this step.
       after: that of the next step.
@@ -149,7 +152,10 @@ def move_skip_rate(
         # From 0, NaN and inf, as another scaler may have left them, a scale does not grow.
         binades = jnp.where(jnp.isfinite(ratio), jnp.log2(ratio), 0.0)
         net -= binades * _skips_per_binade(policy)
-    return jnp.clip(rate + step_share * (net - rate) / _MEMORY, 0.0, 1.0)
+    rate = state.skip_rate
+    num_steps = state.total_steps.astype(jnp.float32) + 1
+    weight = jnp.maximum(step_share / _MEMORY, 1 / num_steps)
+    return jnp.clip(rate + weight * (net - rate), 0.0, 1.0)
 
 
 def _skips_per_binade(policy: LossScale) -> float:

@@ -10,6 +10,7 @@ import optax
 
 from .._jax import is_for_people
 from .._state.find import is_loss_scaled
+from .._state.optimizer import LossScaledState
 from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import and_more, with_article
 from .._trees.leaf import is_array_like
@@ -176,6 +177,32 @@ def _list_names(names: list[str], most: int = 5) -> str:
 
 def _is_none(leaf: Any) -> bool:
     return leaf is None
+
+
+def check_has_parts(argument: str, state: LossScaledState, optimizer: Any) -> None:
+    """Raises a `ValueError` if a state lacks what the optimizer around it was built with.
+
+    It comes from a run with other options. What it lacks would be off, and nobody would notice.
+    """
+    needs_norm = optimizer.max_norm is not None or optimizer.spikes is not None
+    lacks = ""
+    if optimizer.spikes is not None and state.spikes is None:
+        lacks = "without `spikes`"
+    elif optimizer.track_leaves and state.nonfinite_leaves is None:
+        lacks = "without `track_leaves`"
+    elif needs_norm and state.grad_norm is None:
+        lacks = "without `max_norm`"
+    elif optimizer.spikes is not None:
+        window = jnp.shape(state.spikes.losses)[-1]
+        if window != optimizer.spikes.window:
+            lacks = f"with `SpikeRule(window={window})`"
+            lacks += f", where this one has window={optimizer.spikes.window}"
+    if lacks:
+        raise ValueError(
+            f"`{argument}` is the state of an optimizer {lacks}. Take it over once, before the "
+            "first step: `opt_state = jaxscale.from_state_dict(tx.init(params), "
+            "jaxscale.to_state_dict(opt_state))`. What is new then starts as `init` makes it."
+        )
 
 
 def check_same_optimizer(

@@ -4,12 +4,14 @@ Both answer the same questions: what their state is to be, which scale a backwar
 whether a step may be skipped, and what it comes to.
 """
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
@@ -43,33 +45,44 @@ class BareOptimizer:
     can_back_off = False
 
     def expected_types(self, params: optax.Params) -> TreeTypes:
-        return types_of(jax.eval_shape(self.tx.init, params))
+        state = jax.eval_shape(self.tx.init, params)
+        if is_loss_scaled(state):
+            state = state.inner_state
+        return types_of(state)
 
     def check_state(self, argument: str, state: Any, order: str) -> Any:
-        if isinstance(state, LossScaledState):
+        if holds_loss_scaled(state):
+            call = argument.partition("(")[0]
+            self._warn_of_loss_scaled(call, argument, state)
+        return state
+
+    def _warn_of_loss_scaled(self, call: str, argument: str, state: Any) -> None:
+        """Warns that the `loss_scaled` optimizer is inside, or raises an error if there is none."""
+        if is_loss_scaled(state) and not self.hides_loss_scaled():
             raise TypeError(
                 f"`{argument}` is a `LossScaledState`, but `tx` is a bare optimizer. Pass the one "
                 "that `loss_scaled` returned, or `opt_state.inner_state` to go on without it."
             )
-        return state
+        warnings.warn(say_inside(call), stacklevel=4)
+
+    def hides_loss_scaled(self) -> bool:
+        """Returns whether this is another optimizer around a `loss_scaled` one."""
+        return any(map(holds_loss_scaled, possible_states(self.tx)))
 
     def find_start_scale(self, call: str, state: Any) -> Any:
         """Returns the scale state of a `loss_scaled` optimizer inside of this one, if any."""
         if not any(map(is_scaling, jax.tree.leaves(state, is_leaf=is_scaling))):
             return None
-        scaling = find_scale(call, "opt_state", state)
-        warnings.warn(
-            f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state a bad "
-            "step may ruin for good. Wrap outermost: `tx = loss_scaled(tx)`.",
-            stacklevel=4,
-        )
-        return scaling
+        return find_scale(call, "opt_state", state)
 
     def find_verdict_state(self, call: str, state: Any) -> LossScaledState | None:
-        nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
-        if not any(map(is_loss_scaled, nodes)):
+        if not holds_loss_scaled(state):
             return None
         return find_optimizer_state(call, state)
+
+    def leave_out_unread(self, result: BackwardResult, *args: Any) -> BackwardResult:
+        """Returns a backward pass as it is: nothing looks at it but the optimizer."""
+        return result
 
     def judge_pass(self, *args: Any) -> None:
         """Returns no verdict: every step is applied."""
@@ -100,6 +113,34 @@ class BareOptimizer:
 
 
 Optimizer = WrappedOptimizer | BareOptimizer
+
+
+def holds_loss_scaled(state: Any) -> bool:
+    """Returns whether a state is, or holds, that of a `loss_scaled` optimizer."""
+    nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
+    return any(map(is_loss_scaled, nodes))
+
+
+def possible_states(tx: Any) -> Iterator[Any]:
+    """Yields the states that `tx.init` makes for two dummies of parameters.
+
+    A `loss_scaled` inside of another optimizer shows in nothing but a state. One dummy is an empty
+    tree, the other a single vector. A dummy that `init` rejects is skipped.
+    """
+    for params in ({}, jax.ShapeDtypeStruct((1,), jnp.float32)):
+        with contextlib.suppress(Exception):
+            yield jax.eval_shape(tx.init, params)
+
+
+def say_inside(call: str) -> str:
+    """Returns what a call says of a `loss_scaled` optimizer that is inside of another one."""
+    return (
+        f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state and updates "
+        "a bad step may ruin for good. Wrap outermost: write `loss_scaled(outer(inner))` for "
+        "`outer(loss_scaled(inner))`, as with `optax.chain`, `masked`, `partition`, `flatten`, "
+        "`inject_hyperparams` and `MultiSteps`. For `apply_if_finite(loss_scaled(inner))` write "
+        "`loss_scaled(inner)`."
+    )
 
 
 def as_optimizer(call: str, tx: Any) -> Optimizer:

@@ -17,17 +17,16 @@ from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
 from .._jax import is_told_apart
-from .._state.find import is_loss_scaled
 from .._trees.casts import cast, widen
 from .._trees.checks import int32, one_of
 from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.params import trained_params
+from .._trees.store_once import store_once
 from .checks import is_pair
-from .optimizer import Optimizer
+from .optimizer import Optimizer, holds_loss_scaled
 from .retry import BackwardResult, repeat_backward, trace_once
-from .skip import store_once
 from .wrapped_optimizer import WrappedOptimizer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -115,13 +114,16 @@ class StepPlan:
         """Raises a `ValueError` if retries cannot help, as the scale of the optimizer is fixed."""
         if not self.retries or optimizer.can_back_off:
             return
-        got = "another optimizer"
-        if optimizer.policy is not None:
+        if isinstance(optimizer, WrappedOptimizer):
             got = f"one with {with_article(type(optimizer.policy).__name__)}"
+        elif optimizer.hides_loss_scaled():
+            got = "one that `loss_scaled` wraps inside of another"
+        else:
+            got = "a bare optimizer"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
-            f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(tx)`, or leave "
-            "`retries` out."
+            f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(outer(inner))`, or "
+            "leave `retries` out."
         )
 
     def warn_if_bare(
@@ -130,7 +132,7 @@ class StepPlan:
         """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
         if self.warnings_given or isinstance(optimizer, WrappedOptimizer):
             return
-        if any(map(is_loss_scaled, jax.tree.leaves(opt_state, is_leaf=is_loss_scaled))):
+        if holds_loss_scaled(opt_state):
             return
         message = (
             f"`{self.call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "
@@ -210,6 +212,8 @@ class StepPlan:
 
         def judged_pass(scaling: Any) -> BackwardResult:
             result = one_pass(scaling)
+            trained = trained_params(params, result.grads.grads)
+            result = optimizer.leave_out_unread(result, opt_state, trained)
             if optimizer.skips:
                 grads = Scaled(store_once(result.grads.grads), result.grads.divisor)
                 result = result._replace(grads=grads)

@@ -17,18 +17,55 @@ from jax.core import Tracer
 from .._gradients.verdict import named_flags
 from .._jax import axes_of_devices, varying
 from .._state.optimizer import WINDOW_STATES, LossScaledState
-from .._state.scale import unwrap
+from .._state.scale import UnitLossScaleState, unwrap
 
 # The fields of a `LossScaledState` that are not counters.
-_PARTS = {"scaling", "inner_state", "spikes", "nonfinite_leaves", "grad_norm"}
+_PARTS = {
+    "scaling",
+    "inner_state",
+    "spikes",
+    "nonfinite_leaves",
+    "grad_norm",
+    "weights",
+}
 # What is not shown of a `SpikeState`.
 _WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count", "cooldown"}
-_WINDOWS |= {"recent_losses", "past_levels", "level_steps", "past_count"}
+# What only a scale that is not 1 for good may ever count.
+_OF_SCALE = {"backoff_count", "total_retries", "total_exhausted"}
 
 
-def counters_of(state: LossScaledState) -> dict[str, Any]:
-    """Returns what `jaxscale.metrics` shows of a state beside its loss scale, by name."""
+def numbers_of(scaling: Any, state: LossScaledState | None = None) -> dict[str, Any]:
+    """Returns what `jaxscale.metrics` shows of a loss scale and of its optimizer, by name.
+
+    All numbers are finite: a log as JSON has no inf. The largest number stands for it.
+    """
+    values = _fields_of_scale(scaling)
+    if state is not None:
+        values |= _counters_of(state)
+    numbers = {}
+    for name, value in values.items():
+        numbers[name] = jax.tree.map(_make_finite, unwrap(value))
+    return numbers
+
+
+def _fields_of_scale(scaling: Any) -> dict[str, Any]:
+    if isinstance(scaling, UnitLossScaleState):
+        return {"loss_scale": scaling.loss_scale}
+    return scaling._asdict()
+
+
+def _make_finite(number: Any) -> jax.Array:
+    number = jnp.asarray(number)
+    if not jnp.issubdtype(number.dtype, jnp.inexact):
+        return number
+    return jnp.nan_to_num(number)
+
+
+def _counters_of(state: LossScaledState) -> dict[str, Any]:
+    """Returns what is shown of a state beside its loss scale, by name."""
     values = _without(state._asdict(), _PARTS)
+    if isinstance(state.scaling, UnitLossScaleState):
+        values = _without(values, _OF_SCALE)
     values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
     if state.spikes is not None:
         values |= _without(state.spikes._asdict(), _WINDOWS)
@@ -56,8 +93,7 @@ def report_skip(
     In a population it is called for each member that was; along the axes of devices that made the
     same step, once.
     """
-    numbers = state.scaling._asdict() | counters_of(state)
-    numbers = jax.tree.map(jnp.asarray, numbers)
+    numbers = numbers_of(state.scaling, state)
     skipped = ~state.step_applied
 
     call_host = functools.partial(_call_host, on_skip)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._jax import varying
+from .._jax import vary, varying
 from .._trees.casts import cast
 from .._trees.flat import Flat, Leaves
 from .._trees.gradient_leaves import map_gradients
@@ -59,36 +59,32 @@ def step_if(
         types = jax.make_jaxpr(compiled)(*flat.arrays).out_avals
         skipped = skip(flat.parts(types))
 
-        def take_step() -> Any:
-            return flat.restored(compiled(*flat.arrays))
+        kept, structure = jax.tree.flatten(skipped)
+        axes = _axes_of_both(types, kept)
 
-        return jax.lax.cond(pred | ~branches, take_step, lambda: skipped)
+        def take_step() -> Any:
+            made = compiled(*flat.arrays)
+            return flat.restored(map(vary, made, axes))
+
+        def take_none() -> Any:
+            return structure.unflatten(map(vary, kept, axes))
+
+        return jax.lax.cond(pred | ~branches, take_step, take_none)
 
     return select(branches, branch)
 
 
-def store_once(grads: Any) -> Any:
-    """Makes a CPU compute gradients once: for the verdict, and for the step.
+def _axes_of_both(made: list[Any], kept: list[Any]) -> list[frozenset[Any]]:
+    """Returns along which mesh axes each result of a branch varies, as branches need equal types.
 
-    XLA takes casts for cheap, and would fuse those at the end of a half-precision backward pass
-    into each reader. On a CPU they cost more than to read float32. On other machines the products
-    may reduce what they write.
+    It is that of what a step made, by its types, and of what is kept in its place.
     """
-    leaves, structure = jax.tree.flatten(grads)
-    # JAX 0.10 gives all arrays that share a barrier the mesh axes of all of them. So one barrier
-    # serves those that vary along the same axes, which usually are all.
-    groups: dict[frozenset[Any], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tracer):
-            groups.setdefault(varying(jax.typeof(leaf)), []).append(index)
-    for indices in groups.values():
-        arrays = [leaves[index] for index in indices]
-        stored = jax.lax.platform_dependent(
-            arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
-        )
-        for index, array in zip(indices, stored, strict=True):
-            leaves[index] = array
-    return structure.unflatten(leaves)
+    if len(made) != len(kept):  # some are not arrays, and come back as they are
+        return [frozenset()] * max(len(made), len(kept))
+    of_both = []
+    for aval, leaf in zip(made, kept, strict=True):
+        of_both.append(varying(aval) | varying(jax.typeof(leaf)))
+    return of_both
 
 
 def _zeros(tree: Any) -> Any:

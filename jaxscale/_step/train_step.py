@@ -5,18 +5,16 @@ backward passes and returns the last one, `apply_step` runs the optimizer on its
 by the scale, and `select_if_applied` and `select_if_stepped` choose between new and old state.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from .._trees.leaf import is_array_like
 from .apply import select_if_applied, select_if_stepped
 from .matching import check_same_optimizer
-from .optimizer import Optimizer, apply_step, as_optimizer
+from .optimizer import Optimizer, apply_step, as_optimizer, possible_states
 from .plan import StepPlan
 from .retry import BackwardResult, is_traced
 from .wrapped_optimizer import find_wrapped_optimizer
@@ -148,13 +146,15 @@ def train_step(
       after: a function `after(params, state)` of the new parameters and the state that returns
         the next state, for moving averages of the parameters and target networks. Its result is
         used if the optimizer made a step: with `jaxscale.multi_steps`, once for each group of
-        micro-batches. It needs `has_state`. It should have no side effects: it may run even if the
-        optimizer made no step, and its result is then dropped.
+        micro-batches. If an average starts as the parameters and both are donated, start it from a
+        copy, `jax.tree.map(jnp.copy, params)`. It needs `has_state`. It should have no side
+        effects: it may run even if the optimizer made no step, and its result is then dropped.
       **kwargs: passed to `transform`.
 
     Warns:
       UserWarning: once, if `tx` is a bare optimizer. To say that this is intentional, pass
-        `loss_scaled(tx, None, skip_nonfinite=False)`.
+        `loss_scaled(tx, None, skip_nonfinite=False)`. And if `tx` has a `loss_scaled` optimizer
+        inside of another one, such as an `optax.chain`: then nothing else is skipped.
 
     Returns:
       `step(params, opt_state, *args) -> (params, opt_state, loss)`; with `has_state`
@@ -214,7 +214,7 @@ def train_step(
         # No `loss_scaled` is visible from outside, but there may be one inside, such as in an
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
-        for state in _possible_states(tx):
+        for state in possible_states(tx):
             plan.warn_if_bare(optimizer, state, stacklevel=3)
     order = "(params, opt_state, ...)"
     if has_state:
@@ -268,16 +268,6 @@ def train_step(
     return name_step(step)
 
 
-def _possible_states(tx: Any) -> Iterator[Any]:
-    """Yields the states that `tx.init` makes for two dummies of parameters.
-
-    One is an empty tree, the other a single vector. A dummy that `init` rejects is skipped.
-    """
-    for params in ({}, jax.ShapeDtypeStruct((1,), jnp.float32)):
-        with contextlib.suppress(Exception):
-            yield jax.eval_shape(tx.init, params)
-
-
 def _apply_after(
     after: Callable[[Any, Any], Any],
     optimizer: Optimizer,
@@ -315,6 +305,12 @@ def _check_params(transform: Any, params: Any) -> None:
         way_out = ", which holds its optimizer's state. Use `jaxscale.flax.train_step`."
     elif "flax.nnx.module.Module" in bases:
         way_out = ", which changes in place. Use `jaxscale.nnx.train_step`."
+    elif isinstance(params, optax.LookaheadParams):
+        way_out = (
+            ", and `optax.lookahead` takes the gradients of `params.fast` alone. Write the step: "
+            "`loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params.fast, ...)`, and "
+            "then `jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss)`."
+        )
     elif others and transform is jax.value_and_grad:
         way_out = (
             f" with leaves that are not arrays, such as {others[0]!r}. For an Equinox module pass "

@@ -69,6 +69,9 @@ class EachStep:
     def find_step_share(self, window: Any) -> float:
         return 1.0
 
+    def find_opt_state(self, window: Any) -> Any:
+        return window
+
     def count_lost(
         self, window: Any, applied: jax.Array, stepped: jax.Array
     ) -> jax.Array:
@@ -101,6 +104,7 @@ class Window:
             acc_grads=_empty_sums(params),
             acc_value=jnp.zeros((), jnp.float32),
             inner_opt_state=inner_state,
+            divisor=jnp.zeros((), jnp.int32),
         )
 
     def add(
@@ -115,11 +119,13 @@ class Window:
             )
         new_grads = grads.divided
         length = self._find_length(state)
+        # Sums go on being divided by what they began with, if the length is another by now.
+        divisor = jnp.where(state.divisor == 0, length, state.divisor)
 
         def add_to_sum(acc: jax.Array, leaf: Any) -> jax.Array:
             # Divide first, so that a sum overflows only by rounding; this is exact if the length
             # is a power of two. Select, as a gradient that does not count may be NaN.
-            share = saturate(cast(leaf, acc.dtype)) / length.astype(acc.dtype)
+            share = saturate(cast(leaf, acc.dtype)) / divisor.astype(acc.dtype)
             return jnp.where(counts, saturate(acc + share), acc)
 
         def accumulate(path: Any, acc: Any, leaf: Any) -> Any:
@@ -143,6 +149,7 @@ class Window:
             mini_step=increment(state.mini_step),
             counted=state.counted + counts.astype(jnp.int32),
             acc_grads=_map_sums(accumulate, state.acc_grads, new_grads),
+            divisor=divisor,
         )
         if value is not None:
             state = state._replace(acc_value=add_to_sum(state.acc_value, value))
@@ -153,7 +160,7 @@ class Window:
         due = (state.mini_step >= length) & is_worth_a_step
         # From the sums to the mean of those that counted.
         counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
-        ratio = self._find_length(state).astype(jnp.float32) / counted
+        ratio = divisor.astype(jnp.float32) / counted
 
         def find_mean(path: Any, acc: Any, grad: Any) -> Any:
             if acc is None:
@@ -188,6 +195,7 @@ class Window:
             acc_grads=tree_where(full, _empty_sums(state.acc_grads), state.acc_grads),
             acc_value=jnp.where(full, 0.0, state.acc_value),
             inner_opt_state=inner_state,
+            divisor=jnp.where(full, 0, state.divisor),
         )
 
     def lets_scale_move(
@@ -201,6 +209,11 @@ class Window:
     def find_step_share(self, state: MultiStepsState) -> jax.Array:
         """Returns which share of a step of the optimizer a micro-batch is, an `f32[]`."""
         return 1 / self._find_length(state).astype(jnp.float32)
+
+    def find_opt_state(self, state: MultiStepsState) -> Any:
+        """Returns the state of the optimizer, which sees the mean of the window."""
+        # One of another optimizer is refused where the micro-batch is added.
+        return getattr(state, "inner_opt_state", None)
 
     def count_lost(
         self, state: MultiStepsState, applied: jax.Array, stepped: jax.Array

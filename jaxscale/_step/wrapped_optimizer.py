@@ -3,7 +3,8 @@
 1. *Verdict.* Are all gradients finite, and the loss too, if one was passed? This takes one pass
    over the gradients, or two with some options, and all devices agree on the answer. It covers the
    gradients rather than the updates, as clipping by value and sign-based optimizers hide an inf;
-   with `check_updates` it also covers the updates. A `SpikeRule` may reject a step that is finite.
+   with `check_updates` it also covers the updates and the new state of the optimizer. A
+   `SpikeRule` may reject a step that is finite.
 2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
    when the window is full; without a window, whenever the gradients are good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
@@ -29,27 +30,32 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import (
     Questions,
     Verdict,
-    agree_on_size,
+    agree_on_loss,
+    agree_on_norm,
+    axis_names,
     flags_by_leaf,
     judge_gradients,
     last_flags,
-    norm_bits,
+    shown_norm,
 )
 from .._policies.base import CheckedLossScale, LossScale, adjust_scale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._state.optimizer import LossScaledState
+from .._storage.weights import Rounded, Weights
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.overwrites import holds_overwrites, without_overwrites
 from .._trees.selection import tree_where
-from . import checks
+from .._trees.store_once import store_once
+from . import checks, matching
 from .call_update import NO_ARGS
 from .counters import count_step, move_skip_rate, start_state
 from .inner_step import InnerStep, make_or_skip, show_norm
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .report import report_skip
 from .retry import BackwardResult
+from .unread import find_unread, may_leave_unread, without_leaves
 from .window import EachStep, Window
 
 
@@ -76,12 +82,14 @@ class WrappedOptimizer:
       window: how micro-batches are accumulated; `EachStep` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
       skips: whether bad steps are skipped. If not, each step is that of `inner`, after clipping.
-      check_updates: whether the verdict also covers the updates.
+      check_updates: whether the verdict also covers the updates and the optimizer's new state.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
+      weights: how half-precision parameters are kept.
       last_init: the types of the last `init` under the one key `"types"`, as the class is frozen.
         Tracing `init` again in each step would take a fifth as long as tracing plain Optax.
+      unread: for each kind of call, which gradients `inner` never reads.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -94,7 +102,11 @@ class WrappedOptimizer:
     track_leaves: bool = False
     spikes: SpikeRule | None = None
     on_skip: Callable[[dict[str, Any]], Any] | None = None
+    weights: Weights = dataclasses.field(default_factory=Rounded)
     last_init: dict[str, _InitTypes] = dataclasses.field(
+        default_factory=dict, init=False, compare=False
+    )
+    unread: dict[Any, list[bool]] = dataclasses.field(
         default_factory=dict, init=False, compare=False
     )
 
@@ -110,6 +122,8 @@ class WrappedOptimizer:
         # strongly typed.
         inner_state = cast_like(inner_state, inner_state)
         window_state = self.window.open(wide_params, inner_state)
+        if "types" not in self.last_init:  # once, however often states are made
+            self.weights.warn_of_losses(params, inner_state)
         self.last_init["types"] = _InitTypes(types_of(params), types_of(window_state))
 
         state = start_state(self.policy.init(), window_state)
@@ -120,7 +134,7 @@ class WrappedOptimizer:
             state = state._replace(nonfinite_leaves=flags_by_leaf(wide_params))
         if self.max_norm is not None or self.spikes is not None:
             state = state._replace(grad_norm=jnp.array(0, jnp.float32))
-        return state
+        return state._replace(weights=self.weights.init(without_overwrites(params)))
 
     def update(
         self,
@@ -165,10 +179,15 @@ class WrappedOptimizer:
     def check_state(self, argument: str, state: Any, order: str) -> LossScaledState:
         """Checks that an argument is the state of a step, and returns it as arrays.
 
-        A scale above this policy's maximum, as another policy may leave it, is lowered to the
-        maximum. `order` is the order of the call's arguments, for the error message.
+        A scale that this policy never has, as another may leave it, is replaced: that of a fixed
+        policy by its number, and one above the maximum by the maximum. `order` is the order of the
+        call's arguments, for the error message.
         """
         state = checks.check_state(argument, state, self.policy, order)
+        self.weights.check(argument, state.weights)
+        matching.check_has_parts(argument, state, self)
+        if isinstance(self.policy, FixedLossScale):
+            return state._replace(scaling=self.policy.hold(state.scaling))
         # Without skips the scale never moves, and a policy of the user's own may have no maximum.
         if not self.skips or not isinstance(self.policy, CheckedLossScale):
             return state
@@ -186,6 +205,31 @@ class WrappedOptimizer:
         if not self.skips:
             return None
         return state
+
+    def leave_out_unread(
+        self,
+        result: BackwardResult,
+        state: LossScaledState,
+        params: optax.Params | None,
+        extra_args: Mapping[str, Any] = NO_ARGS,
+    ) -> BackwardResult:
+        """Returns a backward pass with zeros for the gradients that the optimizer never reads."""
+        opt_state = self.window.find_opt_state(state.inner_state)
+        if not may_leave_unread(opt_state):
+            return result
+        grads = result.grads.grads
+        call = (
+            _hashable_types(grads),
+            _hashable_types(params),
+            result.loss is None,
+            tuple(sorted(extra_args)),
+        )
+        if call not in self.unread:
+            self.unread[call] = find_unread(
+                self.inner, grads, opt_state, params, result.loss, extra_args
+            )
+        left = without_leaves(result.grads, self.unread[call])
+        return result._replace(grads=left)
 
     def judge_pass(
         self, result: BackwardResult, state: LossScaledState, axis_name: Any = None
@@ -207,8 +251,8 @@ class WrappedOptimizer:
             before_hook=result.grads_before_hook,
             questions=self._find_questions(state),
         )
-        if self._needs_squares(state) and verdict.squares is None:
-            return _add_squares(verdict, result.grads)
+        if self._needs_norm and verdict.norm is None:
+            return _add_norm(verdict, result.grads)
         return verdict
 
     def apply(
@@ -224,41 +268,52 @@ class WrappedOptimizer:
 
         The caller has checked the state.
         """
-        grads = result.grads
-        if params is None and holds_overwrites(grads.grads):
+        if params is None and holds_overwrites(result.grads.grads):
             raise ValueError(
                 "`loss_scaled(...).update(params=...)` must be the parameters, got None: a step "
                 "replaces those whose gradients are under a key `_overwrite_with_gradient`."
             )
 
+        if result.verdict is None:
+            result = self.leave_out_unread(result, state, params, extra_args)
+        grads = result.grads
+        if result.verdict is None and self.skips:
+            grads = Scaled(store_once(grads.grads), grads.divisor)
+            result = result._replace(grads=grads)
+
+        # 1. Verdict.
+        verdict = result.verdict
+        if verdict is None:
+            verdict = self.judge_pass(result, state)
+        axis_name = self.axis_name
+        if verdict is not None:
+            axis_name = verdict.axis_name  # a hook may have added some
         inner_step = InnerStep(
             tx=self.inner,
             params=params,
             extra_args=extra_args,
             returns_params=returns_params,
             max_norm=self.max_norm,
+            axis_name=axis_name,
             may_be_skipped=self.skips,
+            weights=self.weights,
+            weights_state=state.weights,
         )
-
-        # 1. Verdict.
-        verdict = result.verdict
-        if verdict is None:
-            verdict = self.judge_pass(result, state)
         if verdict is None:
             return self._apply_unjudged(inner_step, result, state)
         is_good = verdict.grads_finite & verdict.loss_finite
         is_spike = None
         spikes = state.spikes
-        spike_rule = self._find_spike_rule(state)
-        if spike_rule is not None:
-            is_spike, spikes = spike_rule.judge(
-                spikes, verdict.loss, verdict.norm, is_good
+        if self.spikes is not None:
+            norm: Any = verdict.norm  # known, as the rule needs it
+            is_spike, spikes = self.spikes.judge(
+                spikes, verdict.loss, shown_norm(norm), is_good
             )
             is_good &= ~is_spike
 
         # 2. Window. `inner_state` is its state, with the optimizer's inside; `EachStep` adds none.
         window_state, ready = self.window.add(
-            state.inner_state, grads, result.loss, is_good
+            state.inner_state, grads, verdict.loss, is_good
         )
 
         # 3. Skip.
@@ -297,7 +352,7 @@ class WrappedOptimizer:
         applied = next_state.step_applied
         # The share of lost steps, without those that were lost to take a growth of the scale back.
         skip_rate = move_skip_rate(
-            state.skip_rate,
+            state,
             self.policy,
             before=scaling_before,
             after=scaling,
@@ -316,6 +371,7 @@ class WrappedOptimizer:
             spikes=spikes,
             nonfinite_leaves=nonfinite_leaves,
             grad_norm=step.grad_norm,
+            weights=step.weights,
         )
         if self.on_skip is not None:
             report_skip(self.on_skip, next_state)
@@ -325,43 +381,42 @@ class WrappedOptimizer:
         self, inner_step: InnerStep, result: BackwardResult, state: LossScaledState
     ) -> tuple[Any, LossScaledState]:
         """Makes a step of the optimizer inside, whatever the gradients are."""
+        if self.max_norm is not None:
+            checks.check_devices_agree(result.grads.divided, None, self.axis_name)
         # There is no window, as that needs a verdict: `inner_state` is the optimizer's own.
-        outcome, update = inner_step.make(
-            result.grads.divided, state.inner_state, norm=None, value=result.loss
+        loss = agree_on_loss(result.loss, self.axis_name)
+        outcome, update, weights_state = inner_step.make(
+            result.grads.divided, state.inner_state, norm=None, value=loss
         )
-        grad_norm = show_norm(state.grad_norm, update.norm, self.axis_name)
-        next_state = state._replace(inner_state=update.opt_state, grad_norm=grad_norm)
+        grad_norm = show_norm(state.grad_norm, update.norm)
+        next_state = state._replace(
+            inner_state=update.opt_state, grad_norm=grad_norm, weights=weights_state
+        )
         return outcome, next_state
 
     def _find_questions(self, state: LossScaledState) -> Questions:
         """Returns what the verdict on a backward pass has to answer."""
-        judges_spikes = self._find_spike_rule(state) is not None
         return Questions(
-            # The fields of the state decide this, and not `track_leaves` and `max_norm`: a state
-            # that was restored from a run with other options keeps its structure.
+            # The state decides this, and not `track_leaves`, as it keeps its structure.
             by_leaf=state.nonfinite_leaves is not None,
             largest=self.policy.needs_largest,
-            # If JAX raises an error at each NaN, squares wait for the verdict: see `_add_squares`.
-            squares=self._needs_squares(state) and not nans_are_errors(),
-            # Without effect if `squares` is not set, as the norm comes from the squares.
-            agreed_norm=judges_spikes or state.grad_norm is not None,
-            agreed_loss=judges_spikes,
+            # If JAX raises an error at each NaN, the norm waits for the verdict: see `_add_norm`.
+            norm=self._needs_norm and not nans_are_errors(),
         )
 
-    def _needs_squares(self, state: LossScaledState) -> bool:
-        """Returns whether a step needs the sum of the squares of its own gradients."""
-        if self._find_spike_rule(state) is not None:
+    @property
+    def _needs_norm(self) -> bool:
+        """Returns whether a step needs the norm of its own gradients."""
+        if self.spikes is not None:
             return True
         # With a window, the optimizer clips the mean of several micro-batches, so the norm of one
         # of them is of no use to it.
         return self.max_norm is not None and not self.window.averages
 
-    def _find_spike_rule(self, state: LossScaledState) -> SpikeRule | None:
-        # A state without `spikes` comes from a run without the rule. Its structure must not
-        # change, so no step of it is judged.
-        if state.spikes is None:
-            return None
-        return self.spikes
+
+def _hashable_types(tree: Any) -> Any:
+    types = types_of(tree)
+    return types.structure, tuple(types.leaves)
 
 
 def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
@@ -375,18 +430,17 @@ def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
     return scaling._replace(loss_scale=capped)
 
 
-def _add_squares(verdict: Verdict, grads: Scaled) -> Verdict:
-    """Takes the squares and the norm in a second pass, for `jax_debug_nans`.
+def _add_norm(verdict: Verdict, grads: Scaled) -> Verdict:
+    """Takes the norm in a second pass, for `jax_debug_nans`.
 
-    There squaring a NaN raises an error. So bad gradients are replaced by zeros, and both are inf.
+    There squaring a NaN raises an error. So bad gradients are replaced by zeros, and it is inf.
     """
     zeros = map_gradients(jnp.zeros_like, grads.divided)
     finite_grads = tree_where(verdict.grads_finite, grads.divided, zeros)
-    squares = reduce_gradients(finite_grads, squares=True).squares()
+    reduction = reduce_gradients(finite_grads, squares=True)
+    squares = reduction.squares(axis_names(verdict.axis_name))
     squares = jnp.where(verdict.grads_finite, squares, jnp.inf)
-    # As bits: what a maximum of floats over devices makes of a NaN is not defined.
-    norm = agree_on_size(norm_bits(jnp.sqrt(squares)), verdict.axis_name)
-    return verdict._replace(squares=squares, norm=norm)
+    return verdict._replace(norm=agree_on_norm(squares, verdict.axis_name))
 
 
 def find_wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._jax import is_inexact
 
@@ -136,3 +137,23 @@ def make_array(number: Any, dtype: Any) -> np.ndarray:
     number = _PYTHON_TYPES[kind](number)
     # NumPy makes the array, as JAX would make the number an int32 or a float32 first.
     return np.asarray(number, dtype)
+
+
+def parts_in_reach(leaf: Any) -> list[Any]:
+    """Returns the parts of an array that this process has."""
+    if not isinstance(leaf, jax.Array):
+        return [leaf]
+    return [shard.data for shard in leaf.addressable_shards]
+
+
+def check_in_reach(argument: str, leaf: Any) -> None:
+    """Raises a `ValueError` if this process has only a part of an array, which others share."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return
+    raise ValueError(
+        f"{argument} is split over several processes, and this one has only a part of it. Gather "
+        "all parts first, in all processes: "
+        "`jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`."
+    )

@@ -1,4 +1,4 @@
-"""Counters that stop at their limit, and the bits of float32 numbers."""
+"""Counters that stop at their limit, and the bits of floats."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,15 @@ EXPONENT_BIAS = 127
 
 
 def float_bits(numbers: jax.Array) -> jax.Array:
-    """Returns the bits of float32 numbers as integers."""
-    return jax.lax.bitcast_convert_type(numbers, jnp.int32)
+    """Returns the bits of floats as integers of their width."""
+    integer = jnp.dtype(f"int{jnp.finfo(numbers.dtype).bits}")
+    return jax.lax.bitcast_convert_type(numbers, integer)
 
 
 def float_of_bits(bits: jax.Array) -> jax.Array:
-    """Returns the float32 numbers that have some bits."""
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    """Returns the floats that have some bits, of the width of those."""
+    floating = jnp.dtype(f"float{jnp.iinfo(bits.dtype).bits}")
+    return jax.lax.bitcast_convert_type(bits, floating)
 
 
 def increment(counter: jax.Array) -> jax.Array:

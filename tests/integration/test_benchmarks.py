@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -394,3 +395,12 @@ def test_the_tables_in_the_readme_are_those_of_the_figures(name):
     rows = json.loads((FOLDER / "results" / f"{name}.json").read_text())["rows"]
     for table in TABLES[name]:
         assert table(rows) in (FOLDER / "results" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_half_precision_parameters_have_the_bytes_that_the_page_says():
+    names = ["optax, float32", "remainder + compact", "stochastic + compact"]
+    printed = run("half_params.py", "--steps", "0", "--only", *names)
+    figures = dict(re.findall(r"^  (.*?) {2,}(\d+\.\d) ", printed, re.MULTILINE))
+    # with the gradients, of 4 and of 2 bytes
+    assert [float(figures[name]) for name in names] == [16.0, 10.0, 8.0]

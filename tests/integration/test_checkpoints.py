@@ -47,6 +47,9 @@ OPTIMIZERS = {
     "no scale": jaxscale.skip_nonfinite(ADAM),
     "accumulated": jaxscale.multi_steps(jaxscale.loss_scaled(ADAM), 2),
     "windows dropped": jaxscale.multi_steps(ADAM, 2, drop="window"),
+    "remainders": jaxscale.master_weights(ADAM),
+    "copies": jaxscale.master_weights(jaxscale.loss_scaled(ADAM), "float32"),
+    "rounded at random": jaxscale.stochastic_rounding(jaxscale.compact_state(ADAM)),
 }
 for name in ("multi_steps", "inject_hyperparams", "masked", NOISY):
     OPTIMIZERS[name] = jaxscale.loss_scaled(INNERS[name])

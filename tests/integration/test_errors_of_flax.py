@@ -433,7 +433,7 @@ CASES = {
     "nnx: retries without a scale": BadInput(
         lambda: run_nnx(never_traced, W, tx=SGD, retries=2),
         ValueError,
-        ["nnx.train_step(retries=2)", "loss scale", "loss_scaled(tx)"],
+        ["nnx.train_step(retries=2)", "got a bare optimizer", "loss_scaled(outer"],
     ),
 }
 

@@ -1,8 +1,10 @@
 """Wrong arguments of `loss_scaled` and `multi_steps`, which make optimizers."""
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
-from bad_input import SGD, TX, BadInput, W, assert_raises
+from bad_input import PAIR, SGD, TX, BadInput, W, assert_raises
 from tables import cases
 
 import jaxscale
@@ -10,6 +12,19 @@ from jaxscale import loss_scaled, multi_steps, presets
 
 pytestmark = pytest.mark.standard_promotion
 
+HALF = {"w": W.astype(jnp.bfloat16)}
+MASTERS = jaxscale.master_weights(SGD)
+RANDOM = jaxscale.stochastic_rounding(SGD)
+PLAIN = jaxscale.skip_nonfinite(SGD)
+# What does not bear a state in bfloat16, and how that is named.
+REFUSED = {
+    "prodigy": optax.contrib.prodigy(),
+    "dadapt_adamw": optax.contrib.dadapt_adamw(),
+    "momo": optax.contrib.momo(),
+    "momo_adam": optax.contrib.momo_adam(),
+    "rmsprop(centered=True)": optax.rmsprop(0.1, centered=True),
+    "lbfgs": optax.lbfgs(),
+}
 CASES = {
     "inner is a number": BadInput(
         lambda: loss_scaled(0.1), TypeError, ["inner", "0.1", "optax.adam"]
@@ -23,6 +38,27 @@ CASES = {
         lambda: loss_scaled(optax.chain(jaxscale.skip_nonfinite(SGD))).init(W),
         ValueError,
         ["LossScaledState", "at [0]", "wrap once"],
+    ),
+    "an argument of the policy": BadInput(
+        lambda: loss_scaled(SGD, init_scale=2.0**10),
+        TypeError,
+        [
+            "`loss_scaled(init_scale=",
+            "(tx, jaxscale.DynamicLossScale(init_scale=1024.0))",
+        ],
+    ),
+    "an argument of the other policy": BadInput(
+        lambda: jaxscale.skip_nonfinite(SGD, max_level=12.0),
+        TypeError,
+        ["`skip_nonfinite(max_level=", "jaxscale.AdaptiveLossScale(max_level=12.0)"],
+    ),
+    "an argument of a rule for spikes": BadInput(
+        lambda: loss_scaled(SGD, sigmas=4.0),
+        TypeError,
+        ["`loss_scaled(sigmas=", "`spikes=jaxscale.SpikeRule(sigmas=4.0)`"],
+    ),
+    "an argument of nothing": BadInput(
+        lambda: loss_scaled(SGD, initial=4.0), TypeError, ["loss_scaled()", "'initial'"]
     ),
     "no window": BadInput(
         lambda: multi_steps(SGD, 0),
@@ -97,9 +133,158 @@ CASES = {
         ValueError,
         ["skip_nonfinite=False)` with `on_skip`"],
     ),
+    "kept in two ways": BadInput(
+        lambda: jaxscale.master_weights(jaxscale.stochastic_rounding(SGD)),
+        TypeError,
+        [
+            "`master_weights(inner)`: `inner` is wrapped in `stochastic_rounding` already",
+            "Leave one of both out",
+        ],
+    ),
+    "kept in two ways, with a scale between": BadInput(
+        lambda: jaxscale.stochastic_rounding(loss_scaled(MASTERS)),
+        TypeError,
+        ["`stochastic_rounding(inner)`", "`master_weights` already"],
+    ),
+    "no such storage": BadInput(
+        lambda: jaxscale.master_weights(SGD, "bf16"),
+        ValueError,
+        ["`master_weights(storage=...)`", "'remainder', 'float32'", "'bf16'"],
+    ),
+    "master weights of a number": BadInput(
+        lambda: jaxscale.master_weights(0.1),
+        TypeError,
+        ["`master_weights(inner)`", "0.1", "optax.adam"],
+    ),
+    "a mask of another structure": BadInput(
+        lambda: jaxscale.master_weights(SGD, mask={"v": True}).init(HALF),
+        ValueError,
+        ["`master_weights(mask=...)`", "structure of the parameters", "`mask=lambda"],
+    ),
+    "a mask of numbers": BadInput(
+        lambda: jaxscale.stochastic_rounding(SGD, mask={"w": 1}).init(HALF),
+        TypeError,
+        ["`stochastic_rounding(mask=...)`", "bools, got int at w", "True or False"],
+    ),
+    "a mask of another state": BadInput(
+        lambda: jaxscale.compact_state(SGD, mask={"v": True}).init(HALF),
+        ValueError,
+        ["`compact_state(mask=...)`", "structure of the state of `inner`"],
+    ),
+    "a negative seed": BadInput(
+        lambda: jaxscale.stochastic_rounding(SGD, seed=-1),
+        ValueError,
+        ["`stochastic_rounding(seed=...)`", "from 0 to 2**31 - 1, got -1", "key"],
+    ),
+    "a key as seed": BadInput(
+        lambda: jaxscale.compact_state(SGD, seed=jax.random.key(0)),
+        TypeError,
+        ["`compact_state(seed=...)`", "integer", "got key<fry>[]", "pass an int"],
+    ),
+    "parameters missing": BadInput(
+        lambda: MASTERS.update(HALF, MASTERS.init(HALF)),
+        ValueError,
+        [
+            "`loss_scaled(...).update(params=...)`",
+            "got None",
+            "`tx.update(grads, opt_state, params)`",
+        ],
+    ),
+    "a state without float32 parameters": BadInput(
+        lambda: MASTERS.update(HALF, PLAIN.init(HALF), HALF),
+        ValueError,
+        [
+            "(state=...)` is the state of an optimizer without `master_weights`",
+            "`opt_state._replace(weights=tx.init(params).weights)`",
+            "`jaxscale.from_state_dict(",
+        ],
+    ),
+    "a state without a key": BadInput(
+        lambda: RANDOM.update(HALF, MASTERS.init(HALF), HALF),
+        ValueError,
+        ["without `stochastic_rounding`, and has no key", "tx.init(params).weights"],
+    ),
+    "a state whose float32 parameters would be dropped": BadInput(
+        lambda: jaxscale.apply_gradients(PLAIN, HALF, MASTERS.init(HALF), HALF),
+        ValueError,
+        ["`apply_gradients(opt_state=...)`", "drop", "_replace(weights=None)"],
+    ),
+    "a state of another storage": BadInput(
+        lambda: jaxscale.master_weights(SGD, "float32").update(
+            HALF, MASTERS.init(HALF), HALF
+        ),
+        ValueError,
+        [
+            "`master_weights`: the state has int16[2] beside the parameter at w",
+            "bfloat16[2]",
+            "with_master_params",
+        ],
+    ),
+    "parameters in float32 after all": BadInput(
+        lambda: MASTERS.update(PAIR, MASTERS.init(HALF), {"w": W}),
+        ValueError,
+        ["the state has int16[2]", "float32[2]", "with_master_params"],
+    ),
+    "parameters of another structure": BadInput(
+        lambda: jaxscale.master_params(MASTERS.init(HALF), {"v": HALF["w"]}),
+        ValueError,
+        ["`master_params`", "another structure", "'w'", "'v'"],
+    ),
+    "parameters that are float32 already": BadInput(
+        lambda: jaxscale.master_params(MASTERS.init(HALF), {"w": W}),
+        ValueError,
+        ["`master_params(params=...)`", "w is float32[2]", "bfloat16"],
+    ),
+    "float32 parameters without a place": BadInput(
+        lambda: jaxscale.with_master_params(PLAIN.init(HALF), {"w": W}),
+        ValueError,
+        ["`with_master_params(opt_state=...)`", "keeps none", "master_weights"],
+    ),
+    "float32 parameters of another shape": BadInput(
+        lambda: jaxscale.with_master_params(MASTERS.init(HALF), {"w": jnp.ones(3)}),
+        ValueError,
+        ["(float32_params=...)`", "w is float32[3]", "bfloat16[2]"],
+    ),
+    "another storage than was saved": BadInput(
+        lambda: jaxscale.from_state_dict(
+            MASTERS.init(HALF),
+            jaxscale.to_state_dict(jaxscale.master_weights(SGD, "float32").init(HALF)),
+        ),
+        ValueError,
+        ["`from_state_dict(state_dict)` at /weights", "copies", "remainders", "with_"],
+    ),
+    "a compact state around a scale": BadInput(
+        lambda: jaxscale.compact_state(TX),
+        TypeError,
+        ["`compact_state(inner)`", "loss_scaled(jaxscale.compact_state("],
+    ),
+    "a compact state around a scale that is further inside": BadInput(
+        lambda: jaxscale.compact_state(optax.chain(TX)).init(W),
+        TypeError,
+        ["`compact_state(inner)`", "loss_scaled(jaxscale.compact_state("],
+    ),
+    "a compact state of a float32 one": BadInput(
+        lambda: jaxscale.compact_state(SGD).update(W, SGD.init(W), W),
+        TypeError,
+        ["`compact_state(...).update(state=...)`", "tuple", "from_state_dict"],
+    ),
+    "a compact state of another optimizer": BadInput(
+        lambda: jaxscale.compact_state(optax.adam(0.1)).update(
+            W, jaxscale.compact_state(SGD).init(W), W
+        ),
+        ValueError,
+        ["`compact_state(...).update(state=...)`", "another optimizer"],
+    ),
 }
 
 
 @cases("name", CASES)
 def test_bad_input(name):
     assert_raises(CASES[name])
+
+
+@cases("name", REFUSED)
+def test_an_optimizer_that_does_not_bear_a_compact_state_is_refused(name):
+    tx = jaxscale.compact_state(optax.chain(optax.clip(1.0), REFUSED[name]))
+    words = [f"`compact_state(inner)`: `{name}` needs its state in float32"]
+    assert_raises(BadInput(lambda: tx.init(W), ValueError, [*words, "Leave"]))

@@ -85,6 +85,11 @@ CASES = {
         ValueError,
         ["metrics", "none in ", "at ['opt_state']", "Wrap the optimizer"],
     ),
+    "metrics with a number for a prefix": BadInput(
+        lambda: jaxscale.metrics(OPT_STATE, prefix=1),
+        TypeError,
+        ["`metrics(prefix=", "got 1", '"train/"'],
+    ),
     "check of optax's state": BadInput(
         lambda: jaxscale.check(optax.adam(0.1).init(W)),
         ValueError,

@@ -30,6 +30,7 @@ from jaxscale import train_step
 SKIPPING = jaxscale.skip_nonfinite(SGD)
 SKIPPING_ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
 LBFGS = jaxscale.skip_nonfinite(optax.lbfgs())
+RULE = jaxscale.SpikeRule()
 SAM = jaxscale.skip_nonfinite(optax.contrib.sam(SGD, SGD, opaque_mode=True))
 
 
@@ -77,6 +78,14 @@ def state_before_params(params, state):
 
 
 CASES = {
+    "step: spikes over a state without them": BadInput(
+        lambda: step_from(W, OPT_STATE, tx=jaxscale.loss_scaled(SGD, spikes=RULE)),
+        ValueError,
+        [
+            "`train_step(...)(opt_state=...)` is the state of an optimizer without `spikes`. ",
+            "jaxscale.from_state_dict(tx.init(params), ",
+        ],
+    ),
     "step: arguments swapped": BadInput(
         lambda: train_step(TX, jnp.sum),
         TypeError,
@@ -92,14 +101,19 @@ CASES = {
         ValueError,
         ["train_step(retries=", "at least 0, got -1"],
     ),
+    "step: the two sets of parameters of lookahead": BadInput(
+        lambda: step_from(optax.LookaheadParams.init_synced(PAIR), OPT_STATE),
+        TypeError,
+        ["`params` is a LookaheadParams", "(params.fast, ...)", "apply_gradients"],
+    ),
     "step: retries of a bare optimizer": BadInput(
         lambda: train_step(jnp.sum, SGD, retries=1),
         ValueError,
         [
             "train_step(retries=1)",
             "needs a loss scale",
-            "another optimizer",
-            "loss_scaled(tx)",
+            "a bare optimizer",
+            "loss_scaled(outer(inner))",
         ],
     ),
     "step: retries at a fixed scale": BadInput(

@@ -33,6 +33,11 @@ def changing_state():
 CHANGING = changing_state()
 
 
+SPIKES = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule())
+SHORTER = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=32))
+NORM_AND_LEAVES = jaxscale.skip_nonfinite(SGD, max_norm=1.0, track_leaves=True)
+
+
 def update_under_jit(**options):
     """Updates under `jit`, where there is no axis, with the options of `loss_scaled`."""
     tx = loss_scaled(SGD, **options)
@@ -44,6 +49,31 @@ CASES = {
         lambda: loss_scaled(SGD, 8).update(W, SKIPPING.init(W), W),
         TypeError,
         ["another optimizer: its scaling is a UnitLossScaleState", "FixedLossScale"],
+    ),
+    "update: spikes over a state without them": BadInput(
+        lambda: SPIKES.update(W, SKIPPING.init(W), W),
+        ValueError,
+        [
+            "update(state=...)` is the state of an optimizer without `spikes`. ",
+            "`opt_state = jaxscale.from_state_dict(tx.init(params), ",
+        ],
+    ),
+    "a norm and leaves over a state without them": BadInput(
+        lambda: apply_gradients(NORM_AND_LEAVES, W, SKIPPING.init(W), W),
+        ValueError,
+        [
+            "`apply_gradients(opt_state=...)` is the state of an optimizer without ",
+            "jaxscale.from_state_dict(tx.init(params), ",
+        ],
+    ),
+    "another window of spikes": BadInput(
+        lambda: SPIKES.update(W, SHORTER.init(W), W),
+        ValueError,
+        [
+            "update(state=...)` is the state of an optimizer with `SpikeRule(window=32)`",
+            "where this one has window=128. ",
+            "jaxscale.from_state_dict(tx.init(params), ",
+        ],
     ),
     "a population without vmap": BadInput(
         lambda: TX.update({"w": jnp.ones((4, 2))}, MEMBERS, {"w": W}),

@@ -122,3 +122,64 @@ def test_hooks_get_the_gradients_and_what_a_step_has_made(name, window, retries)
     assert num_steps == len(BATCHES) // window
     assert stats["count"] == len(BATCHES)
     assert run.metrics()["total_notfinite"] == 1
+
+
+def all_of(label):
+    """A function that gives each parameter the same label."""
+    return lambda params: jax.tree.map(lambda _: label, params)
+
+
+def injected(tx):
+    return optax.inject_hyperparams(lambda size: optax.chain(tx, optax.scale(size)))(
+        1.0
+    )
+
+
+# Optimizers around another one.
+AROUND = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e3), tx),
+    "named_chain": lambda tx: optax.named_chain(
+        ("first", tx), ("last", optax.scale(1.0))
+    ),
+    "inject_hyperparams": injected,
+    "masked": lambda tx: optax.masked(tx, all_of(True)),
+    "flatten": optax.flatten,
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 100),
+    "partition": lambda tx: optax.partition({"all": tx}, all_of("all")),
+}
+INSIDE = r"inside of another one.*`loss_scaled\(outer\(inner\)\)`"
+
+
+@cases(
+    "name, around",
+    product(FRONT_ENDS, AROUND),
+    fast=[("plain", "flatten"), ("linen", "chain"), ("objects", "partition")],
+)
+def test_a_wrapper_around_the_wrapped_optimizer_is_told_how_to_be_written(name, around):
+    wrap = AROUND[around]
+    written_wrong = wrap(from_scale(2.0**10))
+    # With retries there is no way but the right one.
+    with pytest.raises(
+        ValueError, match=r"inside of another.*loss_scaled\(outer\(inner"
+    ):
+        FRONT_ENDS[name](written_wrong, retries=1).step(BATCHES[0])
+    policy = jaxscale.DynamicLossScale(init_scale=TOO_HIGH, max_scale=TOO_HIGH)
+    written_right = jaxscale.loss_scaled(wrap(optax.adam(1e-2)), policy)
+    run = FRONT_ENDS[name](written_right, cast=jaxscale.autocast, retries=40)
+    run.step(BATCHES[0])
+    assert run.metrics()["total_retries"] >= 10
+    assert run.metrics()["total_notfinite"] == 0
+
+    # Without, it trains alike.
+    inside = FRONT_ENDS[name](written_wrong)
+    with pytest.warns(UserWarning, match=INSIDE):
+        inside.step(BATCHES[0])
+    outermost = FRONT_ENDS[name](written_right)
+    outermost.step(BATCHES[0])
+    for x in BATCHES[1:]:
+        inside.step(x)
+        outermost.step(x)
+    params, _ = inside.now()
+    expected, _ = outermost.now()
+    np.testing.assert_allclose(params["last"], expected["last"], rtol=1e-6)

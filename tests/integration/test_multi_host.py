@@ -168,6 +168,26 @@ def test_processes_agree_by_themselves_on_the_scale_of_a_backward_pass():
     assert len(agreed) == 8, output
 
 
+SPLIT_STATES = [
+    "check: nothing",
+    r"check of a stuck one: 3 steps in a row were skipped",
+    "check of a lost one: .*has made 3 steps, but its optimizer only 0",
+    r"check of a population: `check\(tree\)`.*process_allgather",
+    "metrics: .*'notfinite_count': 3",
+    r"to_state_dict: .* at /inner_state/0/trace is split over .*process_allgather",
+    r"gathered: \(8,\)",
+    "restored: True",
+]
+
+
+def test_states_that_are_split_over_processes_are_checked_logged_and_saved():
+    program = EXAMPLE.parent.parent / "tests" / "support" / "split_states.py"
+    code, output = run(2, command=(program,))
+    assert code == 0, output
+    for line in SPLIT_STATES:
+        assert len(re.findall(line, output)) == 2, (line, output)
+
+
 def test_the_launcher_takes_its_processes_with_it():
     with started(2, "--steps", 20_000) as launcher:
         start = next(line for line in launcher.stdout if "from step" in line)

@@ -35,7 +35,7 @@ ROWS = [
     "_boundary _trees",
     "_autocast _state",
     "_gradients",
-    "_backward _policies",
+    "_backward _policies _storage",
     "_step",
     "_progress",
     "diagnostics flax nnx presets",
@@ -167,16 +167,17 @@ def test_a_module_imports_no_other_packages_than_those_declared(module):
 CONTRACT = """
 AdaptiveLossScale AdaptiveState DynamicLossScale FixedLossScale LossScale LossScaleState
 LossScaleStuckError LossScaledState MultiStepsState NoOpLossScale SpikeRule SpikeState all_finite
-apply_gradients as_loss_scale autocast check flax.TrainState flax.train_step from_state_dict
-full_precision grad loss_scaled metrics multi_steps nnx.train_step scale scale_backward
-skip_nonfinite to_state_dict train_step tree_where unscale value_and_grad
+apply_gradients as_loss_scale autocast check compact_state flax.TrainState flax.train_step
+from_state_dict full_precision grad loss_scaled master_params master_weights metrics multi_steps
+nnx.train_step scale scale_backward skip_nonfinite stochastic_rounding to_state_dict train_step
+tree_where unscale value_and_grad with_master_params
 """
 FIELDS = {
     "LossScaleState": "loss_scale growth_tracker hysteresis_tracker",
     "AdaptiveState": "loss_scale peak level crest finite_steps held_steps overflows",
     "LossScaledState": "scaling inner_state step_applied notfinite_count total_notfinite "
     "total_notfinite_loss total_steps total_retries total_exhausted backoff_count "
-    "skip_rate row_notfinite_loss spikes nonfinite_leaves grad_norm",
+    "skip_rate row_notfinite_loss spikes nonfinite_leaves grad_norm weights",
 }
 
 
@@ -197,24 +198,27 @@ def test_dependencies_are_those_of_the_contract():
     assert names == {"jax", "jaxlib", "optax"}
 
 
-# `loss_scaled(inner, 128)`, `scale_backward(fun, 128)`, `autocast(fun, jnp.bfloat16)`, and the last
-# fields of a NamedTuple.
+# `loss_scaled(inner, 128)`, `scale_backward(fun, 128)`, `autocast(fun, jnp.bfloat16)`,
+# `master_weights(inner, "float32")`, and the last fields of a NamedTuple.
 POSITIONAL = (
     "loss_scale",
     "scale",
     "dtype",
+    "storage",
     "spikes",
     "nonfinite_leaves",
     "grad_norm",
+    "weights",
 )
 
 
 # An exception has the signature of all exceptions, which is none.
 @cases("name", [name for name in ALL if name != "LossScaleStuckError"])
 def test_options_are_keyword_only(name):
+    fields = getattr(ALL[name], "_fields", ())  # those of a NamedTuple have places
     for parameter in inspect.signature(ALL[name]).parameters.values():
         is_option = parameter.default is not parameter.empty
-        if is_option and parameter.name not in POSITIONAL:
+        if is_option and parameter.name not in (*POSITIONAL, *fields):
             assert parameter.kind is parameter.KEYWORD_ONLY, parameter
 
 

@@ -1,6 +1,7 @@
 """What the counters say, on the device and on the host."""
 
 import functools
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from tables import cases
 
@@ -72,6 +74,109 @@ def test_metrics_are_the_same_scalars_inside_jit_and_outside():
     assert not outside["step_applied"]
 
 
+NORMED = {"max_norm": 1.0, "spikes": jaxscale.SpikeRule(window=4), "track_leaves": True}
+LOGGED = {
+    "dynamic": TX,
+    "adaptive": ADAPTIVE,
+    "fixed": FIXED,
+    "everything": jaxscale.loss_scaled(SGD, **NORMED),
+    "no scale": jaxscale.skip_nonfinite(SGD, **NORMED),
+    "window": jaxscale.multi_steps(TX, 2),
+}
+
+
+@cases("name", LOGGED, fast=["everything", "window"])
+def test_metrics_are_json_at_all_times_and_have_the_same_names(name):
+    tx = LOGGED[name]
+    names = jaxscale.metrics(tx.init(jnp.zeros(3))).keys()
+    for steps, grads in ((0, BAD), (1, BAD), (1, jnp.full(3, 1e30)), (9, jnp.ones(3))):
+        numbers = jaxscale.metrics(after(steps, grads, tx))
+        assert numbers.keys() == names
+        text = json.dumps(jax.tree.map(float, numbers), allow_nan=False)
+        for number in json.loads(text).values():
+            assert abs(number) <= np.finfo(np.float32).max
+
+
+def test_metrics_take_a_prefix_for_every_name():
+    numbers = jaxscale.metrics(after(2))
+    prefixed = jaxscale.metrics(after(2), prefix="train/")
+    assert prefixed == {f"train/{name}": value for name, value in numbers.items()}
+
+
+def test_metrics_without_a_loss_scale_leave_out_what_it_would_count():
+    scaled = jaxscale.metrics(jaxscale.loss_scaled(SGD).init(W))
+    unscaled = jaxscale.metrics(jaxscale.skip_nonfinite(SGD).init(W))
+    assert scaled.keys() - unscaled.keys() == {
+        "growth_tracker",
+        "hysteresis_tracker",
+        "backoff_count",
+        "total_retries",
+        "total_exhausted",
+    }
+    assert unscaled.keys() <= scaled.keys()
+    assert unscaled["loss_scale"] == 1
+
+
+def chained(tx):
+    return optax.chain(optax.clip(1.0), tx)
+
+
+def named(tx):
+    return optax.named_chain(("clip", optax.clip(1.0)), ("scaled", tx))
+
+
+def parted(tx):
+    labels = {"a": "scaled", "b": "bare"}
+    return optax.partition({"scaled": tx, "bare": SGD}, labels)
+
+
+def averaged(tx):
+    return optax.MultiSteps(tx, 2).gradient_transformation()
+
+
+PAIR = {"a": W, "b": W}
+# The optimizer, a state of it as a loop carries it, and whether `check` gets the optimizer.
+INSIDE = {
+    "chain": (chained(TX), lambda tx: tx.init(PAIR), False),
+    "chain, carried with the optimizer": (
+        chained(TX),
+        lambda tx: (PAIR, tx.init(PAIR)),
+        True,
+    ),
+    "named chain": (named(TX), lambda tx: tx.init(PAIR), True),
+    "partition": (parted(TX), lambda tx: {"params": W, "state": tx.init(PAIR)}, False),
+    "window": (averaged(TX), lambda tx: (PAIR, tx.init(PAIR)), False),
+    "flat": (optax.flatten(TX), lambda tx: tx.init(PAIR), True),
+    "train state": (
+        named(TX),
+        lambda tx: jaxscale.flax.TrainState.create(apply_fn=None, params=PAIR, tx=tx),
+        False,
+    ),
+}
+OUTERMOST = {
+    "alone": (TX, lambda tx: tx.init(PAIR), False),
+    "with parameters": (TX, lambda tx: (PAIR, tx.init(PAIR)), True),
+    "beside a bare one": (TX, lambda tx: (tx.init(W), SGD.init(W)), False),
+    "around a chain": (jaxscale.loss_scaled(chained(SGD)), lambda tx: tx.init(W), True),
+    "with the wrong optimizer": (SGD, lambda tx: TX.init(W), True),
+}
+
+
+@cases("name", INSIDE | OUTERMOST, fast=["partition", "flat", "train state", "alone"])
+def test_check_tells_of_an_optimizer_that_is_wrapped_inside_of_another(name):
+    tx, make_tree, passes_tx = (INSIDE | OUTERMOST)[name]
+    tree = make_tree(tx)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxscale.check(tree, tx=tx if passes_tx else None)
+    assert len(caught) == (name in INSIDE)
+    for warning in caught:
+        assert warning.filename == __file__
+        assert re.match(
+            r"`check`.*inside of another one.*Wrap outermost", str(warning.message)
+        )
+
+
 def test_check_is_silent_while_training_makes_progress():
     jaxscale.check(after(5, jnp.ones(3)), max_consecutive=0)
     jaxscale.check({"opt": after(3)}, max_consecutive=3)
@@ -110,6 +215,11 @@ def root_loss(w, x):
 def negative_root_loss(w, x):
     """NaN where x is negative."""
     return -jnp.sum(jnp.sqrt(w * x))
+
+
+def square_loss(w, x):
+    """Finite; without a gradient where x is 0."""
+    return jnp.sum((w * x) ** 2)
 
 
 def trained(tx, loss_fn, batches, pass_value=True):
@@ -228,8 +338,26 @@ HOPELESS = {
         jaxscale.skip_nonfinite(SGD),
         root_loss,
         [0.0] * 60,
-        says=["scale is 1.0", "A scale of 1 scales nothing", "square root of 0"],
-        says_not=["no loss scale can help", "floor"],
+        says=[
+            "with a non-finite loss). If",
+            "The batch comes first",
+            "square root of 0",
+        ],
+        says_not=["no loss scale can help", "floor", "scale is", "float16"],
+    ),
+    "no scaling, and a bad loss": Hopeless(
+        jaxscale.skip_nonfinite(SGD),
+        negative_root_loss,
+        [-1.0] * 60,
+        says=["with a non-finite loss). The loss itself", "The batch comes first"],
+        says_not=["no loss scale can help", "floor", "scale is", "float16"],
+    ),
+    "the optimizer makes a NaN of zeros": Hopeless(
+        jaxscale.loss_scaled(optax.contrib.prodigy()),
+        square_loss,
+        [0.0] + [1.0] * 60,
+        says=["The optimizer itself made a NaN", "estim_lr", "check_updates=True"],
+        says_not=["bad data", "no loss scale can help", "range of its dtype", "doctor"],
     ),
 }
 

@@ -130,7 +130,7 @@ def test_no_scale_is_zero_inf_or_nan(step):
 
 def test_an_unusable_restored_scale_heals():
     policy = jaxscale.DynamicLossScale(growth_interval=1)
-    for scale in (0.0, -1.0, np.inf, np.nan):
+    for scale in (0.0, 1e-40, -1.0, np.inf, np.nan):
         state = replaced(policy.init(), loss_scale=scale)
         grown = policy.adjust(state, True)
         assert grown.loss_scale == policy.init_scale * 2, scale

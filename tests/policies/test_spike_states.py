@@ -159,3 +159,13 @@ def test_a_state_is_read_back():
     state = state_after(RULE, [1.0, 1.1, 0.9, 1.0, 50.0])
     saved = jaxscale.to_state_dict(state)
     assert_same_bits(jaxscale.from_state_dict(RULE.init(), saved), state)
+
+
+def test_a_saved_state_may_have_fields_that_are_gone():
+    """Version 0.3.0 also followed the level of the loss."""
+    state = state_after(SpikeRule(window=4), [1.0, 1.1, 9.0])
+    saved = jaxscale.to_state_dict(state)
+    levels = {"recent_losses": np.zeros(8), "past_levels": np.zeros(64)}
+    saved |= levels | {"level_count": np.int32(3), "level_threshold": np.float32("inf")}
+    target = SpikeRule(window=4).init()
+    assert_same_bits(jaxscale.from_state_dict(target, saved), state)

@@ -255,13 +255,7 @@ def test_only_a_rise_beyond_rounding_is_a_spike(name):
 
 
 # Fields that have the unit of the loss.
-OF_LOSSES = [
-    "losses",
-    "loss_threshold",
-    "recent_losses",
-    "past_levels",
-    "level_threshold",
-]
+OF_LOSSES = ["losses", "loss_threshold"]
 
 
 @cases("exponent", [-100, -30, 60, 120])
@@ -323,7 +317,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace():
 
 
 # Fields that a step without a loss does not touch.
-UNTOUCHED = [*OF_LOSSES, "loss_count", "loss_deviation", "level_steps", "past_count"]
+UNTOUCHED = [*OF_LOSSES, "loss_count", "loss_deviation"]
 
 
 def test_without_a_loss_the_norm_judges_alone():

@@ -75,10 +75,10 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
     params = NAMED
     tx = jaxscale.loss_scaled(optax.adam(0.1), SCALINGS[scaling])
     opt_state = tx.init(params)
+    window_state = optax.MultiSteps(tx, 2).init(params)
     trees = [
         (params, opt_state, {"log": Model(jnp.ones(9))}),
         {"model": params, "opt": [optax.chain(optax.identity(), tx).init(params)]},
-        optax.MultiSteps(tx, 2).init(params),
         Carry(
             opt_state=opt_state,
             loss_scale=jnp.array(99.0),
@@ -87,10 +87,13 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
         ),
         jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx),
     ]
-    for tree in trees:
+    for tree in [*trees, window_state]:
         for function in CALLS.values():
             assert_same_bits(function(tree), function(opt_state))
+    for tree in trees:
         jaxscale.check(tree)
+    with pytest.warns(UserWarning, match="inside of another one"):
+        jaxscale.check(window_state)
 
 
 @pytest.mark.standard_promotion
@@ -192,11 +195,10 @@ VERSION_1 = {
     "nonfinite_leaves": None,
 }
 # What is written now: the same, with the fields that came later.
-WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None}
+WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None, "weights": None}
 WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
-# `skip_rate` is a running mean in which each step weighs 1/1000: here the overflow, faded by two
-# steps, and the bad loss.
-WRITTEN |= {"skip_rate": f32(0.001 * 0.999**2 + 0.001), "row_notfinite_loss": i32(1)}
+# `skip_rate` is the mean of so few steps: here an overflow and a bad loss.
+WRITTEN |= {"skip_rate": f32(2 / 4), "row_notfinite_loss": i32(1)}
 # The two later fields that those steps changed: read from version 1, they have their defaults.
 LATER = {name: getattr(FRESH, name) for name in ("skip_rate", "row_notfinite_loss")}
 
@@ -478,6 +480,39 @@ def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
     assert state.step_applied
 
 
+FIXED = jaxscale.loss_scaled(optax.sgd(0.5), 128)
+UNSKIPPED = jaxscale.loss_scaled(optax.sgd(0.5), 128, skip_nonfinite=False)
+
+
+@cases("tx, factor", [(FIXED, 1.0), (FIXED, jnp.inf), (UNSKIPPED, 1.0)])
+def test_the_number_of_a_fixed_policy_wins_over_a_saved_one(tx, factor):
+    state = with_scale(tx.init(PARAMS), 2.0**15)
+    grads = jax.tree.map(lambda leaf: leaf * factor, PARAMS)
+    _, next_state = jax.jit(tx.update)(grads, state, PARAMS)
+    assert next_state.scaling.loss_scale == 128
+    assert avals(next_state) == avals(state)
+
+
+def test_a_fixed_policy_returns_its_own_scale():
+    policy = jaxscale.FixedLossScale(128)
+    saved_state = jaxscale.FixedLossScale(2.0**15).init()
+    state, _ = policy.update(saved_state, PARAMS)
+    assert_same_bits(state, policy.init())
+    assert_same_bits(policy.adjust(saved_state, jnp.array(False)), policy.init())
+
+
+def test_a_whole_step_begins_with_the_scale_of_a_fixed_policy():
+    """Two runs that both overflow at the saved scale, and not at the policy's."""
+
+    def loss_fn(params):
+        return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 10.0)
+
+    params = {"w": jnp.ones(2)}
+    step = jax.jit(jaxscale.train_step(loss_fn, FIXED))
+    _, state, _ = step(params, with_scale(FIXED.init(params), 2.0**15))
+    assert state.step_applied
+
+
 def test_a_policy_that_may_start_above_its_largest_scale_is_left_there():
     above = presets.PresetLossScale(
         init_scale=2.0**30,
@@ -534,6 +569,9 @@ def test_each_field_with_the_state_of_another_optimizer_has_a_row():
 
 
 # A target, what was saved, and the error.
+SPIKES = jaxscale.loss_scaled(
+    optax.sgd(0.5, momentum=0.5), POLICY, spikes=jaxscale.SpikeRule()
+)
 BAD_VALUES = {
     "a later version": (
         FRESH,
@@ -571,6 +609,12 @@ BAD_VALUES = {
         {"version": 1},
         {"version": 1},
         r"\(target\)` must be .*, got dict",
+    ),
+    "types where nothing was saved": (
+        jax.eval_shape(SPIKES.init, PARAMS),
+        saved(),
+        r"\(target\)` has only types, and nothing was saved for /spikes/losses, .* and \d+ more"
+        r".*tx\.init\(params\)",
     ),
     "an array as the target": (
         jnp.ones(2),
@@ -737,6 +781,42 @@ def test_a_leaf_comes_back_as_the_targets(name):
         assert avals(restored) == avals(leaf)
         assert restored.committed == leaf.committed
         assert restored.sharding == leaf.sharding
+
+
+def type_of(leaf):
+    """The type of an array, with its sharding if it is committed to that."""
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=leaf.sharding if leaf.committed else None,
+        weak_type=aval.weak_type,
+    )
+
+
+ARRAYS = [name for name in LEAVES if isinstance(LEAVES[name](0), jax.Array)]
+
+
+@cases("name", ARRAYS, fast=["sharded", "weak and sharded", "another key"])
+def test_a_leaf_comes_back_as_a_type_says(name):
+    leaf = LEAVES[name](7)
+    saved_leaf = jaxscale.to_state_dict([leaf])
+    (restored,) = jaxscale.from_state_dict([type_of(leaf)], saved_leaf)
+    assert_same_bits(restored, leaf)
+    assert avals(restored) == avals(leaf)
+    assert restored.committed == leaf.committed
+    assert restored.sharding == leaf.sharding
+
+
+def test_a_population_is_restored_into_types():
+    """Fields that were not saved have their defaults in each member."""
+    members = jax.vmap(TX.init)(
+        jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), PARAMS)
+    )
+    state_dict = jaxscale.to_state_dict(members)
+    del state_dict["skip_rate"]
+    target = jax.eval_shape(lambda: members)
+    assert_same_bits(jaxscale.from_state_dict(target, state_dict), members)
 
 
 def test_a_dictionary_is_a_copy():

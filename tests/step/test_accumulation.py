@@ -350,6 +350,49 @@ def test_a_schedule_below_1_acts_as_1_and_drops_no_gradient(length):
     assert state.inner_state.gradient_step == 3
 
 
+def ends_with_length(first, then, num_before):
+    """Micro-batches of 1, whose window is ended by an optimizer that was built with `then`."""
+    params = jnp.zeros(2)
+    tx = windowed(optax.sgd(1.0), first)
+    state = tx.init(params)
+    for i in range(num_before + then):
+        if i == num_before:
+            tx = windowed(optax.sgd(1.0), then)
+        updates, state = tx.update(jnp.ones(2), state, params)
+        params = optax.apply_updates(params, updates)
+        if state.inner_state.gradient_step == 1:
+            return params, state
+
+
+@cases(
+    "first, then, num_before",
+    [(4, 2, 1), (2, 4, 1), (4, 2, 3), (8, 3, 4), (2, 8, 1), (1, 4, 0)],
+)
+def test_a_window_that_changes_its_length_steps_by_the_mean_of_what_was_added(
+    first, then, num_before
+):
+    """As when a run is resumed with another length. What comes after is a window of its own."""
+    params, state = ends_with_length(first, then, num_before)
+    assert params.tolist() == [-1, -1]
+    assert state.inner_state.mini_step == 0
+    assert state.inner_state.divisor == 0
+
+
+def test_a_window_that_changes_its_length_passes_the_mean_loss():
+    values = []
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        values.append(float(value))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params = jnp.zeros(2)
+    first = windowed(inner, 4)
+    _, state = first.update(params, first.init(params), params, value=jnp.float32(3.0))
+    windowed(inner, 2).update(params, state, params, value=jnp.float32(5.0))
+    assert values[-1] == 4.0
+
+
 def test_a_schedule_is_rounded_down_and_may_go_through_0():
     lengths = jnp.array([2.9, 0.0, 3.0])
 

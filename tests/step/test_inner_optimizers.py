@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import tables
 from tables import (
@@ -185,3 +186,154 @@ def test_optax_can_tell_parameters_from_flags():
     assert mapped.inner_state[0].mu == {"w": "a parameter", "b": "a parameter"}
     assert_same_bits(mapped.nonfinite_leaves, state.nonfinite_leaves)
     assert_same_bits(mapped.scaling, state.scaling)
+
+
+TRAINED = {"w": jnp.array([3.0, 4.0])}
+FROZEN = {"base": jnp.full(3, 2.0)}
+BOTH = TRAINED | FROZEN
+IS_FROZEN = {"w": False, "base": True}
+LABELS = {"w": "trained", "base": "frozen"}
+
+
+def parted(tx):
+    parts = {"trained": tx, "frozen": optax.set_to_zero()}
+    return optax.partition(parts, LABELS)
+
+
+# They never read the gradients of `base`.
+FREEZING = {
+    "partition": parted,
+    "set to zero first": lambda tx: optax.chain(
+        optax.masked(optax.set_to_zero(), IS_FROZEN), tx
+    ),
+    "partition, and decay": lambda tx: optax.chain(
+        parted(tx),
+        optax.masked(optax.add_decayed_weights(0.1), {"w": True, "base": False}),
+    ),
+    "in a chain": lambda tx: optax.chain(
+        optax.identity(), parted(tx), optax.scale(1.0)
+    ),
+}
+# These do: into an update, into a state, into a norm.
+READING = {
+    "masked": lambda tx: optax.masked(tx, {"w": True, "base": False}),
+    "set to zero last": lambda tx: optax.chain(
+        tx, optax.masked(optax.set_to_zero(), IS_FROZEN)
+    ),
+    "clipped before": lambda tx: optax.chain(
+        optax.clip_by_global_norm(1.0), parted(tx)
+    ),
+}
+GUARDS = {
+    "norm": {"max_norm": 0.5},
+    "checked": {"max_norm": 0.5, "check_updates": True},
+    "spikes": {"spikes": jaxscale.SpikeRule(window=4, min_history=2)},
+    "tracked": {"track_leaves": True, "max_norm": 0.5},
+}
+
+
+def trained_with(tx, sizes, params, jit=True):
+    """Parameters and the state after steps in which the gradients of `base` have some sizes."""
+    one_step = functools.partial(fused_step, tx)
+    if jit:
+        one_step = jax.jit(one_step)
+    state = tx.init(params)
+    for size in sizes:
+        grads = {"w": params["w"] * 0 + 1, "base": jnp.full(3, size)}
+        params, state = one_step(params, state, {name: grads[name] for name in params})
+    return params, state
+
+
+@cases(
+    "freeze, guard, window, jit",
+    product(FREEZING, GUARDS, (1, 2), (False, True)),
+    fast=[("partition", "norm", 1, True), ("set to zero first", "spikes", 2, True)],
+)
+def test_gradients_that_the_optimizer_never_reads_do_not_count(
+    freeze, guard, window, jit
+):
+    adam = optax.adam(0.1)
+
+    def wrap(inner):
+        tx = jaxscale.loss_scaled(inner, **GUARDS[guard])
+        return jaxscale.multi_steps(tx, window) if window > 1 else tx
+
+    sizes = [1.0, 2.0, 1e5, 1.0, math.inf, math.nan, 1e30, 1.0]
+    params, state = trained_with(wrap(FREEZING[freeze](adam)), sizes, BOTH, jit)
+    calm, calm_state = trained_with(wrap(FREEZING[freeze](adam)), [0.0] * 8, BOTH, jit)
+    assert_same_bits(params, calm)
+    assert_same_bits(state, calm_state)
+    assert_same_bits(params["base"], FROZEN["base"])
+    assert state.total_notfinite == 0
+    if guard == "norm":
+        np.testing.assert_allclose(state.grad_norm, math.sqrt(2), rtol=1e-6)
+    if freeze == "partition":  # as if the others were not there
+        alone, _ = trained_with(wrap(adam), sizes, TRAINED, jit)
+        assert_same_bits(params["w"], alone["w"])
+
+
+@cases("read", READING, fast=["set to zero last"])
+def test_gradients_that_the_optimizer_reads_count(read):
+    tx = jaxscale.loss_scaled(READING[read](optax.adam(0.1)), max_norm=0.5)
+    params, state = trained_with(tx, [1.0, math.inf], BOTH)
+    assert state.total_notfinite == 1
+    assert jaxscale.all_finite((params, state.inner_state))
+    _, state = trained_with(tx, [100.0], BOTH)
+    np.testing.assert_allclose(state.grad_norm, math.sqrt(2 + 3 * 100.0**2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_training_step_skips_nothing_for_a_frozen_parameter(retries):
+    def loss_fn(params, x):
+        return jnp.sum(params["w"] ** 2) + jnp.sum(jnp.sqrt(params["base"] * x))
+
+    tx = jaxscale.loss_scaled(parted(optax.sgd(0.1)))
+    step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=retries))
+    params, state, _ = step(BOTH, tx.init(BOTH), jnp.float32(0))  # an infinite slope
+    assert state.step_applied
+    assert state.total_retries == 0
+    np.testing.assert_allclose(params["w"], 0.8 * BOTH["w"], rtol=1e-6)
+
+
+# The updates are finite, and the state is not: for good, or for all further updates.
+RUINED = {
+    "adam": (optax.adam(0.1), 1e20),
+    "prodigy": (optax.contrib.prodigy(), 0.0),
+    "dadapt": (optax.contrib.dadapt_adamw(), 0.0),
+    "mechanic": (optax.contrib.mechanize(optax.sgd(0.1)), 1e20),
+}
+
+
+@cases("name", RUINED, fast=["adam", "dadapt"])
+def test_a_state_that_a_finite_gradient_ruins_is_kept_where_asked_for(name):
+    inner, size = RUINED[name]
+    grads = {"w": jnp.full(2, size)}
+    for is_checked in (False, True):
+        tx = jaxscale.loss_scaled(inner, check_updates=is_checked)
+        before = tx.init(TRAINED)
+        params, after = jax.jit(functools.partial(fused_step, tx))(
+            TRAINED, before, grads
+        )
+        assert jaxscale.all_finite(after.inner_state) == is_checked
+        assert after.step_applied != is_checked
+        if is_checked:
+            assert_same_bits((params, after.inner_state), (TRAINED, before.inner_state))
+
+
+def test_an_inf_that_a_state_starts_with_is_no_reason_to_skip():
+    plateau = optax.contrib.reduce_on_plateau(accumulation_size=3)
+    inner = optax.chain(optax.sgd(0.1), plateau)
+    tx = jaxscale.loss_scaled(inner, check_updates=True)
+    before = tx.init(TRAINED)
+    assert not jaxscale.all_finite(before.inner_state)
+    _, state = tx.update(TRAINED, before, TRAINED, value=jnp.float32(1))
+    assert state.step_applied
+
+
+def test_the_loss_reaches_what_is_inside_of_a_window_of_optax():
+    inner = optax.polyak_sgd()
+    for window in (optax.MultiSteps(inner, 1), jaxscale.multi_steps(inner, 1)):
+        tx = jaxscale.loss_scaled(window)
+        updates, _ = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
+        expected, _ = inner.update(GRADS, inner.init(TWO), TWO, value=jnp.float32(2))
+        tables.assert_close(updates, expected)

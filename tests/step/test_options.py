@@ -76,13 +76,25 @@ def overflow(tx):
 @cases("option", OPTIONS)
 def test_a_state_keeps_its_structure_under_an_optimizer_without_it(option):
     plain = jaxscale.loss_scaled(INNER)
-    tx = jaxscale.loss_scaled(INNER, **OPTIONS[option].arguments)
-    plain_state = plain.init(PARAMS)
-    state = overflow(tx)
-    _, plain_after = tx.update(PARAMS, plain_state, PARAMS)
-    assert avals(plain_after) == avals(plain_state)
+    state = overflow(jaxscale.loss_scaled(INNER, **OPTIONS[option].arguments))
     _, after = plain.update(PARAMS, state, PARAMS)
     assert avals(after) == avals(state)
+
+
+@cases("option", OPTIONS)
+def test_a_state_without_it_is_taken_over_as_the_error_says(option):
+    tx = jaxscale.loss_scaled(INNER, **OPTIONS[option].arguments)
+    plain_state = overflow(jaxscale.loss_scaled(INNER))
+    way_out = (
+        r"from_state_dict\(tx.init\(params\), jaxscale.to_state_dict\(opt_state\)\)"
+    )
+    with pytest.raises(ValueError, match=f"an optimizer without `{option}`.*{way_out}"):
+        jax.jit(tx.update)(PARAMS, plain_state, PARAMS)
+    saved = jaxscale.to_state_dict(plain_state)
+    state = jaxscale.from_state_dict(tx.init(PARAMS), saved)
+    _, after = jax.jit(tx.update)(PARAMS, state, PARAMS)
+    assert after.total_notfinite == 1
+    assert jax.tree.leaves(getattr(after, OPTIONS[option].field))
 
 
 @cases("option", OPTIONS)

@@ -59,6 +59,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.apply_gradients.*inside of another")
 @cases(
     "one_step, wrap",
     # No chain with `tx.update`: what comes after would see a difference for a gradient.

@@ -69,9 +69,10 @@ def train(name, step):
         def step(*args):
             return of_run(0, mapped(*args))
 
+    opt_state = tx.init(PARAMS)  # which warns of its bfloat16 leaf
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trained = run(step, tx.init(PARAMS), batches)
+        trained = run(step, opt_state, batches)
     return trained, [str(warning.message) for warning in caught]
 
 

@@ -1,7 +1,6 @@
 """`SpikeRule` in plain Python, in float64 and on lists, as a reference for the real rule."""
 
 import math
-import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +34,6 @@ class ReferenceRule:
         self.norms = []
         self.margins = []
         self.looks = []
-        self.level = ReferenceLevel()
         self.total = 0
         self.num_in_row = 0
         self.overflows = 0
@@ -52,13 +50,11 @@ class ReferenceRule:
         if not is_finite or norm == 0:
             nothing = (Look(False), Look(False))
             self.looks.append(self.looks[-1] if self.looks else nothing)
-            self.level.wait()
             return False
         limit = self.find_limit()
         of_loss = self.look(self.losses, loss, limit)
         of_norm = self.look(self.norms, norm, limit)
         self.looks.append((of_loss, of_norm))
-        self.level.step(loss)
         is_spike = of_loss.is_spike or of_norm.is_spike or math.isinf(norm)
         self.overflows += math.isinf(norm)
         if is_spike:
@@ -100,57 +96,3 @@ class ReferenceRule:
             window.append(entry)
             del window[: -self.window]
         return look
-
-
-class ReferenceLevel:
-    """The level of the loss, as `SpikeRule` follows it.
-
-    Attributes:
-      count: for how many steps in a row the level has stood above its past.
-      threshold: what the next level must exceed for that.
-      margins: how close each decision was, as a part of the threshold.
-    """
-
-    def __init__(self):
-        self.losses = [0.0] * 8
-        self.past = []
-        self.num_losses = 0  # since a level last could enter the past
-        self.count = 0
-        self.threshold = math.inf
-        self.margins = []
-
-    def step(self, loss):
-        self.losses = [*self.losses[1:], loss]
-        level = statistics.median(self.losses)
-        if math.isfinite(self.threshold) and level != self.threshold:
-            margin = abs(level - self.threshold)
-            self.margins.append(margin / max(abs(self.threshold), 1e-9))
-        self.count = self.count + 1 if level > self.threshold else 0
-        self.num_losses += 1
-        if self.num_losses == 8:
-            self.num_losses = 0
-            if self.count == 0:
-                self.past = [*self.past, level][-64:]
-        if self.count >= 2048:
-            self.past = []
-            self.count = 0
-        self.threshold = self.find_threshold()
-
-    def find_threshold(self):
-        if len(self.past) < 64:
-            return math.inf
-        levels = sorted(self.past[:60])  # the newest do not count yet
-        median = statistics.median(levels)
-        first_quartile = levels[15]
-        third_quartile = levels[44]
-        fourth_highest = levels[56]
-        deviation = (third_quartile - first_quartile) / 1.349
-        deviation = max(deviation, 1e-6 * abs(median))
-        by_spread = median + 10 * deviation
-        by_tail = median + 6 * (fourth_highest - median)
-        return max(by_spread, by_tail, levels[-1])
-
-    def wait(self):
-        """Counts a step that says nothing of the loss."""
-        if self.count:
-            self.count += 1

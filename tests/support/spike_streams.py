@@ -82,78 +82,9 @@ def drawn(name, runs=8, steps=STEPS):
     return Stream(norms, np.ones(norms.shape, bool))
 
 
-# Losses of 6000 steps, for the level.
-
-
-def _white(runs):
-    return _around_one(_normal(runs, 6000))
-
-
-def _student(runs):
-    return np.random.default_rng(9).standard_t(3, (runs, 6000))
-
-
-def _three_values(runs):
-    return np.random.default_rng(9).choice([-1.0, 0.0, 1.0], (runs, 6000))
-
-
-def _two_values(runs):
-    is_one = np.random.default_rng(9).random((runs, 6000)) < 0.3
-    return is_one.astype(np.float64)
-
-
-HEALTHY = {
-    "white": _white,
-    "decay": lambda runs: 1 + 3 * _decay() + 0.1 * _normal(runs, 6000),
-    "correlated, 0.9": lambda runs: _around_one(_correlated(0.9, runs)),
-    "correlated, 0.98": lambda runs: _around_one(_correlated(0.98, runs)),
-    "cycles of 200": lambda runs: _white(runs) + 0.5 * _cycle(200),
-    "cycles of 1000": lambda runs: _white(runs) + 0.5 * _cycle(1000),
-    "warm restarts": lambda runs: _white(runs) + 0.3 * _restarts(),
-    "Student, 3 degrees": lambda runs: _around_one(_student(runs)),
-    "heavy tails": lambda runs: np.exp(_correlated(0.9, runs)),
-    "three values": _three_values,
-    "three values, sticky": lambda runs: np.sign(
-        np.round(0.7 * _correlated(0.9, runs))
-    ),
-    "two values": _two_values,
-}
-
-
-RISE = 3003
-
-
-def raised(rise, takes=1, noise=0.1, runs=8, steps=6000):
-    """Losses of about 1 that rise by `rise` from step `RISE` on, over some steps."""
-    height = np.clip((np.arange(steps) - RISE + 1) / takes, 0, 1)
-    return 1 + noise * _normal(runs, steps, seed=10) + rise * height
-
-
 def _around_one(numbers, noise=0.1):
     return 1 + noise * numbers
 
 
 def _normal(runs, steps, seed=9):
     return np.random.default_rng(seed).standard_normal((runs, steps))
-
-
-def _correlated(rho, runs, steps=6000):
-    """A process with a standard deviation of 1 in which each value remembers the one before."""
-    values = _normal(runs, steps)
-    values[:, 1:] *= np.sqrt(1 - rho**2)
-    for step in range(1, steps):
-        values[:, step] += rho * values[:, step - 1]
-    return values
-
-
-def _decay(steps=6000):
-    return np.exp(-np.arange(steps) / 1000)
-
-
-def _cycle(period, steps=6000):
-    return np.sin(2 * np.pi * np.arange(steps) / period)
-
-
-def _restarts(steps=6000):
-    """A peak in every 1000 steps that takes 100 to come down."""
-    return np.clip(1 - np.arange(steps) % 1000 / 100, 0, 1)

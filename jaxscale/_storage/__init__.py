@@ -1,0 +1,1 @@
+"""How parameters and optimizer states are kept in fewer bits than they are computed in."""

@@ -1,0 +1,101 @@
+"""The parameters in float32, as an optimizer has them: read from its state, and put into it."""
+
+from typing import Any
+
+import jax
+import optax
+
+from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
+from .._state.scale import unwrap
+from .weights import narrow_params, widen_params
+
+
+def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
+    """Returns the parameters in float32, as the optimizer has them.
+
+    For evaluation, averages and export: with `jaxscale.master_weights` these have all the bits
+    that half-precision parameters leave out. An average of weights should be made of them::
+
+        average = optax.incremental_update(jaxscale.master_params(opt_state, params), average, 1e-3)
+
+    Args:
+      opt_state: the state of the optimizer, or a tree that holds it, such as a `TrainState` or an
+        `nnx.Optimizer.opt_state`.
+      params: the parameters. Those that were replaced since the last step are as they are now.
+
+    Returns:
+      A tree like `params`, in which bfloat16 and float16 leaves are float32. Where nothing is kept
+      beside them, as with `jaxscale.stochastic_rounding`, they are cast.
+
+    Raises:
+      ValueError: if there is not exactly one `LossScaledState` in `opt_state`, or if it is that of
+        other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.master_weights(optax.sgd(1.0))
+      >>> params = jnp.array(1.0, jnp.bfloat16)
+      >>> params, state = jaxscale.apply_gradients(tx, jnp.array(0.001), tx.init(params), params)
+      >>> print(params, jaxscale.master_params(state, params))
+      1 0.999
+    """
+    state = find_optimizer_state("master_params", restore_types(opt_state))
+    arrays = unwrap(params)
+    wide = widen_params("master_params", unwrap(state.weights), arrays)
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(wide))
+
+
+def with_master_params(
+    opt_state: Any, float32_params: optax.Params
+) -> tuple[optax.Params, Any]:
+    """Puts float32 parameters into a state, to go on from them without losing 16 bits.
+
+    The inverse of `master_params`, for `jaxscale.master_weights`. To begin from a float32
+    checkpoint::
+
+        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), float32_params)
+        params, opt_state = jaxscale.with_master_params(tx.init(half), float32_params)
+
+    Args:
+      opt_state: the state of an optimizer for half-precision parameters, or a tree that holds it.
+      float32_params: the parameters in float32, with their structure.
+
+    Returns:
+      The parameters in the dtypes that the state was made for, and the state. A leaf beside which
+      nothing is kept comes back as it was passed.
+
+    Raises:
+      ValueError: if there is not exactly one `LossScaledState` in `opt_state`, if it keeps no
+        float32 parameters, or if it is that of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jaxscale
+      >>> tx = jaxscale.master_weights(optax.sgd(1.0))
+      >>> state = tx.init(jnp.array(0.0, jnp.bfloat16))
+      >>> params, state = jaxscale.with_master_params(state, jnp.array(1.001))
+      >>> print(params, params.dtype, jaxscale.master_params(state, params))
+      1 bfloat16 1.001
+    """
+    call = "with_master_params"
+    state = find_optimizer_state(call, opt_state)
+    weights = unwrap(state.weights)
+    if weights is None or (weights.remainders is None and weights.copies is None):
+        raise ValueError(
+            f"`{call}(opt_state=...)` must keep float32 parameters, and this one keeps none. Wrap "
+            "the optimizer in `jaxscale.master_weights`, and make the state from half-precision "
+            "parameters; or cast the parameters yourself, as in `jax.tree.map(lambda p: "
+            "p.astype(jnp.bfloat16), float32_params)`."
+        )
+    arrays = unwrap(float32_params)
+    params, new_weights = narrow_params(call, weights, arrays)
+
+    def replace(node: Any) -> Any:
+        return node._replace(weights=new_weights) if is_loss_scaled(node) else node
+
+    new_state = jax.tree.map(replace, opt_state, is_leaf=is_loss_scaled)
+    return (
+        jax.tree.unflatten(jax.tree.structure(float32_params), jax.tree.leaves(params)),
+        jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(new_state)),
+    )

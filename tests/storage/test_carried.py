@@ -1,0 +1,354 @@
+"""Half-precision parameters in populations, loops, on devices and in the front ends."""
+
+import functools
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tables import assert_same_bits, cases
+
+import jaxscale
+import jaxscale.flax
+import jaxscale.nnx
+
+pytestmark = pytest.mark.standard_promotion
+
+WRAPPERS = {
+    "remainder": jaxscale.master_weights,
+    "float32": functools.partial(jaxscale.master_weights, storage="float32"),
+    "random": jaxscale.stochastic_rounding,
+    "remainder, compact": lambda tx: jaxscale.master_weights(
+        jaxscale.compact_state(tx)
+    ),
+    "random, compact": lambda tx: jaxscale.stochastic_rounding(
+        jaxscale.compact_state(tx)
+    ),
+}
+RANDOM = [name for name in WRAPPERS if "random" in name]
+
+rng = np.random.default_rng(1)
+PARAMS = {
+    "w": jnp.asarray(rng.standard_normal((64, 128)), jnp.bfloat16),
+    "h": jnp.asarray(rng.standard_normal(64), jnp.float16),
+}
+# exact sums, whatever their order is
+GRADS = {
+    "w": jnp.asarray(rng.integers(-8, 8, (64, 128)), jnp.float32),
+    "h": jnp.asarray(rng.integers(-8, 8, 64), jnp.float32),
+}
+
+
+def make(wrapper, **options):
+    return jaxscale.loss_scaled(WRAPPERS[wrapper](optax.adamw(1e-3)), **options)
+
+
+def step_of(tx):
+    def step(params, state, grads):
+        return jaxscale.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def run(wrapper, number=3, params=PARAMS):
+    tx = make(wrapper)
+    state = tx.init(params)
+    step = jax.jit(step_of(tx))
+    for _ in range(number):
+        params, state = step(params, state, GRADS)
+    return params, state
+
+
+@cases("wrapper", WRAPPERS)
+def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
+    tx = make(wrapper)
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS)
+    types = jax.tree.map(jax.typeof, state)
+    for _ in range(3):
+        params, state = step(params, state, GRADS)
+    assert step._cache_size() == 1
+    assert jax.tree.map(jax.typeof, state) == types
+
+    def body(carry, _):
+        return step_of(tx)(*carry, GRADS), None
+
+    (looped, _), _ = jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=3)
+    assert_same_bits(looped, params)
+
+
+@cases("wrapper", WRAPPERS)
+def test_a_pickle_goes_on_with_the_same_bits(wrapper):
+    params, state = run(wrapper)
+    saved = pickle.loads(pickle.dumps((params, state)))
+    step = step_of(make(wrapper))
+    assert_same_bits(step(*saved, GRADS), step(params, state, GRADS))
+
+
+@cases("wrapper", RANDOM)
+def test_members_of_a_population_draw_differently(wrapper):
+    tx = make(wrapper)
+    population = jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS)
+    state = jax.vmap(tx.init)(population)
+    keys = np.asarray(state.weights.key)
+    assert len(np.unique(keys, axis=0)) == 3
+    step = jax.vmap(step_of(tx), in_axes=(0, 0, None))
+    first, _ = jax.jit(step)(population, state, GRADS)
+    for member in (1, 2):
+        assert (first["w"][member] != first["w"][0]).mean() > 0.2
+
+
+@cases("wrapper", ["remainder", "float32"])
+def test_a_population_is_so_many_runs(wrapper):
+    tx = make(wrapper)
+    population = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    state = jax.vmap(tx.init)(population)
+    step = jax.vmap(step_of(tx), in_axes=(0, 0, None))
+    population, _ = jax.jit(step)(population, state, GRADS)
+    second, _ = run(wrapper, 1, jax.tree.map(lambda p: 2 * p, PARAMS))
+    assert_same_bits(jax.tree.map(lambda p: p[1], population), second)
+
+
+# Devices.
+
+DEVICES = np.array(jax.devices("cpu")).reshape(4, 2)
+SPECS = {"w": P("data", "model"), "h": P("model")}
+
+
+@cases(
+    "wrapper, kind",
+    [(name, kind) for name in WRAPPERS for kind in (AxisType.Auto, AxisType.Explicit)],
+    fast=[("remainder", AxisType.Auto), ("random", AxisType.Explicit)],
+)
+def test_parameters_that_are_split_over_devices_have_the_same_bits(wrapper, kind):
+    mesh = Mesh(DEVICES, ("data", "model"), axis_types=(kind, kind))
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    expected, _ = run(wrapper)
+    tx = make(wrapper)
+    if kind is AxisType.Explicit and jax.__version_info__ < (0, 12):
+        pytest.skip("axes are not Explicit by default")
+    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+    with use_mesh(mesh):
+        params = jax.device_put(PARAMS, shardings)
+        grads = jax.device_put(GRADS, shardings)
+        state = tx.init(params)
+        step = jax.jit(step_of(tx))
+        program = step.lower(params, state, grads).compile().as_text()
+        for _ in range(3):
+            params, state = step(params, state, grads)
+    assert_same_bits(jax.device_get(params), jax.device_get(expected))
+    if wrapper == "remainder":
+        beside = state.weights.remainders["w"]
+        assert beside.sharding.is_equivalent_to(shardings["w"], beside.ndim)
+    # only the verdict is exchanged, a few numbers
+    assert "all-gather" not in program
+    assert "all-to-all" not in program
+
+
+def take_steps(wrapper, params, grads):
+    tx = make(wrapper, axis_name="data")
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = step_of(tx)(params, state, grads)
+    return params
+
+
+MESH = Mesh(DEVICES[:, 0], ("data",))
+
+
+@cases(
+    "wrapper, checked", [(name, flag) for name in WRAPPERS for flag in (True, False)]
+)
+def test_replicas_stay_equal(wrapper, checked):
+    def body(params, grads):
+        if checked:  # so that gradients vary, until they are averaged
+            grads = jax.tree.map(
+                lambda g: g * (1 + jax.lax.axis_index("data") % 2), grads
+            )
+            grads = jax.lax.pmean(grads, "data")
+        params = take_steps(wrapper, params, grads)
+        return jax.tree.map(lambda p: p[None], params)
+
+    run_all = jax.shard_map(
+        body,
+        mesh=MESH,
+        in_specs=(P(), P()),
+        out_specs=P("data"),
+        check_vma=checked,
+    )
+    for leaf in jax.tree.leaves(jax.jit(run_all)(PARAMS, GRADS)):
+        assert (leaf == leaf[:1]).all()
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="zeros like a shard do not vary as it does"
+)
+@cases("wrapper", RANDOM)
+def test_shards_draw_differently(wrapper):
+    params = {"w": jnp.concatenate([PARAMS["w"][:16]] * 4), "h": PARAMS["h"]}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 1.0), params)
+    specs = {"w": P("data"), "h": P()}
+    body = functools.partial(take_steps, wrapper)
+    run_all = jax.shard_map(body, mesh=MESH, in_specs=(specs, specs), out_specs=specs)
+    shards = jax.jit(run_all)(params, grads)["w"].reshape(4, 16, 128)
+    for index in (1, 2, 3):
+        assert (shards[index] != shards[0]).mean() > 0.2
+
+
+# Front ends.
+
+X = jnp.asarray(rng.standard_normal((32, 8)), jnp.float32)
+Y = jnp.sin(X.sum(axis=1, keepdims=True))
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.out = nnx.Linear(16, 1, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.tanh(self.hidden(x)))
+
+
+def nnx_loss(model, x, y):
+    return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
+
+
+@nnx.jit
+def own_nnx_step(model, optimizer, x, y):
+    loss, grads = nnx.value_and_grad(nnx_loss)(model, x, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+@cases("wrapper", WRAPPERS)
+def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
+    ends = []
+    for step in (own_nnx_step, nnx.jit(jaxscale.nnx.train_step(nnx_loss))):
+        model = Perceptron(nnx.Rngs(0))
+        tx = WRAPPERS[wrapper](optax.adamw(2.0**-10))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        losses = [float(step(model, optimizer, X, Y)) for _ in range(20)]
+        assert losses[-1] < losses[0]
+        params = nnx.state(model, nnx.Param)
+        masters = jaxscale.master_params(optimizer.opt_state, params)
+        assert {leaf.dtype for leaf in jax.tree.leaves(masters)} == {
+            jnp.dtype("float32")
+        }
+        assert_same_bits(jaxscale.master_params(nnx.state(optimizer), params), masters)
+        ends.append(jax.tree.leaves(params))
+    for one, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=2**-6, atol=1e-3
+        )
+
+
+@cases("wrapper", ["remainder", "float32"])
+def test_nnx_starts_from_float32_parameters(wrapper):
+    model = Perceptron(nnx.Rngs(0))
+    tx = WRAPPERS[wrapper](optax.adamw(1e-3))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32) * 1.001, params)
+    params, opt_state = jaxscale.with_master_params(optimizer.opt_state, wide)
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(opt_state))
+    now = nnx.state(model, nnx.Param)
+    assert {leaf.dtype for leaf in jax.tree.leaves(now)} == {jnp.dtype("bfloat16")}
+    masters = jaxscale.master_params(optimizer.opt_state, now)
+    assert_same_bits(jax.tree.leaves(masters), jax.tree.leaves(wide))
+    own_nnx_step(model, optimizer, X, Y)
+
+
+@cases("wrapper", WRAPPERS)
+def test_linen_learns(wrapper):
+    model = linen.Dense(1, param_dtype=jnp.bfloat16)
+    params = model.init(jax.random.key(0), X)["params"]
+    tx = jaxscale.loss_scaled(WRAPPERS[wrapper](optax.adamw(1e-3)))
+    state = jaxscale.flax.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def loss_fn(params, x, y):
+        out = model.apply({"params": params}, x)
+        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+
+    step = jax.jit(jaxscale.flax.train_step(loss_fn))
+    losses = []
+    for _ in range(20):
+        state, loss = step(state, X, Y)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    masters = jaxscale.master_params(state, state.params)
+    assert masters["kernel"].dtype == jnp.float32
+    assert state.params["kernel"].dtype == jnp.bfloat16
+    if wrapper == "remainder":
+        params, again = jaxscale.with_master_params(state, masters)
+        assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
+
+
+@cases("wrapper", WRAPPERS)
+def test_equinox_learns(wrapper):
+    def narrow(leaf):
+        return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
+
+    model = jax.tree.map(narrow, eqx.nn.MLP(8, 1, 16, 1, key=jax.random.key(0)))
+    tx = jaxscale.loss_scaled(WRAPPERS[wrapper](optax.adamw(1e-3)))
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def loss_fn(model, x, y):
+        out = jax.vmap(model)(x.astype(jnp.bfloat16))
+        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+
+    step = eqx.filter_jit(
+        jaxscale.train_step(loss_fn, tx, transform=eqx.filter_value_and_grad)
+    )
+    losses = []
+    for _ in range(20):
+        model, state, loss = step(model, state, X, Y)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    masters = jaxscale.master_params(state, eqx.filter(model, eqx.is_inexact_array))
+    assert masters.layers[0].weight.dtype == jnp.float32
+
+
+class Strict:
+    """Parameters whose class takes bfloat16 arrays and nothing else, such as None or integers."""
+
+    def __init__(self, w, b):
+        for leaf in (w, b):
+            if getattr(leaf, "dtype", None) not in (jnp.bfloat16, jnp.float32):
+                raise TypeError(leaf)
+        self.w, self.b = w, b
+
+
+jax.tree_util.register_pytree_with_keys(
+    Strict,
+    lambda node: (
+        (
+            (jax.tree_util.GetAttrKey("w"), node.w),
+            (jax.tree_util.GetAttrKey("b"), node.b),
+        ),
+        None,
+    ),
+    lambda _, children: Strict(*children),
+)
+
+
+@cases("wrapper", WRAPPERS)
+def test_a_class_that_looks_at_its_children_learns(wrapper):
+    params = Strict(PARAMS["w"], jnp.ones(64, jnp.bfloat16))
+    grads = Strict(GRADS["w"], GRADS["h"])
+    tx = WRAPPERS[wrapper](optax.sgd(1e-3))
+    step = jax.jit(step_of(tx))
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = step(params, state, grads)
+    masters = jaxscale.master_params(state, params)
+    assert masters.w.dtype == jnp.float32
+    if wrapper == "remainder":
+        assert_same_bits(jaxscale.with_master_params(state, masters)[0].w, params.w)
