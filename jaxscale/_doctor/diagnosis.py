@@ -23,6 +23,7 @@ from .scales import find_inward_growth, find_refusal, find_scale, needs_scale
 from .wording import list_names, say_rounded
 from .wrong_gradients import (
     find_effect_of_autocast,
+    find_incomparable,
     find_underflows,
     find_wrong_gradients,
     find_zeros,
@@ -35,6 +36,7 @@ def diagnose(exam: Exam) -> list[Finding]:
     findings = [
         *find_nonfinite(exam),
         *find_wrong_gradients(exam),
+        *find_incomparable(exam),
         *find_effect_of_autocast(exam),
         *find_scale(exam),
         *find_inward_growth(exam),
@@ -53,10 +55,12 @@ def say_verdict(exam: Exam, findings: Sequence[Finding]) -> str:
     if num_problems:
         return f"Problems found: {num_problems}."
     verdict = "Nothing is wrong"
-    if exam.is_quick:
+    if exam.is_quick or exam.float32.compares_nothing:
         verdict = "Nothing overflows"
     if exam.autocast:
         verdict += f" in {exam.autocast}"
+    if exam.float32.compares_nothing:
+        verdict += ", and nothing could be compared with float32"
     if needs_scale(exam) and exam.is_auto:
         verdict += ", with a loss scale: it needs one"
     return f"{verdict}."

@@ -2,8 +2,9 @@
 
 Both are found by trying. With all equations in float32 the gradients are right. `find_culprit`
 runs the first n equations as they are written and the others in float32, and bisects n: the
-gradients go wrong at one equation. `find_remedy` computes the faulty line in float32, forwards
-and backwards, and adds the next line at which something goes wrong until nothing does.
+gradients go wrong at one equation, or at one of its line, which is then tried as a whole.
+`find_remedy` computes the faulty line in float32, forwards and backwards, and adds the next line at
+which something goes wrong until nothing does. What reads a line in float32 does not round it.
 """
 
 import math
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..diagnostics._trace.backward import Run, TracedBackward
 from ..diagnostics._trace.evaluate import compute
-from ..diagnostics._trace.interpreter import EquationKey, Visit, key_of
+from ..diagnostics._trace.interpreter import EquationKey, IsWide, Visit, key_of
 from ..diagnostics._trace.places import Line, lines
 from ..diagnostics._trace.report import Place, TraceReport
 from . import origins
@@ -35,7 +36,7 @@ class Culprit(NamedTuple):
         numbers become 0, otherwise `"rounding"`.
       largest: the largest magnitude among its results in float32.
       error: the error of the gradients if this equation and all before it run as written, and the
-        others in float32.
+        others in float32. If no one equation is to blame: if only its line runs as written.
       made_by: what made its numbers, such as a softmax, if that has a cure of its own: one of the
         names in `origins`, or `""`.
     """
@@ -53,12 +54,13 @@ class Remedy(NamedTuple):
     Attributes:
       lines: file and line of each, the first at fault first.
       works: whether the gradients are then finite and right.
-      error: the largest error of a leaf of the gradients; inf if they are not finite.
+      error: the largest error of a leaf of the gradients; inf if they are not finite, and `None` if
+        they are finite and none can be compared.
     """
 
     lines: tuple[str, ...]
     works: bool
-    error: float
+    error: float | None
 
 
 class Relief(NamedTuple):
@@ -126,7 +128,7 @@ class FaultSearch:
                 self._lines[key] = SourcePlace(line.file, line.number)
 
     def find_culprit(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
-        """Returns the one equation, if there is one, at which gradients go wrong."""
+        """Returns the equation at which gradients go wrong, if it or its line is to blame."""
         error = self._error_of(self._run(wide).grads)
         # By the number of equations, from the first on, that run as written.
         errors = {0: 0.0, len(self._keys): error}
@@ -142,9 +144,27 @@ class FaultSearch:
         error_with = errors[wrong]
         error_without = errors[wrong - 1]
         whole_error = min(2 * middle_error, error_with)
-        if error_with - error_without < _BLAME * whole_error:
+        key = self._keys[wrong - 1]
+        least_error = _BLAME * whole_error
+        if error_with - error_without < least_error:
+            # A line may round more than once, as a product does with its operands and its result.
+            error_with = self._find_error_of_line(key, wide)
+        if error_with < least_error:
             return None
-        return self._describe_culprit(self._keys[wrong - 1], wide, error_with, _FLUSHED)
+        return self._describe_culprit(key, wide, error_with, _FLUSHED)
+
+    def _find_error_of_line(
+        self, key: EquationKey, wide: Sequence[SourcePlace]
+    ) -> float:
+        """Returns the error if only the line of an equation is as written, and the rest float32."""
+        line = self._lines.get(key)
+        if line is None or line in wide:
+            return 0.0
+
+        def is_wide(key: EquationKey) -> bool:
+            return self._lines.get(key) != line
+
+        return self._error_of(self._run_with(is_wide).grads)
 
     def find_flush(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
         """Returns the equation that flushes to 0 what later becomes inf or NaN, if there is one.
@@ -216,6 +236,11 @@ class FaultSearch:
         def is_wide(key: EquationKey) -> bool:
             return self._positions.get(key, -1) >= start or self._lines.get(key) in wide
 
+        return self._run_with(is_wide, look)
+
+    def _run_with(
+        self, is_wide: IsWide, look: Callable[[Visit], None] | None = None
+    ) -> Run:
         return self._backward.run(self._loss_scale, is_wide, look=look, is_brief=True)
 
     def _describe_culprit(

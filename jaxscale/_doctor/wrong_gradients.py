@@ -8,7 +8,8 @@ from ..diagnostics._trace.report import TracedUnderflow
 from .cures import say_cure
 from .exam import Exam
 from .finding import Finding, make_finding
-from .gradients import CLOSE, LeafError
+from .float32 import STABLE
+from .gradients import LeafError
 from .remedy import Culprit, Remedy
 from .wording import (
     join_lines,
@@ -72,7 +73,7 @@ def _say_no_culprit(exam: Exam) -> list[str]:
     places = [place for place in exam.trace.underflows if _may_matter(place)]
     if places:
         sentences.append(f"Most of the numbers become 0 at {name_lines(places)}.")
-    sentences.append("No single operation accounts for it.")
+    sentences.append("No single line accounts for it.")
     return sentences
 
 
@@ -109,7 +110,12 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
     if not remedy.works:
         return f"With {which} in float32, the gradients are still wrong: more lines need it."
     result = "are those of float32 to the last bit"
-    if remedy.error:
+    if remedy.error is None:
+        result = (
+            "are finite. More is not known, as nothing could be compared: rounding in float32 "
+            f"alone changes each of them by more than {STABLE:.0%}"
+        )
+    elif remedy.error:
         result = f"differ from those of float32 by {percent(remedy.error)}"
     verb = "Or compute"
     if is_first:
@@ -126,7 +132,21 @@ def say_how_to_widen(exam: Exam) -> str:
             "Exempt it from autocast: call what this line calls, or a function of this line, "
             "through `jaxscale.full_precision`."
         )
-    return "Cast what goes into it to float32, and its result back."
+    return "Cast what goes into it to float32, and leave its result in float32."
+
+
+def find_incomparable(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients that could not be compared with float32."""
+    names = exam.float32.unstable_leaves
+    if not names or exam.float32.comparison is None:
+        return
+    title = f"Could not be compared with float32: {list_names(names)}."
+    if exam.float32.compares_nothing:
+        title = "No gradient could be compared with float32."
+    yield make_finding(
+        title,
+        "Rounding in float32 alone changes each of them about as much as narrower formats do.",
+    )
 
 
 def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
@@ -153,13 +173,8 @@ def find_underflows(exam: Exam) -> Iterator[Finding]:
         return
     worst = max(places, key=lambda place: (_may_matter(place), place.lost_sum))
     words = "They are the smallest values there."
-    comparison = exam.float32.comparison
-    if exam.is_right and comparison is not None and comparison.error <= CLOSE:
+    if exam.is_right:
         words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
-    elif exam.is_right:
-        words = (
-            "The gradients are not stable: rounding in float32 changes them as much."
-        )
     places.sort(key=lambda place: -place.lost_sum)
     title = f"Most of the nonzero numbers become 0 at {name_lines(places)}."
     yield make_finding(title, words, place=worst)
@@ -190,9 +205,9 @@ def find_zeros(exam: Exam) -> Iterator[Finding]:
 
 
 def _say_error(exam: Exam) -> str:
-    if exam.float32.comparison is None:
+    if exam.float32.error is None:
         return ""
-    return percent(min(exam.float32.comparison.error, 1.0))
+    return percent(min(exam.float32.error, 1.0))
 
 
 def _say_losses(exam: Exam) -> list[str]:
