@@ -236,9 +236,9 @@ class _LineSearch:
             return check
         if first.cause == "value":
             # In float32 this operation makes none: what came to it was lost before.
-            flush = self._search.find_flush()
-            if flush is not None:
-                return check._replace(culprit=flush, remedy=self._try_culprit(flush))
+            source = self._search.find_source()
+            if source is not None:
+                return check._replace(culprit=source, remedy=self._try_culprit(source))
         remedy = self._try_in_float32(first)
         if remedy is not None and remedy.works:
             return check._replace(remedy=remedy)

@@ -68,10 +68,10 @@ def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Fin
         yield make_finding(title, words, place=places[0])
 
 
-def _find_flush(exam: Exam) -> Culprit | None:
-    """Returns where the zeros come from that became inf or NaN later, if that was found."""
+def _find_source(exam: Exam) -> Culprit | None:
+    """Returns where the numbers come from that became inf or NaN later, if that was found."""
     culprit = exam.float32.culprit
-    if culprit is None or culprit.kind != "underflow":
+    if culprit is None or culprit.kind == "overflow":
         return None
     if not exam.trace.nonfinite_outputs:
         return None
@@ -82,19 +82,19 @@ def _find_beginning(
     exam: Exam, symptom: TracedNonfinite, others: Sequence[TracedNonfinite]
 ) -> Finding:
     """Returns a finding at the line where inf and NaN begin, or where numbers became 0 before."""
-    flush = _find_flush(exam)
-    if flush is None:
+    source = _find_source(exam)
+    if source is None:
         place: Place = symptom
         details = _explain_symptom(symptom, symptom, exam)
         details += _say_earlier_culprit(symptom, exam)
         details += _advise(symptom, exam)
     else:
-        place = flush.place
-        details = [explain_culprit(flush)]
+        place = source.place
+        details = [explain_culprit(source)]
         if name_line(symptom) != name_line(place):
             details.append(f"At {name_line(symptom)} that becomes inf or NaN.")
         details += _explain_symptom(symptom, place, exam)
-        details += _advise_on_flush(flush, exam)
+        details += _advise_on_source(source, exam)
 
     named = {name_line(place), name_line(symptom)}
     elsewhere = [other for other in others if name_line(other) not in named]
@@ -205,15 +205,16 @@ def _say_operands(place: TracedNonfinite) -> list[str]:
     return [f"{words}."]
 
 
-def _advise_on_flush(flush: Culprit, exam: Exam) -> list[str]:
-    """Returns how to keep the numbers that become 0, before inf or NaN is made of the zeros."""
+def _advise_on_source(source: Culprit, exam: Exam) -> list[str]:
+    """Returns how to keep the numbers that are rounded, before inf or NaN is made of them."""
     remedy = exam.float32.remedy
-    cures = say_cure(flush)
-    if remedy is not None and remedy.works:
-        cures.append(say_remedy(remedy, exam, flush.place.where, is_first=not cures))
-    elif not cures:
-        cures.append(f"Compute this line in float32. {say_how_to_widen(exam)}")
-    return ["No loss scale helps.", *cures]
+    if remedy is None:
+        return ["No loss scale helps."]
+    cures = []
+    if remedy.works:
+        cures = say_cure(source)
+    advice = say_remedy(remedy, exam, source.place.where, is_first=not cures)
+    return ["No loss scale helps.", *cures, advice]
 
 
 def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:

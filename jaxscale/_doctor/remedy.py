@@ -33,7 +33,8 @@ class Culprit(NamedTuple):
     Attributes:
       place: the equation and its line.
       kind: `"overflow"` if it makes inf, which becomes finite later, `"underflow"` if most of its
-        numbers become 0, otherwise `"rounding"`.
+        numbers become 0, otherwise `"rounding"`. Where inf or NaN is made later, of any 0 or of any
+        1 or -1: `"underflow"` if some become 0, and `"saturation"` if some become 1 or -1.
       largest: the largest magnitude among its results in float32.
       error: the error of the gradients if this equation and all before it run as written, and the
         others in float32. If no one equation is to blame: if only its line runs as written.
@@ -151,7 +152,7 @@ class FaultSearch:
             error_with = self._find_error_of_line(key, wide)
         if error_with < least_error:
             return None
-        return self._describe_culprit(key, wide, error_with, _FLUSHED)
+        return self._describe_culprit(key, wide, error_with, is_source=False)
 
     def _find_error_of_line(
         self, key: EquationKey, wide: Sequence[SourcePlace]
@@ -166,8 +167,8 @@ class FaultSearch:
 
         return self._error_of(self._run_with(is_wide).grads)
 
-    def find_flush(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
-        """Returns the equation that flushes to 0 what later becomes inf or NaN, if there is one.
+    def find_source(self, wide: Sequence[SourcePlace] = ()) -> Culprit | None:
+        """Returns the equation that rounds what later becomes inf or NaN, if there is one.
 
         If all equations up to this one run as written, and the others in float32, the outputs are
         not finite. If this one runs in float32 as well, they are.
@@ -181,8 +182,8 @@ class FaultSearch:
         if is_nonfinite(0):
             return None
         last = self._keys[_bisect(len(self._keys), is_nonfinite) - 1]
-        culprit = self._describe_culprit(last, wide, math.inf, 0.0)
-        if culprit.kind != "underflow":
+        culprit = self._describe_culprit(last, wide, math.inf, is_source=True)
+        if culprit.kind == "overflow":
             return None
         return culprit
 
@@ -222,7 +223,7 @@ class FaultSearch:
         places = [SourcePlace(place.file, place.line) for place in reaching]
         # If all are in float32 already, the zeros come from a line between them.
         if set(places) <= set(wide):
-            return _place_culprit(self.find_flush(wide))
+            return _place_culprit(self.find_source(wide))
         return places
 
     def _run(
@@ -248,9 +249,10 @@ class FaultSearch:
         key: EquationKey,
         wide: Sequence[SourcePlace],
         error: float,
-        flushed: float,
+        *,
+        is_source: bool,
     ) -> Culprit:
-        """Returns an equation as a culprit: it flushes if more than a share `flushed` becomes 0."""
+        """Returns an equation as a culprit, which may be the source of what becomes inf or NaN."""
         visits: list[_MeasuredVisit] = []  # one for each iteration, if it is in a loop
 
         def look(visit: Visit) -> None:
@@ -260,15 +262,15 @@ class FaultSearch:
         run = self._run(wide, look=look)
         # The first of those that do the worst.
         visit, loss = max(
-            visits, key=lambda pair: (pair.loss.is_infinite, pair.loss.share)
+            visits,
+            key=lambda pair: (pair.loss.is_infinite, pair.loss.share, pair.loss.saturated),
         )
-        kind = "rounding"
-        if loss.is_infinite:
-            kind = "overflow"
-        elif loss.share > flushed:
-            kind = "underflow"
+        kind = loss.find_kind(is_source=is_source)
+        share = loss.share
+        if kind == "saturation":
+            share = loss.saturated
         return Culprit(
-            place=run.findings.place(visit, share=loss.share),
+            place=run.findings.place(visit, share=share),
             kind=kind,
             largest=loss.largest,
             error=error,
@@ -281,6 +283,9 @@ class FaultSearch:
             return ""
         operations = origins.Operations(self._as_written.findings)
         origin = operations.find_origin(key)
+        # The logarithm of 1 minus a probability has a cure for a sigmoid alone.
+        if kind == "saturation" and origin != origins.SIGMOID:
+            return ""
         if origin == origins.PRODUCT or operations.is_read_by_logarithm(key):
             return origin
         return ""
@@ -291,7 +296,21 @@ class _Loss(NamedTuple):
 
     is_infinite: bool  # whether there is inf or NaN among them
     share: float  # of those that are not 0 in float32: how many are 0
+    saturated: float  # of those below 1 in magnitude in float32: how many are 1 or -1
     largest: float  # the largest magnitude in float32
+
+    def find_kind(self, *, is_source: bool) -> str:
+        """Returns the kind of a culprit, as `Culprit.kind` names it."""
+        if self.is_infinite:
+            return "overflow"
+        if self.share > _FLUSHED:
+            return "underflow"
+        # Most zeros do no harm, as those in the tail of a softmax. So a 1 explains more.
+        if is_source and self.saturated:
+            return "saturation"
+        if is_source and self.share:
+            return "underflow"
+        return "rounding"
 
 
 class _MeasuredVisit(NamedTuple):
@@ -306,6 +325,8 @@ def _measure_loss(visit: Visit) -> _Loss:
     is_infinite = False
     num_nonzero = 0
     num_flushed = 0
+    num_below_one = 0
+    num_saturated = 0
     magnitudes = []
     for output, exact in zip(visit.outputs, exact_outputs, strict=True):
         numbers = np.asarray(output)
@@ -316,10 +337,14 @@ def _measure_loss(visit: Visit) -> _Loss:
             is_infinite = True
         num_nonzero += np.count_nonzero(exact_numbers)
         num_flushed += np.count_nonzero((numbers == 0) & (exact_numbers != 0))
+        is_below_one = (np.abs(exact_numbers) < 1) & (exact_numbers != 0)
+        num_below_one += np.count_nonzero(is_below_one)
+        num_saturated += np.count_nonzero(is_below_one & (np.abs(numbers) == 1))
         magnitudes.append(float(np.abs(exact_numbers).max(initial=0)))
     return _Loss(
         is_infinite=is_infinite,
         share=num_flushed / max(num_nonzero, 1),
+        saturated=num_saturated / max(num_below_one, 1),
         largest=max(magnitudes, default=0.0),
     )
 

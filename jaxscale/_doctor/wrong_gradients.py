@@ -44,7 +44,9 @@ def find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
     if not details:
         details = [explain_culprit(check.culprit)]
     details += say_backward_rule(place, exam)
-    cures = say_cure(check.culprit)
+    cures = []
+    if check.remedy is not None and check.remedy.works:
+        cures = say_cure(check.culprit)
     details += cures
     if check.remedy is not None:
         details.append(say_remedy(check.remedy, exam, place.where, is_first=not cures))
@@ -91,6 +93,11 @@ def explain_culprit(culprit: Culprit) -> str:
         if place.scaled:
             return f"{flushes}."
         return f"{flushes}, and no loss scale helps."
+    if culprit.kind == "saturation":
+        return (
+            f"{what} rounds {percent(place.share)} of its numbers to 1 or -1, which float32 tells "
+            "from them."
+        )
     if not culprit.largest:
         return f"{what} gives other numbers than in float32."
     exponent = math.frexp(culprit.largest)[1] - 1
