@@ -5,11 +5,12 @@ from . import origins
 from .exam import Exam
 from .origins import Sum
 from .remedy import Culprit
+from .wording import NOT_TRIED
 
 _CURES = {
     origins.SOFTMAX: (
         "These are probabilities, and then their logarithm is taken. Write "
-        "`jax.nn.log_softmax(logits)` instead of `log(softmax(logits))`: float16 holds the "
+        "`jax.nn.log_softmax(logits)` instead of `log(softmax(logits))`: {dtype} holds the "
         "logarithm of a small probability, but not the probability."
     ),
     origins.SIGMOID: (
@@ -18,7 +19,7 @@ _CURES = {
         "`jax.nn.log_sigmoid(-logits)` for the logarithm of 1 minus them."
     ),
     origins.PRODUCT: (
-        "This is a product of many numbers. Add up their logarithms instead: float16 holds that "
+        "This is a product of many numbers. Add up their logarithms instead: {dtype} holds that "
         "sum, but not the product."
     ),
     origins.EXPONENTIAL: (
@@ -36,7 +37,8 @@ def say_cure(culprit: Culprit) -> list[str]:
     """Returns what to write instead of numbers that become 0 and whose logarithm is taken."""
     if not culprit.made_by:
         return []
-    return [_CURES[culprit.made_by]]
+    cure = _CURES[culprit.made_by].format(dtype=culprit.place.dtype)
+    return [f"{cure} {NOT_TRIED}"]
 
 
 def say_cure_of_sum(place: Place, exam: Exam) -> list[str]:

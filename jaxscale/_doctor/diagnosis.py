@@ -14,7 +14,6 @@ Each line of the model is named once: what follows from the first fault is liste
 from collections.abc import Iterator, Sequence
 
 from ..diagnostics._text import number, power
-from ..diagnostics._trace.report import TracedConstant
 from .exam import Exam
 from .finding import Finding, make_finding
 from .nonfinite import find_harmless_nonfinite, find_nonfinite
@@ -96,23 +95,15 @@ def _find_first_faults(exam: Exam) -> set[SourcePlace]:
 
 
 def _find_constants(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
-    """Notes numbers that a format rounds to 0 or inf, on lines not yet named."""
+    """Notes numbers that a format rounds to 0, 1 or inf, on lines not yet named."""
     for constant in exam.trace.constants:
         if SourcePlace(constant.file, constant.line) in named:
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
-            words = _advise_on_constant(constant)
+            words = "Whether it does harm is not known, as other numbers are wrong."
         title = f"{say_rounded(constant)}, at {constant.where}."
         yield make_finding(title, words, place=constant)
-
-
-def _advise_on_constant(constant: TracedConstant) -> str:
-    if constant.became:
-        return f"Use a number that {constant.dtype} holds, or compute this line in float32."
-    if "log" in constant.source:  # most probabilities are far below 1e-3
-        return "Compute this line in float32."
-    return "Use a larger number, such as 1e-3, or compute this line in float32."
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:

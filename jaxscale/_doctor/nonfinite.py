@@ -14,15 +14,17 @@ from .exam import Exam
 from .finding import Finding, make_finding
 from .remedy import Culprit, SourcePlace
 from .wording import (
+    NOT_TRIED,
     list_names,
     name_line,
     name_lines,
     say_backward_rule,
     say_rounded_at,
 )
-from .wrong_gradients import explain_culprit, say_how_to_widen, say_remedy
+from .wrong_gradients import explain_culprit, say_remedy
 
 _MASK = r"mask|-\s*1e\d|finfo"
+_LARGEST_MASK = 1e4  # in magnitude: a larger one stands for -inf
 
 
 def find_nonfinite(exam: Exam) -> Iterator[Finding]:
@@ -234,6 +236,7 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
             helpless,
             "In a row that is masked as a whole, softmax is NaN. Mask with a number that "
             f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
+            NOT_TRIED,
         ]
     cures = _say_cures(place, exam)
     return [helpless, *cures, *_say_how_to_compute(place, exam, is_first=not cures)]
@@ -242,16 +245,30 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
 def _say_cures(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns what to write instead of an operation, if something is better than a cast."""
     is_range = place.cause == "range"
-    if is_range and not exam.blames_autocast and re.search(_MASK, place.source):
-        return ["For a mask, use -1e4 instead of -1e9 or `finfo.min`."]
+    if is_range and not exam.blames_autocast and _is_mask(place, exam):
+        return [
+            f"For a mask, use -1e4 instead of -1e9 or `finfo.min`. {NOT_TRIED}"
+        ]
     if place.where in exam.unshifted:
         return [
             "Subtract the maximum of each row before the exponential, as `jax.nn.softmax` and "
-            "`jax.nn.logsumexp` do: then no exponential is above 1."
+            f"`jax.nn.logsumexp` do: then no exponential is above 1. {NOT_TRIED}"
         ]
     if is_range:
         return say_cure_of_sum(place, exam)
     return []
+
+
+def _is_mask(place: TracedNonfinite, exam: Exam) -> bool:
+    """Returns whether an operation makes -inf of a large negative number that stands for a mask."""
+    if not re.search(_MASK, place.source):
+        return False
+    if place.least_input < -_LARGEST_MASK:
+        return True
+    for constant in exam.trace.constants:
+        if constant.where == place.where and constant.became == -math.inf:
+            return True
+    return False
 
 
 def _say_how_to_compute(
@@ -266,9 +283,11 @@ def _say_how_to_compute(
         return [say_remedy(remedy, exam, place.where, is_first=is_first)]
     if not is_first:
         return []
-    if place.cause == "range" or exam.blames_autocast:
-        return [f"Compute this line in float32. {say_how_to_widen(exam)}"]
-    return [_advise_on_point(place)]
+    if remedy is not None:
+        return [say_remedy(remedy, exam, place.where)]
+    if place.cause == "range":
+        return ["What would help was not tried."]
+    return [_advise_on_point(place), NOT_TRIED]
 
 
 def _advise_on_point(place: TracedNonfinite) -> str:

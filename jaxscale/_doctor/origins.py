@@ -30,7 +30,7 @@ _MOVES = {
     "rev", "expand_dims", "slice", "dynamic_slice", "gather", "copy", "copy_p",
     "stop_gradient", "concatenate", "split", "select_n", "max", "min", "clamp",
     "reduce_precision", "pad", "optimization_barrier", "sharding_constraint", "name",
-    "abs", "reduce_max", "reduce_min",
+    "abs", "reduce_max", "reduce_min", "stack", "unstack", "tile",
 }  # fmt: skip
 _MOVES_AND_ADD = _MOVES | {"add"}
 _SUMS = {"add", "add_any", "sub", "neg"}

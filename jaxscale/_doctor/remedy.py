@@ -274,17 +274,18 @@ class FaultSearch:
             kind=kind,
             largest=loss.largest,
             error=error,
-            made_by=self._find_maker(key, kind),
+            made_by=self._find_maker(key, kind, is_source=is_source),
         )
 
-    def _find_maker(self, key: EquationKey, kind: str) -> str:
+    def _find_maker(self, key: EquationKey, kind: str, *, is_source: bool) -> str:
         """Returns what made the numbers of an equation, if that has a cure of its own, or `""`."""
         if kind == "overflow":
             return ""
         operations = origins.Operations(self._as_written.findings)
         origin = operations.find_origin(key)
         # The logarithm of 1 minus a probability has a cure for a sigmoid alone.
-        if kind == "saturation" and origin != origins.SIGMOID:
+        is_near_one = is_source and kind != "underflow"
+        if is_near_one and origin != origins.SIGMOID:
             return ""
         if origin == origins.PRODUCT or operations.is_read_by_logarithm(key):
             return origin

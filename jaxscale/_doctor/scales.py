@@ -73,10 +73,16 @@ def needs_scale(exam: Exam) -> bool:
 def find_scale(exam: Exam) -> Iterator[Finding]:
     """Notes whether a loss scale is needed, which one fits, and how to start training."""
     if not exam.has_narrow_range:
+        details = [
+            "`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run."
+        ]
+        if "bfloat16" not in exam.dtypes:
+            details.append(
+                "If you train it under `jaxscale.autocast`, look again with `--autocast float16`."
+            )
         yield make_finding(
             f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
-            "`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",
-            "If you train it under `jaxscale.autocast`, look again with `--autocast float16`.",
+            *details,
         )
         return
     start = find_start(exam)

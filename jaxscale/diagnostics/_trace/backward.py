@@ -100,7 +100,7 @@ def trace(
                 "Call it where the training step is called, with the same arguments."
             )
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-            _check_floating(args, kwargs.get("argnums", 0))
+            check_floating("trace", args, kwargs.get("argnums", 0))
         traced = TracedBackward(
             fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
         )
@@ -109,8 +109,16 @@ def trace(
     return trace_fun
 
 
-def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
-    """Raises a `TypeError` unless all leaves of the parameters are floating."""
+def check_floating(
+    call: str,
+    args: tuple[Any, ...],
+    argnums: int | Sequence[int],
+    also: str = "",
+) -> None:
+    """Raises a `TypeError` unless all leaves of the parameters are floating.
+
+    `also` is what else a call needs for a module of Equinox.
+    """
     if not isinstance(argnums, Sequence):
         argnums = [argnums]
     for i in argnums:
@@ -119,9 +127,10 @@ def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
             if not is_inexact_leaf(leaf):
                 raise TypeError(
-                    f"`trace(fun)` differentiates floating parameters, got {describe(leaf)} at "
+                    f"`{call}(fun)` differentiates floating parameters, got {describe(leaf)} at "
                     f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
-                    "or pass allow_int=True or another argnums=...."
+                    "or pass allow_int=True or another argnums=.... For a module of Equinox pass "
+                    f"transform=equinox.filter_value_and_grad{also}."
                 )
 
 
