@@ -25,6 +25,7 @@ from .wrong_gradients import (
     find_incomparable,
     find_underflows,
     find_wrong_gradients,
+    find_wrong_loss,
     find_zeros,
 )
 
@@ -35,6 +36,7 @@ def diagnose(exam: Exam) -> list[Finding]:
     findings = [
         *find_nonfinite(exam),
         *find_wrong_gradients(exam),
+        *find_wrong_loss(exam),
         *find_incomparable(exam),
         *find_effect_of_autocast(exam),
         *find_scale(exam),
@@ -60,6 +62,8 @@ def say_verdict(exam: Exam, findings: Sequence[Finding]) -> str:
         verdict += f" in {exam.autocast}"
     if exam.float32.compares_nothing:
         verdict += ", and nothing could be compared with float32"
+    if exam.float32.right_loss is not None:
+        verdict += " with the gradients, but the loss is far from that in float32"
     if needs_scale(exam) and exam.is_auto:
         verdict += ", with a loss scale: it needs one"
     return f"{verdict}."

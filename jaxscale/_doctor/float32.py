@@ -37,6 +37,9 @@ class Float32Check(NamedTuple):
       error: how far all others are off together, as `Comparison.error`; `None` if not known.
       culprit: where they go wrong, if one equation is to blame.
       remedy: the lines that were tried in float32, in vain or not.
+      right_loss: the loss in float32, if that as written is far from it, and both are finite.
+      compiled_remedy: the lines that were tried in float32 in the compiled program, if only its
+        gradients are wrong or not finite, and that help.
       mean: a sum that is the loss and too large, if its mean was tried, and is not.
     """
 
@@ -48,6 +51,8 @@ class Float32Check(NamedTuple):
     error: float | None = None
     culprit: Culprit | None = None
     remedy: Remedy | None = None
+    right_loss: float | None = None
+    compiled_remedy: Remedy | None = None
     mean: Sum | None = None
 
     @property
@@ -121,17 +126,22 @@ def _find_fault(
         search = _LineSearch(backward, run, reference, suspects, announce)
         return search.explain_nonfinite(check, report, best)
 
+    right_loss = reference.find_right_loss(run)
     check = reference.judge(reference.rename(run.grads))
+    check = check._replace(right_loss=right_loss)
     if check.wrong_leaves:
         suspects = set(check.wrong_leaves)
         search = _LineSearch(backward, run, reference, suspects, announce)
         return search.explain_wrong(check)
+    # XLA may put two operations together, and lose what each by itself would keep.
     if are_finite(fused):
-        # XLA may put two operations together, and lose what each by itself would keep.
         check_of_fused = reference.judge(fused)
-        if check_of_fused.wrong_leaves:
-            return check_of_fused
-    return check
+        if not check_of_fused.wrong_leaves:
+            return check
+        check = check_of_fused._replace(right_loss=right_loss)
+    suspects = reference.grads.keys() - set(check.unstable_leaves)
+    search = _LineSearch(backward, run, reference, suspects, announce)
+    return search.explain_compiled(check)
 
 
 class _Reference:
@@ -149,6 +159,7 @@ class _Reference:
         run = self._run_in_float32()
         self.is_finite = are_finite(run.outputs)
         self.grads = self.rename(run.grads)
+        self._loss = _find_loss(run)
 
     def rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns gradients of a trace by the names of their leaves."""
@@ -159,10 +170,24 @@ class _Reference:
         return compare_gradients(self.rename(grads), self.grads)
 
     @functools.cached_property
+    def _shaken(self) -> Run:
+        return self._run_in_float32(is_shaken=True)
+
+    @functools.cached_property
     def _changes(self) -> dict[str, float]:
         """By how much each leaf changes when float32 is shaken."""
-        shaken = self.compare(self._run_in_float32(is_shaken=True).grads)
+        shaken = self.compare(self._shaken.grads)
         return {leaf.path: leaf.error for leaf in shaken.leaves}
+
+    def find_right_loss(self, run: Run) -> float | None:
+        """Returns the loss in float32 if that of a pass is far from it, else `None`."""
+        error = abs(_find_loss(run) - self._loss)
+        if error <= CLOSE * abs(self._loss):
+            return None
+        change = abs(_find_loss(self._shaken) - self._loss)
+        if change > STABLE * min(error, abs(self._loss)):
+            return None
+        return self._loss
 
     def find_unstable_leaves(self) -> tuple[str, ...]:
         """Returns the leaves that rounding in float32 alone changes by much."""
@@ -198,6 +223,10 @@ class _Reference:
             unstable_leaves=tuple(unstable_leaves),
             error=error,
         )
+
+
+def _find_loss(run: Run) -> float:
+    return float(np.mean(run.outputs["loss"], dtype=np.float64))
 
 
 class _LineSearch:
@@ -248,6 +277,11 @@ class _LineSearch:
         if remedy_before is not None and remedy_before.works:
             return check._replace(culprit=culprit, remedy=remedy_before)
         return check._replace(remedy=remedy)
+
+    def explain_compiled(self, check: Float32Check) -> Float32Check:
+        """Adds what helps if the gradients only go wrong in the compiled program."""
+        self._announce("trying lines in float32, compiled", self._backward.how_far)
+        return check._replace(compiled_remedy=self._search.find_compiled_remedy())
 
     def _try_culprit(self, culprit: Culprit | None) -> Remedy | None:
         if culprit is None:

@@ -21,7 +21,12 @@ from .wording import (
     say_backward_rule,
     say_rounded_at,
 )
-from .wrong_gradients import explain_culprit, say_remedy
+from .wrong_gradients import (
+    explain_culprit,
+    find_compiled_place,
+    say_compiled_remedy,
+    say_remedy,
+)
 
 _MASK = r"mask|-\s*1e\d|finfo"
 _LARGEST_MASK = 1e4  # in magnitude: a larger one stands for -inf
@@ -54,7 +59,9 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not."
         )
-        yield make_finding(title, *_list_worst_leaves(exam), is_problem=True)
+        details = [*say_compiled_remedy(exam), *_list_worst_leaves(exam)]
+        place = find_compiled_place(exam)
+        yield make_finding(title, *details, is_problem=True, place=place)
 
 
 def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:

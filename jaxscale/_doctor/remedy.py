@@ -53,12 +53,14 @@ class Remedy(NamedTuple):
     """The lines that were computed in float32, and what became of the gradients.
 
     Attributes:
+      first: the first at fault.
       lines: file and line of each, the first at fault first.
       works: whether the gradients are then finite and right.
       error: the largest error of a leaf of the gradients; inf if they are not finite, and `None` if
         they are finite and none can be compared.
     """
 
+    first: "SourcePlace"
     lines: tuple[str, ...]
     works: bool
     error: float | None
@@ -78,7 +80,12 @@ class SourcePlace(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        return str(Line(self.file, self.line, function=""))
+        return self.where
+
+    @property
+    def where(self) -> str:
+        """File and line, as a place of a trace has it."""
+        return Line(self.file, self.line, function="").where
 
 
 def find_relief(
@@ -199,7 +206,49 @@ class FaultSearch:
             if following is None:
                 break
             wide.append(following)
-        return Remedy(lines=tuple(map(str, wide)), works=error <= CLOSE, error=error)
+        return _make_remedy(wide, error)
+
+    def find_compiled_remedy(self) -> Remedy | None:
+        """Returns lines in float32 that make the gradients of the compiled program right.
+
+        `None` if these are right as it is written, if no lines were found, or it cannot be tried.
+        """
+        if self._find_compiled_error([]) <= CLOSE:
+            return None
+        wide: list[SourcePlace] = []
+        while len(wide) < _MOST_LINES:
+            following = self._find_next_compiled(wide)
+            if following is None:
+                return None
+            wide.append(following)
+            error = self._find_compiled_error(wide)
+            if error <= CLOSE:
+                return _make_remedy(wide, error)
+        return None
+
+    def _find_next_compiled(self, wide: Sequence[SourcePlace]) -> SourcePlace | None:
+        """Returns the last of the first lines that make the compiled program right in float32."""
+        candidates = []  # in the order of execution
+        for key in self._keys:
+            line = self._lines.get(key)
+            if line is not None and line not in candidates:
+                candidates.append(line)
+
+        def is_right(number: int) -> bool:
+            return self._find_compiled_error([*wide, *candidates[:number]]) <= CLOSE
+
+        if not is_right(len(candidates)):
+            return None
+        return candidates[_bisect(len(candidates), is_right) - 1]
+
+    def _find_compiled_error(self, wide: Sequence[SourcePlace]) -> float:
+        """Returns the error of the compiled program with some lines in float32."""
+        grads = self._backward.run_compiled(
+            self._loss_scale, lambda key: self._lines.get(key) in wide
+        )
+        if grads is None:
+            return 0.0
+        return self._error_of(grads)
 
     def _find_next(self, run: Run, wide: Sequence[SourcePlace]) -> SourcePlace | None:
         """Returns the next line at fault with some lines in float32, if there is another one."""
@@ -347,6 +396,15 @@ def _measure_loss(visit: Visit) -> _Loss:
         share=num_flushed / max(num_nonzero, 1),
         saturated=num_saturated / max(num_below_one, 1),
         largest=max(magnitudes, default=0.0),
+    )
+
+
+def _make_remedy(wide: Sequence[SourcePlace], error: float) -> Remedy:
+    return Remedy(
+        first=wide[0],
+        lines=tuple(map(str, wide)),
+        works=error <= CLOSE,
+        error=error,
     )
 
 

@@ -10,7 +10,7 @@ from .exam import Exam
 from .finding import Finding, make_finding
 from .float32 import STABLE
 from .gradients import LeafError
-from .remedy import Culprit, Remedy
+from .remedy import Culprit, Remedy, SourcePlace
 from .wording import (
     join_lines,
     list_names,
@@ -36,8 +36,9 @@ def find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
     of_leaves = [f"Wrong gradients, worst first: {list_names(check.wrong_leaves)}."]
     of_leaves += _say_losses(exam)
     if check.culprit is None:
-        details = _say_no_culprit(exam)
-        yield make_finding(title, *details, *of_leaves, is_problem=True)
+        details = say_compiled_remedy(exam) or _say_no_culprit(exam)
+        place = find_compiled_place(exam)
+        yield make_finding(title, *details, *of_leaves, is_problem=True, place=place)
         return
     place = check.culprit.place
     details = say_rounded_at(place, exam)
@@ -133,6 +134,26 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
     )
 
 
+def find_compiled_place(exam: Exam) -> SourcePlace | None:
+    """Returns the line at which only the compiled program goes wrong, if it was found."""
+    remedy = exam.float32.compiled_remedy
+    if remedy is None:
+        return None
+    return remedy.first
+
+
+def say_compiled_remedy(exam: Exam) -> list[str]:
+    """Returns which lines in float32 help where only the compiled program goes wrong."""
+    remedy = exam.float32.compiled_remedy
+    if remedy is None:
+        return []
+    return [
+        f"It begins at {remedy.first}, and only in the compiled program. XLA puts operations "
+        "together there: of a sum of n equal numbers it makes n times the number, for example.",
+        say_remedy(remedy, exam, str(remedy.first)),
+    ]
+
+
 def say_how_to_widen(exam: Exam) -> str:
     if exam.blames_autocast:
         return (
@@ -154,6 +175,24 @@ def find_incomparable(exam: Exam) -> Iterator[Finding]:
         title,
         "Rounding in float32 alone changes each of them about as much as narrower formats do.",
     )
+
+
+def find_wrong_loss(exam: Exam) -> Iterator[Finding]:
+    """Notes a loss that is far from that in float32, though the gradients are right."""
+    if exam.float32.right_loss is None or not exam.is_right:
+        return
+    yield make_finding(
+        f"{say_wrong_loss(exam.loss, exam.float32.right_loss)}. Its gradients are right.",
+        "A loss that is logged, compared or used to stop early is better computed in float32.",
+    )
+
+
+def say_wrong_loss(loss: float, right_loss: float) -> str:
+    """Returns how far a loss is from that in float32."""
+    off = "far off"
+    if right_loss:
+        off = f"off by {percent(min(abs(loss / right_loss - 1), 1.0))}"
+    return f"The loss is {off}: {number(loss, 4)}, and {number(right_loss, 4)} in float32"
 
 
 def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
@@ -218,9 +257,11 @@ def _say_error(exam: Exam) -> str:
 
 
 def _say_losses(exam: Exam) -> list[str]:
-    """Returns what autocast makes of the loss."""
-    if exam.loss_as_written is None:
+    """Returns what autocast makes of the loss, or how far it is from that in float32."""
+    if exam.loss_as_written is None and exam.float32.right_loss is None:
         return []
+    if exam.loss_as_written is None:
+        return [f"{say_wrong_loss(exam.loss, exam.float32.right_loss)}."]
     loss = number(exam.loss, 4)
     loss_as_written = number(exam.loss_as_written, 4)
     return [f"The loss is {loss} in {exam.autocast}, and as written {loss_as_written}."]
