@@ -105,7 +105,7 @@ def _find_constants(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
-            words = "Whether it does harm is not known, as other numbers are wrong."
+            words = "Whether it does harm is not known."
         title = f"{say_rounded(constant)}, at {constant.where}."
         yield make_finding(title, words, place=constant)
 

@@ -148,8 +148,8 @@ def say_compiled_remedy(exam: Exam) -> list[str]:
     if remedy is None:
         return []
     return [
-        f"It begins at {remedy.first}, and only in the compiled program. XLA puts operations "
-        "together there: of a sum of n equal numbers it makes n times the number, for example.",
+        f"It begins at {remedy.first}, and only in the compiled program. XLA rewrites operations "
+        "there: a sum of n equal numbers as n times the number, or a division as a product.",
         say_remedy(remedy, exam, str(remedy.first)),
     ]
 
