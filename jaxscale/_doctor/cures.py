@@ -42,7 +42,7 @@ def say_cure(culprit: Culprit) -> list[str]:
 
 
 def say_cure_of_sum(place: Place, exam: Exam) -> list[str]:
-    """Returns to take a mean, if that helps and an operation belongs to the sum that is the loss."""
+    """Returns to take a mean, if that helps and an operation belongs to the sum of the loss."""
     total = exam.float32.mean
     if total is None or total.where != place.where:
         return []

@@ -210,7 +210,9 @@ class _Reference:
             else:
                 unstable_leaves.append(leaf.path)
         compared = {
-            name: leaf for name, leaf in self.grads.items() if name not in unstable_leaves
+            name: leaf
+            for name, leaf in self.grads.items()
+            if name not in unstable_leaves
         }
         error = None
         if compared:

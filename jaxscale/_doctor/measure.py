@@ -247,9 +247,7 @@ class _Tracer:
         """Also compares with float32, and tries what would let a higher loss scale fit."""
         run = self._run_as_written()
         traced = _describe_run(run)
-        traced = traced._replace(
-            float32=self._check_against_float32(run, traced)
-        )
+        traced = traced._replace(float32=self._check_against_float32(run, traced))
         if self.scales.overflows_at is None or traced.report.nonfinite_outputs:
             return traced
         self.announce("looking for what limits the loss scale", self.backward.how_far)

@@ -253,9 +253,7 @@ def _say_cures(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns what to write instead of an operation, if something is better than a cast."""
     is_range = place.cause == "range"
     if is_range and not exam.blames_autocast and _is_mask(place, exam):
-        return [
-            f"For a mask, use -1e4 instead of -1e9 or `finfo.min`. {NOT_TRIED}"
-        ]
+        return [f"For a mask, use -1e4 instead of -1e9 or `finfo.min`. {NOT_TRIED}"]
     if place.where in exam.unshifted:
         return [
             "Subtract the maximum of each row before the exponential, as `jax.nn.softmax` and "

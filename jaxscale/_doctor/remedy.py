@@ -312,7 +312,11 @@ class FaultSearch:
         # The first of those that do the worst.
         visit, loss = max(
             visits,
-            key=lambda pair: (pair.loss.is_infinite, pair.loss.share, pair.loss.saturated),
+            key=lambda pair: (
+                pair.loss.is_infinite,
+                pair.loss.share,
+                pair.loss.saturated,
+            ),
         )
         kind = loss.find_kind(is_source=is_source)
         share = loss.share

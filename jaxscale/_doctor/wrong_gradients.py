@@ -192,7 +192,9 @@ def say_wrong_loss(loss: float, right_loss: float) -> str:
     off = "far off"
     if right_loss:
         off = f"off by {percent(min(abs(loss / right_loss - 1), 1.0))}"
-    return f"The loss is {off}: {number(loss, 4)}, and {number(right_loss, 4)} in float32"
+    return (
+        f"The loss is {off}: {number(loss, 4)}, and {number(right_loss, 4)} in float32"
+    )
 
 
 def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
@@ -258,9 +260,9 @@ def _say_error(exam: Exam) -> str:
 
 def _say_losses(exam: Exam) -> list[str]:
     """Returns what autocast makes of the loss, or how far it is from that in float32."""
-    if exam.loss_as_written is None and exam.float32.right_loss is None:
-        return []
     if exam.loss_as_written is None:
+        if exam.float32.right_loss is None:
+            return []
         return [f"{say_wrong_loss(exam.loss, exam.float32.right_loss)}."]
     loss = number(exam.loss, 4)
     loss_as_written = number(exam.loss_as_written, 4)

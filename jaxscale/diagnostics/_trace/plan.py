@@ -124,21 +124,22 @@ class Plan(NamedTuple):
             is_in_float32 = is_wide(tuple(map(id, (*step.around, step.eqn))))
             args = []
             for atom, source in zip(step.eqn.invars, step.reads, strict=True):
-                if isinstance(source, int):
-                    args.append(values[source])
-                elif source is None:  # nothing needs it
-                    args.append(jax.lax.full(atom.aval.shape, 0, atom.aval.dtype))
-                else:
-                    args.append(as_array(source, is_in_float32))
+                args.append(_read(source, atom, values, is_in_float32))
             outputs = compute(step.eqn, args, is_in_float32)
             values.update(zip(step.writes, outputs, strict=True))
-        return [_read(source, values) for source in self.outputs]
+        outputs = []
+        for atom, source in zip(self.closed.jaxpr.outvars, self.outputs, strict=True):
+            outputs.append(_read(source, atom, values, False))
+        return outputs
 
 
-def _read(source: Source, values: Mapping[int, Any]) -> Any:
+def _read(source: Source, atom: Any, values: Mapping[int, Any], is_wide: bool) -> Any:
+    """Returns the value of an input or output of an equation."""
     if isinstance(source, int):
         return values[source]
-    return as_array(source, False)
+    if source is None:  # nothing needs it
+        return jax.lax.full(atom.aval.shape, 0, atom.aval.dtype)
+    return as_array(source, is_wide)
 
 
 class Planner:

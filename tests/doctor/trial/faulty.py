@@ -290,7 +290,7 @@ def clipped_probability(
 
 @faulty("epsilon", "fastino-ai/GLiNER2/pull/155", tuned=True)
 def surviving_pairs(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
-    """A bound of 1 - 1e-6 is 1, and log1p(-1) is -inf: the next line hides it, but not its slope."""
+    """A bound of 1 - 1e-6 is 1, and log1p(-1) is -inf: the forward pass hides it, and no more."""
     probability = jax.nn.sigmoid(x @ w + b)
     probability = jnp.minimum(probability, 1.0 - 1e-6)  # fault
     log_survival = jnp.log1p(-probability)  # fault
