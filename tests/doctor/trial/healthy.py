@@ -79,7 +79,7 @@ def dropout(half, x=normal(9, 6, 3)):
     return mean_square(y - 1)
 
 
-@healthy("numbers of a module that its layers ask the type of", tuned=True)
+@healthy("numbers of a module that its layers ask the type of")
 def numbers_of_a_module(half):
     class Layer(eqx.Module):
         linear: eqx.nn.Linear
