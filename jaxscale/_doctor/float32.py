@@ -227,6 +227,16 @@ class _Reference:
         )
 
 
+def _explains_nonfinite(source: Culprit, report: TraceReport) -> bool:
+    """Returns whether a source made a 0 or a 1, or has a number that was rounded to one.
+
+    Every number is rounded by a little. If that is all, the line that makes inf comes first.
+    """
+    if source.kind != "rounding":
+        return True
+    return any(constant.where == source.place.where for constant in report.constants)
+
+
 def _find_loss(run: Run) -> float:
     return float(np.mean(run.outputs["loss"], dtype=np.float64))
 
@@ -268,7 +278,7 @@ class _LineSearch:
         if first.cause == "value":
             # In float32 this operation makes none: what came to it was lost before.
             source = self._search.find_source()
-            if source is not None:
+            if source is not None and _explains_nonfinite(source, report):
                 return check._replace(culprit=source, remedy=self._try_culprit(source))
         remedy = self._try_in_float32(first)
         if remedy is not None and remedy.works:

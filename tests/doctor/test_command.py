@@ -31,7 +31,8 @@ FIELDS = """
 version found verdict findings target autocast is_quick is_auto loss loss_as_written dtypes
 backward_rules loss_scale shown_scale calibration start repeats scale_backward_raised largest
 is_limited ceiling relief comparison trace is_finite_in_float32 float32 wrong unstable right_loss
-mean culprit remedy compiled_remedy unshifted loss_sums zero leaves histogram shares layers suggestion
+mean culprit remedy compiled_remedy unshifted loss_sums zero leaves histogram shares layers
+suggestion
 """
 
 
