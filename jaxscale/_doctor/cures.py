@@ -5,13 +5,12 @@ from . import origins
 from .exam import Exam
 from .origins import Sum
 from .remedy import Culprit
-
-_MANY = 64  # a sum of this many numbers, each with its full weight, is worth a word
+from .wording import NOT_TRIED
 
 _CURES = {
     origins.SOFTMAX: (
         "These are probabilities, and then their logarithm is taken. Write "
-        "`jax.nn.log_softmax(logits)` instead of `log(softmax(logits))`: float16 holds the "
+        "`jax.nn.log_softmax(logits)` instead of `log(softmax(logits))`: {dtype} holds the "
         "logarithm of a small probability, but not the probability."
     ),
     origins.SIGMOID: (
@@ -20,7 +19,7 @@ _CURES = {
         "`jax.nn.log_sigmoid(-logits)` for the logarithm of 1 minus them."
     ),
     origins.PRODUCT: (
-        "This is a product of many numbers. Add up their logarithms instead: float16 holds that "
+        "This is a product of many numbers. Add up their logarithms instead: {dtype} holds that "
         "sum, but not the product."
     ),
     origins.EXPONENTIAL: (
@@ -38,30 +37,21 @@ def say_cure(culprit: Culprit) -> list[str]:
     """Returns what to write instead of numbers that become 0 and whose logarithm is taken."""
     if not culprit.made_by:
         return []
-    return [_CURES[culprit.made_by]]
+    cure = _CURES[culprit.made_by].format(dtype=culprit.place.dtype)
+    return [f"{cure} {NOT_TRIED}"]
 
 
 def say_cure_of_sum(place: Place, exam: Exam) -> list[str]:
-    """Returns to take a mean, if an operation belongs to a sum that is the loss."""
-    large = find_large_sum(exam)
-    if large is None or large.where != place.where:
+    """Returns to take a mean, if that helps and an operation belongs to the sum of the loss."""
+    total = exam.float32.mean
+    if total is None or total.where != place.where:
         return []
-    return [say_mean(large)]
+    return [say_mean(total)]
 
 
-def say_mean(large: Sum, where: str = "") -> str:
+def say_mean(total: Sum, where: str = "") -> str:
     return (
-        f"The loss is a sum over {large.size:,} numbers{where}. Take a mean instead, with "
-        "`jnp.mean`: the loss and all gradients become smaller by that factor, and float16 holds "
-        "them."
+        f"The loss is a sum over {total.size:,} numbers{where}. Take a mean instead, with "
+        "`jnp.mean`: the loss and all gradients become smaller by that factor, and with gradients "
+        "as small as that nothing overflows, as was tried."
     )
-
-
-def find_large_sum(exam: Exam) -> Sum | None:
-    """Returns the sum that makes the loss far larger than a mean would, if there is one."""
-    large = [total for total in exam.loss_sums if _is_large(total)]
-    return max(large, key=lambda total: total.size, default=None)
-
-
-def _is_large(total: Sum) -> bool:
-    return total.size >= _MANY and total.size * abs(total.weight) >= _MANY

@@ -14,7 +14,6 @@ Each line of the model is named once: what follows from the first fault is liste
 from collections.abc import Iterator, Sequence
 
 from ..diagnostics._text import number, power
-from ..diagnostics._trace.report import TracedConstant
 from .exam import Exam
 from .finding import Finding, make_finding
 from .nonfinite import find_harmless_nonfinite, find_nonfinite
@@ -29,8 +28,10 @@ from .scales import (
 from .wording import list_names, say_rounded
 from .wrong_gradients import (
     find_effect_of_autocast,
+    find_incomparable,
     find_underflows,
     find_wrong_gradients,
+    find_wrong_loss,
     find_zeros,
 )
 
@@ -41,6 +42,8 @@ def diagnose(exam: Exam) -> list[Finding]:
     findings = [
         *find_nonfinite(exam),
         *find_wrong_gradients(exam),
+        *find_wrong_loss(exam),
+        *find_incomparable(exam),
         *find_effect_of_autocast(exam),
         *find_scale(exam),
         *find_inward_growth(exam),
@@ -60,10 +63,14 @@ def say_verdict(exam: Exam, findings: Sequence[Finding]) -> str:
     if num_problems:
         return f"Problems found: {num_problems}."
     verdict = "Nothing is wrong"
-    if exam.is_quick:
+    if exam.is_quick or exam.float32.compares_nothing:
         verdict = "Nothing overflows"
     if exam.autocast:
         verdict += f" in {exam.autocast}"
+    if exam.float32.compares_nothing:
+        verdict += ", and nothing could be compared with float32"
+    if exam.float32.right_loss is not None:
+        verdict += " with the gradients, but the loss is far from that in float32"
     if needs_scale(exam) and exam.is_auto:
         verdict += ", with a loss scale: it needs one"
     return f"{verdict}."
@@ -99,23 +106,15 @@ def _find_first_faults(exam: Exam) -> set[SourcePlace]:
 
 
 def _find_constants(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
-    """Notes numbers that a format rounds to 0 or inf, on lines not yet named."""
+    """Notes numbers that a format rounds to 0, 1 or inf, on lines not yet named."""
     for constant in exam.trace.constants:
         if SourcePlace(constant.file, constant.line) in named:
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
-            words = _advise_on_constant(constant)
+            words = "Whether it does harm is not known."
         title = f"{say_rounded(constant)}, at {constant.where}."
         yield make_finding(title, words, place=constant)
-
-
-def _advise_on_constant(constant: TracedConstant) -> str:
-    if constant.became:
-        return f"Use a number that {constant.dtype} holds, or compute this line in float32."
-    if "log" in constant.source:  # most probabilities are far below 1e-3
-        return "Compute this line in float32."
-    return "Use a larger number, such as 1e-3, or compute this line in float32."
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:

@@ -110,8 +110,11 @@ class Exam(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the gradients were compared with float32, and none is wrong."""
-        return self.float32.comparison is not None and not self.float32.wrong_leaves
+        """Whether gradients were compared with float32, and none is wrong."""
+        check = self.float32
+        if check.comparison is None or check.compares_nothing:
+            return False
+        return not check.wrong_leaves
 
     @property
     def is_all_zero(self) -> bool:

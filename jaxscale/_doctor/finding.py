@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ..diagnostics._trace.report import Place, TracedConstant
 from .origins import Sum
+from .remedy import SourcePlace
 from .wording import list_names
 
 _NUM_AROUND = 2  # lines of source shown before and after the line of a finding
@@ -33,7 +34,7 @@ def make_finding(
     title: str,
     *details: str,
     is_problem: bool = False,
-    place: Place | TracedConstant | Sum | None = None,
+    place: Place | TracedConstant | Sum | SourcePlace | None = None,
 ) -> Finding:
     """Makes a finding; one at an equation also names its layer, its callers and the iteration."""
     if place is None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -14,12 +14,13 @@ from ..diagnostics._trace.backward import Run, TracedBackward
 from ..diagnostics._trace.report import Place, TraceReport
 from .announcer import Announce
 from .gradients import CLOSE, Comparison, are_finite, compare_gradients
+from .origins import Sum
 from .remedy import Culprit, FaultSearch, Remedy
 
 # What changes by a larger share, or by a larger part of its error, when float32 is shaken by as
 # much as it rounds, is nothing but the rounding of float32, as the gradient of a bias before a
-# normalization is. It says nothing about narrower formats.
-_STABLE = 0.3
+# normalization is. It says nothing about narrower formats, and cannot be compared.
+STABLE = 0.3
 
 
 class Float32Check(NamedTuple):
@@ -31,16 +32,34 @@ class Float32Check(NamedTuple):
       is_finite: whether the loss and the gradients are finite in float32, `None` if not known.
       comparison: what the gradients lost, if they are finite as written and in float32.
       wrong_leaves: the names of the gradients that are far from those in float32.
+      unstable_leaves: the names of those that are as far from them, or not finite, and cannot be
+        compared: rounding in float32 alone changes them by more than the share `STABLE`.
+      error: how far all others are off together, as `Comparison.error`; `None` if not known.
       culprit: where they go wrong, if one equation is to blame.
       remedy: the lines that were tried in float32, in vain or not.
+      right_loss: the loss in float32, if that as written is far from it, and both are finite.
+      compiled_remedy: the lines that were tried in float32 in the compiled program, if only its
+        gradients are wrong or not finite, and that help.
+      mean: a sum that is the loss and too large, if its mean was tried, and is not.
     """
 
     grads: Mapping[str, np.ndarray] = {}
     is_finite: bool | None = None
     comparison: Comparison | None = None
     wrong_leaves: tuple[str, ...] = ()
+    unstable_leaves: tuple[str, ...] = ()
+    error: float | None = None
     culprit: Culprit | None = None
     remedy: Remedy | None = None
+    right_loss: float | None = None
+    compiled_remedy: Remedy | None = None
+    mean: Sum | None = None
+
+    @property
+    def compares_nothing(self) -> bool:
+        """Whether there is a gradient in float32, but none that can be compared with it."""
+        nonzero = {name for name, grad in self.grads.items() if grad.any()}
+        return bool(nonzero) and nonzero <= set(self.unstable_leaves)
 
 
 def check_against_float32(
@@ -49,12 +68,14 @@ def check_against_float32(
     fused: Mapping[str, np.ndarray],
     params: optax.Params,
     best: float,
+    loss_sums: Sequence[Sum],
     announce: Announce,
 ) -> Float32Check:
     """Finds out what is wrong with the gradients of `run`, where, and what helps.
 
     `fused` has the gradients of the same pass compiled as one program. `best` is the largest loss
-    scale that fits, or that of the run if none is known.
+    scale that fits, or that of the run if none is known. `loss_sums` are the sums that are the
+    loss.
     """
     report = run.report()
     if report.nonfinite_arguments:
@@ -63,25 +84,64 @@ def check_against_float32(
     reference = _Reference(backward, run.loss_scale, params)
     if not reference.is_finite:
         return Float32Check(is_finite=False)
-    check = Float32Check(reference.grads, is_finite=True)
+    check = _find_fault(backward, run, fused, reference, best, announce)
+    if report.nonfinite_outputs or best < 1:
+        return check._replace(mean=_find_mean(backward, reference, loss_sums))
+    return check
+
+
+def _find_mean(
+    backward: TracedBackward, reference: "_Reference", loss_sums: Sequence[Sum]
+) -> Sum | None:
+    """Returns the largest sum whose mean in its place gives finite and right gradients."""
+    for total in sorted(loss_sums, key=lambda total: -total.size):
+        if not (total.is_large and total.has_finite_mean):
+            continue
+        # The gradients of a mean are those of the sum at a loss scale smaller by its size. What is
+        # flushed without a loss scale may be right with one.
+        grads = backward.run(1 / total.size, is_brief=True).grads
+        scaled_grads = backward.run(1.0, is_brief=True).grads
+        is_right = reference.is_right(grads) or reference.is_right(scaled_grads)
+        if are_finite(grads) and is_right:
+            return total
+    return None
+
+
+def _find_fault(
+    backward: TracedBackward,
+    run: Run,
+    fused: Mapping[str, np.ndarray],
+    reference: "_Reference",
+    best: float,
+    announce: Announce,
+) -> Float32Check:
+    """Compares the gradients of `run`, and looks for the line at fault if they are wrong."""
+    report = run.report()
     if report.nonfinite_outputs:
-        suspects = reference.find_stable_leaves()
+        unstable_leaves = reference.find_unstable_leaves()
+        check = Float32Check(
+            reference.grads, is_finite=True, unstable_leaves=unstable_leaves
+        )
+        suspects = reference.grads.keys() - set(unstable_leaves)
         search = _LineSearch(backward, run, reference, suspects, announce)
         return search.explain_nonfinite(check, report, best)
 
-    comparison = reference.compare(run.grads)
-    wrong_leaves = reference.find_wrong_leaves(comparison)
-    check = check._replace(comparison=comparison, wrong_leaves=wrong_leaves)
-    if wrong_leaves:
-        search = _LineSearch(backward, run, reference, set(wrong_leaves), announce)
+    right_loss = reference.find_right_loss(run)
+    check = reference.judge(reference.rename(run.grads))
+    check = check._replace(right_loss=right_loss)
+    if check.wrong_leaves:
+        suspects = set(check.wrong_leaves)
+        search = _LineSearch(backward, run, reference, suspects, announce)
         return search.explain_wrong(check)
+    # XLA may put two operations together, and lose what each by itself would keep.
     if are_finite(fused):
-        # XLA may put two operations together, and lose what each by itself would keep.
-        comparison = compare_gradients(fused, reference.grads)
-        wrong_leaves = reference.find_wrong_leaves(comparison)
-        if wrong_leaves:
-            return check._replace(comparison=comparison, wrong_leaves=wrong_leaves)
-    return check
+        check_of_fused = reference.judge(fused)
+        if not check_of_fused.wrong_leaves:
+            return check
+        check = check_of_fused._replace(right_loss=right_loss)
+    suspects = reference.grads.keys() - set(check.unstable_leaves)
+    search = _LineSearch(backward, run, reference, suspects, announce)
+    return search.explain_compiled(check)
 
 
 class _Reference:
@@ -98,33 +158,87 @@ class _Reference:
             self._names[f"grads{jax.tree_util.keystr(path)}"] = leaf_name(path)
         run = self._run_in_float32()
         self.is_finite = are_finite(run.outputs)
-        self.grads = self._rename(run.grads)
+        self.grads = self.rename(run.grads)
+        self._loss = _find_loss(run)
 
-    def _rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns gradients of a trace by the names of their leaves."""
         return {self._names[name]: grad for name, grad in grads.items()}
 
     def compare(self, grads: Mapping[str, np.ndarray]) -> Comparison:
         """Compares gradients by their names in a trace."""
-        return compare_gradients(self._rename(grads), self.grads)
+        return compare_gradients(self.rename(grads), self.grads)
+
+    @functools.cached_property
+    def _shaken(self) -> Run:
+        return self._run_in_float32(is_shaken=True)
 
     @functools.cached_property
     def _changes(self) -> dict[str, float]:
         """By how much each leaf changes when float32 is shaken."""
-        shaken = self.compare(self._run_in_float32(is_shaken=True).grads)
+        shaken = self.compare(self._shaken.grads)
         return {leaf.path: leaf.error for leaf in shaken.leaves}
 
-    def find_stable_leaves(self) -> set[str]:
-        return {path for path in self.grads if self._changes[path] <= _STABLE}
+    def find_right_loss(self, run: Run) -> float | None:
+        """Returns the loss in float32 if that of a pass is far from it, else `None`."""
+        error = abs(_find_loss(run) - self._loss)
+        if error <= CLOSE * abs(self._loss):
+            return None
+        change = abs(_find_loss(self._shaken) - self._loss)
+        if change > STABLE * min(error, abs(self._loss)):
+            return None
+        return self._loss
 
-    def find_wrong_leaves(self, comparison: Comparison) -> tuple[str, ...]:
-        """Returns the leaves that are far from float32, and not because of rounding in float32."""
+    def find_unstable_leaves(self) -> tuple[str, ...]:
+        """Returns the leaves that rounding in float32 alone changes by much."""
+        return tuple(path for path in self.grads if self._changes[path] > STABLE)
+
+    def is_right(self, grads: Mapping[str, np.ndarray]) -> bool:
+        """Returns whether gradients, by their names in a trace, are finite and none is wrong."""
+        return are_finite(grads) and not self.judge(self.rename(grads)).wrong_leaves
+
+    def judge(self, grads: Mapping[str, np.ndarray]) -> Float32Check:
+        """Returns which of the finite gradients are far from those in float32."""
+        comparison = compare_gradients(grads, self.grads)
         wrong_leaves = []
+        unstable_leaves = []
         for leaf in comparison.leaves:
             if leaf.error <= CLOSE:
                 continue
-            if self._changes[leaf.path] <= _STABLE * min(leaf.error, 1.0):
+            if self._changes[leaf.path] <= STABLE * min(leaf.error, 1.0):
                 wrong_leaves.append(leaf.path)
-        return tuple(wrong_leaves)
+            else:
+                unstable_leaves.append(leaf.path)
+        compared = {
+            name: leaf
+            for name, leaf in self.grads.items()
+            if name not in unstable_leaves
+        }
+        error = None
+        if compared:
+            error = compare_gradients(grads, compared).error
+        return Float32Check(
+            grads=self.grads,
+            is_finite=True,
+            comparison=comparison,
+            wrong_leaves=tuple(wrong_leaves),
+            unstable_leaves=tuple(unstable_leaves),
+            error=error,
+        )
+
+
+def _explains_nonfinite(source: Culprit, report: TraceReport) -> bool:
+    """Returns whether a source made a 0 or a 1, or has a number that was rounded to one.
+
+    Every number is rounded by a little. If that is all, the line that makes inf comes first.
+    """
+    if source.kind != "rounding":
+        return True
+    return any(constant.where == source.place.where for constant in report.constants)
+
+
+def _find_loss(run: Run) -> float:
+    return float(np.mean(run.outputs["loss"], dtype=np.float64))
 
 
 class _LineSearch:
@@ -135,7 +249,7 @@ class _LineSearch:
         backward: TracedBackward,
         run: Run,
         reference: _Reference,
-        suspects: set[str],
+        suspects: Set[str],
         announce: Announce,
     ) -> None:
         self._backward = backward
@@ -163,9 +277,9 @@ class _LineSearch:
             return check
         if first.cause == "value":
             # In float32 this operation makes none: what came to it was lost before.
-            flush = self._search.find_flush()
-            if flush is not None:
-                return check._replace(culprit=flush, remedy=self._try_culprit(flush))
+            source = self._search.find_source()
+            if source is not None and _explains_nonfinite(source, report):
+                return check._replace(culprit=source, remedy=self._try_culprit(source))
         remedy = self._try_in_float32(first)
         if remedy is not None and remedy.works:
             return check._replace(remedy=remedy)
@@ -176,6 +290,11 @@ class _LineSearch:
             return check._replace(culprit=culprit, remedy=remedy_before)
         return check._replace(remedy=remedy)
 
+    def explain_compiled(self, check: Float32Check) -> Float32Check:
+        """Adds what helps if the gradients only go wrong in the compiled program."""
+        self._announce("trying lines in float32, compiled", self._backward.how_far)
+        return check._replace(compiled_remedy=self._search.find_compiled_remedy())
+
     def _try_culprit(self, culprit: Culprit | None) -> Remedy | None:
         if culprit is None:
             return None
@@ -185,7 +304,11 @@ class _LineSearch:
         if not place.file:
             return None
         self._announce(f"trying {place.where} in float32", self._backward.how_far)
-        return self._search.find_remedy(place)
+        remedy = self._search.find_remedy(place)
+        if not self._suspects:
+            # Finite is all that can be said of them.
+            remedy = remedy._replace(error=None)
+        return remedy
 
     def _error_of(self, grads: Mapping[str, np.ndarray]) -> float:
         if not are_finite(grads):

@@ -247,9 +247,7 @@ class _Tracer:
         """Also compares with float32, and tries what would let a higher loss scale fit."""
         run = self._run_as_written()
         traced = _describe_run(run)
-        traced = traced._replace(
-            float32=self._check_against_float32(run, traced.report)
-        )
+        traced = traced._replace(float32=self._check_against_float32(run, traced))
         if self.scales.overflows_at is None or traced.report.nonfinite_outputs:
             return traced
         self.announce("looking for what limits the loss scale", self.backward.how_far)
@@ -262,15 +260,21 @@ class _Tracer:
         self.announce("looking at each operation", self.backward.how_far)
         return self.backward.run(self.scales.traced, is_brief=True)
 
-    def _check_against_float32(self, run: Run, report: TraceReport) -> Float32Check:
+    def _check_against_float32(self, run: Run, traced: _Traced) -> Float32Check:
         best = self.scales.best
-        if self.scales.traced < best and not report.nonfinite_outputs:
+        if self.scales.traced < best and not traced.report.nonfinite_outputs:
             # A scale that is too low also flushes gradients. At the largest one only the faults
             # of the model are left.
             run = self.backward.run(best, is_brief=True)
         fused = self.gradients[max(self.scales.traced, best)].by_name
         return check_against_float32(
-            self.backward, run, fused, self.params, best, self.announce
+            backward=self.backward,
+            run=run,
+            fused=fused,
+            params=self.params,
+            best=best,
+            loss_sums=traced.loss_sums,
+            announce=self.announce,
         )
 
     def _find_ceiling(self, overflows_at: float) -> TracedNonfinite | None:

@@ -14,15 +14,22 @@ from .exam import Exam
 from .finding import Finding, make_finding
 from .remedy import Culprit, SourcePlace
 from .wording import (
+    NOT_TRIED,
     list_names,
     name_line,
     name_lines,
     say_backward_rule,
     say_rounded_at,
 )
-from .wrong_gradients import explain_culprit, say_how_to_widen, say_remedy
+from .wrong_gradients import (
+    explain_culprit,
+    find_compiled_place,
+    say_compiled_remedy,
+    say_remedy,
+)
 
 _MASK = r"mask|-\s*1e\d|finfo"
+_LARGEST_MASK = 1e4  # in magnitude: a larger one stands for -inf
 
 
 def find_nonfinite(exam: Exam) -> Iterator[Finding]:
@@ -52,7 +59,9 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not."
         )
-        yield make_finding(title, *_list_worst_leaves(exam), is_problem=True)
+        details = [*say_compiled_remedy(exam), *_list_worst_leaves(exam)]
+        place = find_compiled_place(exam)
+        yield make_finding(title, *details, is_problem=True, place=place)
 
 
 def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
@@ -68,10 +77,10 @@ def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Fin
         yield make_finding(title, words, place=places[0])
 
 
-def _find_flush(exam: Exam) -> Culprit | None:
-    """Returns where the zeros come from that became inf or NaN later, if that was found."""
+def _find_source(exam: Exam) -> Culprit | None:
+    """Returns where the numbers come from that became inf or NaN later, if that was found."""
     culprit = exam.float32.culprit
-    if culprit is None or culprit.kind != "underflow":
+    if culprit is None or culprit.kind == "overflow":
         return None
     if not exam.trace.nonfinite_outputs:
         return None
@@ -82,19 +91,19 @@ def _find_beginning(
     exam: Exam, symptom: TracedNonfinite, others: Sequence[TracedNonfinite]
 ) -> Finding:
     """Returns a finding at the line where inf and NaN begin, or where numbers became 0 before."""
-    flush = _find_flush(exam)
-    if flush is None:
+    source = _find_source(exam)
+    if source is None:
         place: Place = symptom
         details = _explain_symptom(symptom, symptom, exam)
         details += _say_earlier_culprit(symptom, exam)
         details += _advise(symptom, exam)
     else:
-        place = flush.place
-        details = [explain_culprit(flush)]
+        place = source.place
+        details = [explain_culprit(source)]
         if name_line(symptom) != name_line(place):
             details.append(f"At {name_line(symptom)} that becomes inf or NaN.")
         details += _explain_symptom(symptom, place, exam)
-        details += _advise_on_flush(flush, exam)
+        details += _advise_on_source(source, exam)
 
     named = {name_line(place), name_line(symptom)}
     elsewhere = [other for other in others if name_line(other) not in named]
@@ -205,15 +214,16 @@ def _say_operands(place: TracedNonfinite) -> list[str]:
     return [f"{words}."]
 
 
-def _advise_on_flush(flush: Culprit, exam: Exam) -> list[str]:
-    """Returns how to keep the numbers that become 0, before inf or NaN is made of the zeros."""
+def _advise_on_source(source: Culprit, exam: Exam) -> list[str]:
+    """Returns how to keep the numbers that are rounded, before inf or NaN is made of them."""
     remedy = exam.float32.remedy
-    cures = say_cure(flush)
-    if remedy is not None and remedy.works:
-        cures.append(say_remedy(remedy, exam, flush.place.where, is_first=not cures))
-    elif not cures:
-        cures.append(f"Compute this line in float32. {say_how_to_widen(exam)}")
-    return ["No loss scale helps.", *cures]
+    if remedy is None:
+        return ["No loss scale helps."]
+    cures = []
+    if remedy.works:
+        cures = say_cure(source)
+    advice = say_remedy(remedy, exam, source.place.where, is_first=not cures)
+    return ["No loss scale helps.", *cures, advice]
 
 
 def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
@@ -233,6 +243,7 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
             helpless,
             "In a row that is masked as a whole, softmax is NaN. Mask with a number that "
             f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
+            NOT_TRIED,
         ]
     cures = _say_cures(place, exam)
     return [helpless, *cures, *_say_how_to_compute(place, exam, is_first=not cures)]
@@ -241,16 +252,28 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
 def _say_cures(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns what to write instead of an operation, if something is better than a cast."""
     is_range = place.cause == "range"
-    if is_range and not exam.blames_autocast and re.search(_MASK, place.source):
-        return ["For a mask, use -1e4 instead of -1e9 or `finfo.min`."]
+    if is_range and not exam.blames_autocast and _is_mask(place, exam):
+        return [f"For a mask, use -1e4 instead of -1e9 or `finfo.min`. {NOT_TRIED}"]
     if place.where in exam.unshifted:
         return [
             "Subtract the maximum of each row before the exponential, as `jax.nn.softmax` and "
-            "`jax.nn.logsumexp` do: then no exponential is above 1."
+            f"`jax.nn.logsumexp` do: then no exponential is above 1. {NOT_TRIED}"
         ]
     if is_range:
         return say_cure_of_sum(place, exam)
     return []
+
+
+def _is_mask(place: TracedNonfinite, exam: Exam) -> bool:
+    """Returns whether an operation makes -inf of a large negative number that stands for a mask."""
+    if not re.search(_MASK, place.source):
+        return False
+    if place.least_input < -_LARGEST_MASK:
+        return True
+    for constant in exam.trace.constants:
+        if constant.where == place.where and constant.became == -math.inf:
+            return True
+    return False
 
 
 def _say_how_to_compute(
@@ -265,9 +288,11 @@ def _say_how_to_compute(
         return [say_remedy(remedy, exam, place.where, is_first=is_first)]
     if not is_first:
         return []
-    if place.cause == "range" or exam.blames_autocast:
-        return [f"Compute this line in float32. {say_how_to_widen(exam)}"]
-    return [_advise_on_point(place)]
+    if remedy is not None:
+        return [say_remedy(remedy, exam, place.where)]
+    if place.cause == "range":
+        return ["What would help was not tried."]
+    return [_advise_on_point(place), NOT_TRIED]
 
 
 def _advise_on_point(place: TracedNonfinite) -> str:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._jax import JaxprEqn, Literal
@@ -29,7 +30,7 @@ _MOVES = {
     "rev", "expand_dims", "slice", "dynamic_slice", "gather", "copy", "copy_p",
     "stop_gradient", "concatenate", "split", "select_n", "max", "min", "clamp",
     "reduce_precision", "pad", "optimization_barrier", "sharding_constraint", "name",
-    "abs", "reduce_max", "reduce_min",
+    "abs", "reduce_max", "reduce_min", "stack", "unstack", "tile",
 }  # fmt: skip
 _MOVES_AND_ADD = _MOVES | {"add"}
 _SUMS = {"add", "add_any", "sub", "neg"}
@@ -38,6 +39,7 @@ _EXPONENTIALS = {"exp", "exp2"}
 _LOGARITHMS = {"log", "log1p"}
 _REDUCTIONS_BEFORE_A_LOGARITHM = {"reduce_prod", "cumprod", "reduce_sum"}
 
+_MANY = 64  # a sum of this many numbers, each with its full weight, is worth a word
 _MANY_FACTORS = 4  # products in a row: more than a formula has
 _MOST_MOVES = 12  # operations in which that many are looked for
 
@@ -50,6 +52,13 @@ class Sum(NamedTuple):
     line: int
     size: int  # how many numbers are added up
     weight: float  # the loss is this times the sum: of a mean, one over the size
+    # Whether all inf and NaN of the loss are of the sum or a multiple of it, and not of its mean.
+    has_finite_mean: bool = True
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it makes the loss far larger than a mean would."""
+        return self.size >= _MANY and self.size * abs(self.weight) >= _MANY
 
 
 class _Term(NamedTuple):
@@ -65,7 +74,7 @@ class Operations:
     def __init__(self, findings: Findings) -> None:
         self._equations = findings.equations
         self._makers = findings.makers
-        self._overflowing = list(findings.births)
+        self._births = findings.births
 
     # What the numbers of one operation were made by.
 
@@ -158,7 +167,7 @@ class Operations:
     def find_unshifted(self) -> tuple[str, ...]:
         """Returns the lines of exponentials that overflow, of a softmax or a `logsumexp`."""
         unshifted = []
-        for key in self._overflowing:
+        for key in self._births:
             if self._name(key) in _EXPONENTIALS and self._find_use(key) != EXPONENTIAL:
                 innermost = lines(*self._equations[key])[:1]
                 unshifted += map(str, innermost)
@@ -174,18 +183,34 @@ class Operations:
 
     def find_loss_sums(self, run: Run) -> Iterator[Sum]:
         """Yields the sums that the loss is made of, if it is linear in them."""
-        yield from self._find_sums(run.values["loss"].maker, 1.0, frozenset())
+        loss = run.values["loss"]
+        for path, weight in self._find_sums(loss.maker, 1.0, ()):
+            total = self._describe_sum(path[-1], weight)
+            has_finite_mean = True
+            for origin in loss.origins:
+                has_finite_mean &= origin in path and self._is_below(origin, total.size)
+            yield total._replace(has_finite_mean=has_finite_mean)
 
     def _find_sums(
-        self, key: EquationKey, weight: float, visited: frozenset[EquationKey]
-    ) -> Iterator[Sum]:
-        """Yields the sums in the numbers of an operation, which count `weight` times."""
-        if key not in self._equations or key in visited:
+        self, key: EquationKey, weight: float, after: tuple[EquationKey, ...]
+    ) -> Iterator[tuple[tuple[EquationKey, ...], float]]:
+        """Yields the sums in the numbers of an operation, which count `weight` times.
+
+        Each comes as the operations from the loss to the sum, and how many times it counts.
+        """
+        if key not in self._equations or key in after:
             return
+        path = (*after, key)
         if self._name(key) == "reduce_sum":
-            yield self._describe_sum(key, weight)
+            yield path, weight
         for term in self._find_terms(key, weight):
-            yield from self._find_sums(term.maker, term.weight, visited | {key})
+            yield from self._find_sums(term.maker, term.weight, path)
+
+    def _is_below(self, key: EquationKey, factor: float) -> bool:
+        """Returns whether the inf of an operation is finite if divided by a factor."""
+        visit, birth = self._births[key]
+        largest = float(jnp.finfo(visit.outputs[birth.output].dtype).max)
+        return birth.float32_result <= largest * factor
 
     def _find_terms(self, key: EquationKey, weight: float) -> list[_Term]:
         """Returns what an operation, whose numbers count `weight` times, is linear in."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .._policies.dynamic import DynamicLossScale
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place
-from .cures import find_large_sum, say_mean
+from .cures import say_mean
 from .exam import Exam
 from .finding import Finding, make_finding
 from .gradients import Comparison
@@ -73,10 +73,16 @@ def needs_scale(exam: Exam) -> bool:
 def find_scale(exam: Exam) -> Iterator[Finding]:
     """Notes whether a loss scale is needed, which one fits, and how to start training."""
     if not exam.has_narrow_range:
+        details = [
+            "`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run."
+        ]
+        if "bfloat16" not in exam.dtypes:
+            details.append(
+                "If you train it under `jaxscale.autocast`, look again with `--autocast float16`."
+            )
         yield make_finding(
             f"The model computes in {' and '.join(exam.dtypes)}, and needs no loss scale.",
-            "`jaxscale.skip_nonfinite(optimizer)` keeps a bad batch from ruining the run.",
-            "If you train it under `jaxscale.autocast`, look again with `--autocast float16`.",
+            *details,
         )
         return
     start = find_start(exam)
@@ -106,12 +112,12 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
 def _find_scale_below_one(exam: Exam, start: Start) -> Finding:
     details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
     place: Place | Sum | None = exam.ceiling
-    large = find_large_sum(exam)
-    if large is not None and large.where:
-        details.insert(0, say_mean(large, f", at {large.where}"))
-        place = large
-    elif large is not None:
-        details.insert(0, say_mean(large))
+    total = exam.float32.mean
+    if total is not None and total.where:
+        details.insert(0, say_mean(total, f", at {total.where}"))
+        place = total
+    elif total is not None:
+        details.insert(0, say_mean(total))
     # Where a scale of 1 was asked for, what it overflows is a problem already.
     is_problem = not exam.trace.nonfinite_outputs
     title = _judge_largest_scale(exam, start)
@@ -222,8 +228,8 @@ def _judge_room(exam: Exam) -> list[str]:
 def _say_how_to_start(exam: Exam, start: Start) -> list[str]:
     if start.skipped is None:
         return [
-            f"Make the loss smaller, a mean and not a sum, or write `{start.code}`: below 1 a loss "
-            "scale makes gradients smaller."
+            f"Make the loss smaller, by a factor of {power(1 / (exam.largest_scale or 1.0))} or "
+            f"more, or write `{start.code}`: below 1 a loss scale makes gradients smaller."
         ]
     if start.skipped:
         return [

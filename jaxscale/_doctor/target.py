@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import GetAttrKey, KeyPath
 
 from .._trees.gradient_leaves import leaf_name, list_gradients, only_gradients
-from .._trees.leaf import dtype_of, is_array_like
+from .._trees.leaf import dtype_of, is_array_like, is_python_number
 from .._trees.params import combine
 from ..diagnostics._formats import describe, is_array
 from ..diagnostics._trace.places import Constants, is_users_file
@@ -205,7 +206,8 @@ def _take_gradients(
     that, they come in a dict, by their names.
     """
     try:
-        return only_gradients(params), lambda trained: combine(trained, params)
+        trained = only_gradients(_leave_out_numbers(params))
+        return trained, lambda trained: combine(trained, params)
     except Exception:  # whatever the class raises
         pairs, structure = jax.tree_util.tree_flatten_with_path(params)
 
@@ -213,8 +215,31 @@ def _take_gradients(
         leaves = [trained.get(leaf_name(path), leaf) for path, leaf in pairs]
         return structure.unflatten(leaves)
 
-    trained = {leaf_name(path): leaf for path, leaf in list_gradients(params)}
+    trained = {}
+    for path, leaf in list_gradients(params):
+        if not _is_number_of_module(path, leaf):
+            trained[leaf_name(path)] = leaf
     return trained, restore
+
+
+def _leave_out_numbers(params: optax.Params) -> optax.Params:
+    """Returns parameters with `None` for the Python numbers of modules, such as a dropout rate."""
+
+    def keep_others(path: KeyPath, leaf: Any) -> Any:
+        if _is_number_of_module(path, leaf):
+            return None
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(keep_others, params)
+
+
+def _is_number_of_module(path: KeyPath, leaf: Any) -> bool:
+    """Returns whether a leaf is a Python number that an attribute of an object holds.
+
+    `equinox.filter_value_and_grad` trains arrays alone. In a dict or a list a number is trained.
+    """
+    is_attribute = any(isinstance(key, GetAttrKey) for key in path)
+    return is_attribute and is_python_number(leaf)
 
 
 def _put_on_device(leaf: Any) -> Any:

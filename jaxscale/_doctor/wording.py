@@ -8,6 +8,8 @@ from ..diagnostics._trace.report import Place, TracedConstant
 from .exam import Exam
 
 _MOST_NAMES = 5  # in a list
+# after advice to write something else
+NOT_TRIED = "This was not tried, as the doctor can only try other formats."
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -47,7 +49,9 @@ def join_lines(lines: Sequence[str], where: str, here: str) -> str:
 
 def say_rounded(constant: TracedConstant) -> str:
     """Returns what a number of the source became, as `1e-09 is 0 in float16`."""
-    return f"{number(constant.value)} is {number(constant.became)} in {constant.dtype}"
+    return (
+        f"{number(constant.value, 9)} is {number(constant.became)} in {constant.dtype}"
+    )
 
 
 def say_rounded_at(place: Place, exam: Exam) -> list[str]:

@@ -8,8 +8,9 @@ from ..diagnostics._trace.report import TracedUnderflow
 from .cures import say_cure
 from .exam import Exam
 from .finding import Finding, make_finding
-from .gradients import CLOSE, LeafError
-from .remedy import Culprit, Remedy
+from .float32 import STABLE
+from .gradients import LeafError
+from .remedy import Culprit, Remedy, SourcePlace
 from .wording import (
     join_lines,
     list_names,
@@ -35,15 +36,18 @@ def find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
     of_leaves = [f"Wrong gradients, worst first: {list_names(check.wrong_leaves)}."]
     of_leaves += _say_losses(exam)
     if check.culprit is None:
-        details = _say_no_culprit(exam)
-        yield make_finding(title, *details, *of_leaves, is_problem=True)
+        details = say_compiled_remedy(exam) or _say_no_culprit(exam)
+        place = find_compiled_place(exam)
+        yield make_finding(title, *details, *of_leaves, is_problem=True, place=place)
         return
     place = check.culprit.place
     details = say_rounded_at(place, exam)
     if not details:
         details = [explain_culprit(check.culprit)]
     details += say_backward_rule(place, exam)
-    cures = say_cure(check.culprit)
+    cures = []
+    if check.remedy is not None and check.remedy.works:
+        cures = say_cure(check.culprit)
     details += cures
     if check.remedy is not None:
         details.append(say_remedy(check.remedy, exam, place.where, is_first=not cures))
@@ -72,7 +76,7 @@ def _say_no_culprit(exam: Exam) -> list[str]:
     places = [place for place in exam.trace.underflows if _may_matter(place)]
     if places:
         sentences.append(f"Most of the numbers become 0 at {name_lines(places)}.")
-    sentences.append("No single operation accounts for it.")
+    sentences.append("No single line accounts for it.")
     return sentences
 
 
@@ -90,6 +94,11 @@ def explain_culprit(culprit: Culprit) -> str:
         if place.scaled:
             return f"{flushes}."
         return f"{flushes}, and no loss scale helps."
+    if culprit.kind == "saturation":
+        return (
+            f"{what} rounds {percent(place.share)} of its numbers to 1 or -1, which float32 tells "
+            "from them."
+        )
     if not culprit.largest:
         return f"{what} gives other numbers than in float32."
     exponent = math.frexp(culprit.largest)[1] - 1
@@ -109,7 +118,12 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
     if not remedy.works:
         return f"With {which} in float32, the gradients are still wrong: more lines need it."
     result = "are those of float32 to the last bit"
-    if remedy.error:
+    if remedy.error is None:
+        result = (
+            "are finite. More is not known, as nothing could be compared: rounding in float32 "
+            f"alone changes each of them by more than {STABLE:.0%}"
+        )
+    elif remedy.error:
         result = f"differ from those of float32 by {percent(remedy.error)}"
     verb = "Or compute"
     if is_first:
@@ -120,13 +134,67 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
     )
 
 
+def find_compiled_place(exam: Exam) -> SourcePlace | None:
+    """Returns the line at which only the compiled program goes wrong, if it was found."""
+    remedy = exam.float32.compiled_remedy
+    if remedy is None:
+        return None
+    return remedy.first
+
+
+def say_compiled_remedy(exam: Exam) -> list[str]:
+    """Returns which lines in float32 help where only the compiled program goes wrong."""
+    remedy = exam.float32.compiled_remedy
+    if remedy is None:
+        return []
+    return [
+        f"It begins at {remedy.first}, and only in the compiled program. XLA rewrites operations "
+        "there: a sum of n equal numbers as n times the number, or a division as a product.",
+        say_remedy(remedy, exam, str(remedy.first)),
+    ]
+
+
 def say_how_to_widen(exam: Exam) -> str:
     if exam.blames_autocast:
         return (
             "Exempt it from autocast: call what this line calls, or a function of this line, "
             "through `jaxscale.full_precision`."
         )
-    return "Cast what goes into it to float32, and its result back."
+    return "Cast what goes into it to float32, and leave its result in float32."
+
+
+def find_incomparable(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients that could not be compared with float32."""
+    names = exam.float32.unstable_leaves
+    if not names or exam.float32.comparison is None:
+        return
+    title = f"Could not be compared with float32: {list_names(names)}."
+    if exam.float32.compares_nothing:
+        title = "No gradient could be compared with float32."
+    yield make_finding(
+        title,
+        "Rounding in float32 alone changes each of them about as much as narrower formats do.",
+    )
+
+
+def find_wrong_loss(exam: Exam) -> Iterator[Finding]:
+    """Notes a loss that is far from that in float32, though the gradients are right."""
+    if exam.float32.right_loss is None or not exam.is_right:
+        return
+    yield make_finding(
+        f"{say_wrong_loss(exam.loss, exam.float32.right_loss)}. Its gradients are right.",
+        "A loss that is logged, compared or used to stop early is better computed in float32.",
+    )
+
+
+def say_wrong_loss(loss: float, right_loss: float) -> str:
+    """Returns how far a loss is from that in float32."""
+    off = "far off"
+    if right_loss:
+        off = f"off by {percent(min(abs(loss / right_loss - 1), 1.0))}"
+    return (
+        f"The loss is {off}: {number(loss, 4)}, and {number(right_loss, 4)} in float32"
+    )
 
 
 def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
@@ -153,13 +221,8 @@ def find_underflows(exam: Exam) -> Iterator[Finding]:
         return
     worst = max(places, key=lambda place: (_may_matter(place), place.lost_sum))
     words = "They are the smallest values there."
-    comparison = exam.float32.comparison
-    if exam.is_right and comparison is not None and comparison.error <= CLOSE:
+    if exam.is_right:
         words = f"This does no harm: float32 gives the same gradients within {_say_error(exam)}."
-    elif exam.is_right:
-        words = (
-            "The gradients are not stable: rounding in float32 changes them as much."
-        )
     places.sort(key=lambda place: -place.lost_sum)
     title = f"Most of the nonzero numbers become 0 at {name_lines(places)}."
     yield make_finding(title, words, place=worst)
@@ -190,15 +253,17 @@ def find_zeros(exam: Exam) -> Iterator[Finding]:
 
 
 def _say_error(exam: Exam) -> str:
-    if exam.float32.comparison is None:
+    if exam.float32.error is None:
         return ""
-    return percent(min(exam.float32.comparison.error, 1.0))
+    return percent(min(exam.float32.error, 1.0))
 
 
 def _say_losses(exam: Exam) -> list[str]:
-    """Returns what autocast makes of the loss."""
+    """Returns what autocast makes of the loss, or how far it is from that in float32."""
     if exam.loss_as_written is None:
-        return []
+        if exam.float32.right_loss is None:
+            return []
+        return [f"{say_wrong_loss(exam.loss, exam.float32.right_loss)}."]
     loss = number(exam.loss, 4)
     loss_as_written = number(exam.loss_as_written, 4)
     return [f"The loss is {loss} in {exam.autocast}, and as written {loss_as_written}."]

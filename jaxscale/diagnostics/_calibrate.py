@@ -13,6 +13,7 @@ from .._gradients.verdict import all_finite
 from .._state.scale import init_state
 from .._trees.checks import int32, power_of_two
 from ._text import number, power
+from ._trace.backward import check_floating
 
 
 class Calibration(NamedTuple):
@@ -47,6 +48,7 @@ def calibrate(
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
     max_passes: int = 10,
+    transform: Callable[..., Any] = jax.value_and_grad,
     has_aux: bool = False,
     jit: Callable[..., Any] = jax.jit,
     **kwargs: Any,
@@ -66,9 +68,11 @@ def calibrate(
       max_scale: the largest scale to try, a power of two. With a float16 loss none above 2**15 is
         tried, because its cotangent cannot hold it.
       max_passes: the most backward passes to make. By default one batch takes up to 5.
+      transform: what differentiates: `jax.value_and_grad`, `equinox.filter_value_and_grad` or
+        `flax.nnx.value_and_grad`.
       has_aux: whether `fun` returns a pair of the loss and an auxiliary output.
       jit: the function that compiles: `jax.jit`, `equinox.filter_jit` or `flax.nnx.jit`.
-      **kwargs: passed to `jaxscale.value_and_grad`, such as `transform`.
+      **kwargs: passed to `transform`, such as `allow_int`.
 
     Returns:
       A `Calibration`. If even `min_scale` overflows, its `init_scale` is `None`.
@@ -76,7 +80,8 @@ def calibrate(
     Raises:
       ValueError: if the loss itself is not finite on a batch, which no scale can change; if there
         is no batch, or a number is out of range.
-      TypeError: if `batches` is a single batch, or `fun` does not return a floating scalar.
+      TypeError: if `batches` is a single batch, a parameter is not floating, or `fun` does not
+        return a floating scalar.
 
     Example:
       >>> import jax.numpy as jnp
@@ -103,11 +108,17 @@ def calibrate(
             f"{type(batches).__name__}. Pass [batch]."
         )
 
+    if transform is jax.value_and_grad and not kwargs.get("allow_int"):
+        also = " and jit=equinox.filter_jit"
+        argnums = kwargs.get("argnums", 0)
+        check_floating("calibrate", (params,), argnums, also=also)
+
     @jit
     def run_pass(state: Any, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        value, grads = value_and_grad(fun, state, has_aux=has_aux, **kwargs)(
-            params, batch
+        differentiated = value_and_grad(
+            fun, state, transform=transform, has_aux=has_aux, **kwargs
         )
+        value, grads = differentiated(params, batch)
         loss = value[0] if has_aux else value
         return loss, all_finite(grads)
 

@@ -331,7 +331,8 @@ def _draw_loss_scale(ax: Any, steps: np.ndarray, loss_scale: np.ndarray) -> None
 
 def _draw_skipped(ax: Any, steps: np.ndarray, skipped: np.ndarray) -> None:
     ax.step(steps, skipped, where="post", color=_NORMAL, lw=1)
-    is_skipped = np.diff(skipped, prepend=skipped[0]) > 0
+    # `History` counts from before the first row, which may be a skipped step itself.
+    is_skipped = np.diff(skipped, prepend=0) > 0
     ax.plot(
         steps[is_skipped], skipped[is_skipped], "o",
         color=_SUBNORMAL, mec="black", mew=0.4, ms=4,

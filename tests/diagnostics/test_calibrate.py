@@ -155,6 +155,7 @@ class Misuse(NamedTuple):
     message: str
     batches: Any = (batch(0),)
     options: Mapping[str, Any] = MappingProxyType({})
+    params: Any = W
 
 
 ERRORS = {
@@ -194,6 +195,12 @@ ERRORS = {
         r"scalar, got float32\[2\]",
         batches=[(jnp.ones(2, jnp.float16), 1.0)],
     ),
+    "module": Misuse(
+        TypeError,
+        r"got `function` at args\[0\]\['act'\].*"
+        r"transform=equinox.filter_value_and_grad and jit=equinox.filter_jit",
+        params={"w": W, "act": loss_fn},
+    ),
     "aux": Misuse(TypeError, r"must return a pair", options={"has_aux": True}),
 }
 
@@ -202,4 +209,4 @@ ERRORS = {
 def test_errors(name):
     misuse = ERRORS[name]
     with pytest.raises(misuse.error, match=misuse.message):
-        diagnostics.calibrate(loss_fn, W, misuse.batches, **misuse.options)
+        diagnostics.calibrate(loss_fn, misuse.params, misuse.batches, **misuse.options)

@@ -424,6 +424,16 @@ def test_steps_that_were_skipped_before_a_history_began_do_not_count():
     assert str(history).startswith("steps 91 to 92: 1 skipped")
 
 
+def test_a_skip_in_the_first_row_of_a_history_is_marked():
+    state = TX.init(PARAMS)._replace(total_notfinite=jnp.array(40))
+    history = diagnostics.History()
+    for grad in (jnp.inf, 1.0):
+        state = step(state, jnp.float32(grad), jnp.float32(1))
+        history.append(state)
+    _, skipped = drawn(history.plot()).axes
+    assert skipped.lines[1].get_xdata().tolist() == [1]
+
+
 def test_a_history_takes_numbers_of_python_numpy_and_jax():
     history = diagnostics.History()
     numbers = {"loss_scale": 2.0**15, "step_applied": True, "n": 3}

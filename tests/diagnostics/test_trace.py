@@ -455,6 +455,9 @@ BAD_INPUT = {
     r"got int32\[3\] at args\[0\]\['w'\]\.": lambda: trace(
         jnp.sum, {"w": jnp.arange(3)}
     ),
+    r"got `function` at args\[0\]\['act'\].*transform=equinox.filter_value_and": lambda: (
+        trace(jnp.sum, {"w": X, "act": summed})
+    ),
     "` reads values": lambda: jax.jit(lambda w: trace(jnp.sum, w).loss)(X),
     "exactly one loss scale state": lambda: diagnostics.trace(jnp.sum, {"a": X}),
     r"got an array of shape \(3,\)": lambda: diagnostics.trace(jnp.sum, POPULATION),
@@ -665,6 +668,32 @@ def test_numbers_that_become_zero_or_inf_are_named_with_their_lines():
     assert_fields(infinite, value=70000.0, became=np.inf, dtype="float16")
     assert_fields(infinite, line=line("became inf"), primitive="div")
     assert "1e-09 is 0 in float16" in str(zero)
+
+
+@summed
+def with_bounds(w):
+    x = jnp.minimum(w, 1 - 1e-5)  # plant: became 1
+    x = jnp.maximum(x, -1 + 1e-5)  # plant: became -1
+    # A line with a 1 of its own may mean that one.
+    x = jnp.minimum(x, 1.0) * (1 - 1e-5)
+    return jnp.where(x > 1.0, x, 0)
+
+
+def test_numbers_that_become_one_are_named_with_their_lines():
+    report = trace(with_bounds, half(1, 0.5, -0.5, -1), loss_scale=1)
+    one, minus_one = report.constants
+    assert_fields(one, value=1 - 1e-5, became=1.0, line=line("became 1"))
+    assert_fields(minus_one, value=-1 + 1e-5, became=-1.0, line=line("became -1"))
+    assert "0.99999 is 1 in float16" in str(one)
+
+
+def test_a_pass_in_float32_has_the_numbers_that_were_written():
+    def fun(w):
+        return jnp.minimum(w, 1 - 1e-5).astype(jnp.float32)
+
+    backward = TracedBackward(fun, (HALF(2),), {})
+    in_float32 = backward.run(1.0, is_wide=lambda key: True)
+    assert in_float32.report().loss == np.float32(1 - 1e-5)
 
 
 def test_numbers_in_bfloat16_are_what_they_say():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -502,6 +503,71 @@ def square_kernel():
     shape = jax.ShapeDtypeStruct((8,), HALF)
     kernel = pallas.pallas_call(square, shape, interpret=True)
     return summed(not_differentiated(kernel)), (half(*[1e-4] * 7, 6e4),)
+
+
+def test_what_reads_a_number_in_float32_does_not_round_it():
+    def fun(w):
+        return ((w + HALF(0.5)) - HALF(2048)).astype(jnp.float32)
+
+    backward = TracedBackward(fun, (HALF(2048),), {})
+    run = backward.run(1.0)
+    sums = []
+    for key, (eqn, _) in run.findings.equations.items():
+        if eqn.primitive.name == "add":
+            sums.append(key)
+    in_float32 = backward.run(1.0, is_wide=lambda key: key in sums)
+    assert run.report().loss == 0
+    assert in_float32.report().loss == 0.5
+
+
+def test_the_compiled_program_has_the_gradients_of_its_equations():
+    def fun(w):
+        def body(x, y):
+            return jnp.tanh(x * y), x
+
+        last, rows = jax.lax.scan(body, w[0], w)
+        return jnp.sum(rows.astype(jnp.float32)) + last.astype(jnp.float32)
+
+    backward = TracedBackward(fun, (ONE_TO_EIGHT,), {})
+    compiled = backward.run_compiled(1.0, lambda key: False)
+    np.testing.assert_allclose(
+        compiled["grads"], backward.run(1.0).grads["grads"], rtol=2e-3
+    )
+
+
+def test_equations_of_the_compiled_program_may_be_in_float32():
+    def fun(w):
+        return (w * HALF(600) * HALF(600)).astype(jnp.float32)
+
+    backward = TracedBackward(fun, (HALF(1),), {})
+    assert backward.run_compiled(1.0, lambda key: False)["grads"] == np.inf
+    assert backward.run_compiled(1.0, lambda key: True)["grads"] == 360000
+
+
+def test_a_program_with_refs_is_not_compiled_as_a_whole():
+    backward = TracedBackward(summed(ref_from_outside), (ONE_TO_EIGHT,), {})
+    assert backward.run_compiled(1.0, lambda key: False) is None
+
+
+LIBRARY = """
+def double(x):
+    return x * 60000 * 60000
+
+def loss(x):
+    return double(x).astype("float32").sum()
+"""
+
+
+def test_lines_of_an_installed_package_come_after_the_users(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(folder))
+    library = importlib.import_module("a_library")
+    report = trace(summed(library.double), ONE_TO_EIGHT)
+    assert report.first_nonfinite.file.endswith("traced_losses.py")
+    report = trace(library.loss, ONE_TO_EIGHT)
+    assert report.first_nonfinite.file.endswith("a_library.py")
 
 
 def test_a_kernel_is_an_equation_that_float32_cannot_run():

@@ -71,6 +71,20 @@ def log_of_softmax():
 
 
 @advice("Write `jax.nn.log_softmax(logits)` instead", 5 * ROWS)
+def log_of_softmax_by_rows():
+    def faulty(x, w):
+        rows = _multiply(x, w)
+        probability = jnp.stack([jax.nn.softmax(row) for row in rows])  # fault
+        return jnp.log(jnp.tile(probability, 2))
+
+    def cured(x, w):
+        rows = _multiply(x, w)
+        return jnp.tile(jnp.stack([jax.nn.log_softmax(row) for row in rows]), 2)
+
+    return faulty, cured
+
+
+@advice("Write `jax.nn.log_softmax(logits)` instead", 5 * ROWS)
 def log_of_softmax_written_out():
     def faulty(x, w):
         z = _multiply(x, w)

@@ -171,6 +171,25 @@ def cancels(p, x):
     return jax.nn.softmax((x * p["w"] + p["b"]).astype(HALF)) * x.astype(HALF)
 
 
+def noise(is_finite=True):
+    """What is added to all logits has no other gradient, so that nothing can be compared."""
+    x = jnp.array([[0.3, -1.1, 0.9], [1.7, 0.4, -0.6]])
+
+    def loss_fn(p, x):
+        y = (x + p["b"]).astype(HALF)
+        loss = jnp.sum(jax.nn.softmax(y) * x)
+        if is_finite:
+            return loss
+        too_large = y * HALF(60000) * HALF(9)  # overflows
+        return loss + 1e-30 * jnp.sum(too_large.astype(FULL))
+
+    return loss_fn, {"b": jnp.float32(0.3)}, x
+
+
+def noise_after_overflow():
+    return noise(is_finite=False)
+
+
 @model(params={"w": jnp.ones(3)}, batch=jnp.array([0.0, 0.0, -jnp.inf], HALF))
 def masked(p, mask):
     """An additive mask in the batch, with infinities on purpose."""
@@ -200,6 +219,33 @@ def epsilon(p, x):
     return y / jnp.sqrt(jnp.mean(y * y, axis=1, keepdims=True) + 1e-9)  # divides
 
 
+@model(batch=jnp.full((128, 2), 300.0, HALF), reduce=jnp.sum)
+def summand(p, x):
+    """Not the sum is too large but one of its numbers, on the same line: so is the mean."""
+    return jnp.sum(jnp.square(x * p["w"].astype(HALF)), axis=0)  # both
+
+
+def bounded(bound):
+    """The logarithm of 1 minus a probability that is bounded by a number that becomes 1."""
+    scores = jnp.array([[9.0, -3.0, 0.0], [0.0, 1.0, -9.0], [1.0, 1.0, 12.0]])
+
+    @model(params={"w": jnp.ones(3)}, batch=scores)
+    def target(p, x):
+        probability = jax.nn.softmax((x * p["w"]).astype(HALF))
+        probability = bound(probability)
+        return -jnp.log(1 - probability) * jnp.array([0.3, 1.0, 0.2])
+
+    return target()
+
+
+def minimum():
+    return bounded(lambda p: jnp.minimum(p, 1 - 1e-4))  # the minimum
+
+
+def clip():
+    return bounded(lambda p: jnp.clip(p, 1e-4, 1 - 1e-4))  # the clip
+
+
 NAN = jnp.array(jnp.nan)
 
 
@@ -211,28 +257,45 @@ def given(p, b):
 # Wrong gradients.
 
 
-def repeated(first=0.0):
-    """Five equal operations are at fault, and before them one as bad as `first` of them."""
+@model()
+def repeated(p, b):
+    """Five equal operations are at fault, all on one line."""
+    equal, _, _ = half(2.0**-22)
+    return sum(equal(p, b) for _ in range(5))
+
+
+def spread(first=0.0):
+    """Five lines are at fault, and before them one as bad as `first` of them."""
 
     def loss_fn(p, b):
-        y = (b["x"] * p["w"]).astype(HALF)
-        y = y * HALF(2.0**-22) * HALF(2.0**-22)  # the worst
-        loss = first * jnp.mean(y.astype(FULL))
-        equal, _, _ = half(2.0**-22)
-        for _ in range(5):
-            loss += equal(p, b)
-        return loss
+        y = b["x"] * p["w"]
+        tiny = HALF(2.0**-22)
+        terms = [first * (y.astype(HALF) * tiny * tiny).astype(FULL)]  # the worst
+        terms += [(y.astype(HALF) * tiny * tiny).astype(FULL)]
+        terms += [(y.astype(HALF) * tiny * tiny).astype(FULL)]
+        terms += [(y.astype(HALF) * tiny * tiny).astype(FULL)]
+        terms += [(y.astype(HALF) * tiny * tiny).astype(FULL)]
+        terms += [(y.astype(HALF) * tiny * tiny).astype(FULL)]
+        return jnp.mean(sum(terms))
 
     return loss_fn, W, X
 
 
 def mostly_one():
-    return repeated(10.0)
+    return spread(10.0)
+
+
+@model()
+def offset(p, b):
+    """The gradients are right, and the loss is not: 4097.2 is 4096."""
+    y = (b["x"] * p["w"] * 0 + 4097.2).astype(HALF)
+    return b["x"] * p["w"] + jax.lax.stop_gradient(y).astype(FULL) - 4090
 
 
 def ratio(b):
     """XLA divides by multiplying with the inverse, which is inf."""
-    return b["x"].astype(HALF) * HALF(2.0**-17) / (jnp.ones(2, HALF) * HALF(2.0**-18))
+    divisor = jnp.ones(2, HALF) * HALF(2.0**-18)  # the divisor
+    return b["x"].astype(HALF) * HALF(2.0**-17) / divisor
 
 
 @model()
@@ -244,6 +307,12 @@ def rewritten(p, b):
 def inverted(p, b):
     """What was inf is finite again, but 0."""
     return p["w"] * (1 / (1 + ratio(b))).astype(FULL)
+
+
+@model(params={"b": jnp.float32(1)}, batch=jnp.ones(2**17, HALF))
+def equal_numbers(p, x):
+    """The gradient is a sum of equal numbers: XLA multiplies one by 2**17, which is inf."""
+    return x + p["b"].astype(HALF)  # the sum of its gradient
 
 
 @model(batch={"x": jnp.array([2048, 1, -2048, -1], HALF)})

@@ -21,7 +21,7 @@ from jaxscale._doctor.gradients import Comparison, LeafError
 from jaxscale._doctor.measure import examine
 from jaxscale._doctor.origins import Sum
 from jaxscale._doctor.record import make_record
-from jaxscale._doctor.remedy import Culprit, Relief, Remedy
+from jaxscale._doctor.remedy import Culprit, Relief, Remedy, SourcePlace
 from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
@@ -30,8 +30,9 @@ pytestmark = pytest.mark.standard_promotion
 FIELDS = """
 version found verdict findings target autocast is_quick is_auto loss loss_as_written dtypes
 backward_rules loss_scale shown_scale calibration start repeats scale_backward_raised largest
-is_limited ceiling relief comparison trace is_finite_in_float32 float32 wrong culprit remedy
-unshifted loss_sums zero leaves histogram shares layers suggestion
+is_limited ceiling relief comparison trace is_finite_in_float32 float32 wrong unstable right_loss
+mean culprit remedy compiled_remedy unshifted loss_sums zero leaves histogram shares layers
+suggestion
 """
 
 
@@ -83,7 +84,9 @@ NESTED_FIELDS = {
     "comparison": COMPARED,
     "float32": COMPARED,
     "culprit": "place kind largest error made_by",
+    "mean": "where size weight",
     "remedy": "lines works error",
+    "compiled_remedy": "lines works error",
     "loss_sums": "where size weight",
     "histogram": "counts zero inf nan",
 }
@@ -98,16 +101,21 @@ def fill_in(exam):
     culprit = Culprit(
         exam.ceiling, kind="overflow", largest=np.inf, error=0.25, made_by=""
     )
+    line = SourcePlace("model.py", 1)
+    remedy = Remedy(line, ("model.py:1",), works=True, error=0.0)
+    total = Sum("model.py:1", "model.py", 1, size=8, weight=1.0)
     check = exam.float32._replace(
         comparison=comparison,
         culprit=culprit,
-        remedy=Remedy(("model.py:1",), works=True, error=0.0),
+        remedy=remedy,
+        compiled_remedy=remedy,
+        mean=total,
     )
     return exam._replace(
         float32=check,
         scale_comparison=comparison,
         relief=Relief(2.0, ("model.py:1",)),
-        loss_sums=(Sum("model.py:1", "model.py", 1, size=8, weight=1.0),),
+        loss_sums=(total,),
     )
 
 

@@ -129,7 +129,8 @@ NONFINITE = {
             "The loss is NaN",
             "it was there before, in a constant or an input",
             "Find out where this number comes from.",
-            "Use a number that float16 holds, or",
+            "70000 is inf in float16",
+            "Whether it does harm is not known",
         ],
         never=["Nothing"],
     ),
@@ -157,8 +158,53 @@ NONFINITE = {
     ),
     "rewritten": Case(
         1,
-        ["Compiled as one program, the model gives gradients with inf or NaN."],
-        never=["It begins"],
+        [
+            "Compiled as one program, the model gives gradients with inf or NaN.",
+            f"It begins at {line_of('the divisor')}, and only in the compiled program.",
+            "Compute this line in float32: that was tried",
+        ],
+    ),
+    "equal_numbers": Case(
+        1,
+        [
+            "Compiled as one program, the model gives gradients with inf or NaN.",
+            f"It begins at {line_of('the sum of its gradient')}, and only",
+            "that was tried, and the gradients then are those of float32 to the last bit",
+        ],
+    ),
+    "noise_after_overflow": Case(
+        1,
+        [
+            f"It begins at {line_of('overflows')}",
+            "the gradients then are finite. More is not known, as nothing could be compared",
+        ],
+        never=["to the last bit"],
+    ),
+    "summand": Case(
+        1,
+        [
+            f"It begins at {line_of('both')}",
+            "Compute this line in float32: that was tried",
+        ],
+        never=["Take a mean"],
+    ),
+    "minimum": Case(
+        1,
+        [
+            f"It begins at {line_of('the minimum')}",
+            "0.9999 is 1 in float16",
+            "in float32: that was tried",
+        ],
+        never=["become 0", "log_softmax"],
+    ),
+    "clip": Case(
+        1,
+        [
+            f"It begins at {line_of('the clip')}",
+            "of its numbers to 1 or -1",
+            "in float32: that was tried",
+        ],
+        never=["become 0", "log_softmax"],
     ),
 }
 
@@ -176,8 +222,16 @@ WRONG = {
         1,
         [
             "w is flushed to 0.",
+            f"It begins at {line_of('the line')}",
+        ],
+        never=["No single"],
+    ),
+    "spread": Case(
+        1,
+        [
+            "w is flushed to 0.",
             "Most of the numbers become 0 at doctored.py:",
-            f"{line_of('the line')}. No single operation accounts for it.",
+            "No single line accounts for it.",
         ],
         never=["It begins"],
     ),
@@ -185,15 +239,34 @@ WRONG = {
         1,
         [
             f"It begins at {line_of('the worst')}",
-            "With this line and doctored.py:",
-            "in float32, the gradients are still wrong",
+            "With this line in float32, the gradients are still wrong: more lines need it.",
         ],
         never=["No single"],
     ),
     "inverted": Case(
         1,
-        ["w is flushed to 0. No single operation accounts for it."],
-        never=["It begins"],
+        [
+            "w is flushed to 0.",
+            f"It begins at {line_of('the divisor')}, and only in the compiled program.",
+            "Compute this line in float32: that was tried",
+        ],
+        never=["No single"],
+    ),
+    "offset": Case(
+        0,
+        [
+            "Nothing is wrong with the gradients, but the loss is far from that in float32.",
+            "The loss is off by 11.2%: ",
+        ],
+        never=["Problems", "Nothing is wrong."],
+    ),
+    "noise": Case(
+        0,
+        [
+            "Nothing overflows, and nothing could be compared with float32.",
+            "No gradient could be compared with float32.",
+        ],
+        never=["Problems", "Nothing is wrong"],
     ),
     "cancelled": Case(
         1,
@@ -336,7 +409,7 @@ AUTOCAST = {
     "dense in bfloat16": Case(
         0,
         ["Nothing is wrong in bfloat16.", "bfloat16 and float32, by", "needs no loss"],
-        never=["Problems"],
+        never=["Problems", "If you train it under"],
         options=["--autocast", "bfloat16"],
     ),
     "scores in float16": Case(
@@ -356,7 +429,7 @@ AUTOCAST = {
             "w is off by 60.0%, compared with float32",
             f"It begins at {line_of('float16 holds every fourth number near it')}",
             "as large as 4098, where float16 only holds multiples of 4",
-            "that was tried, and the gradients then are those of float32 to the last bit",
+            "Compute this line in float32: that was tried, and the gradients then",
             "The loss is 16 in float16, and as written 6.25.",
         ],
         never=["Nothing", "become 0"],

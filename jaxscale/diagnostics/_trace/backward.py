@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ..._gradients.scaled import divide
@@ -29,6 +30,7 @@ from .interpreter import (
 from .needs import BACKWARD, FORWARD, open_equation
 from .places import Constants, find_line
 from .plan import Planner
+from .program import compile_fast
 from .report import TracedNonfinite, TraceReport
 
 
@@ -100,7 +102,7 @@ def trace(
                 "Call it where the training step is called, with the same arguments."
             )
         if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-            _check_floating(args, kwargs.get("argnums", 0))
+            check_floating("trace", args, kwargs.get("argnums", 0))
         traced = TracedBackward(
             fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
         )
@@ -109,8 +111,16 @@ def trace(
     return trace_fun
 
 
-def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
-    """Raises a `TypeError` unless all leaves of the parameters are floating."""
+def check_floating(
+    call: str,
+    args: tuple[Any, ...],
+    argnums: int | Sequence[int],
+    also: str = "",
+) -> None:
+    """Raises a `TypeError` unless all leaves of the parameters are floating.
+
+    `also` is what else a call needs for a module of Equinox.
+    """
     if not isinstance(argnums, Sequence):
         argnums = [argnums]
     for i in argnums:
@@ -119,9 +129,10 @@ def _check_floating(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter):
             if not is_inexact_leaf(leaf):
                 raise TypeError(
-                    f"`trace(fun)` differentiates floating parameters, got {describe(leaf)} at "
+                    f"`{call}(fun)` differentiates floating parameters, got {describe(leaf)} at "
                     f"args[{i}]{jax.tree_util.keystr(path[1:])}. Take it out of the parameters, "
-                    "or pass allow_int=True or another argnums=...."
+                    "or pass allow_int=True or another argnums=.... For a module of Equinox pass "
+                    f"transform=equinox.filter_value_and_grad{also}."
                 )
 
 
@@ -239,6 +250,33 @@ class TracedBackward:
         scale = Value(jnp.float32(loss_scale), scaled=True)
         with jax.debug_nans(False), jax.debug_infs(False):
             return interpreter.interpret(self._closed, [scale], self._needs)
+
+    def run_compiled(
+        self, loss_scale: float, is_wide: IsWide
+    ) -> dict[str, np.ndarray] | None:
+        """Returns the gradients of the pass compiled as one program, some equations in float32.
+
+        XLA may put operations together there. A loop is one equation. `None` if the program has
+        refs, which only run outside of it.
+        """
+        plan = self._planner.plan(self._closed, self._needs)
+        if plan.has_refs:
+            return None
+
+        def compute_outputs(scale: jax.Array, consts: Sequence[Any]) -> list[Any]:
+            return plan.compute([scale], consts, is_wide)
+
+        # As the trace rounds: each equation to its own dtype.
+        compiled = compile_fast(compute_outputs, xla_allow_excess_precision=False)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            # As arguments: of constants XLA would compute the results ahead of time.
+            consts = [const.value for const in plan.consts]
+            outputs = compiled(jnp.float32(loss_scale), consts)
+        grads = {}
+        for name, output in zip(self._names, outputs, strict=True):
+            if name.startswith("grads"):
+                grads[name] = np.asarray(output)
+        return grads
 
     def how_far(self) -> str:
         """Returns how far the pass that runs now has come, in words. Another thread may ask."""

@@ -29,14 +29,26 @@ class IncomparableError(Exception):
 
 
 def compute(eqn: JaxprEqn, inputs: Sequence[Any], is_wide: bool) -> list[Any]:
-    """Returns the outputs of an equation, in float32 if that is asked for and possible."""
+    """Returns the outputs of an equation, in float32 if that is asked for and possible.
+
+    One that reads what another computed in float32 does not round it before it is used: only its
+    own results are rounded, as they are written.
+    """
     with context(eqn):
+        if not (is_wide or _reads_wider(eqn, inputs)):
+            return evaluate(eqn, inputs)
+        try:
+            outputs = evaluate_in_float32(eqn, inputs)
+        except IncomparableError:  # such as a kernel for one dtype
+            return evaluate(eqn, inputs)
         if is_wide:
-            try:
-                return evaluate_in_float32(eqn, inputs)
-            except IncomparableError:  # such as a kernel for one dtype
-                pass
-        return evaluate(eqn, inputs)
+            return outputs
+        return list(map(_cast_as_taken, outputs, results(eqn)))
+
+
+def _reads_wider(eqn: JaxprEqn, inputs: Sequence[Any]) -> bool:
+    """Returns whether an input is in float32 where the equation takes half precision."""
+    return any(map(_is_wider, inputs, eqn.invars))
 
 
 def evaluate(
@@ -82,10 +94,15 @@ def _bind_copies(
 
 
 def _cast_as_taken(value: Any, atom: Any) -> Any:
-    dtype: Any = getattr(atom.aval, "dtype", None)
-    if is_half(dtype) and getattr(value, "dtype", None) == np.float32:
-        return jax.lax.convert_element_type(value, dtype)
+    if _is_wider(value, atom):
+        return jax.lax.convert_element_type(value, atom.aval.dtype)
     return value
+
+
+def _is_wider(value: Any, atom: Any) -> bool:
+    """Returns whether a value is in float32 where a program has half precision."""
+    dtype: Any = getattr(atom.aval, "dtype", None)
+    return is_half(dtype) and getattr(value, "dtype", None) == np.float32
 
 
 def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Scan, While, context, is_ref
+from .damage import has_nonfinite
 from .evaluate import compute
 from .needs import Needs, open_equation, results, unite
 from .plan import Plan, Planner, Segment, Source, Step
@@ -163,7 +164,8 @@ class Interpreter:
 
     def _run_segment(self, segment: Segment, slots: _Slots, location: Location) -> None:
         """Runs the program of a segment, and shows its equations one after the other."""
-        inputs = [value.array for value in slots.read_all(segment.reads)]
+        entries = slots.read_all(segment.reads)
+        inputs = [value.array for value in entries]
         wide = []
         for step in segment.steps:
             key = key_of(step.eqn, (*location.around, *step.around))
@@ -173,7 +175,7 @@ class Interpreter:
         for step in segment.steps:
             arrays = list(itertools.islice(outputs, len(step.writes)))
             if is_all_wide:
-                values = list(map(Value, arrays))
+                values = _pass_on_origins(entries, arrays)
             else:
                 step_inputs = slots.read_all(step.reads)
                 values = self._show(step, step_inputs, arrays, location)
@@ -304,6 +306,16 @@ class Interpreter:
             rows.reverse()
         stacked = list(map(_stack, zip(*rows, strict=True)))
         return [*carries, *stacked]
+
+
+def _pass_on_origins(inputs: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
+    """Returns results that are not shown, with the origins of inf and NaN in the inputs."""
+    origins: Origins = frozenset().union(*(value.origins for value in inputs))
+    values = []
+    for array in arrays:
+        is_bad = bool(origins) and array is not None and has_nonfinite(array)
+        values.append(Value(array, origins=origins if is_bad else frozenset()))
+    return values
 
 
 def _is_extended(array: Any) -> bool:

@@ -2,17 +2,20 @@
 
 JAX rounds a Python number while it traces: in float16 `x + 1e-9` is `x + 0`, and no equation
 shows that. NumPy does the rounding, and can call a function when it underflows or overflows. So
-the number and its line are known if a function is traced inside of `Constants.notice`.
+the number and its line are known if a function is traced inside of `Constants.notice`. Nothing is
+called for a number that becomes 1, as the bound `1 - 1e-7` does: it is read in the line.
 """
 
+import ast
 import contextlib
 import functools
 import linecache
+import operator
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +35,13 @@ _LIBRARIES = (
     "chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy",
 )  # fmt: skip
 _ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "pow", "rem"}
+_COMPARISONS = {"gt", "ge", "lt", "le"}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 class Line(NamedTuple):
@@ -64,13 +74,22 @@ NO_LINE = Line("", 0, "")
 
 
 def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
-    """Returns the user's lines for an equation and the calls around it, innermost first."""
+    """Returns the user's lines for an equation and the calls around it, innermost first.
+
+    Lines of other installed packages are left out, unless there are no others.
+    """
     users_lines = []
+    lines_of_packages = []
     for outer in (eqn, *reversed(around)):
         for frame in frames(outer):
-            if is_users_file(frame.file):
-                users_lines.append(Line(frame.file, frame.line, frame.function))
-    return users_lines
+            line = Line(frame.file, frame.line, frame.function)
+            if not is_users_file(frame.file):
+                continue
+            if _is_installed(frame.file):
+                lines_of_packages.append(line)
+            else:
+                users_lines.append(line)
+    return users_lines or lines_of_packages
 
 
 def find_line(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Line:
@@ -100,10 +119,13 @@ def is_users_file(file: str) -> bool:
         for folder in module.__path__:
             if file.startswith(os.path.join(folder, "")):
                 return False
-    is_installed = "site-packages" in file or "dist-packages" in file
-    return is_installed or not file.startswith(
+    return _is_installed(file) or not file.startswith(
         os.path.join(sysconfig.get_path("stdlib"), "")
     )
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
 
 
 class Constants:
@@ -125,21 +147,19 @@ class Constants:
     def exact(
         self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], literal: Literal
     ) -> float | None:
-        """Returns the number that a 0 or inf in an equation was made of, if it is known."""
+        """Returns the number that a 0, 1 or inf in an equation was made of, if it is known."""
         value = np.asarray(literal.val)
         is_floating_number = not value.shape and value.dtype.kind in "fV"
-        if not is_floating_number or not self._numbers:
+        if not is_floating_number:
             return None
-        # Derivatives compare with 0 and choose it, as that of `abs` does.
-        if eqn.primitive.name not in _ARITHMETIC:
-            return None
-        if value != 0 and not np.isinf(value):
-            return None
+        name = eqn.primitive.name
         line = find_line(eqn, around)
-        for number in self._numbers.get((line.file, line.number), ()):
-            with np.errstate(all="ignore"):
-                if np.asarray(number).astype(value.dtype) == value:
-                    return number
+        if np.abs(value) == 1 and name in _ARITHMETIC | _COMPARISONS:
+            return _find_rounded(_numbers_in(line.text), value)
+        # Derivatives compare with 0 and choose it, as that of `abs` does.
+        if name in _ARITHMETIC and (value == 0 or np.isinf(value)):
+            noted = self._numbers.get((line.file, line.number), ())
+            return _find_rounded(tuple(noted), value)
         return None
 
     def _note(self, kind: str, flag: int) -> None:
@@ -155,3 +175,50 @@ class Constants:
         for number in numbers:
             if 0 < abs(number) < np.inf:
                 numbers_of_line.append(number)
+
+
+def _find_rounded(numbers: Sequence[float], value: np.ndarray) -> float | None:
+    """Returns the first number that is another one, `value`, in a dtype."""
+    for number in numbers:
+        with np.errstate(all="ignore"):
+            is_of_number = np.asarray(number).astype(value.dtype) == value
+        # As Python numbers: NumPy would round the one before it compares.
+        if is_of_number and float(value) != number:
+            return number
+    return None
+
+
+@functools.cache
+def _numbers_in(text: str) -> tuple[float, ...]:
+    """Returns the numbers in a line of source, `1 - 1e-7` as one, if the line can be read."""
+    try:
+        waiting: list[ast.AST] = [ast.parse(text)]
+    except SyntaxError:  # a part of a statement
+        return ()
+    numbers = []
+    while waiting:
+        node = waiting.pop()
+        number = _read_number(node)
+        if number is None:
+            waiting += ast.iter_child_nodes(node)
+        else:
+            numbers.append(number)
+    # What stands there as it is was not rounded.
+    if {1, -1} & set(numbers):
+        return ()
+    return tuple(numbers)
+
+
+def _read_number(node: ast.AST) -> float | None:
+    """Returns the number that an expression of numbers alone is, or `None` for any other."""
+    match node:
+        case ast.Constant(value=float() | int() as number):
+            return float(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            number = _read_number(operand)
+            return None if number is None else -number
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            numbers = _read_number(left), _read_number(right)
+            if None not in numbers and numbers[1] != 0:
+                return _OPERATORS[type(op)](*numbers)
+    return None

@@ -7,14 +7,17 @@ programs. Loops, conditions, effects and refs are steps of their own.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from ..._jax import ClosedJaxpr, JaxprEqn, Literal, is_ref
 from .damage import CONTRACTIONS
+from .evaluate import compute
 from .needs import Analysis, Needs, open_equation, unite
 from .places import Constants
-from .program import LocalStep, Number, Program, Rounded, program_key
+from .program import LocalStep, Number, Program, Rounded, as_array, program_key
 
 _MOST_STEPS = 32  # of a segment without a product
 # of a segment's results, which are all kept until they have been looked at
@@ -84,6 +87,59 @@ class Plan(NamedTuple):
     parts: tuple[Segment | Step, ...]
     outputs: tuple[Source, ...]
     forgotten: tuple[tuple[int, ...], ...]
+
+    @property
+    def steps(self) -> list[Step]:
+        """All steps, in the order of execution."""
+        steps = []
+        for part in self.parts:
+            if isinstance(part, Segment):
+                steps += part.steps
+            else:
+                steps.append(part)
+        return steps
+
+    @property
+    def has_refs(self) -> bool:
+        """Whether a step or a constant is a ref, or takes one."""
+        variables = [const.var for const in self.consts]
+        for step in self.steps:
+            variables += [*step.eqn.invars, *step.eqn.outvars]
+        return any(map(is_ref, variables))
+
+    def compute(
+        self,
+        inputs: Sequence[Any],
+        consts: Sequence[Any],
+        is_wide: Callable[[tuple[int, ...]], bool],
+    ) -> list[Any]:
+        """Returns the outputs of a program without refs, in a function that is compiled.
+
+        `is_wide` gets the keys of equations, which are as those of the interpreter.
+        """
+        values = dict(zip(self.inputs, inputs, strict=True))
+        for const, value in zip(self.consts, consts, strict=True):
+            values[const.slot] = value
+        for step in self.steps:
+            is_in_float32 = is_wide(tuple(map(id, (*step.around, step.eqn))))
+            args = []
+            for atom, source in zip(step.eqn.invars, step.reads, strict=True):
+                args.append(_read(source, atom, values, is_in_float32))
+            outputs = compute(step.eqn, args, is_in_float32)
+            values.update(zip(step.writes, outputs, strict=True))
+        outputs = []
+        for atom, source in zip(self.closed.jaxpr.outvars, self.outputs, strict=True):
+            outputs.append(_read(source, atom, values, False))
+        return outputs
+
+
+def _read(source: Source, atom: Any, values: Mapping[int, Any], is_wide: bool) -> Any:
+    """Returns the value of an input or output of an equation."""
+    if isinstance(source, int):
+        return values[source]
+    if source is None:  # nothing needs it
+        return jax.lax.full(atom.aval.shape, 0, atom.aval.dtype)
+    return as_array(source, is_wide)
 
 
 class Planner:

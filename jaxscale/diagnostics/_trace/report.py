@@ -176,11 +176,11 @@ class TracedUnderflow(Place):
 
 @dataclasses.dataclass(frozen=True)
 class TracedConstant:
-    """A number of the source that its dtype rounds to 0 or inf.
+    """A number of the source that its dtype rounds to 0, 1, -1 or inf.
 
     Attributes:
       value: the number, such as 1e-9.
-      became: what it is in the dtype: 0, inf or -inf.
+      became: what it is in the dtype: 0, 1, -1, inf or -inf.
       dtype: the dtype, such as `"float16"`.
       primitive: the operation that uses it. The other attributes are those of `TracedNonfinite`.
     """
@@ -195,7 +195,7 @@ class TracedConstant:
     source: str
 
     def __str__(self) -> str:
-        return f"{self.value:g} is {self.became:g} in {self.dtype}, {self.where}: `{self.source}`"
+        return f"{self.value:.9g} is {self.became:g} in {self.dtype}, {self.where}: `{self.source}`"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +216,7 @@ class TraceReport:
       not_compared: primitives that may have lost values but cannot be run in float32.
       not_entered: primitives that hold operations and ran as one, such as a `shard_map`, or one
         that a newer JAX describes in a form not known here.
-      constants: the numbers of the source that their dtype rounds to 0 or inf.
+      constants: the numbers of the source that their dtype rounds to 0, 1, -1 or inf.
     """
 
     loss: float

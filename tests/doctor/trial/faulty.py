@@ -288,6 +288,16 @@ def clipped_probability(
     return -jnp.mean(losses.astype(jnp.float32))
 
 
+@faulty("epsilon", "fastino-ai/GLiNER2/pull/155", tuned=True)
+def surviving_pairs(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
+    """A bound of 1 - 1e-6 is 1, and log1p(-1) is -inf: the forward pass hides it, and no more."""
+    probability = jax.nn.sigmoid(x @ w + b)
+    probability = jnp.minimum(probability, 1.0 - 1e-6)  # fault
+    log_survival = jnp.log1p(-probability)  # fault
+    pair = 1 - jnp.exp(log_survival)
+    return mean_square(pair - 0.5)
+
+
 @faulty("backward", "kornia/kornia/issues/918")
 def focal_loss(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
     """The derivative of a root of 1 - p, where p is 1."""

@@ -4,6 +4,7 @@
 
 import functools
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,26 @@ def dropout(half, x=normal(9, 6, 3)):
     x = nn.Dropout(0.5, deterministic=False)(x)
     y = nn.Dense(2, dtype=half)(x)
     return mean_square(y - 1)
+
+
+@healthy("numbers of a module that its layers ask the type of")
+def numbers_of_a_module(half):
+    class Layer(eqx.Module):
+        linear: eqx.nn.Linear
+        rate: float
+        power: float = 2.0
+
+        def __call__(self, x):
+            y = cast(self.linear, half)(x)
+            if self.rate == 0.0 and isinstance(self.power, float):
+                return jnp.tanh(y) ** self.power
+            return y * jnp.nan
+
+    def loss_fn(layer, x):
+        return mean_square(jax.vmap(layer)(x.astype(half)) - 1)
+
+    layer = Layer(eqx.nn.Linear(3, 4, key=jax.random.key(0)), 0.0)
+    return loss_fn, layer, normal(66, 5, 3)
 
 
 @healthy("LoRA: B is 0, and so are the gradients of A", tuned=True)
