@@ -211,8 +211,7 @@ class StepPlan:
         def judged_pass(scaling: Any) -> BackwardResult:
             result = one_pass(scaling)
             if optimizer.skips:
-                grads = Scaled(store_once(result.grads.grads), result.grads.divisor)
-                result = result._replace(grads=grads)
+                result = result._replace(grads=store_once(result.grads))
             verdict = optimizer.judge_pass(result, opt_state, axis_name)
             return result._replace(verdict=verdict, grads_before_hook=None)
 

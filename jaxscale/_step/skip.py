@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import AxisType
 
+from .._gradients.scaled import Scaled
 from .._jax import varying
 from .._trees.casts import cast
 from .._trees.flat import Flat, Leaves
@@ -67,14 +69,14 @@ def step_if(
     return select(branches, branch)
 
 
-def store_once(grads: Any) -> Any:
+def store_once(grads: Scaled) -> Scaled:
     """Makes a CPU compute gradients once: for the verdict, and for the step.
 
     XLA takes casts for cheap, and would fuse those at the end of a half-precision backward pass
     into each reader. On a CPU they cost more than to read float32. On other machines the products
     may reduce what they write.
     """
-    leaves, structure = jax.tree.flatten(grads)
+    leaves, structure = jax.tree.flatten(grads.grads)
     # JAX 0.10 gives all arrays that share a barrier the mesh axes of all of them. So one barrier
     # serves those that vary along the same axes, which usually are all.
     groups: dict[frozenset[Any], list[int]] = {}
@@ -84,11 +86,39 @@ def store_once(grads: Any) -> Any:
     for indices in groups.values():
         arrays = [leaves[index] for index in indices]
         stored = jax.lax.platform_dependent(
-            arrays, cpu=jax.lax.optimization_barrier, default=lambda arrays: arrays
+            arrays, cpu=_store_by_rows, default=lambda arrays: arrays
         )
         for index, array in zip(indices, stored, strict=True):
             leaves[index] = array
-    return structure.unflatten(leaves)
+    return Scaled(structure.unflatten(leaves), grads.divisor)
+
+
+def _store_by_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns arrays that XLA stores, in the order of their elements.
+
+    JAX transposes the product that is the gradient of a matrix. XLA puts that into the product, but
+    not through a cast: it would store the matrix by columns, and the step reads it by rows. Only in
+    this order can a flat array take its memory. (`with_layout_constraint` says the same, but
+    `jax.export` cannot serialize it.)
+    """
+    flat = []
+    for array in arrays:
+        if _is_whole(array):
+            array = jax.lax.reshape(array, (array.size,))
+        flat.append(array)
+    stored = jax.lax.optimization_barrier(flat)
+    restored = []
+    for array, row in zip(arrays, stored, strict=True):
+        restored.append(jax.lax.reshape(row, array.shape))
+    return restored
+
+
+def _is_whole(array: jax.Array) -> bool:
+    """Returns whether an array is known to lie on one device, or is its part in `shard_map`."""
+    mesh = jax.typeof(array).sharding.mesh
+    if mesh.empty:
+        return jax.device_count() == 1
+    return all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def _zeros(tree: Any) -> Any:

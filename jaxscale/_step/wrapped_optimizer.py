@@ -50,6 +50,7 @@ from .inner_step import InnerStep, make_or_skip, show_norm
 from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
 from .report import report_skip
 from .retry import BackwardResult
+from .skip import store_once
 from .window import EachStep, Window
 
 
@@ -224,8 +225,7 @@ class WrappedOptimizer:
 
         The caller has checked the state.
         """
-        grads = result.grads
-        if params is None and holds_overwrites(grads.grads):
+        if params is None and holds_overwrites(result.grads.grads):
             raise ValueError(
                 "`loss_scaled(...).update(params=...)` must be the parameters, got None: a step "
                 "replaces those whose gradients are under a key `_overwrite_with_gradient`."
@@ -242,10 +242,13 @@ class WrappedOptimizer:
 
         # 1. Verdict.
         verdict = result.verdict
+        if verdict is None and self.skips:
+            result = result._replace(grads=store_once(result.grads))
         if verdict is None:
             verdict = self.judge_pass(result, state)
         if verdict is None:
             return self._apply_unjudged(inner_step, result, state)
+        grads = result.grads
         is_good = verdict.grads_finite & verdict.loss_finite
         is_spike = None
         spikes = state.spikes
