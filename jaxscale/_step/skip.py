@@ -94,22 +94,24 @@ def store_once(grads: Scaled) -> Scaled:
 
 
 def _store_by_rows(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Returns arrays that XLA stores, in the order of their elements.
+    """Returns arrays that XLA stores, each in the order of its elements.
 
     JAX transposes the product that is the gradient of a matrix. XLA puts that into the product, but
-    not through a cast: it would store the matrix by columns, and the step reads it by rows. Only in
-    this order can a flat array take its memory. (`with_layout_constraint` says the same, but
-    `jax.export` cannot serialize it.)
+    not if a cast stands between: it would store the matrix by columns, and the step reads by rows.
+    A flat view can only be had of rows. (`with_layout_constraint` asks for the same, but
+    `jax.export` cannot serialize it, and JAX 0.6 cannot batch it.)
     """
     flat = []
     for array in arrays:
         if _is_whole(array):
             array = jax.lax.reshape(array, (array.size,))
         flat.append(array)
-    stored = jax.lax.optimization_barrier(flat)
+    # The arrays are stored, too. With their views alone XLA would fuse a view into the division
+    # before it, which could then no longer be done in place.
+    _, stored = jax.lax.optimization_barrier((arrays, flat))
     restored = []
-    for array, row in zip(arrays, stored, strict=True):
-        restored.append(jax.lax.reshape(row, array.shape))
+    for array, view in zip(arrays, stored, strict=True):
+        restored.append(jax.lax.reshape(view, array.shape))
     return restored
 
 

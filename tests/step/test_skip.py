@@ -25,6 +25,7 @@ from tables import (
 
 import jaxscale
 from jaxscale._jax import varying
+from jaxscale._gradients.scaled import Scaled
 from jaxscale._step.skip import store_once
 
 pytestmark = pytest.mark.standard_promotion
@@ -247,9 +248,10 @@ def count_barriers(program):
 
 def test_gradients_share_one_barrier():
     grads = {"w": jnp.ones(3), "half": jnp.ones(2, jnp.bfloat16), "none": None}
-    program = jax.make_jaxpr(store_once)(grads)
+    program = jax.make_jaxpr(store_once)(Scaled(grads))
     assert count_barriers(program) == 1
-    assert jax.tree.structure(store_once(grads)) == jax.tree.structure(grads)
+    stored = store_once(Scaled(grads)).grads
+    assert jax.tree.structure(stored) == jax.tree.structure(grads)
 
 
 def test_gradients_that_are_stored_vary_along_the_axes_that_they_did():
@@ -257,7 +259,8 @@ def test_gradients_that_are_stored_vary_along_the_axes_that_they_did():
     axes = {}
 
     def store(shared, own):
-        stored = store_once({"shared": shared, "own": own, "other": own * 2})
+        grads = {"shared": shared, "own": own, "other": own * 2}
+        stored = store_once(Scaled(grads)).grads
         for name, leaf in stored.items():
             axes[name] = varying(jax.typeof(leaf))
         return stored["shared"]
