@@ -186,8 +186,9 @@ def test_steps_are_timed_with_their_model(tmp_path):
 @pytest.mark.slow
 def test_steps_are_timed_alone(tmp_path):
     command = ["step.py", "--size=tiny", "--clip", "--gradients=float16"]
-    (row,) = timed(tmp_path / "step.json", *command)
-    assert row["leaves"] == 16
+    row, with_products = timed(tmp_path / "step.json", *command)
+    assert (row["products"], with_products["products"]) == (False, True)
+    assert row["leaves"] == with_products["leaves"] == 16
     tiny = trees.SIZES["tiny"]
     assert row["parameters"] == trees.size(tiny)
     # Gradients are read twice, parameters and moments read and written.
@@ -206,7 +207,7 @@ def test_the_whole_step_holds_no_more_than_its_parts_by_hand(tmp_path):
     path = tmp_path / "products.json"
     command = [
         "--size=tiny",
-        "--products",
+        "--forms=products",
         "--gradients=float16",
         "--rounds=1",
         "--seconds=0.1",

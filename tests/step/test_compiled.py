@@ -134,6 +134,17 @@ def test_updates_are_moved_once_and_parameters_once_more(of_dtype):
     assert of_dtype(MOVED, WRAPPER) <= of_dtype(MOVED, APPLY) + 12.1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_that_products_make_are_stored_by_rows(count, dtype):
+    # XLA puts the transpose of a product into it, but not through a cast.
+    by_columns = [
+        count("by columns", name, dtype, "products") for name in counted.NAMES
+    ]
+    bare, *ours = by_columns
+    assert bare > 0
+    assert ours == [0, 0, 0]
+
+
 def test_a_step_branches_once(of_dtype):
     branches = [of_dtype("conditionals", name) for name in counted.NAMES]
     assert branches == [0, 1, 1, 1]

@@ -24,8 +24,8 @@ from tables import (
 )
 
 import jaxscale
-from jaxscale._jax import varying
 from jaxscale._gradients.scaled import Scaled
+from jaxscale._jax import varying
 from jaxscale._step.skip import store_once
 
 pytestmark = pytest.mark.standard_promotion
@@ -270,3 +270,19 @@ def test_gradients_that_are_stored_vary_along_the_axes_that_they_did():
     program = jax.make_jaxpr(mapped)(ones, ones)
     assert axes == {"shared": frozenset(), "own": {"d"}, "other": {"d"}}
     assert count_barriers(program) == 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_gradients_are_stored_by_rows_on_a_cpu_alone(platform):
+    def store(grad):
+        return store_once(Scaled(grad)).grads
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    mapped = jax.shard_map(store, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    traced = jax.jit(mapped).trace(jnp.ones((4, 3)))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    on_cpu = platform == "cpu"
+    assert ("stablehlo.reshape" in text) == on_cpu
+    assert ("stablehlo.optimization_barrier" in text) == on_cpu
+    # `jax.export` cannot serialize it
+    assert "LayoutConstraint" not in text
