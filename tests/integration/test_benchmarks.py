@@ -149,6 +149,15 @@ def test_kernels_and_bytes_are_those_of_the_text():
     assert hlo.oddities(waits) == {"host": 1, "64-bit": 1}
 
 
+def test_what_is_stored_by_columns_is_counted_outside_of_fusions():
+    assert hlo.stored_by_columns(PROGRAM) == 0
+    near = "%near = f32[8,4]{"
+    assert hlo.stored_by_columns(PROGRAM.replace(near + "1,0", near + "0,1")) == 1
+    # no fusion stores what it reads
+    read = "%a = f32[8,4]{1,0}"
+    assert hlo.stored_by_columns(PROGRAM.replace(read, "%a = f32[8,4]{0,1}")) == 0
+
+
 def test_bytes_are_those_that_xla_counts():
     # On programs with neither branches nor slices, which one may count in several ways.
     method = methods.make(methods.BARE, clip=False)
