@@ -182,6 +182,31 @@ def exchanged(text):
     return {kind: dict(sizes) for kind, sizes in sorted(numbers.items())}
 
 
+def stored_by_columns(text):
+    """Returns how many arrays a program stores in another order than that of their elements."""
+    program = computations(text)
+    fused = set()
+    for instructions in program.values():
+        for instruction in instructions:
+            if instruction.opcode == "fusion":
+                fused.update(instruction.called)
+    number = 0
+    for name in program.keys() - fused:
+        for instruction in program[name]:
+            if instruction.opcode not in FREE:
+                number += _is_by_columns(instruction.type)
+    return number
+
+
+def _is_by_columns(type_):
+    for _, _, layout in ARRAY.findall(type_):
+        # In tiles: `{1,0:T(8,128)}`.
+        order = re.findall(r"\d+", layout.partition(":")[0])
+        if order != sorted(order, key=int, reverse=True):
+            return True
+    return False
+
+
 def oddities(text):
     """Returns the number of instructions that wait for the host, and that have 64-bit numbers."""
     callback = r'custom_call_target="[^"]*(?:callback|host)'

@@ -1,13 +1,15 @@
 """What a step between two passes costs: ours beside bare optax and the peers.
 
-    python tests/benchmarks/step.py [--size laptop|gpu] [--json FILE] [--only NAME ...] [--products]
+    python tests/benchmarks/step.py [--size laptop|gpu] [--json FILE] [--only NAME ...]
 
-Checks each method first, then times all of them in turn on a tree like GPT-2: a table for each
-dtype of gradients. What a row includes: `methods.py`. What is counted as a kernel: `hlo.py`. With
-`--products` the step makes its gradients itself, each by a product with 8 rows.
+Checks each method first, then times all of them in turn on a tree like GPT-2: two tables for each
+dtype of gradients. In one a step begins with the gradients. In the other, `--forms products`, it
+makes them itself, each by a product with 8 rows. What a row includes: `methods.py`. What is counted
+as a kernel: `hlo.py`.
 """
 
 import gc
+import itertools
 import statistics
 import time
 
@@ -78,10 +80,13 @@ def prepare_with_products(name, shapes, dtype, clip):
     return report, repeat_step(step, carry, rows)
 
 
-def measure(dtype, options, show):
+FORMS = {"gradients": prepare, "products": prepare_with_products}
+
+
+def measure(form, dtype, options, show):
     """Returns one table's figures, as JSON types."""
     shapes = trees.SIZES[options.size]
-    make = prepare_with_products if options.products else prepare
+    make = FORMS[form]
     jobs = {name: (make, name, shapes, dtype, options.clip) for name in options.only}
     reports = processes.measure(jobs, options, show, to_bare=methods.BARE)
     for figures in reports.values():
@@ -94,7 +99,7 @@ def measure(dtype, options, show):
         "parameters": trees.size(shapes),
         "gradients": dtype,
         "clipped": options.clip,
-        "products": options.products,
+        "products": form == "products",
         "methods": reports,
     }
 
@@ -136,9 +141,11 @@ def main():
     add("--gradients", nargs="+", choices=trees.DTYPES, default=list(trees.DTYPES))
     add("--clip", action="store_true", help="clip the global norm")
     add(
-        "--products",
-        action="store_true",
-        help="with a backward pass, of products with 8 rows",
+        "--forms",
+        nargs="+",
+        choices=FORMS,
+        default=list(FORMS),
+        help="whether a step begins with the gradients, or with the products that make them",
     )
     options = parser.parse_args()
     console, result = report.begin()
@@ -160,8 +167,8 @@ def main():
                     faults = [figures["error"]]
                 for fault in faults:
                     console.print(f"{dtype}: {name}: {fault}")
-        for dtype in options.gradients:
-            result["rows"].append(measure(dtype, options, status.update))
+        for dtype, form in itertools.product(options.gradients, options.forms):
+            result["rows"].append(measure(form, dtype, options, status.update))
             console.print(table(result["rows"][-1]))
             report.write(options.json, result)
 

@@ -150,6 +150,15 @@ def test_kernels_and_bytes_are_those_of_the_text():
     assert hlo.oddities(waits) == {"host": 1, "64-bit": 1}
 
 
+def test_what_is_stored_by_columns_is_counted_outside_of_fusions():
+    assert hlo.stored_by_columns(PROGRAM) == 0
+    near = "%near = f32[8,4]{"
+    assert hlo.stored_by_columns(PROGRAM.replace(near + "1,0", near + "0,1")) == 1
+    # no fusion stores what it reads
+    read = "%a = f32[8,4]{1,0}"
+    assert hlo.stored_by_columns(PROGRAM.replace(read, "%a = f32[8,4]{0,1}")) == 0
+
+
 def test_bytes_are_those_that_xla_counts():
     # On programs with neither branches nor slices, which one may count in several ways.
     method = methods.make(methods.BARE, clip=False)
@@ -187,8 +196,9 @@ def test_steps_are_timed_with_their_model(tmp_path):
 @pytest.mark.slow
 def test_steps_are_timed_alone(tmp_path):
     command = ["step.py", "--size=tiny", "--clip", "--gradients=float16"]
-    (row,) = timed(tmp_path / "step.json", *command)
-    assert row["leaves"] == 16
+    row, with_products = timed(tmp_path / "step.json", *command)
+    assert (row["products"], with_products["products"]) == (False, True)
+    assert row["leaves"] == with_products["leaves"] == 16
     tiny = trees.SIZES["tiny"]
     assert row["parameters"] == trees.size(tiny)
     # Gradients are read twice, parameters and moments read and written.
@@ -207,7 +217,7 @@ def test_the_whole_step_holds_no_more_than_its_parts_by_hand(tmp_path):
     path = tmp_path / "products.json"
     command = [
         "--size=tiny",
-        "--products",
+        "--forms=products",
         "--gradients=float16",
         "--rounds=1",
         "--seconds=0.1",

@@ -24,6 +24,7 @@ from tables import (
 )
 
 import jaxscale
+from jaxscale._gradients.scaled import Scaled
 from jaxscale._jax import varying
 from jaxscale._trees.store_once import store_once
 
@@ -247,9 +248,10 @@ def count_barriers(program):
 
 def test_gradients_share_one_barrier():
     grads = {"w": jnp.ones(3), "half": jnp.ones(2, jnp.bfloat16), "none": None}
-    program = jax.make_jaxpr(store_once)(grads)
+    program = jax.make_jaxpr(store_once)(Scaled(grads))
     assert count_barriers(program) == 1
-    assert jax.tree.structure(store_once(grads)) == jax.tree.structure(grads)
+    stored = store_once(Scaled(grads)).grads
+    assert jax.tree.structure(stored) == jax.tree.structure(grads)
 
 
 def test_gradients_that_are_stored_vary_along_the_axes_that_they_did():
@@ -257,7 +259,8 @@ def test_gradients_that_are_stored_vary_along_the_axes_that_they_did():
     axes = {}
 
     def store(shared, own):
-        stored = store_once({"shared": shared, "own": own, "other": own * 2})
+        grads = {"shared": shared, "own": own, "other": own * 2}
+        stored = store_once(Scaled(grads)).grads
         for name, leaf in stored.items():
             axes[name] = varying(jax.typeof(leaf))
         return stored["shared"]
@@ -267,3 +270,19 @@ def test_gradients_that_are_stored_vary_along_the_axes_that_they_did():
     program = jax.make_jaxpr(mapped)(ones, ones)
     assert axes == {"shared": frozenset(), "own": {"d"}, "other": {"d"}}
     assert count_barriers(program) == 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_gradients_are_stored_by_rows_on_a_cpu_alone(platform):
+    def store(grad):
+        return store_once(Scaled(grad)).grads
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    mapped = jax.shard_map(store, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    traced = jax.jit(mapped).trace(jnp.ones((4, 3)))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    on_cpu = platform == "cpu"
+    assert ("stablehlo.reshape" in text) == on_cpu
+    assert ("stablehlo.optimization_barrier" in text) == on_cpu
+    # `jax.export` cannot serialize it
+    assert "LayoutConstraint" not in text
