@@ -34,7 +34,7 @@ from rich.table import Table
 START = time.perf_counter()
 FOLDER = pathlib.Path(__file__).resolve().parent
 # Each registers its laws when it is imported.
-LAW_MODULES = ["device_products", "device_steps"]
+LAW_MODULES = ["device_products", "device_steps", "device_storage"]
 # The shares of the time that is left: of laws, and of the first model.
 LAWS_SHARE, FIRST_MODEL_SHARE = 0.4, 0.6
 
