@@ -140,7 +140,7 @@ def run(tx, grads, compiled=True, params=PARAMS):
 def take_form_for_accelerators(monkeypatch):
     """Compiles what other machines get for the CPU, which otherwise takes the other form."""
     monkeypatch.setattr(
-        jax.lax, "platform_dependent", lambda *, cpu, default: default()
+        jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args)
     )
 
 
