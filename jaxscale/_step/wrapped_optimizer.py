@@ -3,8 +3,8 @@
 1. *Verdict.* Are all gradients finite, and the loss too, if one was passed? This takes one pass
    over the gradients, or two with some options, and all devices agree on the answer. It covers the
    gradients rather than the updates, as clipping by value and sign-based optimizers hide an inf;
-   with `check_updates` it also covers the updates and the new state of the optimizer. A
-   `SpikeRule` may reject a step that is finite.
+   with `check_updates` it also covers the updates and the new state of the optimizer. Gradients
+   that the optimizer never reads do not count. A `SpikeRule` may reject a step that is finite.
 2. *Window.* If gradients are accumulated, those of good micro-batches are added up. A step is due
    when the window is full; without a window, whenever the gradients are good.
 3. *Skip.* If a step is due, the wrapped optimizer makes it. If not, its state and the parameters
@@ -274,33 +274,31 @@ class WrappedOptimizer:
                 "replaces those whose gradients are under a key `_overwrite_with_gradient`."
             )
 
-        if result.verdict is None:
-            result = self.leave_out_unread(result, state, params, extra_args)
-        grads = result.grads
-        if result.verdict is None and self.skips:
-            grads = Scaled(store_once(grads.grads), grads.divisor)
-            result = result._replace(grads=grads)
-
-        # 1. Verdict.
-        verdict = result.verdict
-        if verdict is None:
-            verdict = self.judge_pass(result, state)
-        axis_name = self.axis_name
-        if verdict is not None:
-            axis_name = verdict.axis_name  # a hook may have added some
         inner_step = InnerStep(
             tx=self.inner,
             params=params,
             extra_args=extra_args,
             returns_params=returns_params,
             max_norm=self.max_norm,
-            axis_name=axis_name,
+            axis_name=self.axis_name,
             may_be_skipped=self.skips,
             weights=self.weights,
             weights_state=state.weights,
         )
+
+        # 1. Verdict.
+        verdict = result.verdict
+        if verdict is None:
+            result = self.leave_out_unread(result, state, params, extra_args)
+            if self.skips:
+                stored = store_once(result.grads.grads)
+                result = result._replace(grads=Scaled(stored, result.grads.divisor))
+            verdict = self.judge_pass(result, state)
         if verdict is None:
             return self._apply_unjudged(inner_step, result, state)
+        # A training step may have added axes along which its passes exchange numbers.
+        inner_step = dataclasses.replace(inner_step, axis_name=verdict.axis_name)
+        grads = result.grads
         is_good = verdict.grads_finite & verdict.loss_finite
         is_spike = None
         spikes = state.spikes
