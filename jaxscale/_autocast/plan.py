@@ -20,8 +20,9 @@ from .._jax import (
 )
 from . import table
 from .callers import Owner, owner_of
-from .casts import reads_half
+from .casts import is_attention_scores, reads_half
 from .parts import Part, cut
+from .values import is_full_precision
 
 # They do nothing but run their program. A `custom_vjp` also has a backward rule, outside of it.
 CALLS = _jax.CALLS.keys() - {"custom_vjp_call", _jax.OBJECT}
@@ -60,12 +61,41 @@ def plan(jaxpr: Jaxpr, rounded_outputs: Sequence[bool], owner: Owner) -> Plan:
     known = _plans.setdefault(jaxpr, {})
     key = (tuple(rounded_outputs), owner)
     if key not in known:
-        products = {id(eqn) for eqn in jaxpr.eqns if reads_half(eqn, owner)}
+        products = _find_products(jaxpr, owner)
         parts = cut(jaxpr, products)
         rounded = _find_rounded(jaxpr, parts, products, rounded_outputs, owner)
         meeting = _find_meeting(jaxpr, parts, products)
         known[key] = Plan(parts, products, rounded, meeting)
     return known[key]
+
+
+def _find_products(jaxpr: Jaxpr, owner: Owner) -> set[int]:
+    """Returns the identities of the equations that read half precision.
+
+    They are the products, and the sums of two products that nothing else reads. Such a sum is the
+    product of both operands side by side, and the backward pass keeps it alone. It is not summed
+    further in half precision, where each sum would round once more.
+    """
+    reads = collections.Counter(variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        reads.update(variables(eqn.invars))
+    found = set()
+    summands: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if reads_half(eqn, owner):
+            found.add(id(eqn))
+            if not is_attention_scores(eqn, owner):
+                summands.update(var for var in eqn.outvars if reads[var] == 1)
+        elif _is_sum_of(eqn, summands):
+            found.add(id(eqn))
+    return found
+
+
+def _is_sum_of(eqn: JaxprEqn, summands: set[Any]) -> bool:
+    if operation(eqn) not in table.ADDITIONS or is_full_precision(eqn):
+        return False
+    read = list(variables(eqn.invars))
+    return len(read) == len(eqn.invars) and summands.issuperset(read)
 
 
 def has_gradient(eqn: JaxprEqn) -> bool:

@@ -14,6 +14,9 @@ FULL_PRECISION = "jaxscale_full_precision"
 # Half precision: matrix products and convolutions.
 PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 
+# A sum of two products is one, too: that of their operands, side by side.
+ADDITIONS = {"add", "add_any"}
+
 # A product belongs to whoever called JAX's product function: to the user, unless that is an
 # algorithm of one of these libraries, which is written for float32. Libraries of layers are the
 # user. What is named here begins the paths of its files.
