@@ -206,3 +206,54 @@ def test_only_products_and_moves_are_in_half_precision(family, form):
         if _jax.operation(eqn) not in NARROW:
             dtypes = {getattr(atom.aval, "dtype", None) for atom in eqn.outvars}
             assert jnp.float16 not in dtypes, eqn
+
+
+def add_two(x, w):
+    return x @ w[0] + x[::-1] @ w[1]
+
+
+def add_bias(x, w):
+    return add_two(x, w) + 288.15
+
+
+def add_three(x, w):
+    return add_two(x, w) + x @ w[2]
+
+
+def add_what_is_read_again(x, w):
+    product = x @ w[0]
+    return product + x @ w[1], jnp.exp(product)
+
+
+# Of each function, the dtypes of its additions.
+ADDITIONS = {
+    add_two: ["float16"],
+    add_bias: ["float16", "float32"],
+    add_three: ["float16", "float32"],
+    add_what_is_read_again: ["float32"],
+}
+
+
+@cases("fun", ADDITIONS)
+def test_a_sum_of_two_products_is_a_product(fun):
+    x, w = ROWS, jnp.stack([WEIGHTS.T, WEIGHTS.T / 3, WEIGHTS.T / 7])
+    cast = jaxscale.autocast(fun)
+    dtypes = []
+    for eqn in equations(jax.make_jaxpr(cast)(x, w)):
+        if _jax.operation(eqn) == "add":
+            dtypes.append(eqn.outvars[0].aval.dtype.name)
+    assert dtypes == ADDITIONS[fun]
+
+
+def test_a_sum_of_two_products_has_the_bits_of_their_float32_sum():
+    def by_hand(x, w):
+        total = round_product(x, w[0], jnp.float16)
+        total += round_product(x[::-1], w[1], jnp.float16)
+        return jnp.exp(total.astype(jnp.float16).astype(jnp.float32))
+
+    def written(x, w):
+        return jnp.exp(add_two(x, w))
+
+    w = jnp.stack([WEIGHTS.T, WEIGHTS.T / 3])
+    actual = jax.jit(jaxscale.autocast(written))(ROWS, w)
+    np.testing.assert_array_equal(actual, jax.jit(by_hand)(ROWS, w))
