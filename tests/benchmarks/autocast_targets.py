@@ -113,11 +113,23 @@ def misses(ways, tolerance=1.03):
 
 def markdown(rows):
     """Returns what each way needs, as in `results/README.md`."""
-    headings = ["compiled for", "model", "GB moved", "kernels", "temporary MB", "kept MB"]
+    headings = [
+        "compiled for",
+        "model",
+        "GB moved",
+        "kernels",
+        "temporary MB",
+        "kept MB",
+    ]
     lines = []
     for row in rows:
         line = [row["target"], row["model"]]
-        columns = {"bytes": 1e9, "kernels": 1, "temporary_bytes": 1e6, "kept_bytes": 1e6}
+        columns = {
+            "bytes": 1e9,
+            "kernels": 1,
+            "temporary_bytes": 1e6,
+            "kept_bytes": 1e6,
+        }
         for figure, unit in columns.items():
             numbers = [row["ways"][way][figure] / unit for way in WAYS]
             line.append(", ".join(f"{number:.4g}" for number in numbers))
