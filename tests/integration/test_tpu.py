@@ -124,6 +124,17 @@ def figures(compiler, tmp_path_factory):
     return {(row["devices"], row["width"]): row["methods"] for row in rows}
 
 
+@pytest.mark.slow
+def test_autocast_on_a_tpu_needs_no_more_than_casts_by_hand(compiler, tmp_path):
+    path = tmp_path / "targets.json"
+    models = ["LSTM", "words", "decoder, scanned"]
+    options = ["--size=small", f"--json={path}", "--targets", "TPU v5e, bfloat16"]
+    script = SCRIPT.with_name("autocast_targets.py")
+    run([str(script), *options, "--models", *models], search=[str(compiler)])
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["misses"] == [], row
+
+
 def exchanged(report, kind):
     """The sizes in bytes of all collectives of a kind, in order."""
     sizes = []
