@@ -287,14 +287,14 @@ def test_autocast_is_measured_beside_float32(tmp_path):
 
 SMALL = zoo.SIZES["small"]
 # In MB: what is kept for the backward pass, and temporary memory on a CPU, with float16. As counted
-# with JAX 0.12, and rounded up.
+# with JAX 0.12, and rounded up; of the LSTM with 0.6.2, which keeps 1 % more.
 KEPT_AND_TEMPORARY = {
     "decoder": (8.84, 18.6),
     "decoder, scanned": (17.0, 33.0),
     "convolutions": (1.12, 2.44),
     "ResNet": (3.48, 6.69),
     "mixer": (4.37, 6.56),
-    "LSTM": (1.33, 2.05),
+    "LSTM": (1.35, 2.05),
     "graph network": (7.37, 11.7),
     "words": (2.59, 8.99),
 }
