@@ -329,7 +329,7 @@ def test_autocast_compiled_for_a_gpu_needs_no_more_than_casts_by_hand(tmp_path):
     if not importlib.util.find_spec("jax_plugins"):
         pytest.skip("no compiler for an H100 is here")
     path = tmp_path / "targets.json"
-    models = ["LSTM", "convolutions", "words", "decoder, scanned"]
+    models = ["LSTM", "convolutions", "ResNet", "words"]
     options = ["--size=small", f"--json={path}", "--targets", "H100, bfloat16"]
     run("autocast_targets.py", *options, "--models", *models)
     for row in json.loads(path.read_text())["rows"]:
@@ -451,6 +451,7 @@ def test_a_device_is_examined(tmp_path):
 
 
 TABLES = {
+    "autocast-targets": [autocast_targets.markdown],
     "parity-cpu": [endings.parity, endings.scalings, endings.costs],
     "spikes-cpu": [endings.spikes],
     "spike-streams": [endings.streams],
