@@ -118,7 +118,7 @@ def markdown(rows):
     headings = [
         "compiled for",
         "model",
-        "GB moved",
+        "MB moved",
         "kernels",
         "temporary MB",
         "kept MB",
@@ -127,7 +127,7 @@ def markdown(rows):
     for row in rows:
         line = [row["target"], row["model"]]
         columns = {
-            "bytes": 1e9,
+            "bytes": 1e6,
             "kernels": 1,
             "temporary_bytes": 1e6,
             "kept_bytes": 1e6,
