@@ -57,17 +57,17 @@ def products(jaxpr):
     return Products(half, total)
 
 
-def residual_bytes(loss_fn, params):
+def residual_bytes(loss_fn, params, *batch):
     """Returns the bytes that the forward pass keeps for the backward pass.
 
     Each array once, and without those that are there anyway: parameters, inputs and constants.
     """
 
-    def residuals(params):
-        _, pull = jax.vjp(loss_fn, params)
+    def residuals(params, *batch):
+        _, pull = jax.vjp(lambda params: loss_fn(params, *batch), params)
         return jax.tree.leaves(pull)
 
-    program = jax.make_jaxpr(residuals)(params).jaxpr
+    program = jax.make_jaxpr(residuals)(params, *batch).jaxpr
     kept = {atom for atom in program.outvars if not hasattr(atom, "val")}
     kept -= {*program.invars, *program.constvars}
     return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)

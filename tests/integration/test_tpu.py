@@ -90,8 +90,8 @@ def test_rows_without_a_compiler_do_not_stop_the_others(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory):
-    """The figures of each method by layout and width, for the TPU v5e."""
+def compiler(tmp_path_factory):
+    """A folder with the TPU's compiler."""
     folder = tmp_path_factory.mktemp("compiler")
     requirements = set()
     for line in importlib.metadata.requires("jax"):
@@ -106,16 +106,34 @@ def figures(tmp_path_factory):
         pytest.fail(
             f"pip cannot install {libtpu}, the TPU's compiler: {installed.stderr[-500:]}"
         )
-    path = folder / "programs.json"
+    yield folder
+    # half a gigabyte, of which pytest would keep that of three runs
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def figures(compiler, tmp_path_factory):
+    """The figures of each method by layout and width, for the TPU v5e."""
+    path = tmp_path_factory.mktemp("figures") / "programs.json"
     names = [programs.BARE, CLIPPED_BARE, programs.TRAIN_STEP, CLIPPED_STEP]
     options = ["--targets", "TPU v5e", "--dtypes", "float32", f"--json={path}"]
     options += ["--layouts", "one device", "FSDP", "FSDP and tensor parallel"]
     options += ["--only", *names]
-    run([str(SCRIPT), *options], search=[str(folder)])
+    run([str(SCRIPT), *options], search=[str(compiler)])
     rows = json.loads(path.read_text())["rows"]
-    # half a gigabyte, of which pytest would keep that of three runs
-    shutil.rmtree(folder)
     return {(row["devices"], row["width"]): row["methods"] for row in rows}
+
+
+@pytest.mark.slow
+def test_autocast_on_a_tpu_needs_no_more_than_casts_by_hand(compiler, tmp_path):
+    path = tmp_path / "targets.json"
+    models = ["words", "convolutions"]
+    options = ["--size=small", f"--json={path}", "--targets", "TPU v5e, bfloat16"]
+    script = SCRIPT.with_name("autocast_targets.py")
+    run([str(script), *options, "--models", *models], search=[str(compiler)])
+    for row in json.loads(path.read_text())["rows"]:
+        # Small arrays of float32 stay on the chip, so that casts by hand move more than float32.
+        assert not [miss for miss in row["misses"] if "by hand" in miss], row
 
 
 def exchanged(report, kind):
