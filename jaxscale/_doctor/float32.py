@@ -228,11 +228,14 @@ class _Reference:
 
 
 def _explains_nonfinite(source: Culprit, report: TraceReport) -> bool:
-    """Returns whether a source made a 0 or a 1, or has a number that was rounded to one.
+    """Returns whether a source made a 0, or a number of the source was rounded there.
 
-    Every number is rounded by a little. If that is all, the line that makes inf comes first.
+    Every result is rounded by a little, to 1 as well. Then the line that makes inf comes first.
     """
-    if source.kind != "rounding":
+    if source.kind == "underflow":
+        return True
+    # A bound that is an argument, as that of `jnp.clip`, is converted by itself.
+    if source.kind == "saturation" and not source.place.shape:
         return True
     return any(constant.where == source.place.where for constant in report.constants)
 
