@@ -246,7 +246,7 @@ def _fill(target: Any, number: Any) -> Any:
     if not _is_abstract(target):
         return target
     filled = np.broadcast_to(np.asarray(number, target.dtype), target.shape)
-    return _restore_leaf("", target, filled)
+    return _restore_leaf("", target, filled, rounds=False)
 
 
 def _check_same_weights(

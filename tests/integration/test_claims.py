@@ -68,6 +68,7 @@ RESULTS = {
     for path in (ROOT / "tests" / "benchmarks" / "results").glob("*.json")
 }
 QUICKSTART = RESULTS["examples-cpu"]["quickstart"]
+H200 = json.loads(text("tests/benchmarks/results/devices/nvidia_h200.json"))
 
 
 def power(number):
@@ -317,6 +318,16 @@ def whole(name):
     return methods[name]["to_bare"]["median"]
 
 
+def on_h200(form):
+    """Returns time and memory of both models, relative to float32."""
+    ratios = []
+    for key in ("time", "memory"):
+        for model in ("transformer", "ResNet"):
+            report = H200["figures"][model]["forms"][form]
+            ratios.append(report["to_float32"][key])
+    return ratios
+
+
 THREE = ("float32", "float16", "float16, scaled")
 HALF = jnp.finfo("float16")
 BFLOAT = jnp.finfo("bfloat16")
@@ -431,6 +442,25 @@ CLAIMS = {
             PARTS["machine"]["cores"],
             PARTS["machine"]["processor"],
         ],
+    ),
+    "float32, `jaxscale.train_step` | {:.2f}, {:.2f} | {:.2f}, {:.2f} |": (
+        on_h200,
+        "float32, jaxscale",
+    ),
+    "float16 by `autocast`, `jaxscale.train_step` | {:.2f}, {:.2f} | {:.2f}, {:.2f} |": (
+        on_h200,
+        "float16 by autocast, jaxscale",
+    ),
+    "every layer, `jaxscale.train_step` | {:.2f}, {:.2f} | {:.2f}, {:.2f} |": (
+        on_h200,
+        "float16 by dtype=, jaxscale",
+    ),
+    "the same, Flax `DynamicScale` | {:.2f}, {:.2f} | {:.2f}, {:.2f} |": (
+        on_h200,
+        "float16 by dtype=, Flax DynamicScale",
+    ),
+    "one run of `tests/benchmarks/device.py` with JAX {}.": (
+        lambda: short(H200["machine"]["versions"]["jax"]),
     ),
     "on {} chips of a TPU v5e a whole step moves {:.2f} times the bytes of plain optax and "
     "exchanges {} bytes more in {} messages": (messages, 256),
