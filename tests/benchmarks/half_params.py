@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import processes
 import report
 import targets
 from jax.sharding import SingleDeviceSharding
@@ -268,7 +269,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=4)
     options = parser.parse_args()
-    results = {"bytes": {}}
+    results = {"machine": processes.call(report.describe), "bytes": {}}
     for machine in options.machines:
         print(f"Bytes for each parameter on {machine}: arguments, moved, temporary")
         try:

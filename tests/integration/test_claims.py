@@ -13,10 +13,12 @@ import re
 import runpy
 import sys
 import tomllib
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tables import cases
 
@@ -328,6 +330,61 @@ def on_h200(form):
     return ratios
 
 
+def bytes_beside_weights(tx, dtype="bfloat16"):
+    """Returns the bytes of a weight and of the arrays in its optimizer's state."""
+    count = 1 << 14
+    params = jax.ShapeDtypeStruct((128, 128), jnp.dtype(dtype))
+    state = jax.eval_shape(tx.init, params)
+    large = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.size == count]
+    return sum(leaf.dtype.itemsize for leaf in large)
+
+
+def bytes_of_ways():
+    adam = optax.adamw(1e-3)
+    compact = jaxscale.compact_state(adam)
+    return [
+        bytes_beside_weights(adam, "float32"),
+        bytes_beside_weights(adam),
+        bytes_beside_weights(jaxscale.master_weights(adam)),
+        bytes_beside_weights(jaxscale.master_weights(compact)),
+        bytes_beside_weights(jaxscale.stochastic_rounding(adam)),
+        bytes_beside_weights(jaxscale.stochastic_rounding(compact)),
+    ]
+
+
+def bytes_of_copies():
+    tx = jaxscale.master_weights(optax.adamw(1e-3), "float32")
+    return bytes_beside_weights(tx) - bytes_of_ways()[2]
+
+
+def bytes_of_moments():
+    """Returns those under `skip_nonfinite`, and those of Optax."""
+    tx = jaxscale.skip_nonfinite(optax.adamw(1e-3))
+    with warnings.catch_warnings(action="ignore"):
+        ours = bytes_beside_weights(tx)
+    return ours - 2, bytes_of_ways()[1] - 2
+
+
+def moved_by(way):
+    """Returns the bytes that a step moves for each parameter, on three machines."""
+    machines = ("H100", "TPU v5e", "CPU")
+    return [RESULTS["half-params"]["bytes"][name][way]["moved"] for name in machines]
+
+
+def ends_of(way):
+    """Returns the final losses of three tasks."""
+    losses = RESULTS["half-params"]["losses"]
+    return [losses[task][way]["mean"] for task in ("teacher", "autoencoder", "text")]
+
+
+WAYS = {
+    "`master_weights`": "remainder",
+    "`master_weights(compact_state(tx))`": "remainder + compact",
+    "`stochastic_rounding`": "stochastic",
+    "`stochastic_rounding(compact_state(tx))`": "stochastic + compact",
+}
+MOVED = "| {name} | {{:.1f}} | {{:.1f}} | {{:.1f}} |"
+ENDS = "| {name} | {{:.4f}} | {{:.4f}} | {{:.4f}} |"
 THREE = ("float32", "float16", "float16, scaled")
 HALF = jnp.finfo("float16")
 BFLOAT = jnp.finfo("bfloat16")
@@ -345,6 +402,32 @@ FLUSHED = "float16 flushes {:.1%} of these gradients"
 # A piece of a page; a function, and its arguments. The numbers that the function returns belong
 # into the fields.
 CLAIMS = {
+    "bfloat16 has {} bits of precision: an update below {:.1%} of a weight": (
+        lambda: [BFLOAT.nmant + 1, float(BFLOAT.eps) / 4],
+    ),
+    "{} is right, and {} is the bfloat16 number next to it.": (
+        lambda: [0.9, float(jnp.bfloat16(0.9))],
+    ),
+    "| float32 | | {} | |": (lambda: bytes_of_ways()[0],),
+    "| bfloat16 | | {} | wrong": (lambda: bytes_of_ways()[1],),
+    "`master_weights(tx)` | {} | that": (lambda: bytes_of_ways()[2],),
+    "`master_weights(compact_state(tx))` | {} | that": (lambda: bytes_of_ways()[3],),
+    "`stochastic_rounding(tx)` | {} | that": (lambda: bytes_of_ways()[4],),
+    "`stochastic_rounding(compact_state(tx))` | {} | the same": (
+        lambda: bytes_of_ways()[5],
+    ),
+    "The other {} bits stand beside it": (lambda: 32 - BFLOAT.bits,),
+    "keeps a copy instead, for {} bytes more": (bytes_of_copies,),
+    "in float32: {} bytes of moments, where Optax keeps {}.": (bytes_of_moments,),
+    "They end at {:.0f}.": (lambda: float(HALF.max),),
+    "after {:,} steps, means of {} starts": (
+        lambda: [RESULTS["half-params"][name] for name in ("steps", "seeds")],
+    ),
+    MOVED.format(name="float32"): (moved_by, "skip_nonfinite, float32"),
+    ENDS.format(name="in float32"): (ends_of, "optax, float32"),
+    ENDS.format(name="in plain bfloat16"): (ends_of, "optax, bfloat16"),
+    **{MOVED.format(name=name): (moved_by, way) for name, way in WAYS.items()},
+    **{ENDS.format(name=f"with {name}"): (ends_of, way) for name, way in WAYS.items()},
     "From step {} on": (first_judged_step,),
     "a mean over {:.1f} million numbers ends": (pixels,),
     "PSNR of {} dB in float32, {} dB in float16, and {} dB in float16 with a loss scale.": (

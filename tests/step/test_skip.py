@@ -55,7 +55,9 @@ def test_an_accelerator_does_not_branch(monkeypatch):
 
 def test_one_program_that_is_traced_once_serves_all_platforms(monkeypatch):
     # What a CPU stores is in the last tests of this file.
-    monkeypatch.setattr("jaxscale._trees.store_once._store_by_rows", lambda arrays: arrays)
+    monkeypatch.setattr(
+        "jaxscale._trees.store_once._store_by_rows", lambda arrays: arrays
+    )
     traces = []
 
     def update(*args):
