@@ -21,8 +21,8 @@ from jaxscale import _jax
 
 pytestmark = pytest.mark.standard_promotion
 
-# Elementwise operations whose float32 result is exact, or rounded once. (`eq_to` and others, by which
-# JAX sorts, are not in `jax.lax`, and the last bits of an exponential depend on the program.)
+# Elementwise operations whose float32 result is exact, or rounded once. (`eq_to` and others, by
+# which JAX sorts, are not in `jax.lax`; the last bits of an exponential depend on the program.)
 EXACT = {
     *("abs", "add", "ceil", "clamp", "floor", "max", "min", "mul", "neg", "round"),
     *("select_n", "sign", "sub", "eq", "ge", "gt", "is_finite", "le", "lt", "ne"),
