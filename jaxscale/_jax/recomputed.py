@@ -204,7 +204,8 @@ def _jvp(
     perturbed = tuple(type(tangent) is not ad.Zero for tangent in tangents)
     outputs = _bind(function, *inputs)
     derived = function.differentiate(perturbed)
-    _, perturbed, used, returned = derived.derivative
+    made_of: Any = derived.derivative  # a derivative has one
+    _, perturbed, used, returned = made_of
     given = [
         *itertools.compress(inputs, used),
         *itertools.compress(tangents, perturbed),
