@@ -5,6 +5,7 @@ import warnings
 from itertools import product
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -504,3 +505,90 @@ def test_an_update_has_the_derivative_of_the_float32_one(wrapper, form):
     by_rate, by_start = jax.grad(end, argnums=(0, 1))(0.25, jnp.ones(2))
     assert by_rate == -8
     np.testing.assert_array_equal(by_start, [1, 1])
+
+
+def loss_of_pull(params, pull):
+    products = jax.tree.map(
+        lambda p, g: jnp.sum(p.astype(jnp.float32) * g), params, pull
+    )
+    return sum(jax.tree.leaves(products))
+
+
+def average_params(params, average):
+    return optax.incremental_update(widen(params), average, 0.1)
+
+
+def halve(grads):
+    return jax.tree.map(lambda g: g / 2, grads)
+
+
+def with_state(params, average, pull):
+    return loss_of_pull(params, pull), average
+
+
+# What else a step takes: how it is wrapped, its loss, and its options.
+COMBINED = {
+    "on_grads": (jaxscale.skip_nonfinite, loss_of_pull, {"on_grads": halve}),
+    "after": (
+        jaxscale.skip_nonfinite,
+        with_state,
+        {"has_state": True, "after": average_params},
+    ),
+    "preset": (
+        lambda tx: jaxscale.loss_scaled(tx, jaxscale.presets.torch()),
+        loss_of_pull,
+        {"retries": 1},
+    ),
+    "scale_backward": (
+        jaxscale.skip_nonfinite,
+        jaxscale.scale_backward(
+            lambda params, pull: loss_of_pull(widen(params), pull), retries=0
+        ),
+        {},
+    ),
+    "clipped, spikes": (
+        lambda tx: jaxscale.skip_nonfinite(
+            tx, max_norm=1.0, spikes=jaxscale.SpikeRule(window=8)
+        ),
+        loss_of_pull,
+        {},
+    ),
+}
+
+
+def run_combined(name, wrap, params):
+    """The float32 parameters after a run in steps that are not compiled, and what is carried."""
+    wrapper, loss_fn, options = COMBINED[name]
+    tx = wrap(wrapper(optax.adamw(1e-2)))
+    step = jaxscale.train_step(loss_fn, tx, **options)
+    state = tx.init(params)
+    carried = [widen(params)] if "has_state" in options else []
+    for pull in PULLS:
+        # Numbers of bfloat16, as the gradients of bfloat16 parameters are.
+        grads = {name: nearest(pull[name], jnp.bfloat16) for name in params}
+        params, state, *carried, _ = step(params, state, *carried, widen(grads))
+    return jaxscale.master_params(state, params), carried
+
+
+@cases("name", COMBINED)
+def test_they_go_with_everything_that_a_step_takes(name):
+    # The gradients do not depend on the parameters, so float32 ones get the same.
+    params = {"w": PARAMS["w"], "f": PARAMS["f"]}
+    exact, _ = run_combined(name, lambda tx: tx, widen(params))
+    ends = []
+    for storage in STORAGES:
+        wrap = functools.partial(jaxscale.master_weights, storage=storage)
+        ends.append(run_combined(name, wrap, params))
+    assert_same_bits(*ends)
+    masters, _ = ends[0]
+    assert_same_bits(masters, exact)
+
+
+@cases("wrapper", WRAPPERS)
+def test_a_step_can_be_exported(wrapper):
+    tx = WRAPPERS[wrapper](optax.adamw(1e-3))
+    state = tx.init(PARAMS)
+    step = jax.jit(functools.partial(fused_step, tx))
+    grads = gradients(PARAMS, PULLS[0])
+    exported = jax.export.export(step)(PARAMS, state, grads)
+    assert_same_bits(exported.call(PARAMS, state, grads), step(PARAMS, state, grads))
