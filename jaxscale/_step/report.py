@@ -58,7 +58,8 @@ def _make_finite(number: Any) -> jax.Array:
     number = jnp.asarray(number)
     if not jnp.issubdtype(number.dtype, jnp.inexact):
         return number
-    return jnp.nan_to_num(number)
+    # Shown, and not computed with: a callback takes no derivative.
+    return jnp.nan_to_num(jax.lax.stop_gradient(number))
 
 
 def _counters_of(state: LossScaledState) -> dict[str, Any]:

@@ -47,7 +47,11 @@ RUNS = {
 }
 
 
-def draw_faults(rng, rate):
+# Whose faults count: a gradient that the optimizer never reads is no fault, whatever it is.
+READ = {"no scale, masked": ["w", "b"]}
+
+
+def draw_faults(rng, rate, leaves):
     """The place of each step's fault, "" for none; by place, what is added to each leaf there."""
     added = {}
     for place in PLACES:
@@ -56,7 +60,7 @@ def draw_faults(rng, rate):
         )
     places = np.where(rng.random(STEPS) < rate, rng.choice(PLACES, STEPS), "")
     for i in np.flatnonzero(places):
-        leaf = added[places[i]][rng.choice(list(PARAMS))].reshape(STEPS, -1)
+        leaf = added[places[i]][rng.choice(leaves)].reshape(STEPS, -1)
         leaf[i, rng.integers(leaf.shape[1])] = rng.choice(VALUES)
     return places, added
 
@@ -115,7 +119,7 @@ class FaultyRun(NamedTuple):
 @functools.cache
 def run_with_faults(name, rate):
     rng = np.random.default_rng(0)
-    places, added = draw_faults(rng, rate)
+    places, added = draw_faults(rng, rate, READ.get(name, list(PARAMS)))
     assert set(places) == {"", *PLACES}
     bad = places != ""
     targets = {}
@@ -172,4 +176,5 @@ def test_the_scale_moves_by_the_rule_of_its_policy(name, rate):
     verdicts = np.where(run.bad_loss, None, ~run.bad)
     states = trajectory(policy, tuple(leaf.item() for leaf in start), verdicts)
     for key, values in zip(start._fields, np.array(states).T, strict=True):
-        np.testing.assert_array_equal(run.metrics[key], values, key)
+        if key in run.metrics:  # a run without a scale shows no trackers
+            np.testing.assert_array_equal(run.metrics[key], values, key)
