@@ -110,7 +110,7 @@ def is_attention_scores(eqn: JaxprEqn, around: Owner) -> bool:
 
 
 # For each program, by the owner of what does not say it itself.
-_with_products: WeakKeyDictionary[Jaxpr, dict[Owner, bool]] = WeakKeyDictionary()
+_with_products: WeakKeyDictionary[Jaxpr, dict[Any, bool]] = WeakKeyDictionary()
 
 
 def has_products(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
@@ -131,9 +131,11 @@ def holds_products(program: Jaxpr | ClosedJaxpr, owner: Owner) -> bool:
     """Returns whether a program has anything that `autocast` casts by itself."""
     jaxpr = _jax.closed(program).jaxpr
     known = _with_products.setdefault(jaxpr, {})
-    if owner not in known:
-        known[owner] = any(_is_cast_or_holds_cast(eqn, owner) for eqn in jaxpr.eqns)
-    return known[owner]
+    # An old JAX has one program under all settings of the precision of all products.
+    key = owner, _jax.precision_of_all()
+    if key not in known:
+        known[key] = any(_is_cast_or_holds_cast(eqn, owner) for eqn in jaxpr.eqns)
+    return known[key]
 
 
 def _is_cast_or_holds_cast(eqn: JaxprEqn, owner: Owner) -> bool:

@@ -58,7 +58,7 @@ def plan(jaxpr: Jaxpr, rounded_outputs: Sequence[bool], owner: Owner) -> Plan:
       owner: of the products that do not say it themselves.
     """
     known = _plans.setdefault(jaxpr, {})
-    key = (tuple(rounded_outputs), owner)
+    key = (tuple(rounded_outputs), owner, _jax.precision_of_all())
     if key not in known:
         products = {id(eqn) for eqn in jaxpr.eqns if reads_half(eqn, owner)}
         parts = cut(jaxpr, products)

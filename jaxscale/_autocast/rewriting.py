@@ -74,7 +74,8 @@ def rewrite(
     views = []
     for var, arg in zip(variables, args, strict=True):
         views.append(_view_of(var, arg, autocast.dtype))
-    key = (tuple(views), place, way, _jax.form_asked_for())
+    settings = _jax.form_asked_for(), _jax.precision_of_all()
+    key = (tuple(views), place, way, settings)
     known: dict[Any, Rewritten] = autocast.rewritten.setdefault(program, {})
     if key not in known:
         types: list[Any] = []

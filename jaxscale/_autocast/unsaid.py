@@ -71,7 +71,7 @@ _warned_of: ContextVar[frozenset[str]] = ContextVar("warned_of", default=frozens
 _is_first: ContextVar[bool] = ContextVar("is_first", default=False)
 
 # For each program that was searched: what is left in it, and why.
-_left: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+_left: WeakKeyDictionary[Any, dict[Any, dict[str, str]]] = WeakKeyDictionary()
 
 # For each program, by who calls it: how many products are cast that are called by what is unknown.
 _of_unknown: WeakKeyDictionary[Jaxpr, dict[Origin, Counter[str]]] = WeakKeyDictionary()
@@ -148,9 +148,11 @@ def _search_unknown(jaxpr: Jaxpr, around: Origin) -> Counter[str]:
 def _find_left(program: Jaxpr | ClosedJaxpr, rules: Container[str]) -> dict[str, str]:
     """Returns for each primitive whose products run as they are written, why they do."""
     jaxpr = _jax.closed(program).jaxpr
-    if jaxpr not in _left:
-        _left[jaxpr] = _search_left(jaxpr, rules)
-    return _left[jaxpr]
+    known = _left.setdefault(jaxpr, {})
+    key = _jax.precision_of_all()
+    if key not in known:
+        known[key] = _search_left(jaxpr, rules)
+    return known[key]
 
 
 def _search_left(jaxpr: Jaxpr, rules: Container[str]) -> dict[str, str]:

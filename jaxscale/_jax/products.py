@@ -18,7 +18,7 @@ def demands_precision(eqn: JaxprEqn) -> bool:
     """
     precision = product_precision(eqn)
     # Set for all products, it says nothing of this one.
-    if precision is None or precision == _precision_of_all():
+    if precision is None or precision == precision_of_all():
         return False
     if _is_algorithm(precision):
         return precision is not jax.lax.DotAlgorithmPreset.DEFAULT
@@ -31,7 +31,7 @@ def _is_algorithm(precision: Any) -> bool:
     return not isinstance(precision, tuple | jax.lax.Precision | None)
 
 
-def _precision_of_all() -> Any:
+def precision_of_all() -> Any:
     """Returns what `jax.default_matmul_precision` asks of all products now, as they name it."""
     name = jax.config.jax_default_matmul_precision
     if name is None:
