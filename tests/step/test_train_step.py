@@ -152,10 +152,11 @@ def test_a_bare_optimizer_is_warned_of_once(inner):
 @cases("inner", INNERS, fast=["sgd", "masked"])
 def test_whoever_says_that_it_is_meant_gets_no_warning(inner):
     tx = jaxscale.loss_scaled(INNERS[inner], None, skip_nonfinite=False)
+    opt_state = tx.init(PARAMS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = jaxscale.train_step(loss_fn, tx)
-        params, _, _ = run(step, tx.init(PARAMS))
+        params, _, _ = run(step, opt_state)
     assert not jaxscale.all_finite(params)
 
 
