@@ -148,6 +148,8 @@ STEPS = {
 FIRST_NOT_ARRAYS = {name: first for name, (first, _) in NOT_ARRAYS.items()}
 
 
+# One of them is told that it is inside of a chain.
+@pytest.mark.filterwarnings("ignore:.*is inside of another one:UserWarning")
 @cases("name", STEPS, fast=["tracking"])
 def test_a_step_leaves_alone_what_has_no_gradient(name):
     """As in a module of Equinox, whose gradients hold None there."""
