@@ -329,7 +329,7 @@ SCALES = {
         [
             "! The largest loss scale that does not overflow on this batch is 2**-4: the default "
             "rule, which never goes below 1, will skip every step.",
-            "a mean and not a sum, or write",
+            "Make the loss smaller, by a factor of 2**4 or more, or write",
             "jaxscale.DynamicLossScale(init_scale=2**-4, min_scale=2**-14)",
         ],
         never=["Nothing"],
