@@ -6,13 +6,13 @@ the model calls a function of JAX or writes it out.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import JaxprEqn, Literal
+from .._jax import JaxprEqn, Literal, Op, primitives_that
 from ..diagnostics._trace.findings import Findings, Run
 from ..diagnostics._trace.interpreter import EquationKey
 from ..diagnostics._trace.places import lines
@@ -24,14 +24,8 @@ PRODUCT = "product"
 EXPONENTIAL = "exponential"
 LOG_OF_SUM = "logarithm of a sum of exponentials"
 
-# Operations by their names in JAX. The first ones return some of the numbers that they take.
-_MOVES = {
-    "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze",
-    "rev", "expand_dims", "slice", "dynamic_slice", "gather", "copy", "copy_p",
-    "stop_gradient", "concatenate", "split", "select_n", "max", "min", "clamp",
-    "reduce_precision", "pad", "optimization_barrier", "sharding_constraint", "name",
-    "abs", "reduce_max", "reduce_min", "stack", "unstack", "tile",
-}  # fmt: skip
+# They return some of the numbers that they take.
+_MOVES = primitives_that(Op.PASSES_ON)
 _MOVES_AND_ADD = _MOVES | {"add"}
 _SUMS = {"add", "add_any", "sub", "neg"}
 _ARITHMETIC = _SUMS | {"mul", "div"}
@@ -250,7 +244,7 @@ class Operations:
 
     # Walks from one operation to others.
 
-    def _walk_back(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
+    def _walk_back(self, key: EquationKey, through: Set[str]) -> Iterator[EquationKey]:
         """Returns an operation, its makers, and the makers of those that are in `through`."""
         waiting = [key]
         visited = set()
@@ -263,7 +257,7 @@ class Operations:
             if self._name(source) in through:
                 waiting += self._makers[source]
 
-    def _walk_on(self, key: EquationKey, through: set[str]) -> Iterator[EquationKey]:
+    def _walk_on(self, key: EquationKey, through: Set[str]) -> Iterator[EquationKey]:
         """Returns the readers of what an operation makes, and of what those in `through` make."""
         waiting = [key]
         visited = {key}
@@ -286,7 +280,7 @@ class Operations:
                 readers.setdefault(maker, []).append(reader)
         return readers
 
-    def _comes_from(self, key: EquationKey, names: set[str], through: set[str]) -> bool:
+    def _comes_from(self, key: EquationKey, names: Set[str], through: Set[str]) -> bool:
         return any(
             self._name(source) in names for source in self._walk_back(key, through)
         )

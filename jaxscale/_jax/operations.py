@@ -17,6 +17,9 @@ class Op(enum.Flag):
     MOVE = (
         enum.auto()
     )  # moves or chooses elements: to round before it is to round after it
+    # Gives numbers that it is given: other ones of them, without a sign, or rounded.
+    PASSES_ON = enum.auto()
+    ARITHMETIC = enum.auto()  # combines two numbers, as an operator of Python does
     CHEAP = enum.auto()  # may be computed twice
     KEEPS_NOTHING = enum.auto()  # its derivative does not depend on what it reads
     NO_GRADIENT = enum.auto()  # nothing comes back through it
@@ -31,29 +34,37 @@ _NONE = Op(0)
 _ELEMENT = Op.ELEMENTWISE | Op.CHEAP
 _REDUCE = Op.REDUCTION | Op.CHEAP
 _EXACT = Op.LOSES_NOTHING | Op.MAKES_NOTHING
-_LINEAR_MOVE = Op.MOVE | Op.KEEPS_NOTHING | _EXACT
+_LINEAR_MOVE = Op.MOVE | Op.PASSES_ON | Op.KEEPS_NOTHING | _EXACT
 _CHEAP_MOVE = _LINEAR_MOVE | Op.CHEAP
 
 # Names of primitives, by what they do.
 _ROWS = {
     Op.PRODUCT: "dot_general conv_general_dilated ragged_dot ragged_dot_general",
     # Elements, one by one. First arithmetic:
-    _ELEMENT | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add add_any sub",
+    _ELEMENT | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add sub",
+    _ELEMENT | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add_any",
     _ELEMENT | Op.KEEPS_NOTHING | _EXACT: "neg",
-    _ELEMENT | Op.KEEPS_NOTHING: "convert_element_type",
+    _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING: "convert_element_type",
+    _ELEMENT | Op.ARITHMETIC: "mul div rem pow",
     _ELEMENT: """
-        mul div rem integer_pow pow square sqrt rsqrt cbrt
+        integer_pow square sqrt rsqrt cbrt
         exp exp2 expm1 log log1p
         sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
         logistic erf erfc erf_inv
         eq eq_to ge gt is_finite le le_to lt lt_to ne
         and or not xor""",
-    _ELEMENT | _EXACT: "abs clamp max min select_n",
+    _ELEMENT | Op.PASSES_ON | _EXACT: "abs clamp select_n",
+    _ELEMENT | Op.PASSES_ON | Op.ARITHMETIC | _EXACT: "max min",
     _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
-    _ELEMENT | Op.NO_GRADIENT | Op.KEEPS_NOTHING | _EXACT: "stop_gradient",
+    _ELEMENT
+    | Op.NO_GRADIENT
+    | Op.PASSES_ON
+    | Op.KEEPS_NOTHING
+    | _EXACT: "stop_gradient",
     # One number of many:
     _REDUCE | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "reduce_sum",
-    _REDUCE | Op.LOSES_NOTHING: "reduce_max reduce_min",  # that of no number is inf
+    # That of no number is inf.
+    _REDUCE | Op.PASSES_ON | Op.LOSES_NOTHING: "reduce_max reduce_min",
     _REDUCE: "argmax argmin reduce_and reduce_or",
     # Moves of whole arrays, which XLA makes a part of what reads them:
     _CHEAP_MOVE: """
@@ -70,8 +81,10 @@ _ROWS = {
     _LINEAR_MOVE | Op.SUMS_BACKWARD: "all_gather pvary",
     (_LINEAR_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "gather scatter",
     # What is computed once:
+    Op.PASSES_ON: "reduce_precision",
+    Op.PASSES_ON | _EXACT: "optimization_barrier",
     _EXACT: """
-        sort cummax cummin optimization_barrier empty_ref
+        sort cummax cummin empty_ref
         new_ref mutable_array get swap freeze free_ref""",
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add addupdate

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from .._trees.grammar import and_more
-from .._trees.leaf import NumberKind, check_in_reach, kind_of
+from .._trees.leaf import check_in_reach
 from .optimizer import SpikeState
+from .saved_numbers import check_number, fill, is_abstract, place_of, restore_leaf
 from .scale import UnitLossScaleState, is_policy_state, unwrap
 from .storage import CompactState, WeightsState
 
@@ -72,8 +71,8 @@ def _save(path: str, node: Any) -> Any:
         return None
     children = _children(node)
     if children is None:
-        place = _place("tree", path)
-        number = _check_number(place, node)
+        place = place_of("tree", path)
+        number = check_number(place, node)
         check_in_reach(place, number)
         return np.array(number)
     return {name: _save(f"{path}/{name}", child) for name, child in children.items()}
@@ -170,10 +169,10 @@ def _restore(
     if values is not None and _is_variable(values, children):
         return _restore(path, node, values["value"], unmatched, rounds)
     if children is None and values is None:
-        return _restore_leaf(path, node, saved, rounds)
+        return restore_leaf(path, node, saved, rounds)
     if children is None or values is None:
         raise TypeError(
-            f"{_place('state_dict', path)} must have what the target has there, "
+            f"{place_of('state_dict', path)} must have what the target has there, "
             f"{type(node).__name__}, got {type(saved).__name__}."
         )
     if isinstance(node, UnitLossScaleState):
@@ -230,23 +229,15 @@ def _take_default(node: Any, name: str, child: Any) -> Any:
     default = getattr(node, "_field_defaults", {}).get(name)
     if default is None:
         return child
-    return _fill(child, default)
+    return fill(child, default)
 
 
 def _fill_unit(state: UnitLossScaleState) -> UnitLossScaleState:
     """Returns a state whose type says that the scale is 1, whatever was saved."""
     numbers = [
-        _fill(leaf, _UNMOVED_FIELDS[name]) for name, leaf in state._asdict().items()
+        fill(leaf, _UNMOVED_FIELDS[name]) for name, leaf in state._asdict().items()
     ]
     return UnitLossScaleState(*numbers)
-
-
-def _fill(target: Any, number: Any) -> Any:
-    """Returns an array that is filled with a number, if the target is only a type."""
-    if not _is_abstract(target):
-        return target
-    filled = np.broadcast_to(np.asarray(number, target.dtype), target.shape)
-    return _restore_leaf("", target, filled, rounds=False)
 
 
 def _check_same_weights(
@@ -259,9 +250,9 @@ def _check_same_weights(
     if not saved or not wanted or saved & wanted:
         return
     raise ValueError(
-        f"{_place('state_dict', path)} has the float32 parameters as {saved.pop()}, and the target "
-        f"as {wanted.pop()}. Restore with the `storage` of `master_weights` that was saved, and "
-        "then pass `jaxscale.with_master_params(tx.init(params), "
+        f"{place_of('state_dict', path)} has the float32 parameters as {saved.pop()}, and the "
+        f"target as {wanted.pop()}. Restore with the `storage` of `master_weights` that was "
+        "saved, and then pass `jaxscale.with_master_params(tx.init(params), "
         "jaxscale.master_params(opt_state, params))`."
     )
 
@@ -302,7 +293,7 @@ def _check_has_numbers(tree: Any) -> None:
     """Raises a `ValueError` if a restored tree has types where nothing was saved."""
     paths = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if _is_abstract(leaf):
+        if is_abstract(leaf):
             paths.append("/" + jax.tree_util.keystr(path, simple=True, separator="/"))
     if paths:
         places = " ".join(
@@ -393,11 +384,6 @@ def _is_own(node: Any) -> bool:
     return isinstance(node, Mapping) and set(node) >= {"scaling", "total_steps"}
 
 
-def _place(argument: str, path: str) -> str:
-    call = "to_state_dict" if argument == "tree" else "from_state_dict"
-    return f"`{call}({argument})` at {path or '/'}"
-
-
 def _check_not_optimizer(argument: str, tree: Any) -> None:
     if isinstance(tree, optax.GradientTransformation):
         raise TypeError(
@@ -413,107 +399,3 @@ def _check_root(argument: str, tree: Any) -> None:
             f"`{argument}` must be a container without a child named version, a key that the "
             f'format needs, got {type(tree).__name__}. Pass {{"state": ...}}.'
         )
-
-
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _find_key_impl(target: Any) -> Any:
-    if not _is_abstract(target):
-        return jax.random.key_impl(target)
-    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
-        if jax.random.key(0, impl=impl).dtype == target.dtype:
-            return impl
-    raise TypeError(
-        f"`from_state_dict(target)` has only the type of a key, {target.dtype}, which is not "
-        "one of JAX's own. Pass a key itself in its place."
-    )
-
-
-def _check_number(place: str, leaf: Any) -> Any:
-    """Returns a leaf that is an array or a number; for a typed key its data."""
-    accepted = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-    if not isinstance(leaf, accepted) or isinstance(leaf, Tracer):
-        raise TypeError(
-            f"{place} must be an array or a number, outside of `jit`, got {leaf!r}. If a model "
-            "holds functions, pass only its arrays."
-        )
-    if isinstance(leaf, jax.Array) and _is_key(leaf):
-        return jax.random.key_data(leaf)
-    return leaf
-
-
-def _check_target(place: str, target: Any) -> Any:
-    """Returns what has the shape and the dtype of the numbers of a target's leaf."""
-    if not _is_abstract(target):
-        return _check_number(place, target)
-    if _is_key(target):
-        return jax.eval_shape(jax.random.key_data, target)
-    return target
-
-
-def _restore_leaf(path: str, target: Any, leaf: Any, rounds: bool) -> Any:
-    """Returns the numbers of a leaf with the type, shape, dtype and sharding of `target`."""
-    place = _place("state_dict", path)
-    like = _check_target(_place("target", path), target)
-    values = np.array(_check_number(place, leaf))
-    if values.shape != np.shape(like):
-        raise ValueError(
-            f"{place} must be of shape {np.shape(like)}, got {values.shape}."
-        )
-    dtype = np.dtype(getattr(like, "dtype", type(like)))
-    if rounds and values.dtype == np.float32 and dtype == jnp.bfloat16:
-        values = values.astype(dtype)
-    values = _cast_exactly(place, values, dtype)
-    if isinstance(target, np.ndarray):
-        return values
-    if not isinstance(target, jax.Array | jax.ShapeDtypeStruct):
-        return type(target)(values[()])
-    array = values
-    if _is_key(target):
-        impl = _find_key_impl(target)
-        array = jax.random.wrap_key_data(jnp.asarray(values), impl=impl)
-    elif jax.typeof(target).weak_type:
-        array = _weak_like(target).at[...].set(values)
-    sharding = target.sharding
-    if isinstance(target, jax.Array) and not target.committed:
-        sharding = None
-    return jax.device_put(array, sharding)
-
-
-def _weak_like(target: Any) -> jax.Array:
-    """Returns an array of a weak type, which a copy would not keep."""
-    if not _is_abstract(target):
-        return target
-    number = np.zeros((), target.dtype).item()  # one of Python's, which is weak
-    return jnp.broadcast_to(jnp.asarray(number), target.shape)
-
-
-def _cast_exactly(place: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Casts numbers to a dtype of their kind, in which each of them must have an equal."""
-    if values.dtype == dtype:
-        return values
-    kind = kind_of(dtype)
-    if kind is NumberKind.NONE or kind_of(values.dtype) is not kind:
-        raise TypeError(
-            f"{place} must be {dtype}, got {values.dtype}: {values.ravel()[:1]}."
-        )
-    with np.errstate(all="ignore"):
-        cast = values.astype(dtype)
-        is_equal = cast.astype(values.dtype) == values
-    is_nan = values != values
-    is_exact = is_equal | is_nan
-    if kind is NumberKind.INTEGER:
-        # An integer that was wrapped becomes equal again, but has the other sign in between.
-        is_exact &= (cast < 0) == (values < 0)
-    if not is_exact.all():
-        raise ValueError(
-            f"{place} must be {dtype}, got {values.dtype}: {values[~is_exact][0]} would become "
-            f"{cast[~is_exact][0]}. Cast it in the dictionary, if that is meant."
-        )
-    return cast

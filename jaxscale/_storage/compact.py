@@ -16,9 +16,9 @@ from .._state.find import is_loss_scaled
 from .._state.storage import CompactState
 from .._trees.casts import cast
 from . import rounding
+from .leaves import flatten, read_mask
 from .noise import draw_words, make_key, make_noise, split_key
 from .rounding import BFLOAT16
-from .weights import flatten, read_mask
 
 # Smaller arrays are not worth it: scales, counters, statistics of a whole layer.
 _LEAST_SIZE = 4096

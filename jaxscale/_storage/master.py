@@ -3,11 +3,16 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.scale import unwrap
-from .weights import narrow_params, widen_params
+from .._state.storage import WeightsState
+from .._trees.casts import cast
+from .leaves import describe_leaf, fits, flatten, make_state
+from .ways import Stored, way_beside
+from .weights import Applied
 
 
 def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
@@ -42,7 +47,7 @@ def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
     """
     state = find_optimizer_state("master_params", restore_types(opt_state))
     arrays = unwrap(params)
-    wide = widen_params("master_params", unwrap(state.weights), arrays)
+    wide = _widen_params("master_params", unwrap(state.weights), arrays)
     return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(wide))
 
 
@@ -89,7 +94,7 @@ def with_master_params(
             "p.astype(jnp.bfloat16), float32_params)`."
         )
     arrays = unwrap(float32_params)
-    params, new_weights = narrow_params(call, weights, arrays)
+    params, new_weights = _narrow_params(call, weights, arrays)
 
     def replace(node: Any) -> Any:
         return node._replace(weights=new_weights) if is_loss_scaled(node) else node
@@ -99,3 +104,45 @@ def with_master_params(
         jax.tree.unflatten(jax.tree.structure(float32_params), jax.tree.leaves(params)),
         jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(new_state)),
     )
+
+
+def _widen_params(
+    call: str, state: WeightsState | None, params: optax.Params
+) -> optax.Params:
+    """Returns float32 parameters, by what stands beside them and by nothing else."""
+    tree = flatten(call, params, state)
+    wide = []
+    for leaf in tree.leaves:
+        leaf = leaf._replace(way=way_beside(leaf.beside))
+        if leaf.param is not None and not fits(leaf):
+            raise ValueError(
+                f"`{call}(params=...)` must be the parameters as the optimizer keeps them: that at "
+                f"{leaf.name} is {describe_leaf(leaf.param)}, and the state has "
+                f"{describe_leaf(leaf.beside)} for one of dtype {leaf.dtype}."
+            )
+        wide.append(leaf.way.widen(leaf.param, leaf.beside))
+    return tree.unflatten(wide)
+
+
+def _narrow_params(
+    call: str, state: WeightsState, wide_params: optax.Params
+) -> Applied:
+    """Returns parameters as they are kept, made of float32 ones, and what is beside them."""
+    tree = flatten(call, wide_params, state)
+    params = []
+    beside = []
+    for leaf in tree.leaves:
+        stored = Stored(leaf.param, leaf.beside)
+        if leaf.beside is not None and leaf.param is not None:
+            if jnp.shape(leaf.param) != jnp.shape(leaf.beside):
+                raise ValueError(
+                    f"`{call}(float32_params=...)` must be for the parameters of this state: that "
+                    f"at {leaf.name} is {describe_leaf(leaf.param)}, and the state was made for "
+                    f"{leaf.dtype}{list(jnp.shape(leaf.beside))}."
+                )
+            like = jax.ShapeDtypeStruct(jnp.shape(leaf.param), leaf.dtype)
+            wide = cast(leaf.param, jnp.float32)
+            stored = way_beside(leaf.beside).store(wide, like, None)
+        params.append(stored.param)
+        beside.append(stored.beside)
+    return Applied(tree.unflatten(params), make_state(tree, beside, state.key))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jax
-from ..._jax import JaxprEqn, Op, has_narrow_range, is_inexact
+from ..._jax import JaxprEqn, Op, has_narrow_range, is_inexact, primitives_that
 from .evaluate import (
     IncomparableError,
     dtype_of,
@@ -20,7 +20,7 @@ from .evaluate import (
     evaluate_in_float32,
 )
 
-CONTRACTIONS = {"dot_general", "conv_general_dilated"}
+CONTRACTIONS = primitives_that(Op.PRODUCT)
 
 
 class Birth(NamedTuple):

@@ -23,9 +23,11 @@ import numpy as np
 from ..._jax import (
     JaxprEqn,
     Literal,
+    Op,
     frames,
     keep_lines_of_rules,
     numbers_being_converted,
+    primitives_that,
     scope_path,
 )
 
@@ -34,7 +36,7 @@ _LIBRARIES = (
     "jax", "jaxlib", "jaxscale", "flax", "optax", "equinox", "haiku", "keras", "penzai",
     "chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy",
 )  # fmt: skip
-_ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "pow", "rem"}
+_ARITHMETIC = primitives_that(Op.ARITHMETIC)
 _COMPARISONS = {"gt", "ge", "lt", "le"}
 _OPERATORS = {
     ast.Add: operator.add,

@@ -1,0 +1,111 @@
+"""Four ways to keep a parameter in fewer bits than it is computed in.
+
+A leaf is rounded and nothing else; the bits that it leaves out stand beside it; a float32 copy
+stands beside it; or it is rounded at random. Each answers three questions: what does it need beside
+the parameter, what is the float32 parameter, and what does a new one become?
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._trees.casts import cast, widen
+from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
+from . import rounding
+from .noise import make_noise
+from .rounding import Halves
+
+_INT16 = jnp.dtype(jnp.int16)
+
+
+class Stored(NamedTuple):
+    """A new parameter as it is kept."""
+
+    param: Any
+    beside: Any  # what stands beside it, `None` if nothing does
+
+
+class Plain:
+    """A leaf that is rounded by a cast, if its dtype is narrower than float32."""
+
+    def start(self, param: Any) -> None:
+        return None
+
+    def fits(self, beside: Any) -> bool:
+        return beside is None
+
+    def widen(self, param: Any, beside: None) -> Any:
+        return widen(param) if is_inexact_leaf(param) else param
+
+    def store(self, wide: Any, param: Any, words: Any) -> Stored:
+        if not is_array_like(param):
+            return Stored(param, None)
+        return Stored(cast(wide, dtype_of(param)), None)
+
+
+class Remainder:
+    """A bfloat16 leaf with the other half of float32 beside it."""
+
+    def start(self, param: Any) -> jax.Array:
+        # Made from the parameter, so that it has its sharding. All bits are 0.
+        return rounding.split(cast(param, jnp.float32)).rest
+
+    def fits(self, beside: Any) -> bool:
+        return getattr(beside, "dtype", None) == _INT16
+
+    def widen(self, param: Any, beside: jax.Array) -> jax.Array:
+        return rounding.join(param, beside)
+
+    def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
+        halves: Halves = rounding.split(wide)
+        return Stored(halves.high, halves.rest)
+
+
+class Copy:
+    """A half-precision leaf with a float32 copy beside it."""
+
+    def start(self, param: Any) -> jax.Array:
+        return cast(param, jnp.float32)
+
+    def fits(self, beside: Any) -> bool:
+        return getattr(beside, "dtype", None) == jnp.float32
+
+    def widen(self, param: Any, beside: jax.Array) -> jax.Array:
+        return rounding.follow(beside, param)
+
+    def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
+        return Stored(rounding.nearest(wide, dtype_of(param)), wide)
+
+
+class AtRandom:
+    """A half-precision leaf that is rounded at random."""
+
+    def start(self, param: Any) -> None:
+        return None
+
+    def fits(self, beside: Any) -> bool:
+        return beside is None
+
+    def widen(self, param: Any, beside: None) -> jax.Array:
+        return cast(param, jnp.float32)
+
+    def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
+        noise = make_noise(words, wide)
+        return Stored(rounding.stochastic(wide, dtype_of(param), noise), None)
+
+
+Way = Plain | Remainder | Copy | AtRandom
+PLAIN = Plain()
+REMAINDER = Remainder()
+COPY = Copy()
+AT_RANDOM = AtRandom()
+
+
+def way_beside(beside: Any) -> Way:
+    """Returns the way of which something beside a parameter is."""
+    if beside is None:
+        return PLAIN
+    if REMAINDER.fits(beside):
+        return REMAINDER
+    return COPY
