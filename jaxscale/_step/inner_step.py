@@ -213,14 +213,8 @@ def make_or_skip(
 
     def skip(parts: Any) -> StepOrSkip:
         like = StepOrSkip(*parts)
-        # These are constants, but made from values that vary along the axes of a mesh as those
-        # of a step do: a branch needs equal types.
-        grad_norm = None
-        if finds_norm and last_norm is not None:
-            grad_norm = jax.lax.select(ready.due, last_norm, last_norm)
-        updates_finite = None
-        if check_updates:
-            updates_finite = ready.due | ~ready.due
+        grad_norm = last_norm if finds_norm else None
+        updates_finite = jnp.array(True) if check_updates else None
         outcome = inner_step.keep_outcome(like.outcome, grads)
         return StepOrSkip(
             outcome,
