@@ -3,8 +3,8 @@
 It is what `jax.checkpoint` is, but for the barrier that keeps XLA from taking what the forward pass
 computed. XLA for CPUs needs one, and one for XLA on accelerators only costs: it decides by itself
 what to compute again, and moves more bytes if it may not. `jax.checkpoint` has one or has none, on
-all platforms. Two more things are simpler here: a program is traced and lowered once, however often
-it runs, and what is transposed is one equation, whatever form JAX gives `jax.checkpoint`.
+all platforms. What is transposed is also one equation here, whatever form JAX gives
+`jax.checkpoint`.
 
 A derivative forward and its transpose are programs of this kind, too, and so on.
 """
@@ -33,12 +33,16 @@ class _Derivative(NamedTuple):
     """Of what a program is the derivative: of another one, by some of its inputs.
 
     Its inputs are those of the other that are `used`, and then tangents of those that are
-    `perturbed`. It returns the tangents of those outputs of the other that are `returned`. All
+    `varied`. It returns the tangents of those outputs of the other that are `returned`. All
     other derivatives are zeros, and whoever reads them may ask.
+
+    The tangents of some inputs that are `perturbed` may not be read. A rule inside may have asked
+    for them, so the backward pass must be of the same inputs.
     """
 
     function: "_Function"
     perturbed: _Flags
+    varied: _Flags
     used: _Flags
     returned: _Flags
 
@@ -52,7 +56,6 @@ class _Function:
         pass.
       is_transposed: whether it is a backward pass.
       derivative: of what it is the derivative, if it is one.
-      run: runs it, as one function for however many equations.
     """
 
     def __init__(
@@ -66,7 +69,6 @@ class _Function:
         self.in_loop = in_loop
         self.is_transposed = is_transposed
         self.derivative = derivative
-        self.run = jax.jit(jaxpr_as_fun(program))
         self.differentiate = functools.cache(self._differentiate)
         self.transpose = functools.cache(self._transpose)
 
@@ -89,16 +91,24 @@ class _Function:
         returned = tuple(has and next(remaining) for has in returned)
         program, used = without_unused(program, returned=depends)
         read = iter(used[len(types) :])
-        perturbed = tuple(varies and next(read) for varies in perturbed)
-        derivative = _Derivative(self, perturbed, used[: len(types)], returned)
+        varied = tuple(varies and next(read) for varies in perturbed)
+        derivative = _Derivative(
+            self, perturbed, varied, used[: len(types)], returned
+        )
         return _Function(program, self.in_loop, derivative=derivative)
 
     def _transpose(
-        self, perturbed: _Flags, used: _Flags, returned: _Flags
+        self, perturbed: _Flags, wanted: _Flags, used: _Flags, returned: _Flags
     ) -> "_Function":
         """Returns the backward pass: from cotangents of some outputs to those of some inputs.
 
         It takes the inputs that the derivative depends on, and then the cotangents.
+
+        Args:
+          perturbed: by which inputs the program is differentiated.
+          wanted: which of them get a cotangent.
+          used: on which inputs the derivative depends.
+          returned: which outputs have a cotangent.
         """
         types = self.program.in_avals
 
@@ -109,7 +119,8 @@ class _Function:
                 inputs.append(next(remaining) if is_used else _zeros(aval))
             fun = self._of_some(inputs, perturbed, returned)
             varied = itertools.compress(inputs, perturbed)
-            return jax.vjp(fun, *varied)[1](tuple(remaining))
+            pulled = jax.vjp(fun, *varied)[1](tuple(remaining))
+            return list(itertools.compress(pulled, itertools.compress(wanted, perturbed)))
 
         outputs = itertools.compress(self.program.out_avals, returned)
         given = [*itertools.compress(types, used), *map(tangent_type, outputs)]
@@ -184,10 +195,14 @@ def _bind(function: _Function, *args: Any) -> list[Any]:
 
 
 def _expand(*args: Any, function: _Function, program: Any) -> list[Any]:
-    """Returns the outputs by operations of JAX."""
+    """Returns the outputs by operations of JAX.
+
+    Not by one call of a function: XLA for TPUs moved three times the bytes where it had to see
+    through calls that forward and backward pass compute the same.
+    """
     if function.is_transposed and not function.in_loop:
         args = tuple(barrier_on_cpu(*args))
-    return list(function.run(*args))
+    return list(jaxpr_as_fun(program)(*args))
 
 
 def _evaluate(*args: Any, function: _Function, program: Any) -> list[Any]:
@@ -205,10 +220,10 @@ def _jvp(
     outputs = _bind(function, *inputs)
     derived = function.differentiate(perturbed)
     made_of: Any = derived.derivative  # a derivative has one
-    _, perturbed, used, returned = made_of
+    _, _, varied, used, returned = made_of
     given = [
         *itertools.compress(inputs, used),
-        *itertools.compress(tangents, perturbed),
+        *itertools.compress(tangents, varied),
     ]
     made = iter(_bind(derived, *given))
     out_tangents = []
@@ -232,15 +247,15 @@ def _transpose(
         for arg, is_linear in zip(args, linear, strict=True):
             inputs.append(_zeros(arg.aval) if is_linear else arg)
         everything = (True,) * len(args)
-        backward = function.transpose(linear, everything, returned)
+        backward = function.transpose(linear, linear, everything, returned)
     else:
-        function, perturbed, used, has_tangent = function.derivative
+        function, perturbed, varied, used, has_tangent = function.derivative
         inputs = args[: sum(used)]
         is_given = iter(returned)
         of_outputs = tuple(has and next(is_given) for has in has_tangent)
         is_linear_tangent = iter(linear[sum(used) :])
-        of_inputs = tuple(varied and next(is_linear_tangent) for varied in perturbed)
-        backward = function.transpose(of_inputs, used, of_outputs)
+        of_inputs = tuple(varies and next(is_linear_tangent) for varies in varied)
+        backward = function.transpose(perturbed, of_inputs, used, of_outputs)
     pulled = _bind(backward, *inputs, *given)
     remaining_cotangents = iter(pulled)
     return [next(remaining_cotangents) if is_linear else None for is_linear in linear]

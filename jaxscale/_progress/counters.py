@@ -27,7 +27,8 @@ def metrics(tree: Any, *, prefix: str = "") -> dict[str, jax.Array]:
       `jaxscale.multi_steps` these count micro-batches. Then, and with an `optax.MultiSteps` inside
       `loss_scaled`, there are also `mini_step` and `gradient_step`.
       Without a loss scale, as with `jaxscale.skip_nonfinite`, `loss_scale` is 1, and there are no
-      trackers, `backoff_count`, `total_retries` and `total_exhausted`.
+      trackers, `backoff_count`, `total_retries` and `total_exhausted`. The mappings of `nnx.state`
+      and `nnx.split` do not tell such a state from others: of them these are shown, too, and are 0.
       With `max_norm` or `spikes` there is `grad_norm`, the norm of the last gradients before they
       were clipped. With `spikes` there are the counters, thresholds and deviations that
       `jaxscale.SpikeState` explains.

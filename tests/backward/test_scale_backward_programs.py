@@ -282,7 +282,7 @@ def looped(kind):
     reason="the loop of Equinox fails without jaxscale, too, under JAX_CUSTOM_VJP3",
 )
 @pytest.mark.standard_promotion
-@cases("around", AROUND_BOTH, fast=["scale_backward"])
+@cases("around", AROUND_BOTH, fast=["scale_backward", "autocast"])
 def test_what_has_no_derivative_has_none_at_the_boundary_either(around):
     """JAX refuses a cotangent for what a batch shares, even one of zeros."""
     got, expected = both_grads(around, looped("checkpointed"))

@@ -29,6 +29,7 @@ import pathlib
 import re
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,12 +105,13 @@ def test_no_line_outside_of_a_model_is_marked(module):
 
 def compile_gradients(model, half):
     """Returns the loss and the gradients of a model, by name, as a function of the loss scale."""
-    loss_fn, params, batch = model(half)
+    loss_fn, model_params, batch = model(half)
+    params, numbers = eqx.partition(model_params, eqx.is_array)
 
     @jax.jit
     def differentiate(params, batch, scale):
         def scaled_loss(params):
-            return loss_fn(params, batch) * scale
+            return loss_fn(eqx.combine(params, numbers), batch) * scale
 
         loss, grads = jax.value_and_grad(scaled_loss)(params)
         outputs = {"loss": loss, "grads": grads}

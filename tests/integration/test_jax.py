@@ -18,8 +18,9 @@ from autodiff import FORMS as AUTODIFF
 from autodiff import HAS_NEW_FORM, form
 from forged import forged
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec
-from tables import cases
+from tables import assert_same_bits, cases
 
 import jaxscale
 from jaxscale import _jax, diagnostics
@@ -411,6 +412,34 @@ def test_a_recomputed_program_keeps_what_its_derivative_reads():
 
     program = jax.make_jaxpr(lambda x, y: jnp.exp(jnp.sin(x)) + y)(X, X)
     assert keep(_jax.recomputed(program)) == [X.shape]
+
+
+@jax.custom_jvp
+def pass_if_asked_for(x, y):
+    """Returns `x`, whose derivative it takes only where `y` has one, which it does not read."""
+    return x
+
+
+def pass_tangent(primals, tangents):
+    x_dot, y_dot = tangents
+    if isinstance(y_dot, SymbolicZero):
+        x_dot = jnp.zeros_like(primals[0])
+    return primals[0], x_dot
+
+
+pass_if_asked_for.defjvp(pass_tangent, symbolic_zeros=True)
+
+
+@cases("by", ["x", "y", "xy"])
+def test_a_rule_in_a_recomputed_program_may_ask_what_has_a_derivative(by):
+    def squash(x, y):
+        return jnp.sin(pass_if_asked_for(x, y))
+
+    argnums = tuple(map("xy".index, by))
+    again = _jax.recomputed(jax.make_jaxpr(squash)(X, X))
+    actual = jax.grad(lambda x, y: jnp.sum(again(x, y)[0]), argnums)(X, X)
+    expected = jax.grad(lambda x, y: jnp.sum(squash(x, y)), argnums)(X, X)
+    assert_same_bits(actual, expected)
 
 
 def test_the_numbers_that_jax_casts_are_seen():
