@@ -47,11 +47,11 @@ float16 ends at 65504, and half of its smallest number, 2**-24, rounds to 0:
 >>> jnp.array([65519.0, 65520, 2**-24, 2**-25]).astype(jnp.float16).tolist()
 [65504.0, inf, 5.960464477539063e-08, 0.0]
 
-A forward pass overflows, in squares, long sums and exponentials. A loss scale does not help there:
-`autocast` keeps such operations in float32. A backward pass underflows: the gradient of a mean over
-a million numbers begins at 1e-6, and each layer multiplies it by something small. But a backward
-pass is linear, so the loss is multiplied by a power of two, which rounds nothing, and the gradients
-are divided by the same number in float32:
+The forward pass can overflow: in squares, long sums and exponentials. A loss scale does not help
+there: `autocast` keeps such operations in float32. The backward pass can underflow: the gradient of
+a mean over a million numbers begins at 1e-6, and each layer multiplies it by something small. But a
+backward pass is linear, so the loss is multiplied by a power of two, which rounds nothing, and the
+gradients are divided by the same number in float32:
 
 >>> def loss_fn(w):  # its derivative is 2**-30
 ...     return jnp.float32(2**-10) * (w.astype(jnp.float16) * jnp.float16(2**-20))

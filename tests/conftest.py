@@ -43,7 +43,7 @@ CACHE = pytest.StashKey[str]()  # the folder of programs that were compiled
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--slow", action="store_true", help="run the tests that are marked slow, too"
+        "--slow", action="store_true", help="run the tests marked slow and docs, too"
     )
 
 
@@ -52,6 +52,9 @@ def pytest_configure(config):
         "markers", "standard_promotion: dtypes promote as users have it"
     )
     config.addinivalue_line("markers", "slow: runs only with --slow")
+    config.addinivalue_line(
+        "markers", "docs: of what is written about the code; runs only with --slow"
+    )
     options = {"max_examples": 60 if config.option.slow else 20, "derandomize": True}
     hypothesis.settings.register_profile("ours", deadline=None, **options)
     hypothesis.settings.load_profile("ours")
@@ -80,12 +83,15 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
+def is_left_out(item):
+    return any(map(item.get_closest_marker, ("slow", "docs")))
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m slow` selects
 def pytest_collection_modifyitems(config, items):
     if not config.option.slow:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+        config.hook.pytest_deselected(items=list(filter(is_left_out, items)))
+        items[:] = itertools.filterfalse(is_left_out, items)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +108,9 @@ def promotion(request):
 def pytest_terminal_summary(terminalreporter, config):
     """Whether slow tests were left out, and the doctor's score."""
     if not config.option.slow:
-        terminalreporter.line("Slow tests were left out; --slow runs them, too.")
+        terminalreporter.line(
+            "Slow tests and tests of pages were left out; --slow runs them."
+        )
     # Under xdist, too: properties travel with the reports.
     for report in itertools.chain(*terminalreporter.stats.values()):
         for key, lines in getattr(report, "user_properties", ()):

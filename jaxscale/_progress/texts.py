@@ -52,10 +52,11 @@ IDLE = (
 
 SPIKES = (
     "`check`: spikes are skipped again and again: 20 or more in a row, or more than one step in "
-    "20. A new level of the loss is accepted before that, within 15 steps. If it is one kind of "
-    "batch that stands out, such as those with a reward among many without, these are good steps, "
-    "and nothing is learned from them: raise `sigmas` of the `SpikeRule`, or do without it. If the "
-    "run diverges, skipping does not help: lower the learning rate, or go back to a checkpoint."
+    "20. This is not a one-time jump of the loss: the rule accepts one within 15 steps. If it is "
+    "one kind of batch that stands out, such as those with a reward among many without, these are "
+    "good steps, and nothing is learned from them: raise `sigmas` of the `SpikeRule`, or do "
+    "without it. If the run diverges, skipping does not help: lower the learning rate, or go back "
+    "to a checkpoint."
 )
 NORMS = (
     " Some of the spikes had finite gradients whose norm is inf in float32, with elements of about "
@@ -65,9 +66,9 @@ NORMS = (
 
 # What may make a NaN without any half precision, most likely things first.
 WITHOUT_HALF = (
-    "The batch comes first: look for NaN and inf in it. Then for 0/0, for the square root of 0 or "
-    "the norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf "
-    "that covers a whole row of a softmax."
+    "Check the batch for NaN and inf first. Then look for 0/0, for the square root of 0 or the "
+    "norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf that "
+    "covers a whole row of a softmax."
 )
 # What `scale_backward` does where a few cotangents are far larger than all others.
 ALL_FLUSHED = (

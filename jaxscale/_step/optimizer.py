@@ -136,8 +136,8 @@ def say_inside(call: str) -> str:
     """Returns what a call says of a `loss_scaled` optimizer that is inside of another one."""
     return (
         f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state and updates "
-        "a bad step may ruin for good. Wrap outermost: write `loss_scaled(outer(inner))` for "
-        "`outer(loss_scaled(inner))`, as with `optax.chain`, `masked`, `partition`, `flatten`, "
+        "a bad step can corrupt for good. Make it the outermost: write `loss_scaled(outer(inner))` "
+        "for `outer(loss_scaled(inner))`, as with `optax.chain`, `masked`, `partition`, `flatten`, "
         "`inject_hyperparams` and `MultiSteps`. For `apply_if_finite(loss_scaled(inner))` write "
         "`loss_scaled(inner)`."
     )

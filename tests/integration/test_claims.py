@@ -26,7 +26,7 @@ import jaxscale
 import jaxscale.presets
 from jaxscale._progress import limits
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.docs]
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -467,7 +467,7 @@ CLAIMS = {
         parity,
     ),
     "with Python {} or newer": (oldest,),
-    "On a CPU with JAX {} the first printed": (
+    "On a CPU with JAX {}, the first command printed": (
         lambda: short(QUICKSTART["machine"]["versions"]["jax"]),
     ),
     "(cubic interpolation: {} dB)": (lambda: quickstart("(cubic alone)")[1],),
@@ -553,8 +553,8 @@ CLAIMS = {
     "nothing | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jaxscale.autocast"),
     "casts around the model | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jmp"),
     "every layer | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "Flax dtype"),
-    "keeps {:.2f} times as much for its backward pass as in float32": (
-        lambda: autocast("jaxscale.autocast")[0],
+    "stores {:.0%} less for the backward pass than in float32": (
+        lambda: 1 - autocast("jaxscale.autocast")[0],
     ),
     "carries float16, as in Flax with `dtype=`. The last figure is then {:.2f}.": (
         memory,

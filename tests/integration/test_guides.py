@@ -10,7 +10,10 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+import pytest
 from tables import cases
+
+pytestmark = pytest.mark.docs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 FOLDERS = ("jaxscale", "tests", "examples", ".github", ".ci")

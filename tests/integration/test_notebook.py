@@ -24,7 +24,7 @@ from tables import cases
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion  # as users have it
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.docs]
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PATH = ROOT / "examples" / "gpu.ipynb"

@@ -173,7 +173,8 @@ def test_check_tells_of_an_optimizer_that_is_wrapped_inside_of_another(name):
     for warning in caught:
         assert warning.filename == __file__
         assert re.match(
-            r"`check`.*inside of another one.*Wrap outermost", str(warning.message)
+            r"`check`.*inside of another one.*Make it the outermost",
+            str(warning.message),
         )
 
 
@@ -340,7 +341,7 @@ HOPELESS = {
         [0.0] * 60,
         says=[
             "with a non-finite loss). If",
-            "The batch comes first",
+            "Check the batch for NaN",
             "square root of 0",
         ],
         says_not=["no loss scale can help", "floor", "scale is", "float16"],
@@ -349,7 +350,7 @@ HOPELESS = {
         jaxscale.skip_nonfinite(SGD),
         negative_root_loss,
         [-1.0] * 60,
-        says=["with a non-finite loss). The loss itself", "The batch comes first"],
+        says=["with a non-finite loss). The loss itself", "Check the batch for NaN"],
         says_not=["no loss scale can help", "floor", "scale is", "float16"],
     ),
     "the optimizer makes a NaN of zeros": Hopeless(

@@ -206,7 +206,7 @@ def test_the_rate_counts_from_the_first_step_on():
 LOSS = r"Mostly the loss itself was not finite"
 GRADS = r"Mostly the gradients were not finite"
 SCALED = r"(no loss scale|floor or fixed)"
-UNSCALED = r"The batch comes first"
+UNSCALED = r"Check the batch for NaN"
 NOT_FINITE = ["0/0", "square root", "-inf"]  # where bad numbers come from
 NAN = nan_where(some(0.1, 3))
 INF = np.where(every(0.5), np.inf, 0.0)
