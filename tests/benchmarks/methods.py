@@ -86,7 +86,7 @@ def _three_lines(tx, grads, state, params, **values):
     return optax.apply_updates(params, updates), state
 
 
-def _without_scale(tx, setting):
+def without_scale(tx, setting):
     def step(carry, *batch):
         params, state = carry
         loss, grads = setting.value_and_grad(setting.loss_fn)(params, *batch)
@@ -101,13 +101,13 @@ def _without_scale(tx, setting):
 
 def bare(setting):
     """Optax alone: no scale, no verdict, no skip. The floor."""
-    method = _without_scale(optimizer(setting.clip), setting)
+    method = without_scale(optimizer(setting.clip), setting)
     return method._replace(inner=lambda carry: carry[1], skips=False)
 
 
 def apply_if_finite(setting):
     """`optax.apply_if_finite`, which has no scale: the verdict and the skip alone."""
-    return _without_scale(
+    return without_scale(
         optax.apply_if_finite(optimizer(setting.clip), 1_000_000), setting
     )
 
@@ -115,7 +115,7 @@ def apply_if_finite(setting):
 def scale_backward(setting):
     """`jaxscale.scale_backward`, whose scale no state holds."""
     boundary = setting._replace(loss_fn=jaxscale.scale_backward(setting.loss_fn))
-    return _without_scale(ours(setting, None), boundary)
+    return without_scale(ours(setting, None), boundary)
 
 
 def train_step(setting, policy="dynamic", retries=0, **options):

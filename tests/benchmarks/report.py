@@ -71,7 +71,7 @@ def describe():
         "backend": jax.default_backend(),
         "processor": models[0] if models else platform.processor(),
         "cores": len(models) or None,
-        "system": platform.platform(),
+        "system": f"{platform.system()}-{platform.machine()}",
         "python": platform.python_version(),
         "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

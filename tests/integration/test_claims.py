@@ -15,6 +15,7 @@ import sys
 import tomllib
 import warnings
 
+import behaviors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -553,6 +554,11 @@ CLAIMS = {
     "nothing | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jaxscale.autocast"),
     "casts around the model | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jmp"),
     "every layer | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "Flax dtype"),
+    "{} such batches in a row": (lambda: behaviors.OVERFLOWS,),
+    "{} overflows with a finite loss": (lambda: 3 * behaviors.OVERFLOWS,),
+    "the scale is {:.2g}, and nothing is learned": (
+        lambda: float(jnp.finfo(jnp.float32).tiny),
+    ),
     "stores {:.0%} less for the backward pass than in float32": (
         lambda: 1 - autocast("jaxscale.autocast")[0],
     ),
@@ -579,6 +585,11 @@ def spans(claim):
             places[name] = [match.span(field) for field in fields]
     assert places, f"on no page: {claim}"
     return places
+
+
+def test_the_table_of_what_others_do_is_that_of_the_figures():
+    table = behaviors.markdown(RESULTS["behaviors-cpu"]["rows"])
+    assert table in FILES["compared.md"].read_text()
 
 
 @cases("page", PAGES)
