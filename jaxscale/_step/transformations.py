@@ -99,9 +99,10 @@ def loss_scaled(
         clipped to 0, as by optax.)
       skip_nonfinite: whether to skip at all. `False` is for scales that never move, and
         switches everything off: there is no verdict and there are no counters. If `loss_scale` is
-        also `None`, the program is that of `inner` alone. The state keeps its fields. (If
-        `loss_scale` is `None`, `scaling` has a type of its own; `jaxscale.to_state_dict` and
-        `jaxscale.from_state_dict` move a run from one type to the other.)
+        also `None`, the program is that of `inner` alone, on float32 values where parameters or
+        gradients are in half precision. The state keeps its fields. (If `loss_scale` is `None`,
+        `scaling` has a type of its own; `jaxscale.to_state_dict` and `jaxscale.from_state_dict`
+        move a run from one type to the other.)
       check_updates: whether the verdict also covers what `inner` makes of finite gradients: its
         updates and its new state. Set it for optimizers that compute gradients inside `update`:
         `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also for those that
@@ -129,10 +130,11 @@ def loss_scaled(
       An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
       Its `update(grads, state, params=None, *, value=None, **extra_args)` passes extra
       arguments to `inner` unchanged. Pass the loss as `value`: a step whose loss is not finite is
-      then skipped without lowering the scale, because the scale is not to blame. Updates and state
-      keep their shapes and dtypes. The updates of a skipped step are -0.0. Adding them keeps the
-      bits of every parameter except subnormal numbers, which a CPU flushes to 0 as it adds;
-      `jaxscale.apply_gradients` also keeps those.
+      then skipped without lowering the scale, because the scale is not to blame. The state keeps
+      its shapes and dtypes from step to step. Updates have the dtypes that `inner` gives them; for
+      half-precision parameters both are float32. The updates of a skipped step are -0.0. Adding
+      them keeps the bits of every parameter except subnormal numbers, which a CPU flushes to 0 as
+      it adds; `jaxscale.apply_gradients` also keeps those.
 
       Gradients that `inner` certainly never reads do not count: not for the verdict, nor for
       `max_norm` and `spikes`. They are those of parameters that an `optax.partition` with
