@@ -234,7 +234,7 @@ class TrainState(train_state.TrainState):
 def train_step(
     loss_fn: Callable[..., Any],
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_state: bool = False,
     has_aux: bool = False,
     retries: int = 0,
@@ -304,7 +304,7 @@ def train_step(
     plan = StepPlan(
         call=call,
         loss_fn=loss_fn,
-        transform=transform,
+        transform=transform or jax.value_and_grad,
         has_state=has_state,
         has_aux=has_aux,
         retries=retries,

@@ -51,7 +51,7 @@ def value_and_grad(
     fun: Callable[_Args, Any],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: Literal[False] = False,
     **kwargs: Any,
 ) -> Callable[_Args, tuple[jax.Array, Any]]: ...
@@ -60,7 +60,7 @@ def value_and_grad(
     fun: Callable[_Args, tuple[Any, _Aux]],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: Literal[True],
     **kwargs: Any,
 ) -> Callable[_Args, tuple[tuple[jax.Array, _Aux], Any]]: ...
@@ -69,7 +69,7 @@ def value_and_grad(
     fun: Callable[_Args, Any],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: bool,
     **kwargs: Any,
 ) -> Callable[_Args, tuple[Any, Any]]: ...
@@ -77,7 +77,7 @@ def value_and_grad(
     fun: Callable[..., Any],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[..., Any]:
@@ -96,7 +96,7 @@ def value_and_grad(
         `has_aux`, a pair of that and anything else.
       scaling: a `jaxscale.LossScaleState`, or a tree that holds exactly one, such
         as the state of a `jaxscale.loss_scaled` optimizer or a `TrainState`.
-      transform: the function that differentiates: `jax.value_and_grad`,
+      transform: the function that differentiates: `None` for `jax.value_and_grad`, or
         `equinox.filter_value_and_grad`, `flax.nnx.value_and_grad` or the like. It may also
         be one of these inside a `vmap`, for gradients by example.
       has_aux: whether `fun` returns a pair.
@@ -125,6 +125,7 @@ def value_and_grad(
       >>> jaxscale.value_and_grad(loss_fn, scaling)(w)
       (Array(0., dtype=float32), Array(2.9802322e-08, dtype=float32))
     """
+    transform = transform or jax.value_and_grad
     state = find_scale("value_and_grad", "scaling", scaling)
     run_backward = scale_transform(
         "value_and_grad", fun, state, has_aux, transform, kwargs
@@ -146,7 +147,7 @@ def grad(
     fun: Callable[_Args, tuple[Any, _Aux]],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: Literal[True],
     **kwargs: Any,
 ) -> Callable[_Args, tuple[Any, _Aux]]: ...
@@ -155,7 +156,7 @@ def grad(
     fun: Callable[_Args, Any],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[_Args, Any]: ...
@@ -163,7 +164,7 @@ def grad(
     fun: Callable[..., Any],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[..., Any]:
@@ -172,8 +173,8 @@ def grad(
     Args:
       fun: as in `value_and_grad`.
       scaling: as in `value_and_grad`.
-      transform: the function that differentiates: `jax.grad`, `equinox.filter_grad`,
-        `flax.nnx.grad` or the like, as in `value_and_grad`.
+      transform: the function that differentiates: `None` for `jax.grad`, or
+        `equinox.filter_grad`, `flax.nnx.grad` or the like, as in `value_and_grad`.
       has_aux: whether `fun` returns a pair.
       **kwargs: passed to `transform`.
 
@@ -192,6 +193,7 @@ def grad(
       >>> jaxscale.grad(lambda w: jnp.sum(w**2), scaling)(jnp.array(3.0))
       Array(6., dtype=float32)
     """
+    transform = transform or jax.grad
     state = find_scale("grad", "scaling", scaling)
     run_backward = scale_transform("grad", fun, state, has_aux, transform, kwargs)
 

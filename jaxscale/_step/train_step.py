@@ -30,7 +30,7 @@ def train_step(
     loss_fn: Callable[Concatenate[_Params, _Args], Any],
     tx: optax.GradientTransformation,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_state: Literal[False] = False,
     has_aux: Literal[False] = False,
     retries: int = 0,
@@ -43,7 +43,7 @@ def train_step(
     loss_fn: Callable[Concatenate[_Params, _Args], tuple[Any, _Aux]],
     tx: optax.GradientTransformation,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_state: Literal[False] = False,
     has_aux: Literal[True],
     retries: int = 0,
@@ -58,7 +58,7 @@ def train_step(
     loss_fn: Callable[Concatenate[_Params, _Carried, _Args], tuple[Any, _Carried]],
     tx: optax.GradientTransformation,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_state: Literal[True],
     has_aux: Literal[False] = False,
     retries: int = 0,
@@ -75,7 +75,7 @@ def train_step(
     ],
     tx: optax.GradientTransformation,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_state: Literal[True],
     has_aux: Literal[True],
     retries: int = 0,
@@ -91,7 +91,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_state: bool = False,
     has_aux: bool = False,
     retries: int = 0,
@@ -103,7 +103,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     tx: Any,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_state: bool = False,
     has_aux: bool = False,
     retries: int = 0,
@@ -121,7 +121,7 @@ def train_step(
       tx: the optimizer: a `jaxscale.loss_scaled` one, or any other, which applies every step, even
         bad ones. It gets the loss as `value`. If its `update` needs further arguments, write the
         step yourself.
-      transform: the function that differentiates: `jax.value_and_grad`,
+      transform: the function that differentiates: `None` for `jax.value_and_grad`, or
         `equinox.filter_value_and_grad` or the like.
       has_state: whether `loss_fn` carries state besides the parameters, such as batch statistics
         or an `equinox.nn.State`. It is then `loss_fn(params, state, *args)` and returns
@@ -191,7 +191,7 @@ def train_step(
     plan = StepPlan(
         call=call,
         loss_fn=loss_fn,
-        transform=transform,
+        transform=transform or jax.value_and_grad,
         has_state=has_state,
         has_aux=has_aux,
         retries=retries,
@@ -223,7 +223,7 @@ def train_step(
     def step(
         params: Any, opt_state: Any, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
-        _check_params(transform, params)
+        _check_params(plan.transform, params)
         argument = "train_step(...)(opt_state=...)"
         checked_state = optimizer.check_state(argument, opt_state, order)
         check_same_optimizer(argument, optimizer, checked_state, params)
