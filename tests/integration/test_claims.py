@@ -35,7 +35,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def without_code(path):
     """Returns the words of a page, without its programs and the targets of its links."""
-    words = re.sub(r"(?ms)^```.*?^```$", "", path.read_text()).replace("\\*", "*")
+    words = re.sub(r"(?s)\A---\n.*?^---$", "", path.read_text(), flags=re.MULTILINE)
+    words = re.sub(r"(?ms)^```.*?^```$", "", words).replace("\\*", "*")
     return " ".join(re.sub(r"\]\([^)]*\)", "]", words).split())
 
 
@@ -434,7 +435,7 @@ CLAIMS = {
     "PSNR of {} dB in float32, {} dB in float16, and {} dB in float16 with a loss scale.": (
         lambda: [quickstart(run)[1] for run in THREE],
     ),
-    "float16 has {} bits more than bfloat16, and rounds {:.0f} times less.": (
+    "float16 has {} bits more than bfloat16, so its rounding errors are {:.0f} times smaller.": (
         lambda: [WORDS[HALF.nmant - BFLOAT.nmant], float(BFLOAT.eps / HALF.eps)],
     ),
     "On Python {} pip installs JAX {};": (newest_of_oldest_python,),
@@ -554,6 +555,11 @@ CLAIMS = {
     "nothing | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jaxscale.autocast"),
     "casts around the model | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "jmp"),
     "every layer | all | {:.2f} | {:.2f}; {:.2f} |": (autocast, "Flax dtype"),
+    "pip keeps your JAX if it is {} or newer.": (lambda: oldest("jax")[1],),
+    "PyTorch's first scale, {:.0f}, is too large": (
+        lambda: jaxscale.presets.torch().init_scale,
+    ),
+    "more than {:,.0f} equal float16 numbers": (lambda: HALF.max,),
     "{} such batches in a row": (lambda: behaviors.OVERFLOWS,),
     "{} overflows with a finite loss": (lambda: 3 * behaviors.OVERFLOWS,),
     "the scale is {:.2g}, and nothing is learned": (
