@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from .._state.scale import AdaptiveState
-from .._trees.checks import finite_number, int32, power_of_two
-from .._trees.numbers import increment
+from .._trees.checks import finite_number, int32, limited, power_of_two
+from .._trees.numbers import SMALLEST_NORMAL, increment
 from .._trees.selection import tree_where
 from .adaptive_units import (
     BINADE,
@@ -38,22 +38,19 @@ from .base import CheckedLossScale, new_state
 
 # A raised crest is at least this far above the last one and the peak, if `min_scale` allows it.
 _CREST_ROOM = 3 * BINADE
-_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
 def _check_scale(call: str, name: str, scale: Any) -> float:
     return 2.0 ** power_of_two(call, name, scale)
 
 
-def _check_level(call: str, name: str, level: Any) -> float:
-    level = finite_number(call, name, level)
-    if not -14 <= level < 16:
-        raise ValueError(
-            f"`{call}({name}=...)` must be at least -14 and below 16, got {level}. It is a binary "
-            "logarithm, of what the largest scaled gradient may reach, and float16 holds normal "
-            "numbers from 2**-14 to below 2**16: pass 13.0, or leave it out."
-        )
-    return level
+_check_level = limited(
+    finite_number,
+    lambda level: -14 <= level < 16,
+    "be at least -14 and below 16",
+    " It is a binary logarithm, of what the largest scaled gradient may reach, and float16 holds "
+    "normal numbers from 2**-14 to below 2**16: pass 13.0, or leave it out.",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +193,7 @@ class AdaptiveLossScale(CheckedLossScale):
         else:
             # Zero does not count as seen. Nor do subnormal numbers: some devices flush them to
             # zero and others do not, and the scale should not depend on that.
-            is_seen = largest >= _SMALLEST
+            is_seen = largest >= SMALLEST_NORMAL
             after_finite = tree_where(
                 is_seen, self._after_finite_step(now, log2(largest)), now
             )

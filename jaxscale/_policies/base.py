@@ -13,7 +13,7 @@ from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, sanitize_scale
-from .._trees.checks import int32, normal_float32, scalar_bool
+from .._trees.checks import Check, check_fields, int32, normal_float32, scalar_bool
 from .._trees.selection import tree_where
 from .checks import check_backoff_factor, check_growth_factor, check_largest
 
@@ -142,7 +142,7 @@ class CheckedLossScale(LossScale):
     _after_nonfinite: Callable[[Any], Any]
     # The type of the states, and for each argument the function that checks it and returns it.
     _state_type: ClassVar[type] = LossScaleState
-    _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
+    _checks: ClassVar[dict[str, Check]] = {
         "init_scale": normal_float32,
         "min_scale": normal_float32,
         "max_scale": normal_float32,
@@ -154,11 +154,7 @@ class CheckedLossScale(LossScale):
 
     def __post_init__(self) -> None:
         call = type(self).__name__
-        for name, check in self._checks.items():
-            if hasattr(self, name):
-                value = check(call, name, getattr(self, name))
-                # A frozen dataclass does not allow plain assignment.
-                object.__setattr__(self, name, value)
+        check_fields(self, self._checks)
         for names in self._list_ascending():
             values = [getattr(self, name) for name in names]
             if values != sorted(values):
