@@ -210,7 +210,7 @@ def test_tree_where_selects_bits(form):
         assert avals(chosen) == avals(new)
 
 
-@pytest.mark.parametrize("pred", [True, np.bool_(False)])
+@pytest.mark.parametrize("pred", [True, np.bool_(False), np.array(True)])
 def test_tree_where_takes_every_kind_of_leaf(pred):
     changed = {
         "int": jnp.arange(3) + 5,
@@ -375,6 +375,7 @@ def test_shapes_may_be_symbols():
     def step(params, grads):
         moved = apply_updates(params, jaxscale.unscale(EIGHT, grads))
         is_good = jaxscale.all_finite(grads)
+        is_good &= jax.lax.is_finite(_verdict.largest(Scaled(grads)))
         return cast_like(jaxscale.tree_where(is_good, moved, params), params)
 
     types = make_leaves(jax.ShapeDtypeStruct, *export.symbolic_shape("n, m"))
