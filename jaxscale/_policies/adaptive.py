@@ -9,6 +9,7 @@ All arithmetic is on integers: see `adaptive_units.py`.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -155,15 +156,13 @@ class AdaptiveLossScale(CheckedLossScale):
 
     needs_largest = True
     _state_type = AdaptiveState
+    _ascending = (*CheckedLossScale._ascending, ("min_level", "level", "max_level"))
     _checks = (
         CheckedLossScale._checks
         | dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
         | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
-
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        return [*super()._list_ascending(), ("min_level", "level", "max_level")]
 
     def init(self) -> Any:
         """Returns the initial `AdaptiveState`."""
@@ -385,4 +384,4 @@ class AdaptiveLossScale(CheckedLossScale):
 
 
 def _exponent(power: float) -> int:
-    return power_of_two("AdaptiveLossScale", "a scale", power)
+    return math.frexp(power)[1] - 1

@@ -142,6 +142,10 @@ class CheckedLossScale(LossScale):
     _after_nonfinite: Callable[[Any], Any]
     # The type of the states, and for each argument the function that checks it and returns it.
     _state_type: ClassVar[type] = LossScaleState
+    # Rows of arguments. In a row none may be above the next.
+    _ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("min_scale", "init_scale", "max_scale"),
+    )
     _checks: ClassVar[dict[str, Check]] = {
         "init_scale": normal_float32,
         "min_scale": normal_float32,
@@ -163,9 +167,8 @@ class CheckedLossScale(LossScale):
                     f"`{call}` needs {' <= '.join(names)}, got {', '.join(others)} and {last}."
                 )
 
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        """Returns rows of arguments. In a row none may be above the next."""
-        return [("min_scale", "init_scale", "max_scale")]
+    def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
+        return self._ascending
 
     def _grow(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
         grown = jnp.minimum(scale * factor, self.max_scale)

@@ -83,15 +83,13 @@ class LogMaxLossScale(CheckedLossScale):
 
     needs_largest = True
     _state_type = LogMaxState
+    _ascending = (("min_scale", "max_scale"),)
     _checks = CheckedLossScale._checks | {
         "log_max": finite_number,
         "beta1": _check_share,
         "beta2": _check_share,
         "overflow_std_dev": finite_number,
     }
-
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        return [("min_scale", "max_scale")]
 
     def init(self) -> Any:
         """Returns the initial `LogMaxState`."""

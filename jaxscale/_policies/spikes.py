@@ -326,14 +326,12 @@ def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
 
 def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     """Returns a number of standard deviations as a Python float, or raises an error."""
-    message = (
+    is_number = isinstance(sigmas, numbers.Real)
+    if is_number and not isinstance(sigmas, bool) and 0 < float(sigmas) <= 1e6:
+        return float(sigmas)
+    error = ValueError if is_number else TypeError
+    raise error(
         f"`{call}({name}=...)` must be a number above 0 and at most 1e6, got {sigmas!r}. It is "
         "how many standard deviations above the mean a step may stand: pass 6.0, or leave "
         "`spikes` out to skip no finite step."
     )
-    if not isinstance(sigmas, numbers.Real):
-        raise TypeError(message)
-    number = float(sigmas)
-    if isinstance(sigmas, bool) or not 0 < number <= 1e6:
-        raise ValueError(message)
-    return number

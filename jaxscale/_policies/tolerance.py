@@ -73,10 +73,8 @@ class ToleranceLossScale(CheckedLossScale):
     max_scale: float = 2.0**24
 
     _state_type = ToleranceState
+    _ascending = (("init_scale", "max_scale"), ("min_scale", "max_scale"))
     _checks = CheckedLossScale._checks | {"tolerance": _check_rate}
-
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        return [("init_scale", "max_scale"), ("min_scale", "max_scale")]
 
     def init(self) -> Any:
         """Returns the initial `ToleranceState`."""

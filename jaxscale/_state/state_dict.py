@@ -57,10 +57,7 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
       >>> list(jaxscale.to_state_dict(jaxscale.FixedLossScale(8).init()))
       ['version', 'loss_scale', 'growth_tracker', 'hysteresis_tracker']
     """
-    _check_not_optimizer("to_state_dict(tree)", tree)
-    arrays = unwrap(tree)
-    _check_root("to_state_dict(tree)", arrays)
-    return {"version": _VERSION} | _save("", arrays)
+    return {"version": _VERSION} | _save("", _arrays("to_state_dict(tree)", tree))
 
 
 def _save(path: str, node: Any) -> Any:
@@ -132,9 +129,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
             "after a fresh `tx.init(params)`."
         )
-    _check_not_optimizer("from_state_dict(target)", target)
-    arrays = unwrap(target)
-    _check_root("from_state_dict(target)", arrays)
+    arrays = _arrays("from_state_dict(target)", target)
     saved = _children(state_dict)
     if saved is None:
         raise TypeError(
@@ -376,18 +371,18 @@ def _is_own(node: Any) -> bool:
     return isinstance(node, Mapping) and set(node) >= {"scaling", "total_steps"}
 
 
-def _check_not_optimizer(argument: str, tree: Any) -> None:
+def _arrays(argument: str, tree: Any) -> Any:
+    """Returns an argument without variables around its arrays, or an error if it is no state."""
     if isinstance(tree, optax.GradientTransformation):
         raise TypeError(
             f"`{argument}` must be a state, got the optimizer itself, a {type(tree).__name__}. "
             "Pass `tx.init(params)`, or the state of the last step."
         )
-
-
-def _check_root(argument: str, tree: Any) -> None:
-    children = _children(tree)
+    arrays = unwrap(tree)
+    children = _children(arrays)
     if children is None or "version" in children:
         raise ValueError(
             f"`{argument}` must be a container without a child named version, a key that the "
-            f'format needs, got {type(tree).__name__}. Pass {{"state": ...}}.'
+            f'format needs, got {type(arrays).__name__}. Pass {{"state": ...}}.'
         )
+    return arrays

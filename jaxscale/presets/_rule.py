@@ -82,10 +82,10 @@ class PresetLossScale(DynamicLossScale):
         "clamp": functools.partial(one_of, choices=("never", "moves", "steps")),
     }
 
-    def _list_ascending(self) -> list[tuple[str, ...]]:
+    def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
         if self.clamp == "never":
-            return super()._list_ascending()
-        return [("min_scale", "max_scale")]
+            return self._ascending
+        return (("min_scale", "max_scale"),)
 
     def init(self) -> LossScaleState:
         """Returns the initial state."""
