@@ -73,21 +73,15 @@ def test_a_population_is_judged_under_vmap():
     assert_close(together, stack(*alone))
 
 
-def test_a_step_without_jit_is_judged_as_in_a_scan():
+# No buffer is in a state twice, which could not be donated.
+@pytest.mark.parametrize("judge", [RULE.judge, jax.jit(RULE.judge, donate_argnums=0)])
+def test_steps_alone_are_judged_as_in_a_scan(judge):
     state = RULE.init()
     for value in VALUES[0]:
-        _, state = RULE.judge(state, value, value, True)
+        _, state = judge(state, value, value, True)
+        assert avals(state) == avals(RULE.init())
     _, states = judge_all(RULE, VALUES[0], VALUES[0])
     assert_close(state, take_last(states))
-
-
-def test_a_state_can_be_donated():
-    # No buffer is in a state twice, which could not be donated.
-    donating = jax.jit(RULE.judge, donate_argnums=0)
-    one = jnp.float32(1)
-    _, state = donating(RULE.init(), one, one, True)
-    _, state = donating(state, one, one, True)
-    assert avals(state) == avals(RULE.init())
 
 
 # Saved and restored. The window holds six entries, of eight.

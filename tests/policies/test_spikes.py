@@ -39,22 +39,21 @@ def assert_windows_are(state, reference, rtol):
         np.testing.assert_allclose(newest, expected, rtol=rtol, err_msg=field)
 
 
+# The rounding of a look at a window, relative and absolute.
+ROUNDING = {"threshold": (1e-4, 0), "deviation": (1e-3, 0.1)}
+
+
 def assert_thresholds_are(states, looks):
     """The thresholds and deviations of both windows are those of the reference in each step.
 
     `looks` holds a pair for each step: the reference's `Look` at the loss, and that at the norm.
     """
-    of_losses, of_norms = zip(*looks, strict=True)
-    assert_numbers_are(states.loss_threshold, states.loss_deviation, of_losses)
-    assert_numbers_are(states.norm_threshold, states.norm_deviation, of_norms)
-
-
-def assert_numbers_are(thresholds, deviations, looks):
-    with np.errstate(over="ignore"):  # a deviation beyond float32 is inf
-        expected_thresholds = np.float32([look.threshold for look in looks])
-        expected_deviations = np.float32([look.deviation for look in looks])
-    np.testing.assert_allclose(thresholds, expected_thresholds, rtol=1e-4)
-    np.testing.assert_allclose(deviations, expected_deviations, rtol=1e-3, atol=0.1)
+    for kind, of_kind in zip(["loss", "norm"], zip(*looks, strict=True), strict=True):
+        for name, (rtol, atol) in ROUNDING.items():
+            with np.errstate(over="ignore"):  # a deviation beyond float32 is inf
+                expected = np.float32([getattr(look, name) for look in of_kind])
+            numbers = getattr(states, f"{kind}_{name}")
+            np.testing.assert_allclose(numbers, expected, rtol=rtol, atol=atol)
 
 
 @cases(

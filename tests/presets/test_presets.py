@@ -182,12 +182,6 @@ def test_a_disabled_torch_scaler_round_trips():
     assert presets.to_torch(*presets.from_torch({})) == {}
 
 
-def test_a_torch_run_goes_on():
-    policy, state = presets.from_torch(TORCH)
-    state = policy.adjust(state, True)
-    assert presets.to_torch(policy, state) == TORCH | {"_growth_tracker": 8}
-
-
 def test_any_dynamic_policy_is_written_for_torch():
     policy = jaxscale.DynamicLossScale(growth_interval=50)
     changes = {"scale": 2.0**15, "backoff_factor": 0.5, "_growth_tracker": 0}
