@@ -201,33 +201,6 @@ def test_of_micro_batches_each_is_looked_at(unit):
     assert state.total_notfinite == 2
 
 
-class Recording(jaxscale.DynamicLossScale):
-    """A policy that keeps what `adjust` is given as the largest gradient."""
-
-    def __init__(self, sizes):
-        super().__init__()
-        object.__setattr__(self, "sizes", sizes)
-
-    def adjust(self, state, grads_finite, largest=None):
-        self.sizes.append(largest)
-        return super().adjust(state, grads_finite)
-
-
-class NeedingRecording(Recording):
-    needs_largest = True
-
-
-@pytest.mark.parametrize(
-    ("cls", "expected"), [(Recording, [None, None]), (NeedingRecording, [0.5, None])]
-)
-def test_update_gives_a_policy_the_largest_gradient_if_it_needs_it(cls, expected):
-    sizes = []
-    policy = cls(sizes)
-    for grads in ({"w": jnp.full(3, -0.5)}, {}):
-        policy.update(policy.init(), grads)
-    assert sizes == expected
-
-
 @cases("axis", ["data", None], fast=["data"])
 def test_of_all_devices_it_is_the_largest(axis):
     """By hand over devices, or by the compiler."""
