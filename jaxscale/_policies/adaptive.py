@@ -173,8 +173,6 @@ class AdaptiveLossScale(CheckedLossScale):
             level=to_units(self.level) / LEVEL_BINADE,
             crest=float(UNSEEN),
             finite_steps=self.period,  # so that a search begins
-            held_steps=0,
-            overflows=0,
         )
 
     def _move(

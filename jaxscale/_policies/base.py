@@ -203,13 +203,15 @@ class CheckedLossScale(LossScale):
         return tree_where(grads_finite, after_finite, after_nonfinite)
 
 
-def new_state(kind: type, **numbers: float) -> Any:
+def new_state(kind: Any, **numbers: float) -> Any:
     """Returns an initial state: floats become `f32[]`, integers `i32[]`.
 
-    Each number is in a buffer of its own: a state that holds one twice cannot be donated.
+    Counters that are not named start at 0. Each number is in a buffer of its own: a state that
+    holds one twice cannot be donated.
     """
     fields = {}
-    for name, number in numbers.items():
+    for name in kind._fields:
+        number = numbers.get(name, 0)
         dtype = jnp.float32 if isinstance(number, float) else jnp.int32
         fields[name] = jnp.array(number, dtype)
     return kind(**fields)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .._state.find import check_policy_state
-from .._state.scale import LossScaleState, UnitLossScaleState, init_state
+from .._state.scale import LossScaleState, UnitLossScaleState
 from .._trees.checks import check_fields, limited, normal_float32, scalar_bool
-from .base import LossScale
+from .base import LossScale, new_state
 
 _check_scale = limited(
     normal_float32,
@@ -50,7 +50,7 @@ class FixedLossScale(LossScale):
 
     def init(self) -> LossScaleState:
         """Returns the state of every step."""
-        return init_state(self.loss_scale)
+        return new_state(LossScaleState, loss_scale=self.loss_scale)
 
     def adjust(
         self,
@@ -91,7 +91,7 @@ class NoOpLossScale(LossScale):
 
     def init(self) -> LossScaleState:
         """Returns the state of every step."""
-        return UnitLossScaleState(*init_state(1.0))
+        return new_state(UnitLossScaleState, loss_scale=1.0)
 
     def hold(self, state: LossScaleState) -> LossScaleState:
         return state  # its type says that the scale is 1

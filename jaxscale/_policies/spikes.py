@@ -132,16 +132,10 @@ class SpikeRule:
             SpikeState,
             losses=0.0,
             grad_norms=0.0,
-            loss_count=0,
-            norm_count=0,
-            total_spikes=0,
-            spike_count=0,
             loss_threshold=math.inf,
             norm_threshold=math.inf,
             loss_deviation=0.0,
             norm_deviation=0.0,
-            total_norm_overflows=0,
-            cooldown=0,
         )
         return state._replace(
             losses=jnp.zeros(self.window, jnp.float32),

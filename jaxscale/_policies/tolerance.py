@@ -78,13 +78,7 @@ class ToleranceLossScale(CheckedLossScale):
 
     def init(self) -> Any:
         """Returns the initial `ToleranceState`."""
-        return new_state(
-            ToleranceState,
-            loss_scale=self.init_scale,
-            growth_tracker=0,
-            steps_since_change=0,
-            overflows_since_backoff=0,
-        )
+        return new_state(ToleranceState, loss_scale=self.init_scale)
 
     def _after_finite(self, state: ToleranceState) -> ToleranceState:
         steps = increment(state.steps_since_change)

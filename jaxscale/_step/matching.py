@@ -169,10 +169,8 @@ def _leaf_names(tree: Any) -> list[str]:
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _list_names(names: list[str], most: int = 5) -> str:
-    if not names:
-        return "none"
-    return list_some(names, most)
+def _list_names(names: list[str]) -> str:
+    return list_some(names, 5) or "none"
 
 
 def _is_none(leaf: Any) -> bool:
