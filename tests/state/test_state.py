@@ -370,7 +370,7 @@ WITHOUT_SCALE = {
 @cases(
     "name, to",
     itertools.product(WITHOUT_SCALE, TO),
-    fast=[("no scaling", "dynamic"), ("at the floor", "dynamic")],
+    fast=[("no scaling, and a bad loss", "dynamic"), ("at the floor", "dynamic")],
 )
 def test_no_scale_is_restored_where_none_was_saved(name, to):
     policy, grads, scale = WITHOUT_SCALE[name]
