@@ -26,7 +26,6 @@ from tables import assert_same_bits, avals, cases
 
 from jaxscale import SpikeRule, presets
 
-STEPS = 400
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
 
 
@@ -170,28 +169,6 @@ def test_the_preset_decides_as_olmo_did(name):
 # What the docstring of `SpikeRule` says.
 
 
-@cases(
-    ("deviations", "num_skips"),
-    [(100, 6), (1000, 7), (1e5, 8), (1e30, 13)],
-    fast=[(100, 6)],
-)
-def test_a_new_level_is_accepted_after_a_few_steps(deviations, num_skips):
-    may_be_skipped = set(range(200, 200 + num_skips))
-    skip_counts = []
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
-        noise = rng.standard_normal(STEPS)
-        noise[200:] += deviations
-        losses = 1 + 0.01 * noise
-        norms = np.ones(STEPS)
-        is_spike, _ = judge_all(SpikeRule(), losses, norms)
-        skipped = np.flatnonzero(is_spike).tolist()
-        assert set(skipped) <= may_be_skipped, seed
-        skip_counts.append(len(skipped))
-    # No run skips more, by the assertion above. Some run skips as many, or one less.
-    assert max(skip_counts) in (num_skips, num_skips - 1)
-
-
 @cases(("sigma", "per_10_000"), [(0.3, 3), (0.6, 22), (1.0, 57)], fast=[(1.0, 57)])
 def test_good_steps_of_a_heavy_tailed_norm_are_taken_for_spikes(sigma, per_10_000):
     norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
@@ -212,8 +189,8 @@ ROUNDINGS = {
 @cases("name", ROUNDINGS)
 def test_only_a_rise_beyond_rounding_is_a_spike(name):
     dtype, rise, expected = ROUNDINGS[name]
-    losses = jnp.where(jnp.arange(STEPS) < 200, 2.0, 2.0 + rise)
-    is_spike, _ = judge_all(SpikeRule(), losses.astype(dtype), jnp.ones(STEPS))
+    losses = jnp.where(jnp.arange(400) < 200, 2.0, 2.0 + rise)
+    is_spike, _ = judge_all(SpikeRule(), losses.astype(dtype), jnp.ones(400))
     assert is_spike.any() == expected
 
 
