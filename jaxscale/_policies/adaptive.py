@@ -9,14 +9,15 @@ All arithmetic is on integers: see `adaptive_units.py`.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._state.scale import AdaptiveState
-from .._trees.checks import finite_number, int32, power_of_two
-from .._trees.numbers import increment
+from .._trees.checks import finite_number, int32, limited, power_of_two
+from .._trees.numbers import SMALLEST_NORMAL, increment
 from .._trees.selection import tree_where
 from .adaptive_units import (
     BINADE,
@@ -38,22 +39,19 @@ from .base import CheckedLossScale, new_state
 
 # A raised crest is at least this far above the last one and the peak, if `min_scale` allows it.
 _CREST_ROOM = 3 * BINADE
-_SMALLEST = float(jnp.finfo(jnp.float32).smallest_normal)
 
 
 def _check_scale(call: str, name: str, scale: Any) -> float:
     return 2.0 ** power_of_two(call, name, scale)
 
 
-def _check_level(call: str, name: str, level: Any) -> float:
-    level = finite_number(call, name, level)
-    if not -14 <= level < 16:
-        raise ValueError(
-            f"`{call}({name}=...)` must be at least -14 and below 16, got {level}. It is a binary "
-            "logarithm, of what the largest scaled gradient may reach, and float16 holds normal "
-            "numbers from 2**-14 to below 2**16: pass 13.0, or leave it out."
-        )
-    return level
+_check_level = limited(
+    finite_number,
+    lambda level: -14 <= level < 16,
+    "be at least -14 and below 16",
+    " It is a binary logarithm, of what the largest scaled gradient may reach, and float16 holds "
+    "normal numbers from 2**-14 to below 2**16: pass 13.0, or leave it out.",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,15 +156,13 @@ class AdaptiveLossScale(CheckedLossScale):
 
     needs_largest = True
     _state_type = AdaptiveState
+    _ascending = (*CheckedLossScale._ascending, ("min_level", "level", "max_level"))
     _checks = (
         CheckedLossScale._checks
         | dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
         | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
-
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        return [*super()._list_ascending(), ("min_level", "level", "max_level")]
 
     def init(self) -> Any:
         """Returns the initial `AdaptiveState`."""
@@ -177,8 +173,6 @@ class AdaptiveLossScale(CheckedLossScale):
             level=to_units(self.level) / LEVEL_BINADE,
             crest=float(UNSEEN),
             finite_steps=self.period,  # so that a search begins
-            held_steps=0,
-            overflows=0,
         )
 
     def _move(
@@ -196,7 +190,7 @@ class AdaptiveLossScale(CheckedLossScale):
         else:
             # Zero does not count as seen. Nor do subnormal numbers: some devices flush them to
             # zero and others do not, and the scale should not depend on that.
-            is_seen = largest >= _SMALLEST
+            is_seen = largest >= SMALLEST_NORMAL
             after_finite = tree_where(
                 is_seen, self._after_finite_step(now, log2(largest)), now
             )
@@ -388,4 +382,4 @@ class AdaptiveLossScale(CheckedLossScale):
 
 
 def _exponent(power: float) -> int:
-    return power_of_two("AdaptiveLossScale", "a scale", power)
+    return math.frexp(power)[1] - 1

@@ -13,7 +13,7 @@ from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, sanitize_scale
-from .._trees.checks import int32, normal_float32, scalar_bool
+from .._trees.checks import Check, check_fields, int32, normal_float32, scalar_bool
 from .._trees.selection import tree_where
 from .checks import check_backoff_factor, check_growth_factor, check_largest
 
@@ -142,7 +142,11 @@ class CheckedLossScale(LossScale):
     _after_nonfinite: Callable[[Any], Any]
     # The type of the states, and for each argument the function that checks it and returns it.
     _state_type: ClassVar[type] = LossScaleState
-    _checks: ClassVar[dict[str, Callable[[str, str, Any], Any]]] = {
+    # Rows of arguments. In a row none may be above the next.
+    _ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("min_scale", "init_scale", "max_scale"),
+    )
+    _checks: ClassVar[dict[str, Check]] = {
         "init_scale": normal_float32,
         "min_scale": normal_float32,
         "max_scale": normal_float32,
@@ -154,11 +158,7 @@ class CheckedLossScale(LossScale):
 
     def __post_init__(self) -> None:
         call = type(self).__name__
-        for name, check in self._checks.items():
-            if hasattr(self, name):
-                value = check(call, name, getattr(self, name))
-                # A frozen dataclass does not allow plain assignment.
-                object.__setattr__(self, name, value)
+        check_fields(self, self._checks)
         for names in self._list_ascending():
             values = [getattr(self, name) for name in names]
             if values != sorted(values):
@@ -167,9 +167,8 @@ class CheckedLossScale(LossScale):
                     f"`{call}` needs {' <= '.join(names)}, got {', '.join(others)} and {last}."
                 )
 
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        """Returns rows of arguments. In a row none may be above the next."""
-        return [("min_scale", "init_scale", "max_scale")]
+    def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
+        return self._ascending
 
     def _grow(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
         grown = jnp.minimum(scale * factor, self.max_scale)
@@ -204,13 +203,15 @@ class CheckedLossScale(LossScale):
         return tree_where(grads_finite, after_finite, after_nonfinite)
 
 
-def new_state(kind: type, **numbers: float) -> Any:
+def new_state(kind: Any, **numbers: float) -> Any:
     """Returns an initial state: floats become `f32[]`, integers `i32[]`.
 
-    Each number is in a buffer of its own: a state that holds one twice cannot be donated.
+    Counters that are not named start at 0. Each number is in a buffer of its own: a state that
+    holds one twice cannot be donated.
     """
     fields = {}
-    for name, number in numbers.items():
+    for name in kind._fields:
+        number = numbers.get(name, 0)
         dtype = jnp.float32 if isinstance(number, float) else jnp.int32
         fields[name] = jnp.array(number, dtype)
     return kind(**fields)

@@ -9,29 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._trees.checks import describe_value, finite_number
+from .._trees.checks import describe_value, finite_number, limited
 
-
-def check_growth_factor(call: str, name: str, value: Any) -> float:
-    """Returns `value` as a float above 1."""
-    factor = finite_number(call, name, value)
-    if not factor > 1:
-        raise ValueError(
-            f"`{call}({name}=...)` must be above 1, got {factor}. It multiplies the scale: "
-            "pass 2.0 to double it, or use `FixedLossScale` for a scale that does not grow."
-        )
-    return factor
-
-
-def check_backoff_factor(call: str, name: str, value: Any) -> float:
-    """Returns `value` as a float between 0 and 1."""
-    factor = finite_number(call, name, value)
-    if not 0 < factor < 1:
-        raise ValueError(
-            f"`{call}({name}=...)` must lie between 0 and 1, got {factor}. It multiplies the "
-            "scale: pass 0.5 to halve it."
-        )
-    return factor
+check_growth_factor = limited(
+    finite_number,
+    lambda factor: factor > 1,
+    "be above 1",
+    " It multiplies the scale: pass 2.0 to double it, or use `FixedLossScale` for a scale that "
+    "does not grow.",
+)
+check_backoff_factor = limited(
+    finite_number,
+    lambda factor: 0 < factor < 1,
+    "lie between 0 and 1",
+    " It multiplies the scale: pass 0.5 to halve it.",
+)
 
 
 def check_largest(call: str, value: Any) -> jax.Array:

@@ -70,7 +70,6 @@ class DynamicLossScale(CheckedLossScale):
         return new_state(
             LossScaleState,
             loss_scale=self.init_scale,
-            growth_tracker=0,
             hysteresis_tracker=self.hysteresis,
         )
 

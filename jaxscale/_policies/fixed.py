@@ -7,9 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from .._state.find import check_policy_state
-from .._state.scale import LossScaleState, UnitLossScaleState, init_state
-from .._trees.checks import normal_float32, scalar_bool
-from .base import LossScale
+from .._state.scale import LossScaleState, UnitLossScaleState
+from .._trees.checks import check_fields, limited, normal_float32, scalar_bool
+from .base import LossScale, new_state
+
+_check_scale = limited(
+    normal_float32,
+    lambda scale: scale >= 1,
+    "be at least 1",
+    " A smaller one makes underflow worse; scale the loss itself if it is huge.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +46,11 @@ class FixedLossScale(LossScale):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        value = normal_float32(type(self).__name__, "loss_scale", self.loss_scale)
-        if value < 1:
-            raise ValueError(
-                f"`{type(self).__name__}(loss_scale=...)` must be at least 1, got {value}. "
-                "A smaller one makes underflow worse; scale the loss itself if it is huge."
-            )
-        object.__setattr__(self, "loss_scale", value)
+        check_fields(self, {"loss_scale": _check_scale})
 
     def init(self) -> LossScaleState:
         """Returns the state of every step."""
-        return init_state(self.loss_scale)
+        return new_state(LossScaleState, loss_scale=self.loss_scale)
 
     def adjust(
         self,
@@ -90,7 +91,7 @@ class NoOpLossScale(LossScale):
 
     def init(self) -> LossScaleState:
         """Returns the state of every step."""
-        return UnitLossScaleState(*init_state(1.0))
+        return new_state(UnitLossScaleState, loss_scale=1.0)
 
     def hold(self, state: LossScaleState) -> LossScaleState:
         return state  # its type says that the scale is 1

@@ -78,7 +78,6 @@ class GradualLossScale(CheckedLossScale):
             GradualState,
             loss_scale=self.init_scale,
             steps_since_backoff=self.cooldown,
-            overflows=0,
         )
 
     def _after_finite(self, state: GradualState) -> GradualState:

@@ -6,12 +6,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._trees.checks import finite_number
+from .._trees.checks import finite_number, limited
 from .._trees.selection import tree_where
 from .base import CheckedLossScale, new_state
 
 # The scaled gradients are to stay below 2**16, where the range of float16 ends.
 _TARGET = 16.0
+
+_check_share = limited(
+    finite_number,
+    lambda beta: 0 <= beta < 1,
+    "be at least 0 and below 1",
+    " It is how much a moving average keeps in a step: at 1 it would learn nothing.",
+)
 
 
 class LogMaxState(NamedTuple):
@@ -76,23 +83,13 @@ class LogMaxLossScale(CheckedLossScale):
 
     needs_largest = True
     _state_type = LogMaxState
-    _checks = CheckedLossScale._checks | dict.fromkeys(
-        ("log_max", "beta1", "beta2", "overflow_std_dev"), finite_number
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("beta1", "beta2"):
-            beta = getattr(self, name)
-            if not 0 <= beta < 1:
-                raise ValueError(
-                    f"`{type(self).__name__}({name}=...)` must be at least 0 and below 1, got "
-                    f"{beta}. It is how much a moving average keeps in a "
-                    "step: at 1 it would learn nothing."
-                )
-
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        return [("min_scale", "max_scale")]
+    _ascending = (("min_scale", "max_scale"),)
+    _checks = CheckedLossScale._checks | {
+        "log_max": finite_number,
+        "beta1": _check_share,
+        "beta2": _check_share,
+        "overflow_std_dev": finite_number,
+    }
 
     def init(self) -> Any:
         """Returns the initial `LogMaxState`."""

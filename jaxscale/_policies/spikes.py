@@ -7,16 +7,18 @@ value then enters the window, clipped if it is far out, so that one spike does n
 
 import dataclasses
 import functools
+import math
 import numbers
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from .._state.optimizer import SpikeState
-from .._trees.checks import int32
-from .._trees.numbers import increment
+from .._state.optimizer import SPIKE_WINDOWS, SpikeState
+from .._trees.checks import check_fields, int32
+from .._trees.numbers import increment, increment_if
 from .._trees.selection import tree_where
+from .base import new_state
 from .spike_statistics import Statistics, measure, min_relative_std
 
 # How far from the mean a value that is not a spike may enter its window, in distances from the mean
@@ -33,15 +35,7 @@ _MIN_CLIP_HISTORY = 4
 # then accepted in 6 more steps, however high it is.
 _FIRST_UNCLIPPED = 10
 
-
-class _Judgement(NamedTuple):
-    """Whether a value is a spike, and what the state keeps of it."""
-
-    is_spike: jax.Array  # bool[]
-    entries: jax.Array  # f32[window], the window with the value as its newest entry
-    entry_count: jax.Array  # i32[], how many entries the window has
-    threshold: jax.Array  # f32[], what the value had to exceed
-    deviation: jax.Array  # f32[], how many standard deviations it stands above the mean
+_check_length = functools.partial(int32, least=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,42 +116,30 @@ class SpikeRule:
     _is_guarded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        call = type(self).__name__
-        window = int32(call, "window", self.window, least=2)
-        sigmas = check_sigmas(call, "sigmas", self.sigmas)
-        # A frozen dataclass does not allow plain assignment.
-        object.__setattr__(self, "window", window)
-        object.__setattr__(self, "sigmas", sigmas)
+        check_fields(self, {"window": _check_length, "sigmas": check_sigmas})
         if self.min_history is None:
             return
-        min_history = int32(call, "min_history", self.min_history, least=2)
-        if min_history > window:
+        check_fields(self, {"min_history": _check_length})
+        if self.min_history > self.window:
             raise ValueError(
-                f"`{call}(min_history=...)` must be at most window={window}, got "
-                f"{min_history}: no step would ever be judged."
+                f"`{type(self).__name__}(min_history=...)` must be at most window={self.window}, "
+                f"got {self.min_history}: no step would ever be judged."
             )
-        object.__setattr__(self, "min_history", min_history)
 
     def init(self) -> SpikeState:
         """Returns the initial state: both windows are empty."""
-        # These are functions, so that each field has an array of its own: a donated state may not
-        # hold a buffer twice.
-        zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
-        infinity = functools.partial(jnp.full, (), jnp.inf, jnp.float32)
-        no_steps = functools.partial(jnp.zeros, (), jnp.int32)
-        return SpikeState(
-            losses=zeros((self.window,)),
-            grad_norms=zeros((self.window,)),
-            loss_count=no_steps(),
-            norm_count=no_steps(),
-            total_spikes=no_steps(),
-            spike_count=no_steps(),
-            loss_threshold=infinity(),
-            norm_threshold=infinity(),
-            loss_deviation=zeros(()),
-            norm_deviation=zeros(()),
-            total_norm_overflows=no_steps(),
-            cooldown=no_steps(),
+        state = new_state(
+            SpikeState,
+            losses=0.0,
+            grad_norms=0.0,
+            loss_threshold=math.inf,
+            norm_threshold=math.inf,
+            loss_deviation=0.0,
+            norm_deviation=0.0,
+        )
+        return state._replace(
+            losses=jnp.zeros(self.window, jnp.float32),
+            grad_norms=jnp.zeros(self.window, jnp.float32),
         )
 
     def judge(
@@ -179,27 +161,12 @@ class SpikeRule:
           A `bool[]`, and the next state with the shapes and dtypes of `state`.
         """
         spike_limit = self._find_limit(state)
-        of_norm = self._judge_value(
-            grad_norm, state.grad_norms, state.norm_count, spike_limit
-        )
-        is_spike = of_norm.is_spike
-        next_state = state._replace(
-            grad_norms=of_norm.entries,
-            norm_count=of_norm.entry_count,
-            norm_threshold=of_norm.threshold,
-            norm_deviation=of_norm.deviation,
-        )
+        is_spike, next_state = self._judge_value("norm", grad_norm, state, spike_limit)
         if loss is not None:
-            of_loss = self._judge_value(
-                loss, state.losses, state.loss_count, spike_limit
+            is_high, next_state = self._judge_value(
+                "loss", loss, next_state, spike_limit
             )
-            is_spike |= of_loss.is_spike
-            next_state = next_state._replace(
-                losses=of_loss.entries,
-                loss_count=of_loss.entry_count,
-                loss_threshold=of_loss.threshold,
-                loss_deviation=of_loss.deviation,
-            )
+            is_spike |= is_high
 
         counts = jnp.asarray(finite)  # whether the step is judged, and enters the state
         norm_overflows = jnp.zeros((), jnp.bool_)
@@ -218,18 +185,15 @@ class SpikeRule:
         self, state: SpikeState, is_spike: jax.Array, norm_overflows: jax.Array
     ) -> SpikeState:
         """Counts a step that was judged."""
-        total_spikes = increment(state.total_spikes)
-        spike_count = increment(state.spike_count)
-        overflows = increment(state.total_norm_overflows)
+        in_row = increment(state.spike_count)
+        left = jnp.maximum(state.cooldown, 1) - 1
         return state._replace(
-            total_spikes=jnp.where(is_spike, total_spikes, state.total_spikes),
-            spike_count=jnp.where(is_spike, spike_count, 0),
-            total_norm_overflows=jnp.where(
-                norm_overflows, overflows, state.total_norm_overflows
+            total_spikes=increment_if(is_spike, state.total_spikes),
+            spike_count=jnp.where(is_spike, in_row, 0),
+            total_norm_overflows=increment_if(
+                norm_overflows, state.total_norm_overflows
             ),
-            cooldown=jnp.where(
-                is_spike, self.window, jnp.maximum(state.cooldown, 1) - 1
-            ),
+            cooldown=jnp.where(is_spike, self.window, left),
         )
 
     def _find_limit(self, state: SpikeState) -> jax.Array:
@@ -251,16 +215,19 @@ class SpikeRule:
 
     def _judge_value(
         self,
+        kind: str,
         value: Any,
-        entries: jax.Array,
-        entry_count: jax.Array,
+        state: SpikeState,
         spike_limit: jax.Array,
-    ) -> _Judgement:
-        """Judges a value by the window of the last ones, and enters it there.
+    ) -> tuple[jax.Array, SpikeState]:
+        """Judges a loss or a norm by the window of the last ones, and enters it there.
 
-        The window holds `entry_count` values, at the end of `entries`. `spike_limit` is what
-        `_find_limit` returned.
+        Returns whether it is a spike, and the next state. `spike_limit` is what `_find_limit`
+        returned.
         """
+        fields = SPIKE_WINDOWS[kind]
+        entries = getattr(state, fields[0])
+        entry_count = getattr(state, fields[1])
         dtype = jnp.result_type(value)
         statistics = measure(entries, entry_count)
         mean = statistics.mean
@@ -293,13 +260,13 @@ class SpikeRule:
         next_count = jnp.minimum(entry_count, self.window - 1) + 1
         safe_std = jnp.where(is_judged, std, 1.0)
         deviation = (scaled - mean) / safe_std
-        return _Judgement(
-            is_spike=is_spike,
-            entries=jnp.where(enters, next_entries, entries),
-            entry_count=jnp.where(enters, next_count, entry_count),
-            threshold=jnp.where(is_judged, threshold * statistics.unit, jnp.inf),
-            deviation=jnp.where(is_judged, deviation, 0.0),
+        judged = (
+            jnp.where(enters, next_entries, entries),
+            jnp.where(enters, next_count, entry_count),
+            jnp.where(is_judged, threshold * statistics.unit, jnp.inf),
+            jnp.where(is_judged, deviation, 0.0),
         )
+        return is_spike, state._replace(**dict(zip(fields, judged, strict=True)))
 
 
 def _clip_entry(
@@ -353,14 +320,12 @@ def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
 
 def check_sigmas(call: str, name: str, sigmas: Any) -> float:
     """Returns a number of standard deviations as a Python float, or raises an error."""
-    message = (
+    is_number = isinstance(sigmas, numbers.Real)
+    if is_number and not isinstance(sigmas, bool) and 0 < float(sigmas) <= 1e6:
+        return float(sigmas)
+    error = ValueError if is_number else TypeError
+    raise error(
         f"`{call}({name}=...)` must be a number above 0 and at most 1e6, got {sigmas!r}. It is "
         "how many standard deviations above the mean a step may stand: pass 6.0, or leave "
         "`spikes` out to skip no finite step."
     )
-    if not isinstance(sigmas, numbers.Real):
-        raise TypeError(message)
-    number = float(sigmas)
-    if isinstance(sigmas, bool) or not 0 < number <= 1e6:
-        raise ValueError(message)
-    return number

@@ -6,9 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._trees.checks import finite_number
+from .._trees.checks import finite_number, limited
 from .._trees.numbers import increment
 from .base import CheckedLossScale, new_state
+
+_check_rate = limited(
+    finite_number,
+    lambda rate: 0 <= rate <= 1,
+    "lie between 0 and 1",
+    " It is the rate of non-finite steps at which the scale backs off: above 1 it never would.",
+)
 
 
 class ToleranceState(NamedTuple):
@@ -66,29 +73,12 @@ class ToleranceLossScale(CheckedLossScale):
     max_scale: float = 2.0**24
 
     _state_type = ToleranceState
-    _checks = CheckedLossScale._checks | {"tolerance": finite_number}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.tolerance <= 1:
-            raise ValueError(
-                f"`{type(self).__name__}(tolerance=...)` must lie between 0 and 1, got "
-                f"{self.tolerance}. It is the rate of non-finite steps at which the scale backs "
-                "off: above 1 it never would."
-            )
-
-    def _list_ascending(self) -> list[tuple[str, ...]]:
-        return [("init_scale", "max_scale"), ("min_scale", "max_scale")]
+    _ascending = (("init_scale", "max_scale"), ("min_scale", "max_scale"))
+    _checks = CheckedLossScale._checks | {"tolerance": _check_rate}
 
     def init(self) -> Any:
         """Returns the initial `ToleranceState`."""
-        return new_state(
-            ToleranceState,
-            loss_scale=self.init_scale,
-            growth_tracker=0,
-            steps_since_change=0,
-            overflows_since_backoff=0,
-        )
+        return new_state(ToleranceState, loss_scale=self.init_scale)
 
     def _after_finite(self, state: ToleranceState) -> ToleranceState:
         steps = increment(state.steps_since_change)

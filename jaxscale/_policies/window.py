@@ -92,12 +92,7 @@ class WindowLossScale(CheckedLossScale):
     def init(self) -> Any:
         """Returns the initial `WindowState`."""
         return new_state(
-            WindowState,
-            loss_scale=self.init_scale,
-            growth_tracker=0,
-            window_index=self.start,
-            window_up_count=0,
-            window_down_count=0,
+            WindowState, loss_scale=self.init_scale, window_index=self.start
         )
 
     def _after_finite(self, state: WindowState) -> WindowState:

@@ -58,23 +58,24 @@ def _is_mapping_of_state(node: Any) -> bool:
 def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
     """Makes a `LossScaledState` of a mapping of its fields."""
     state = _restore_tuple(LossScaledState, mapping)
-    spikes = state.spikes
-    if spikes is not None:
-        spikes = _restore_tuple(SpikeState, spikes)
-    weights = state.weights
-    if weights is not None:
-        weights = _restore_tuple(WeightsState, weights)
     window = state.inner_state
     if isinstance(window, Mapping) and "mini_step" in window:
         window = _restore_tuple(optax.MultiStepsState, window)
-    scaling = _restore_scaling(state.scaling)
     return state._replace(
-        scaling=scaling, spikes=spikes, inner_state=window, weights=weights
+        scaling=_restore_scaling(state.scaling),
+        inner_state=window,
+        spikes=_restore_tuple(SpikeState, state.spikes),
+        weights=_restore_tuple(WeightsState, state.weights),
     )
 
 
-def _restore_tuple(kind: Any, mapping: Mapping[str, Any]) -> Any:
-    """Makes a named tuple of its fields. A field that is left out, as it is empty, is `None`."""
+def _restore_tuple(kind: Any, mapping: Mapping[str, Any] | None) -> Any:
+    """Makes a named tuple of its fields, if there are any.
+
+    A field that is left out, as it is empty, is `None`.
+    """
+    if mapping is None:
+        return None
     return kind(*map(mapping.get, kind._fields))
 
 

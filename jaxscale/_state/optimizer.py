@@ -195,5 +195,11 @@ class SpikeState(NamedTuple):
     cooldown: Any = np.int32(0)  # i32[]
 
 
+# Of each kind of value that is judged: the entries of its window, their number, and what was found.
+SPIKE_WINDOWS = {
+    "norm": ("grad_norms", "norm_count", "norm_threshold", "norm_deviation"),
+    "loss": ("losses", "loss_count", "loss_threshold", "loss_deviation"),
+}
+
 # The states of windows, which count the steps of the optimizer under the same names.
 WINDOW_STATES = (MultiStepsState, optax.MultiStepsState)

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._trees.numbers import SMALLEST_NORMAL
+
 
 class LossScaleState(NamedTuple):
     """The state that a loss scale carries from one step to the next.
@@ -85,8 +87,7 @@ def sanitize_scale(loss_scale: jax.Array, init_scale: float) -> jax.Array:
     A state may come from a checkpoint of another scaler, whose scale had run away. A subnormal
     number counts as 0, as most devices flush it.
     """
-    smallest = float(jnp.finfo(jnp.float32).smallest_normal)
-    is_usable = jnp.isfinite(loss_scale) & (loss_scale >= smallest)
+    is_usable = jnp.isfinite(loss_scale) & (loss_scale >= SMALLEST_NORMAL)
     return jnp.where(is_usable, loss_scale, init_scale).astype(jnp.float32)
 
 

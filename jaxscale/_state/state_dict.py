@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import optax
 
-from .._trees.grammar import and_more
+from .._trees.grammar import list_some
 from .._trees.leaf import check_in_reach
-from .optimizer import SpikeState
+from .optimizer import SPIKE_WINDOWS, SpikeState
 from .saved_numbers import check_number, fill, is_abstract, place_of, restore_leaf
 from .scale import UnitLossScaleState, is_policy_state, unwrap
 from .storage import CompactState, WeightsState
@@ -31,8 +31,6 @@ _REQUIRED = ("inner_state", "inner_opt_state", "counted")
 _RENAMED = {"grads_finite": "step_applied"}
 # A message names at most this many leaves.
 _MOST_PATHS = 5
-# The windows of a `SpikeState`, and the field that counts the entries of each.
-_WINDOWS = {"losses": "loss_count", "grad_norms": "norm_count"}
 
 
 def to_state_dict(tree: Any) -> dict[str, Any]:
@@ -59,10 +57,7 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
       >>> list(jaxscale.to_state_dict(jaxscale.FixedLossScale(8).init()))
       ['version', 'loss_scale', 'growth_tracker', 'hysteresis_tracker']
     """
-    _check_not_optimizer("to_state_dict(tree)", tree)
-    arrays = unwrap(tree)
-    _check_root("to_state_dict(tree)", arrays)
-    return {"version": _VERSION} | _save("", arrays)
+    return {"version": _VERSION} | _save("", _arrays("to_state_dict(tree)", tree))
 
 
 def _save(path: str, node: Any) -> Any:
@@ -134,9 +129,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             "`from_state_dict(target, state_dict)` got what was saved as `target`: pass it second, "
             "after a fresh `tx.init(params)`."
         )
-    _check_not_optimizer("from_state_dict(target)", target)
-    arrays = unwrap(target)
-    _check_root("from_state_dict(target)", arrays)
+    arrays = _arrays("from_state_dict(target)", target)
     saved = _children(state_dict)
     if saved is None:
         raise TypeError(
@@ -234,10 +227,7 @@ def _take_default(node: Any, name: str, child: Any) -> Any:
 
 def _fill_unit(state: UnitLossScaleState) -> UnitLossScaleState:
     """Returns a state whose type says that the scale is 1, whatever was saved."""
-    numbers = [
-        fill(leaf, _UNMOVED_FIELDS[name]) for name, leaf in state._asdict().items()
-    ]
-    return UnitLossScaleState(*numbers)
+    return UnitLossScaleState(*map(fill, state, _UNMOVED_FIELDS.values()))
 
 
 def _check_same_weights(
@@ -296,12 +286,10 @@ def _check_has_numbers(tree: Any) -> None:
         if is_abstract(leaf):
             paths.append("/" + jax.tree_util.keystr(path, simple=True, separator="/"))
     if paths:
-        places = " ".join(
-            [", ".join(paths[:_MOST_PATHS]), *and_more(paths, _MOST_PATHS)]
-        )
+        places = list_some(paths, _MOST_PATHS)
         raise ValueError(
-            "`from_state_dict(target)` has only types, and nothing was saved for "
-            f"{places}. Pass a fresh `tx.init(params)`, whose numbers are the defaults."
+            f"`from_state_dict(target)` has only types, and nothing was saved for {places}. Pass a "
+            "fresh `tx.init(params)`, whose numbers are the defaults."
         )
 
 
@@ -358,16 +346,15 @@ def _is_empty(node: Any) -> bool:
 
 def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
     """Gives the saved windows of a `SpikeState`, and their counts, the lengths of the target's."""
-    for name, count_name in _WINDOWS.items():
+    for name, count_name, *_ in SPIKE_WINDOWS.values():
         length = np.shape(children[name])[-1]
         window = _find_number(values, name)
         if window is None or window.ndim == 0 or window.shape[-1] == length:
             continue
         # The newest entries are at the end, and zeros before them.
         newest = window[..., -length:]
-        resized = np.zeros((*window.shape[:-1], length), window.dtype)
-        resized[..., length - newest.shape[-1] :] = newest
-        values[name] = resized
+        missing = np.zeros((*window.shape[:-1], length), window.dtype)
+        values[name] = np.concatenate([missing, newest], axis=-1)[..., -length:]
         count = _find_number(values, count_name)
         if count is not None:
             count = np.minimum(count, np.int32(length))
@@ -384,18 +371,18 @@ def _is_own(node: Any) -> bool:
     return isinstance(node, Mapping) and set(node) >= {"scaling", "total_steps"}
 
 
-def _check_not_optimizer(argument: str, tree: Any) -> None:
+def _arrays(argument: str, tree: Any) -> Any:
+    """Returns an argument without variables around its arrays, or an error if it is no state."""
     if isinstance(tree, optax.GradientTransformation):
         raise TypeError(
             f"`{argument}` must be a state, got the optimizer itself, a {type(tree).__name__}. "
             "Pass `tx.init(params)`, or the state of the last step."
         )
-
-
-def _check_root(argument: str, tree: Any) -> None:
-    children = _children(tree)
+    arrays = unwrap(tree)
+    children = _children(arrays)
     if children is None or "version" in children:
         raise ValueError(
             f"`{argument}` must be a container without a child named version, a key that the "
-            f'format needs, got {type(tree).__name__}. Pass {{"state": ...}}.'
+            f'format needs, got {type(arrays).__name__}. Pass {{"state": ...}}.'
         )
+    return arrays

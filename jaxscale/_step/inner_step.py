@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._gradients.reduction import reduce_gradients
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import (
     Verdict,
+    agree_on_norm,
     all_finite,
+    axis_names,
     clip_by_global_norm,
     global_norm,
     shown_norm,
@@ -250,3 +253,16 @@ def show_norm(last_norm: jax.Array | None, norm: jax.Array | None) -> jax.Array 
     if norm is None or last_norm is None:
         return last_norm
     return shown_norm(norm)
+
+
+def add_norm(verdict: Verdict, grads: Scaled) -> Verdict:
+    """Takes the norm in a second pass, for `jax_debug_nans`.
+
+    There squaring a NaN raises an error. So bad gradients are replaced by zeros, and it is inf.
+    """
+    zeros = map_gradients(jnp.zeros_like, grads.divided)
+    finite_grads = tree_where(verdict.grads_finite, grads.divided, zeros)
+    reduction = reduce_gradients(finite_grads, squares=True)
+    squares = reduction.squares(axis_names(verdict.axis_name))
+    squares = jnp.where(verdict.grads_finite, squares, jnp.inf)
+    return verdict._replace(norm=agree_on_norm(squares, verdict.axis_name))

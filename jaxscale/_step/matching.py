@@ -12,7 +12,7 @@ from .._jax import is_for_people
 from .._state.find import is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._trees.gradient_leaves import leaf_name
-from .._trees.grammar import and_more, with_article
+from .._trees.grammar import list_some, with_article
 from .._trees.leaf import is_array_like
 
 _OF_GRADIENTS = (
@@ -169,10 +169,8 @@ def _leaf_names(tree: Any) -> list[str]:
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _list_names(names: list[str], most: int = 5) -> str:
-    if not names:
-        return "none"
-    return " ".join([", ".join(names[:most]), *and_more(names, most)])
+def _list_names(names: list[str]) -> str:
+    return list_some(names, 5) or "none"
 
 
 def _is_none(leaf: Any) -> bool:

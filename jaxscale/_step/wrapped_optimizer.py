@@ -19,20 +19,18 @@ of the wrapped optimizer, after clipping to `max_norm`.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._gradients.reduction import nans_are_errors, reduce_gradients
+from .._gradients.reduction import nans_are_errors
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import (
     Questions,
     Verdict,
     agree_on_loss,
-    agree_on_norm,
-    axis_names,
     flags_by_leaf,
     judge_gradients,
     last_flags,
@@ -51,19 +49,12 @@ from .._trees.store_once import store_once
 from . import checks, matching
 from .call_update import NO_ARGS
 from .counters import count_step, move_skip_rate, start_state
-from .inner_step import InnerStep, make_or_skip, show_norm
-from .matching import StepTrees, TreeTypes, explaining_mismatch, types_of
+from .inner_step import InnerStep, add_norm, make_or_skip, show_norm
+from .matching import StepTrees, TreeTypes, explaining_mismatch
+from .memory import Memory
 from .report import report_skip
 from .retry import BackwardResult
-from .unread import find_unread, may_leave_unread, without_leaves
 from .window import EachStep, Window
-
-
-class _InitTypes(NamedTuple):
-    """The types of what an `init` was called with, and of the state that it made."""
-
-    params: TreeTypes
-    inner_state: TreeTypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +78,7 @@ class WrappedOptimizer:
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
       weights: how half-precision parameters are kept.
-      last_init: the types of the last `init` under the one key `"types"`, as the class is frozen.
-        Tracing `init` again in each step would take a fifth as long as tracing plain Optax.
-      unread: for each kind of call, which gradients `inner` never reads.
+      memory: what is known from earlier calls.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -103,11 +92,8 @@ class WrappedOptimizer:
     spikes: SpikeRule | None = None
     on_skip: Callable[[dict[str, Any]], Any] | None = None
     weights: Weights = dataclasses.field(default_factory=Rounded)
-    last_init: dict[str, _InitTypes] = dataclasses.field(
-        default_factory=dict, init=False, compare=False
-    )
-    unread: dict[Any, list[bool]] = dataclasses.field(
-        default_factory=dict, init=False, compare=False
+    memory: Memory = dataclasses.field(
+        default_factory=Memory, init=False, compare=False
     )
 
     def init(self, params: optax.Params) -> LossScaledState:
@@ -122,9 +108,9 @@ class WrappedOptimizer:
         # strongly typed.
         inner_state = cast_like(inner_state, inner_state)
         window_state = self.window.open(wide_params, inner_state)
-        if "types" not in self.last_init:  # once, however often states are made
+        if self.memory.is_new:  # once, however often states are made
             self.weights.warn_of_losses(params, inner_state)
-        self.last_init["types"] = _InitTypes(types_of(params), types_of(window_state))
+        self.memory.keep_types(params, window_state)
 
         state = start_state(self.policy.init(), window_state)
         if self.spikes is not None:
@@ -170,11 +156,7 @@ class WrappedOptimizer:
 
     def expected_types(self, params: optax.Params) -> TreeTypes:
         """Returns the types of the `inner_state` that `init` makes for these parameters."""
-        types = self.last_init.get("types")
-        if types is not None and types.params == types_of(params):
-            return types.inner_state
-        state = jax.eval_shape(self.init, params)
-        return types_of(state.inner_state)
+        return self.memory.expected_types(params, self.init)
 
     def check_state(self, argument: str, state: Any, order: str) -> LossScaledState:
         """Checks that an argument is the state of a step, and returns it as arrays.
@@ -191,7 +173,7 @@ class WrappedOptimizer:
         # Without skips the scale never moves, and a policy of the user's own may have no maximum.
         if not self.skips or not isinstance(self.policy, CheckedLossScale):
             return state
-        return state._replace(scaling=_cap_scale(self.policy, state.scaling))
+        return state._replace(scaling=checks.cap_scale(self.policy, state.scaling))
 
     def find_start_scale(self, call: str, state: LossScaledState) -> Any:
         """Returns the scale state that a backward pass starts with."""
@@ -215,21 +197,9 @@ class WrappedOptimizer:
     ) -> BackwardResult:
         """Returns a backward pass with zeros for the gradients that the optimizer never reads."""
         opt_state = self.window.find_opt_state(state.inner_state)
-        if not may_leave_unread(opt_state):
-            return result
-        grads = result.grads.grads
-        call = (
-            _hashable_types(grads),
-            _hashable_types(params),
-            result.loss is None,
-            tuple(sorted(extra_args)),
+        return self.memory.leave_out_unread(
+            self.inner, opt_state, result, params, extra_args
         )
-        if call not in self.unread:
-            self.unread[call] = find_unread(
-                self.inner, grads, opt_state, params, result.loss, extra_args
-            )
-        left = without_leaves(result.grads, self.unread[call])
-        return result._replace(grads=left)
 
     def judge_pass(
         self, result: BackwardResult, state: LossScaledState, axis_name: Any = None
@@ -252,7 +222,7 @@ class WrappedOptimizer:
             questions=self._find_questions(state),
         )
         if self._needs_norm and verdict.norm is None:
-            return _add_norm(verdict, result.grads)
+            return add_norm(verdict, result.grads)
         return verdict
 
     def apply(
@@ -398,7 +368,7 @@ class WrappedOptimizer:
             # The state decides this, and not `track_leaves`, as it keeps its structure.
             by_leaf=state.nonfinite_leaves is not None,
             largest=self.policy.needs_largest,
-            # If JAX raises an error at each NaN, the norm waits for the verdict: see `_add_norm`.
+            # If JAX raises an error at each NaN, the norm waits for the verdict: see `add_norm`.
             norm=self._needs_norm and not nans_are_errors(),
         )
 
@@ -410,35 +380,6 @@ class WrappedOptimizer:
         # With a window, the optimizer clips the mean of several micro-batches, so the norm of one
         # of them is of no use to it.
         return self.max_norm is not None and not self.window.averages
-
-
-def _hashable_types(tree: Any) -> Any:
-    types = types_of(tree)
-    return types.structure, tuple(types.leaves)
-
-
-def _cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
-    """Lowers the scale in a scale state to the highest that a policy ever has."""
-    max_scale = getattr(policy, "max_scale", float(jnp.finfo(jnp.float32).max))
-    # Some presets may start above their maximum, as their libraries do.
-    highest = jnp.float32(max(max_scale, policy.init_scale))
-    scale = jnp.asarray(scaling.loss_scale)
-    # A scale of NaN stays, for the policy to replace.
-    capped = jnp.where(scale > highest, highest, scale)
-    return scaling._replace(loss_scale=capped)
-
-
-def _add_norm(verdict: Verdict, grads: Scaled) -> Verdict:
-    """Takes the norm in a second pass, for `jax_debug_nans`.
-
-    There squaring a NaN raises an error. So bad gradients are replaced by zeros, and it is inf.
-    """
-    zeros = map_gradients(jnp.zeros_like, grads.divided)
-    finite_grads = tree_where(verdict.grads_finite, grads.divided, zeros)
-    reduction = reduce_gradients(finite_grads, squares=True)
-    squares = reduction.squares(axis_names(verdict.axis_name))
-    squares = jnp.where(verdict.grads_finite, squares, jnp.inf)
-    return verdict._replace(norm=agree_on_norm(squares, verdict.axis_name))
 
 
 def find_wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:

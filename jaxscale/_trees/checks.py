@@ -7,10 +7,13 @@ in a message which argument of which function is wrong.
 import math
 import numbers
 import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from .numbers import LARGEST, SMALLEST_NORMAL
 
 
 def finite_number(call: str, name: str, value: Any) -> float:
@@ -28,26 +31,42 @@ def finite_number(call: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def positive(call: str, name: str, value: Any) -> float:
-    """Returns `value` as a finite Python float above 0."""
-    number = finite_number(call, name, value)
-    if not number > 0:
-        raise ValueError(f"`{call}({name}=...)` must be above 0, got {number}.")
-    return number
+# A check returns the value of an argument, or raises an error that names it and its call.
+Check = Callable[[str, str, Any], Any]
 
 
-def normal_float32(call: str, name: str, value: Any) -> float:
-    """Returns `value` as a positive float that float32 holds as a normal number."""
-    number = finite_number(call, name, value)
-    info = jnp.finfo(jnp.float32)
-    smallest = float(info.smallest_normal)
-    largest = float(info.max)
-    if not smallest <= number <= largest:
-        raise ValueError(
-            f"`{call}({name}=...)` must lie in float32's normal range, {smallest} to {largest}, "
-            f"got {number}. Outside of it a scale would turn into 0 or inf."
-        )
-    return number
+def limited(
+    check: Check, is_allowed: Callable[[Any], bool], must: str, why: str = ""
+) -> Check:
+    """Returns a check whose value must also be allowed: what it must be, and why, for the error."""
+
+    def check_limits(call: str, name: str, value: Any) -> Any:
+        number = check(call, name, value)
+        if not is_allowed(number):
+            raise ValueError(f"`{call}({name}=...)` must {must}, got {number}.{why}")
+        return number
+
+    return check_limits
+
+
+positive = limited(finite_number, lambda number: number > 0, "be above 0")
+# What float32 holds as a normal number.
+normal_float32 = limited(
+    finite_number,
+    lambda number: SMALLEST_NORMAL <= number <= LARGEST,
+    f"lie in float32's normal range, {SMALLEST_NORMAL} to {LARGEST}",
+    " Outside of it a scale would turn into 0 or inf.",
+)
+
+
+def check_fields(instance: Any, checks: Mapping[str, Check]) -> None:
+    """Checks fields of a frozen dataclass, and puts what the checks return in their place."""
+    call = type(instance).__name__
+    for name, check in checks.items():
+        if hasattr(instance, name):
+            value = check(call, name, getattr(instance, name))
+            # A frozen dataclass does not allow plain assignment.
+            object.__setattr__(instance, name, value)
 
 
 def power_of_two(call: str, name: str, value: Any) -> int:

@@ -11,6 +11,11 @@ def with_article(word: str) -> str:
     return f"a {word}"
 
 
+def list_some(words: Sequence[str], most: int) -> str:
+    """Returns words as text, at most so many of them, and how many more there are."""
+    return " ".join([", ".join(words[:most]), *and_more(words, most)])
+
+
 def and_more(items: Sequence[Any], most: int) -> list[str]:
     """Returns the last words of a list that shows only `most` items: "and 3 more", or nothing."""
     if len(items) <= most:

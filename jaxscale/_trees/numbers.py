@@ -4,6 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+# The normal numbers of float32.
+SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
 INFINITY_BITS = 0x7F800000  # of float32; a NaN of that sign has larger ones
 
 # The bits of a positive float32 are those of the exponent, to which the bias is added, and below

@@ -21,29 +21,27 @@ def holds_overwrites(tree: Any) -> bool:
 
 def without_overwrites(tree: Any) -> Any:
     """Returns a tree with an empty node in the place of each leaf that its gradient replaces."""
-
-    def mask(path: KeyPath, leaf: Any) -> Any:
-        return optax.MaskedNode() if is_overwrite(path) else leaf
-
-    return jax.tree_util.tree_map_with_path(mask, tree)
+    return _map_overwrites(lambda leaf: optax.MaskedNode(), tree)
 
 
 def zero_overwrites(grads: optax.Updates) -> optax.Updates:
     """Returns gradients with zeros in the place of values that replace a leaf."""
 
-    def zero(path: KeyPath, grad: Any) -> Any:
-        if is_overwrite(path) and is_inexact_leaf(grad):
-            return jnp.zeros_like(grad)
-        return grad
+    def zero(grad: Any) -> Any:
+        return jnp.zeros_like(grad) if is_inexact_leaf(grad) else grad
 
-    return jax.tree_util.tree_map_with_path(zero, grads)
+    return _map_overwrites(zero, grads)
 
 
 def overwrite(
     outcome: optax.Params, grads: optax.Updates, params: optax.Params | None
 ) -> optax.Params:
     """Replaces those leaves in the outcome of a step by their gradients that are finite."""
-    return _map_overwrites(replace_finite, outcome, grads, params)
+
+    def replace(_: Any, new: Any, old: Any) -> Any:
+        return replace_finite(new, old)
+
+    return _map_overwrites(replace, outcome, grads, params)
 
 
 def overwriting_updates(
@@ -55,7 +53,7 @@ def overwriting_updates(
     is, and never 0 if the new value is not 0.
     """
 
-    def find_difference(new: Any, old: Any) -> Any:
+    def find_difference(_: Any, new: Any, old: Any) -> Any:
         if not is_inexact_leaf(old) or not is_inexact_leaf(new):
             return new
         wide_new = widen(replace_finite(new, old))
@@ -69,26 +67,15 @@ def overwriting_updates(
     return _map_overwrites(find_difference, updates, grads, params)
 
 
-def _map_overwrites(
-    fun: Callable[[Any, Any], Any],
-    tree: Any,
-    grads: optax.Updates,
-    params: optax.Params | None,
-) -> Any:
-    """Replaces the leaves of a tree that are overwritten by `fun(gradient, parameter)`."""
+def _map_overwrites(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Applies `fun` to those leaves of a tree, and to what is in their places in others."""
 
-    def replace(path: KeyPath, leaf: Any, grad: Any, param: Any) -> Any:
-        if is_overwrite(path):
-            return fun(grad, param)
-        return leaf
+    def apply(path: KeyPath, leaf: Any, *beside: Any) -> Any:
+        return fun(leaf, *beside) if is_overwrite(path) else leaf
 
     return jax.tree_util.tree_map_with_path(
-        replace, tree, grads, params, is_leaf=_is_masked
+        apply, tree, *others, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def replace_finite(new: Any, old: Any) -> Any:

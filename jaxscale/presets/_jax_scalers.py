@@ -5,9 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._trees.checks import int32
-from ._rule import NO_MAX, NO_MIN, PresetLossScale, make_preset, to_python_number
+from ._rule import NO_MAX, NO_MIN, PresetLossScale, preset, rule, to_python_number
 
 
+@preset
 def flax(
     *,
     growth_factor: Any = 2.0,
@@ -24,18 +25,10 @@ def flax(
     minimum the scale stops at float32's smallest normal number; in Flax it becomes 0.
     """
     interval = int32("presets.flax", "growth_interval", growth_interval, least=0)
-    return make_preset(
-        "presets.flax",
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=interval + 1,
-        scale=scale,
-        minimum_scale=minimum_scale,
-        clip_growth=True,
-        clamp="moves",
-    )
+    return rule(growth_interval=interval + 1, clip_growth=True, clamp="moves")
 
 
+@preset
 def jmp(
     loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
 ) -> PresetLossScale:
@@ -46,15 +39,10 @@ def jmp(
     `jmp/_src/loss_scale.py`. What differs: in jmp `jit` and every tree map reset the minimum to 1.
     The scale is a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
     """
-    return _make_jmp(
-        "presets.jmp",
-        loss_scale=loss_scale,
-        period=period,
-        factor=factor,
-        min_loss_scale=min_loss_scale,
-    )
+    return _rule_of_jmp(loss_scale, min_loss_scale)
 
 
+@preset
 def jamp(
     loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
 ) -> PresetLossScale:
@@ -63,31 +51,20 @@ def jamp(
     The rule of `jmp`, of which jamp is a copy that keeps the minimum under `jit`. Source: jamp
     0.0.6, `jmp/loss_scale.py`. Behaves identically. The dtype of the scale is as in `jmp`.
     """
-    return _make_jmp(
-        "presets.jamp",
-        loss_scale=loss_scale,
-        period=period,
-        factor=factor,
-        min_loss_scale=min_loss_scale,
-    )
+    return _rule_of_jmp(loss_scale, min_loss_scale)
 
 
-def _make_jmp(
-    call: str, *, loss_scale: Any, period: int, factor: Any, min_loss_scale: Any
-) -> PresetLossScale:
-    """Makes the policy of `jmp` or `jamp`."""
+def _rule_of_jmp(loss_scale: Any, min_loss_scale: Any) -> Any:
     dtype = getattr(loss_scale, "dtype", jnp.float32)
-    return make_preset(
-        call,
+    return rule(
         loss_scale=to_python_number(loss_scale),
-        period=period,
-        factor=factor,
         min_loss_scale=to_python_number(min_loss_scale),
         max_scale=min(float(jnp.finfo(dtype).max), NO_MAX),
         clamp="moves",
     )
 
 
+@preset
 def jaxamp(
     *, patience: int = 2000, adjust_factor: Any = 2.0, scaler: Any = 2.0**15
 ) -> PresetLossScale:
@@ -98,16 +75,16 @@ def jaxamp(
     the scale stays within float32's normal numbers. jaxamp repeats a step that is not finite with
     the next scale, up to 10 times, even if the loss itself is NaN.
     """
-    patience = to_python_number(patience)
-    interval = int32("presets.jaxamp", "patience", patience, least=0)
-    return make_preset(
-        "presets.jaxamp",
+    steps = to_python_number(patience)
+    interval = int32("presets.jaxamp", "patience", steps, least=0)
+    return rule(
         scaler=to_python_number(scaler),
-        growth_interval=interval + 1,
+        patience=interval + 1,
         adjust_factor=to_python_number(adjust_factor),
     )
 
 
+@preset
 def mpx(
     loss_scaling: Any, min_loss_scaling: Any, *, factor: Any = 2, period: int = 2000
 ) -> PresetLossScale:
@@ -120,11 +97,8 @@ def mpx(
     stays where a growth would overflow.
     """
     dtype = getattr(loss_scaling, "dtype", jnp.float32)
-    return make_preset(
-        "presets.mpx",
+    return rule(
         loss_scaling=to_python_number(loss_scaling),
-        period=period,
-        factor=factor,
         min_loss_scaling=to_python_number(min_loss_scaling),
         max_scale=float(jnp.asarray(65504.0, dtype)),
         clip_growth=dtype != jnp.float16,

@@ -7,9 +7,10 @@ from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.gradual import GradualLossScale
 from .._policies.window import WindowLossScale
 from .._trees.checks import int32, normal_float32
-from ._rule import NO_MAX, PresetLossScale, make_preset, split_factor
+from ._rule import NO_MAX, PresetLossScale, preset, rule, split_factor
 
 
+@preset
 def mindspore(
     *, scale_value: Any, scale_factor: Any, scale_window: int
 ) -> PresetLossScale:
@@ -18,16 +19,10 @@ def mindspore(
     The rule of `jmp`, with a minimum of 1. Source: MindSpore 2.10, `mindspore/amp.py`. Behaves
     identically.
     """
-    return make_preset(
-        "presets.mindspore",
-        scale_value=scale_value,
-        scale_factor=scale_factor,
-        scale_window=scale_window,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    return rule(min_scale=1.0, clamp="moves")
 
 
+@preset
 def mindspore_cell(
     *, loss_scale_value: Any, scale_factor: Any, scale_window: int
 ) -> PresetLossScale:
@@ -36,16 +31,10 @@ def mindspore_cell(
     The rule of `mindspore`. Source: MindSpore 2.10, `mindspore/nn/wrap/loss_scale.py`. What
     differs: in MindSpore a growth may end at inf for good; here the scale stays.
     """
-    return make_preset(
-        "presets.mindspore_cell",
-        loss_scale_value=loss_scale_value,
-        scale_factor=scale_factor,
-        scale_window=scale_window,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    return rule(min_scale=1.0, clamp="moves")
 
 
+@preset
 def mindspore_manager(
     *, init_loss_scale: Any = 2.0**24, scale_factor: Any = 2, scale_window: int = 2000
 ) -> PresetLossScale:
@@ -55,14 +44,7 @@ def mindspore_manager(
     differs: the manager's scale is a Python float that can leave float32's range, and it raises an
     error after more than 1000 non-finite steps in a row: call `jaxscale.check`.
     """
-    return make_preset(
-        "presets.mindspore_manager",
-        init_loss_scale=init_loss_scale,
-        scale_factor=scale_factor,
-        scale_window=scale_window,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    return rule(min_scale=1.0, clamp="moves")
 
 
 def mindformers(
@@ -94,14 +76,12 @@ def mindformers(
         )
     windows = _list_windows(longest, shortest)
     start = windows.index(scale_window) if scale_window in windows else 0
-    factors = split_factor(call, "scale_factor", scale_factor)
     return WindowLossScale(
         init_scale=normal_float32(call, "loss_scale_value", loss_scale_value),
-        growth_factor=factors.growth_factor,
-        backoff_factor=factors.backoff_factor,
         windows=windows,
         start=start,
         max_scale=NO_MAX,
+        **split_factor(call, "scale_factor", scale_factor),
     )
 
 
@@ -121,6 +101,7 @@ def _list_windows(longest: int, shortest: int) -> tuple[int, ...]:
     return tuple(windows)
 
 
+@preset
 def paddle(
     *,
     enable: bool = True,
@@ -142,18 +123,10 @@ def paddle(
         return NoOpLossScale()
     if not use_dynamic_loss_scaling:
         return FixedLossScale(init_loss_scaling)
-    return make_preset(
-        "presets.paddle",
-        init_loss_scaling=init_loss_scaling,
-        incr_ratio=incr_ratio,
-        decr_ratio=decr_ratio,
-        incr_every_n_steps=incr_every_n_steps,
-        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
-        refill_on_finite=True,
-        refill_on_backoff=True,
-    )
+    return rule(refill_on_finite=True, refill_on_backoff=True)
 
 
+@preset
 def paddle_op(
     *,
     init_loss_scaling: Any = 2.0**15,
@@ -168,17 +141,8 @@ def paddle_op(
     the CPU kernel of PaddlePaddle 3.3; the defaults are those of `paddle.static.amp.decorate`.
     Behaves identically.
     """
-    return make_preset(
-        "presets.paddle_op",
-        init_loss_scaling=init_loss_scaling,
-        incr_every_n_steps=incr_every_n_steps,
-        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
-        incr_ratio=incr_ratio,
-        decr_ratio=decr_ratio,
-        refill_on_finite=True,
-        refill_on_backoff=True,
-        min_scale=1.0,
-        clamp="moves",
+    return rule(
+        refill_on_finite=True, refill_on_backoff=True, min_scale=1.0, clamp="moves"
     )
 
 

@@ -6,21 +6,24 @@ are tolerated, and what happens at a bound. Each method of `PresetLossScale` sta
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._policies.base import new_state
+from .._policies.base import LossScale, new_state
 from .._policies.checks import check_growth_factor
 from .._policies.dynamic import DynamicLossScale
 from .._state.scale import LossScaleState
 from .._trees.checks import int32, normal_float32, one_of
+from .._trees.numbers import LARGEST, SMALLEST_NORMAL
 
 # Where a library has no minimum or maximum, the scale stays within float32's normal numbers.
-NO_MIN = float(jnp.finfo(jnp.float32).smallest_normal)
-NO_MAX = float(jnp.finfo(jnp.float32).max)
+NO_MIN = SMALLEST_NORMAL
+NO_MAX = LARGEST
 
 _SWITCH = functools.partial(one_of, choices=(False, True))
 
@@ -79,10 +82,10 @@ class PresetLossScale(DynamicLossScale):
         "clamp": functools.partial(one_of, choices=("never", "moves", "steps")),
     }
 
-    def _list_ascending(self) -> list[tuple[str, ...]]:
+    def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
         if self.clamp == "never":
-            return super()._list_ascending()
-        return [("min_scale", "max_scale")]
+            return self._ascending
+        return (("min_scale", "max_scale"),)
 
     def init(self) -> LossScaleState:
         """Returns the initial state."""
@@ -134,71 +137,79 @@ class PresetLossScale(DynamicLossScale):
 
 
 # What libraries call the arguments of `PresetLossScale`.
-_FIELDS = {
-    "initial_scale": "init_scale",
-    "init_loss_scale": "init_scale",
-    "initial_loss_scale": "init_scale",
-    "init_loss_scaling": "init_scale",
-    "loss_scale": "init_scale",
-    "loss_scale_value": "init_scale",
-    "loss_scaling": "init_scale",
-    "scale_value": "init_scale",
-    "scaler": "init_scale",
-    "scale": "init_scale",
-    "scale_max": "init_scale",
-    "incr_ratio": "growth_factor",
-    "decr_ratio": "backoff_factor",
-    "scale_window": "growth_interval",
-    "incr_every_n_steps": "growth_interval",
-    "dynamic_growth_steps": "growth_interval",
-    "period": "growth_interval",
-    "step_window": "growth_interval",
-    "delayed_shift": "hysteresis",
-    "decr_every_n_nan_or_inf": "hysteresis",
-    "scale_min": "min_scale",
-    "min_loss_scaling": "min_scale",
-    "max_loss_scale": "max_scale",
+_NAMES = {
+    "init_scale": """initial_scale init_loss_scale initial_loss_scale init_loss_scaling loss_scale
+        loss_scale_value loss_scaling scale_value scaler scale scale_max""",
+    "growth_factor": "incr_ratio",
+    "backoff_factor": "decr_ratio",
+    "growth_interval": """scale_window incr_every_n_steps dynamic_growth_steps period step_window
+        increment_period patience""",
+    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
+    "refill_on_finite": "consecutive_hysteresis",
+    "min_scale": "scale_min min_loss_scaling",
+    "max_scale": "max_loss_scale",
 }
+_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
 # A factor by which a growth multiplies, and a backoff divides.
 _FACTORS = ("factor", "scale_factor", "step_factor", "multiplier", "adjust_factor")
 # A minimum that may be `None` or 0.
 _FLOORS = ("min_loss_scale", "minimum_scale")
+# What a preset reads itself, or ignores.
+_SWITCHES = (
+    "enabled",
+    "enable",
+    "dynamic",
+    "use_dynamic_loss_scaling",
+    "raise_error_at_min_scale",
+)
+
+_Preset = TypeVar("_Preset", bound=Callable[..., LossScale])
+
+# What a preset returns: the arguments that it does not pass on as they are.
+rule: Any = dict
 
 
-def make_preset(call: str, **arguments: Any) -> PresetLossScale:
-    """Makes a policy, or raises an error that names the arguments of the preset.
+def preset(function: _Preset) -> _Preset:
+    """Makes a preset of a function with the arguments of a library.
 
-    The arguments are those of `PresetLossScale`, under their own names or those of the library. The
-    defaults are what most libraries have: no bounds, and a growth that would leave float32 keeps
-    the scale. `call` is the preset, for errors.
+    The function returns a `rule` of what it fixes, by names of `PresetLossScale` or by its own.
+    Other arguments reach `PresetLossScale` as they are. Errors name the preset, and an argument as
+    the library does. If the function returns a policy instead, that is the one.
     """
-    fields: dict[str, Any] = {
-        "min_scale": NO_MIN,
-        "max_scale": NO_MAX,
-        "clip_growth": False,
-    }
-    for name, value in arguments.items():
-        if name in _FACTORS:
-            factors = split_factor(call, name, value)
-            fields["growth_factor"] = factors.growth_factor
-            fields["backoff_factor"] = factors.backoff_factor
-        elif name in _FLOORS:
-            fields["min_scale"] = check_floor(call, name, value)
-        else:
-            field = _FIELDS.get(name, name)
-            check = PresetLossScale._checks[field]
-            fields[field] = check(call, name, value)
-    return PresetLossScale(**fields)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        fixed: Any = function(*args, **kwargs)
+        if isinstance(fixed, LossScale):
+            return fixed
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        # What most libraries have: no bounds, and a growth that would leave float32 keeps the
+        # scale.
+        fields = {"min_scale": NO_MIN, "max_scale": NO_MAX, "clip_growth": False}
+        for name, value in (bound.arguments | fixed).items():
+            fields |= _read_argument(f"presets.{function.__name__}", name, value)
+        return PresetLossScale(**fields)
+
+    made: Any = make
+    return made
 
 
-class Factors(NamedTuple):
-    """What a scale is multiplied by."""
+def _read_argument(call: str, name: str, value: Any) -> dict[str, Any]:
+    """Returns the fields of a policy that an argument of a library stands for."""
+    if name in _SWITCHES:
+        return {}
+    if name in _FACTORS:
+        return split_factor(call, name, value)
+    if name in _FLOORS:
+        return {"min_scale": check_floor(call, name, value)}
+    field = _FIELDS.get(name, name)
+    check = PresetLossScale._checks[field]
+    return {field: check(call, name, value)}
 
-    growth_factor: float  # above 1
-    backoff_factor: float  # below 1
 
-
-def split_factor(call: str, name: str, value: Any) -> Factors:
+def split_factor(call: str, name: str, value: Any) -> dict[str, float]:
     """Returns both factors of a library that multiplies and divides by the same number."""
     factor = check_growth_factor(call, name, value)
     # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale whose
@@ -207,7 +218,7 @@ def split_factor(call: str, name: str, value: Any) -> Factors:
     product = float(reciprocal) * float(np.float32(factor))
     if product > 1:
         reciprocal = np.nextafter(reciprocal, np.float32(0))
-    return Factors(growth_factor=factor, backoff_factor=float(reciprocal))
+    return {"growth_factor": factor, "backoff_factor": float(reciprocal)}
 
 
 def check_floor(call: str, name: str, value: Any) -> float:

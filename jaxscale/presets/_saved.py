@@ -12,18 +12,14 @@ from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
 from .._trees.grammar import with_article
 from ._jax_scalers import flax, jmp
-from ._rule import PresetLossScale, to_python_number
+from ._rule import to_python_number
 from ._tensorflow import keras, tensorflow, tf_keras
 from ._torch import torch
 
-# The keys of PyTorch's `GradScaler.state_dict()`.
-_TORCH_KEYS = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)
+# The keys of PyTorch's `GradScaler.state_dict()`, and attributes of the scalers of Flax and jmp.
+_OF_TORCH = "scale growth_factor backoff_factor growth_interval _growth_tracker"
+_OF_FLAX = "growth_factor backoff_factor growth_interval scale minimum_scale fin_steps"
+_OF_JMP = "period factor min_loss_scale loss_scale counter"
 
 
 def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
@@ -45,19 +41,16 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
     )
     if not state_dict:
         return _resume(NoOpLossScale())
-    if set(state_dict) != set(_TORCH_KEYS):
+    keys = _OF_TORCH.split()
+    if set(state_dict) != set(keys):
         raise ValueError(
             "`presets.from_torch(state_dict)` must have the keys of PyTorch's "
-            f"`GradScaler.state_dict()`, {', '.join(_TORCH_KEYS)}, got {', '.join(state_dict)}."
+            f"`GradScaler.state_dict()`, {', '.join(keys)}, got {', '.join(state_dict)}."
         )
     saved = {name: to_python_number(value) for name, value in state_dict.items()}
-    policy = torch(
-        init_scale=saved["scale"],
-        growth_factor=saved["growth_factor"],
-        backoff_factor=saved["backoff_factor"],
-        growth_interval=saved["growth_interval"],
-    )
-    return _resume(policy, saved["_growth_tracker"])
+    tracker = saved.pop("_growth_tracker")
+    policy = torch(init_scale=saved.pop("scale"), **saved)
+    return _resume(policy, tracker)
 
 
 def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
@@ -73,16 +66,14 @@ def to_torch(policy: LossScale, state: LossScaleState) -> dict[str, Any]:
             f"`presets.to_torch(policy=...)` must be a `DynamicLossScale`, got {policy!r}. "
             "PyTorch's scaler has no other rule."
         )
-    growth_delay = 0
-    if isinstance(policy, PresetLossScale):
-        growth_delay = policy.growth_delay
+    growth_delay = getattr(policy, "growth_delay", 0)
     if policy.hysteresis != 1 or growth_delay:
         raise ValueError(
             "`presets.to_torch(policy=...)` must back off on each non-finite step and count "
             f"each finite one, as PyTorch does, got hysteresis={policy.hysteresis} and "
             f"growth_delay={growth_delay}."
         )
-    numbers = _read_attributes("to_torch", state, ("loss_scale", "growth_tracker"))
+    numbers = _read_attributes("to_torch", state, "loss_scale growth_tracker")
     return {
         "scale": numbers["loss_scale"],
         "growth_factor": policy.growth_factor,
@@ -130,17 +121,10 @@ def from_keras(config: Mapping[str, Any]) -> tuple[LossScale, LossScaleState]:
             f"`presets.from_keras(config)` must have the keys {' and '.join(names)} of a "
             f"`LossScaleOptimizer`, got {', '.join(config) or 'none'}."
         )
-    initial_scale = config["initial_scale"]
-    growth_steps = config["dynamic_growth_steps"]
+    arguments = {name: config[name] for name in names}
     if "dynamic" in config:
-        policy = tf_keras(
-            dynamic=config["dynamic"],
-            initial_scale=initial_scale,
-            dynamic_growth_steps=growth_steps,
-        )
-    else:
-        policy = keras(initial_scale=initial_scale, dynamic_growth_steps=growth_steps)
-    return _resume(policy)
+        return _resume(tf_keras(dynamic=config["dynamic"], **arguments))
+    return _resume(keras(**arguments))
 
 
 def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
@@ -149,22 +133,9 @@ def from_flax(dynamic_scale: Any) -> tuple[LossScale, LossScaleState]:
     The policy is that of `flax`; the state has the scale and the counter as they are in
     `dynamic_scale`, outside `jit`. Flax itself is not imported.
     """
-    names = (
-        "growth_factor",
-        "backoff_factor",
-        "growth_interval",
-        "scale",
-        "minimum_scale",
-    )
-    numbers = _read_attributes("from_flax", dynamic_scale, (*names, "fin_steps"))
-    policy = flax(
-        growth_factor=numbers["growth_factor"],
-        backoff_factor=numbers["backoff_factor"],
-        growth_interval=numbers["growth_interval"],
-        scale=numbers["scale"],
-        minimum_scale=numbers["minimum_scale"],
-    )
-    return _resume(policy, numbers["fin_steps"])
+    numbers = _read_attributes("from_flax", dynamic_scale, _OF_FLAX)
+    tracker = numbers.pop("fin_steps")
+    return _resume(flax(**numbers), tracker)
 
 
 def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
@@ -180,18 +151,13 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, LossScaleState]:
     if kind == "NoOpLossScale":
         return _resume(NoOpLossScale())
     if kind == "StaticLossScale":
-        numbers = _read_attributes("from_jmp", loss_scale, ("loss_scale",))
+        numbers = _read_attributes("from_jmp", loss_scale, "loss_scale")
         return _resume(FixedLossScale(numbers["loss_scale"]))
-    names = ("period", "factor", "min_loss_scale", "loss_scale", "counter")
-    numbers = _read_attributes("from_jmp", loss_scale, names)
-    policy = jmp(
-        # the array itself: its dtype says how far the scale grows
-        loss_scale.loss_scale,
-        period=numbers["period"],
-        factor=numbers["factor"],
-        min_loss_scale=numbers["min_loss_scale"],
-    )
-    return _resume(policy, numbers["counter"])
+    numbers = _read_attributes("from_jmp", loss_scale, _OF_JMP)
+    tracker = numbers.pop("counter")
+    # the array itself: its dtype says how far the scale grows
+    numbers["loss_scale"] = loss_scale.loss_scale
+    return _resume(jmp(**numbers), tracker)
 
 
 def _resume(policy: LossScale, tracker: Any = 0) -> tuple[LossScale, LossScaleState]:
@@ -213,11 +179,9 @@ def _check_mapping(argument: str, value: Any, what: str) -> None:
     )
 
 
-def _read_attributes(
-    call: str, instance: Any, names: tuple[str, ...]
-) -> dict[str, Any]:
+def _read_attributes(call: str, instance: Any, names: str) -> dict[str, Any]:
     """Returns attributes of an object as Python numbers, or raises a `TypeError`."""
-    missing = [name for name in names if not hasattr(instance, name)]
+    missing = [name for name in names.split() if not hasattr(instance, name)]
     if missing:
         raise TypeError(
             f"`presets.{call}` got {with_article(type(instance).__name__)}, which has no "
@@ -225,7 +189,7 @@ def _read_attributes(
             "Pass the scaler of that library, or to `to_torch` the state of a policy."
         )
     numbers = {}
-    for name in names:
+    for name in names.split():
         value = getattr(instance, name)
         if isinstance(value, jax.core.Tracer):
             raise TypeError(

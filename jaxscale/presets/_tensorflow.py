@@ -5,9 +5,10 @@ from typing import Any
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale
 from .._policies.logmax import LogMaxLossScale
-from ._rule import PresetLossScale, at_least_one, make_preset
+from ._rule import PresetLossScale, at_least_one, preset, rule
 
 
+@preset
 def tensorflow(
     *,
     initial_loss_scale: Any = 2.0**15,
@@ -20,18 +21,11 @@ def tensorflow(
     the product is not finite; a non-finite step divides it, down to 1. Source: TensorFlow 2.21,
     `python/training/experimental/loss_scale.py`, also in `tf.compat.v1`. Behaves identically.
     """
-    return make_preset(
-        "presets.tensorflow",
-        initial_loss_scale=initial_loss_scale,
-        growth_interval=at_least_one(
-            "presets.tensorflow", "increment_period", increment_period
-        ),
-        multiplier=multiplier,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    steps = at_least_one("presets.tensorflow", "increment_period", increment_period)
+    return rule(increment_period=steps, min_scale=1.0, clamp="moves")
 
 
+@preset
 def tensorflow_contrib(
     *,
     init_loss_scale: Any,
@@ -48,19 +42,10 @@ def tensorflow_contrib(
     documentation says that a backoff below 1 is refused; the code backs off to 1. Behaves
     identically. For its `FixedLossScaleManager`, use `FixedLossScale` in a `loss_scaled` optimizer.
     """
-    return make_preset(
-        "presets.tensorflow_contrib",
-        init_loss_scale=init_loss_scale,
-        incr_every_n_steps=incr_every_n_steps,
-        decr_every_n_nan_or_inf=decr_every_n_nan_or_inf,
-        incr_ratio=incr_ratio,
-        decr_ratio=decr_ratio,
-        refill_on_backoff=True,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    return rule(refill_on_backoff=True, min_scale=1.0, clamp="moves")
 
 
+@preset
 def tf_keras(
     *,
     dynamic: bool = True,
@@ -85,8 +70,7 @@ def tf_keras(
         initial_scale = 2.0**15
     if dynamic_growth_steps is None:
         dynamic_growth_steps = 2000
-    return make_preset(
-        "presets.tf_keras",
+    return rule(
         initial_scale=initial_scale,
         dynamic_growth_steps=dynamic_growth_steps,
         min_scale=1.0,
@@ -94,6 +78,7 @@ def tf_keras(
     )
 
 
+@preset
 def keras(
     *, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> PresetLossScale:
@@ -103,13 +88,10 @@ def keras(
     it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What differs: here the scale stays
     within float32's normal numbers.
     """
-    return make_preset(
-        "presets.keras",
-        initial_scale=initial_scale,
-        dynamic_growth_steps=dynamic_growth_steps,
-    )
+    return rule()
 
 
+@preset
 def openseq2seq_backoff(
     *,
     scale_min: Any = 1.0,
@@ -124,15 +106,7 @@ def openseq2seq_backoff(
     NVIDIA/OpenSeq2Seq at 8681d38, `optimizers/automatic_loss_scaler.py`; other revisions start at
     2**24. What differs: in OpenSeq2Seq a growth may come one step late, as reads are not ordered.
     """
-    return make_preset(
-        "presets.openseq2seq_backoff",
-        scale_min=scale_min,
-        scale_max=scale_max,
-        step_factor=step_factor,
-        step_window=step_window,
-        max_scale=scale_max,
-        clip_growth=True,
-    )
+    return rule(max_scale=scale_max, clip_growth=True)
 
 
 def openseq2seq_logmax(

@@ -1,23 +1,24 @@
 """The presets for PyTorch, and for the libraries and training engines on top of it."""
 
-import dataclasses
 from typing import Any
 
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import OlmoSpikeRule, SpikeRule, check_sigmas
 from .._policies.tolerance import ToleranceLossScale
-from .._trees.checks import finite_number, int32
+from .._trees.checks import finite_number, int32, normal_float32
 from ._rule import (
     NO_MAX,
     PresetLossScale,
     at_least_one,
     check_floor,
-    make_preset,
+    preset,
+    rule,
     split_factor,
 )
 
 
+@preset
 def torch(
     *,
     init_scale: Any = 2.0**16,
@@ -36,15 +37,10 @@ def torch(
     """
     if not enabled:
         return NoOpLossScale()
-    return make_preset(
-        "presets.torch",
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
+    return rule()
 
 
+@preset
 def apex(
     *,
     init_scale: Any = 2.0**16,
@@ -60,21 +56,18 @@ def apex(
     before it was removed. Behaves identically: `scale_factor` is accepted and ignored, and a start
     above the maximum is lowered to it.
     """
-    del scale_factor
-    policy = make_preset(
-        "presets.apex",
-        init_scale=init_scale,
-        scale_window=scale_window,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
+    call = "presets.apex"
+    start = normal_float32(call, "init_scale", init_scale)
+    highest = normal_float32(call, "max_loss_scale", max_loss_scale)
+    return rule(
+        init_scale=min(start, highest),
+        scale_factor=2.0,
         clip_growth=True,
         clamp="moves",
     )
-    return dataclasses.replace(
-        policy, init_scale=min(policy.init_scale, policy.max_scale)
-    )
 
 
+@preset
 def apex_fp16_utils(
     *, init_scale: Any = 2.0**32, scale_factor: Any = 2.0, scale_window: int = 1000
 ) -> PresetLossScale:
@@ -84,16 +77,10 @@ def apex_fp16_utils(
     it, down to 1. Its ancestors in Megatron-LM and FP16_Optimizer have the same rule. Source:
     NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's scale can leave float32.
     """
-    return make_preset(
-        "presets.apex_fp16_utils",
-        init_scale=init_scale,
-        scale_factor=scale_factor,
-        scale_window=scale_window,
-        min_scale=1.0,
-        clamp="moves",
-    )
+    return rule(min_scale=1.0, clamp="moves")
 
 
+@preset
 def apex_hysteresis(
     *,
     init_scale: Any = 2.0**16,
@@ -108,17 +95,10 @@ def apex_hysteresis(
     it, backs off. Source: NVIDIA/apex, `csrc/update_scale_hysteresis.cu`, as used in NeMo, whose
     defaults these are. What differs: as in `torch`; and the hysteresis tracker stops at 0.
     """
-    return make_preset(
-        "presets.apex_hysteresis",
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        refill_on_finite=True,
-    )
+    return rule(refill_on_finite=True)
 
 
+@preset
 def megatron(
     *,
     initial_scale: Any = 2.0**32,
@@ -136,18 +116,10 @@ def megatron(
     defaults of its command line. What differs: in Megatron a growth may end at inf for good; here
     the scale stays. The hysteresis tracker stops at 0.
     """
-    return make_preset(
-        "presets.megatron",
-        initial_scale=initial_scale,
-        min_scale=min_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        clamp="moves",
-    )
+    return rule(clamp="moves")
 
 
+@preset
 def deepspeed(
     *,
     init_scale: Any = 2.0**32,
@@ -166,19 +138,14 @@ def deepspeed(
     DeepSpeed's scale is a Python float that can leave float32's range, and by default it raises an
     error at the minimum. Here `raise_error_at_min_scale` is ignored: call `jaxscale.check`.
     """
-    del raise_error_at_min_scale
-    return make_preset(
-        "presets.deepspeed",
-        init_scale=init_scale,
-        scale_window=scale_window,
-        min_scale=min_scale,
-        delayed_shift=delayed_shift,
-        refill_on_finite=bool(consecutive_hysteresis),
+    return rule(
+        consecutive_hysteresis=bool(consecutive_hysteresis),
         growth_delay=1,
         clamp="moves",
     )
 
 
+@preset
 def colossalai(
     *,
     initial_scale: Any = 2.0**16,
@@ -197,12 +164,7 @@ def colossalai(
     counts as 1.
     """
     call = "presets.colossalai"
-    return make_preset(
-        call,
-        initial_scale=initial_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
+    return rule(
         min_scale=check_floor(call, "min_scale", min_scale),
         max_scale=max_scale or NO_MAX,
         hysteresis=at_least_one(call, "hysteresis", hysteresis),
@@ -232,15 +194,13 @@ def fairseq(
     finite_number(call, "threshold", threshold or 0.0)
     finite_number(call, "min_loss_scale", min_loss_scale or 0.0)
     floor = max(threshold or 0.0, min_loss_scale)
-    factors = split_factor(call, "scale_factor", scale_factor)
     return ToleranceLossScale(
         init_scale=init_scale,
-        growth_factor=factors.growth_factor,
-        backoff_factor=factors.backoff_factor,
         growth_interval=scale_window,
         tolerance=tolerance,
         min_scale=check_floor(call, "min_loss_scale", floor),
         max_scale=NO_MAX,
+        **split_factor(call, "scale_factor", scale_factor),
     )
 
 

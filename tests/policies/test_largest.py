@@ -7,7 +7,6 @@ what it does to a step with retries is in `tests/step/test_retry.py`.
 import itertools
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -58,37 +57,24 @@ def test_it_is_the_largest_absolute_value(name, dtype):
     assert size == expected
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        pytest.param(
-            {"w": np.array([3 - 4j, 1 + 1j], np.complex64)}, 4, id="imaginary part"
-        ),
-        pytest.param(
-            {"w": np.array([-6 + 1j], np.complex64), "b": np.float16(5)}, 6, id="sign"
-        ),
-        # Of Flax' statistics of FP8, say.
-        pytest.param(
-            {"w": -np.ones(2), "_overwrite_with_gradient": np.full(2, 9.0)},
-            1,
-            id="overwrite",
-        ),
-        pytest.param(
-            {"n": np.arange(9), "none": None, "text": "no"}, None, id="no gradient"
-        ),
-        pytest.param({}, None, id="an empty tree"),
-        pytest.param(None, None, id="nothing"),
-    ],
-)
-def test_signs_and_parts_of_complex_numbers_count_and_overwrites_do_not(tree, expected):
+TREES = {
+    "imaginary part": ({"w": np.array([3 - 4j, 1 + 1j], np.complex64)}, 4),
+    "sign": ({"w": np.array([-6 + 1j], np.complex64), "b": np.float16(5)}, 6),
+    # Of Flax' statistics of FP8, say.
+    "overwrite": (
+        {"w": -np.ones(2), "_overwrite_with_gradient": np.full(2, 9.0)},
+        1,
+    ),
+    "no gradient": ({"n": np.arange(9), "none": None, "text": "no"}, None),
+    "an empty tree": ({}, None),
+    "nothing": (None, None),
+}
+
+
+@cases("name", TREES)
+def test_signs_and_parts_of_complex_numbers_count_and_overwrites_do_not(name):
+    tree, expected = TREES[name]
     assert find_largest(tree) == expected
-
-
-def test_it_is_found_where_shapes_are_symbols():
-    shape = jax.export.symbolic_shape("n")
-    aval = jax.ShapeDtypeStruct(shape, jnp.float32)
-    exported = jax.export.export(jax.jit(lambda x: find_largest([x])))(aval)
-    assert exported.call(jnp.array([1.0, -7.0, 2.0])) == 7
 
 
 @pytest.mark.parametrize("divisor", [2.0**15, 2.0**-3, 2.0**127, 1000.0])
@@ -213,50 +199,6 @@ def test_of_micro_batches_each_is_looked_at(unit):
             assert_same_bits(state.scaling, scaling)
     assert state.scaling.peak > -256
     assert state.total_notfinite == 2
-
-
-class Recording(jaxscale.DynamicLossScale):
-    """A policy that keeps what `adjust` is given as the largest gradient."""
-
-    def __init__(self, sizes):
-        super().__init__()
-        object.__setattr__(self, "sizes", sizes)
-
-    def adjust(self, state, grads_finite, largest=None):
-        self.sizes.append(largest)
-        return super().adjust(state, grads_finite)
-
-
-class NeedingRecording(Recording):
-    needs_largest = True
-
-
-@pytest.mark.parametrize(
-    ("cls", "expected"), [(Recording, [None, None]), (NeedingRecording, [0.5, None])]
-)
-def test_update_gives_a_policy_the_largest_gradient_if_it_needs_it(cls, expected):
-    sizes = []
-    policy = cls(sizes)
-    for grads in ({"w": jnp.full(3, -0.5)}, {}):
-        policy.update(policy.init(), grads)
-    assert sizes == expected
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize(
-    ("cls", "expected"), [(Recording, "None"), (NeedingRecording, "float32[]")]
-)
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_step_gives_a_policy_the_largest_gradient_if_it_needs_it(
-    cls, expected, retries
-):
-    sizes = []
-    tx = jaxscale.loss_scaled(optax.sgd(0.0), cls(sizes))
-    step = make_whole_step(tx, retries=retries)
-    jax.eval_shape(step, (PARAMS, tx.init(PARAMS)), BATCHES[0])
-    types = {str(getattr(size, "aval", size)) for size in sizes}
-    assert types == {expected}
-    assert len(sizes) > retries
 
 
 @cases("axis", ["data", None], fast=["data"])

@@ -251,19 +251,9 @@ def scan(cls, switches, numbers, states, grads):
     return jax.vmap(run)(numbers, states, grads)
 
 
-class Member(NamedTuple):
-    """A run in a program that several share."""
-
-    index: int
-    numbers: dict[str, float]
-    state: Any
-    grads: np.ndarray
-
-
 def replay(runs):
     """A `Replay` for each of some runs, in few programs."""
     programs = collections.defaultdict(list)
-    padded = pad([run.grads for run in runs])
     for index, run in enumerate(runs):
         switches = {}
         numbers = {}
@@ -271,17 +261,18 @@ def replay(runs):
             is_switch = isinstance(value, bool | str | tuple)
             (switches if is_switch else numbers)[name] = value
         program = type(run.policy), tuple(switches.items())
-        programs[program].append(Member(index, numbers, run.state, padded[index]))
+        programs[program].append((index, numbers, run.state))
 
+    padded = pad([run.grads for run in runs])
     replays = [None] * len(runs)
     for (cls, switches), members in programs.items():
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
-        outcome = scan(cls, switches, stacked.numbers, stacked.state, stacked.grads)
+        indices, *start = jax.tree.map(lambda *leaves: np.stack(leaves), *members)
+        outcome = scan(cls, switches, *start, padded[indices])
         states, applied = jax.tree.map(np.asarray, outcome)
-        for row, member in enumerate(members):
-            steps = len(runs[member.index].grads)
+        for row, index in enumerate(indices):
+            steps = len(runs[index].grads)
             own = jax.tree.map(operator.itemgetter((row, slice(steps + 1))), states)
-            replays[member.index] = Replay(own, applied[row, :steps])
+            replays[index] = Replay(own, applied[row, :steps])
     return replays
 
 

@@ -73,6 +73,7 @@ CALLS = TRANSFORMS | {"metrics": jaxscale.metrics}
 @cases("scaling", SCALINGS, fast=["dynamic", "unmarked"])
 def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
     params = NAMED
+    of_four = STATE._replace(loss_scale=FOUR)
     tx = jaxscale.loss_scaled(optax.adam(0.1), SCALINGS[scaling])
     opt_state = tx.init(params)
     window_state = optax.MultiSteps(tx, 2).init(params)
@@ -90,31 +91,19 @@ def test_a_state_is_found_by_its_type_wherever_it_is(scaling):
     for tree in [*trees, window_state]:
         for function in CALLS.values():
             assert_same_bits(function(tree), function(opt_state))
+    alone = [opt_state]
+    # An unmarked state is known by its place alone.
+    if scaling != "unmarked":
+        carry = Carry(NAMED, opt_state.scaling, FOUR, FOUR)
+        alone += [opt_state.scaling, carry]
+    for tree in alone:
+        for function in TRANSFORMS.values():
+            assert_same_bits(function(tree), function(of_four))
+        assert jaxscale.metrics(tree)["loss_scale"] == 4
     for tree in trees:
         jaxscale.check(tree)
     with pytest.warns(UserWarning, match="inside of another one"):
         jaxscale.check(window_state)
-
-
-@pytest.mark.standard_promotion
-@cases("scaling", SCALINGS, fast=["dynamic", "unmarked"])
-def test_the_scale_of_any_state_is_read(scaling):
-    opt_state = jaxscale.loss_scaled(optax.adam(0.1), SCALINGS[scaling]).init(NAMED)
-    trees = [opt_state]
-    # An unmarked state is known by its place alone.
-    if scaling != "unmarked":
-        carry = Carry(
-            opt_state=NAMED,
-            loss_scale=opt_state.scaling,
-            growth_tracker=FOUR,
-            hysteresis_tracker=FOUR,
-        )
-        trees += [opt_state.scaling, carry]
-    of_four = STATE._replace(loss_scale=FOUR)
-    for tree in trees:
-        for function in TRANSFORMS.values():
-            assert_same_bits(function(tree), function(of_four))
-        assert jaxscale.metrics(tree)["loss_scale"] == 4
 
 
 OPT_STATE = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
@@ -230,24 +219,6 @@ def test_version_1_is_written():
     assert {type(leaf) for leaf in jax.tree.leaves(state_dict)} == {np.ndarray}
 
 
-def rename_as_in_version_0_1():
-    state_dict = saved(grads_finite=VERSION_1["step_applied"])
-    del state_dict["step_applied"]
-    del state_dict["version"]
-    return state_dict
-
-
-@pytest.mark.parametrize(
-    "state_dict",
-    [VERSION_1, rename_as_in_version_0_1()],
-    ids=["version 1", "jaxscale 0.1"],
-)
-def test_earlier_versions_are_read(state_dict):
-    restored = jaxscale.from_state_dict(FRESH, state_dict)
-    assert_same_bits(restored, trained()._replace(**LATER))
-    assert avals(restored) == avals(FRESH)
-
-
 # The names of their fields are written to checkpoints, so they can never change.
 POLICIES = {
     "noop": (
@@ -283,20 +254,6 @@ def test_a_policys_state_is_written_by_the_names_of_version_1(name):
     policy, names = POLICIES[name]
     state_dict = jaxscale.to_state_dict(policy.init())
     assert list(state_dict) == ["version", *names.split()]
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policys_state_is_read_by_the_names_of_version_1(name):
-    policy, names = POLICIES[name]
-    state = policy.init()
-    state_dict = {}
-    for number, (field, leaf) in enumerate(zip(names.split(), state, strict=True), 1):
-        state_dict[field] = np.full((), number, leaf.dtype)
-    expected = list(state_dict.values())
-    if name == "noop":
-        expected = [1, 0, 0]  # the type of its state says that the scale is 1
-    restored = jaxscale.from_state_dict(state, state_dict)
-    assert list(map(float, restored)) == expected
 
 
 # A tree of every kind of container, and what is saved of it.
@@ -379,10 +336,15 @@ def test_a_run_can_change_its_policy(origin, to):
 
 
 def state_after(tx, *grads):
+    """The state after steps with some gradients, or with one of 1 and a loss that is inf."""
     state = tx.init(PARAMS)
     for value in grads:
+        loss = None
+        if value == "bad loss":
+            value = 1.0
+            loss = jnp.float32(jnp.inf)
         updates = {"w": jnp.array([value, 1.0]), "b": jnp.array(1, jnp.bfloat16)}
-        _, state = tx.update(updates, state, PARAMS)
+        _, state = tx.update(updates, state, PARAMS, value=loss)
     return state
 
 
@@ -395,6 +357,8 @@ WITHOUT_SCALE = {
     "no scaling": (None, [1.0, 1.0], None),
     "no scaling, and no step": (None, [], None),
     "no scaling, with a bad step": (None, [1.0, np.nan, 1.0], None),
+    # An overflow may have lowered a scale to 1, but a bad loss never does.
+    "no scaling, and a bad loss": (None, [1.0, "bad loss"], None),
     "fixed at 1": (1.0, [1.0], None),
     "fixed at 2": (2.0, [1.0], 2.0),
     "down to 1, just now": (LOW, [1.0, np.inf], 1.0),
@@ -406,7 +370,7 @@ WITHOUT_SCALE = {
 @cases(
     "name, to",
     itertools.product(WITHOUT_SCALE, TO),
-    fast=[("no scaling", "dynamic"), ("at the floor", "dynamic")],
+    fast=[("no scaling, and a bad loss", "dynamic"), ("at the floor", "dynamic")],
 )
 def test_no_scale_is_restored_where_none_was_saved(name, to):
     policy, grads, scale = WITHOUT_SCALE[name]
@@ -426,16 +390,6 @@ def test_no_scale_is_restored_where_none_was_saved(name, to):
     assert restored["opt"].scaling.loss_scale == scale
 
 
-def test_a_scale_of_1_after_a_bad_loss_alone_is_not_restored():
-    """An overflow may have lowered a scale to 1, but a bad loss never does."""
-    tx = jaxscale.loss_scaled(optax.sgd(0.5), None)
-    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=jnp.float32(jnp.inf))
-    assert (state.total_notfinite, state.total_notfinite_loss) == (1, 1)
-    fresh = jaxscale.loss_scaled(optax.sgd(0.5), POLICY).init(PARAMS)
-    restored = jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(state))
-    assert restored.scaling.loss_scale == fresh.scaling.loss_scale
-
-
 @cases("to", TO)
 def test_the_state_of_a_no_op_policy_restores_no_scale(to):
     state_dict = jaxscale.to_state_dict(jaxscale.NoOpLossScale().init())
@@ -446,13 +400,17 @@ def test_the_state_of_a_no_op_policy_restores_no_scale(to):
 GROWING = jaxscale.loss_scaled(
     optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
 )
+# Only its moves are clamped, not its start.
+ABOVE = presets.PresetLossScale(init_scale=2.0**30, max_scale=2.0**20, clamp="moves")
+STARTS_ABOVE = jaxscale.loss_scaled(optax.sgd(0.5), ABOVE)
 # The restored scale, what gradients of a step are multiplied by, and the scale after it.
 HIGH = {
-    "far above, good": (2.0**40, 1.0, 2.0**24),
-    "far above, bad": (2.0**40, jnp.inf, 2.0**23),
-    "inf": (jnp.inf, 1.0, 2.0**24),
-    "the largest": (2.0**24, 1.0, 2.0**24),
-    "below": (2.0**23, 1.0, 2.0**24),
+    "far above, good": (GROWING, 2.0**40, 1.0, 2.0**24),
+    "far above, bad": (GROWING, 2.0**40, jnp.inf, 2.0**23),
+    "inf": (GROWING, jnp.inf, 1.0, 2.0**24),
+    "the largest": (GROWING, 2.0**24, 1.0, 2.0**24),
+    "below": (GROWING, 2.0**23, 1.0, 2.0**24),
+    "above, as it may start there": (STARTS_ABOVE, 2.0**30, 1.0, 2.0**30),
 }
 
 
@@ -462,22 +420,12 @@ def with_scale(state, scale):
 
 @cases("name", HIGH)
 def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it(name):
-    scale, factor, expected = HIGH[name]
-    state = with_scale(GROWING.init(PARAMS), scale)
+    tx, scale, factor, expected = HIGH[name]
+    state = with_scale(tx.init(PARAMS), scale)
     grads = jax.tree.map(lambda leaf: leaf * factor, PARAMS)
-    _, next_state = jax.jit(GROWING.update)(grads, state, PARAMS)
+    _, next_state = jax.jit(tx.update)(grads, state, PARAMS)
     assert next_state.scaling.loss_scale == expected
     assert avals(next_state) == avals(state)
-
-
-def test_a_whole_step_lowers_the_scale_first_so_that_no_batch_is_lost():
-    def loss_fn(params):
-        return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 1e-4)
-
-    step = jax.jit(jaxscale.train_step(loss_fn, GROWING))
-    params = {"w": jnp.ones(2)}
-    _, state, _ = step(params, with_scale(GROWING.init(params), 2.0**40))
-    assert state.step_applied
 
 
 FIXED = {
@@ -504,27 +452,24 @@ def test_a_fixed_policy_returns_its_own_scale():
     assert_same_bits(policy.adjust(saved_state, jnp.array(False)), policy.init())
 
 
-def test_a_whole_step_begins_with_the_scale_of_a_fixed_policy():
-    """Two runs that both overflow at the saved scale, and not at the policy's."""
+# The optimizer, a scale that is restored, and a loss that overflows at that scale alone.
+CORRECTED = {
+    "above the largest": (GROWING, 2.0**40, 1e-4),
+    "of another fixed policy": (FIXED["skips"], 2.0**15, 10.0),
+}
+
+
+@cases("name", CORRECTED)
+def test_a_whole_step_corrects_the_scale_first_so_that_no_batch_is_lost(name):
+    tx, scale, size = CORRECTED[name]
 
     def loss_fn(params):
-        return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * 10.0)
+        return jnp.sum(params["w"].astype(jnp.float16).astype(jnp.float32) * size)
 
+    step = jax.jit(jaxscale.train_step(loss_fn, tx))
     params = {"w": jnp.ones(2)}
-    step = jax.jit(jaxscale.train_step(loss_fn, FIXED["skips"]))
-    _, state, _ = step(params, with_scale(FIXED["skips"].init(params), 2.0**15))
+    _, state, _ = step(params, with_scale(tx.init(params), scale))
     assert state.step_applied
-
-
-def test_a_policy_that_may_start_above_its_largest_scale_is_left_there():
-    above = presets.PresetLossScale(
-        init_scale=2.0**30,
-        max_scale=2.0**20,
-        clamp="moves",  # only moves are clamped, not the start
-    )
-    tx = jaxscale.loss_scaled(optax.sgd(0.5), above)
-    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    assert state.scaling.loss_scale == 2.0**30
 
 
 Foreign = collections.namedtuple("Foreign", "scaling extra")
@@ -598,16 +543,6 @@ BAD_VALUES = {
         saved(total_steps=i32([4, 4])),
         r"/total_steps must be .* \(\), got \(2,",
     ),
-    "a large integer": (
-        FRESH,
-        saved(total_steps=2**40),
-        "int32, got int64: 1099511627776 would become 0",
-    ),
-    "a rounded number": (
-        {"w": f32(1)},
-        {"w": 0.1},
-        "float32, got float64: 0.1 would become 0.1000",
-    ),
     "a key named version": (
         {"version": 1},
         {"version": 1},
@@ -626,11 +561,6 @@ BAD_VALUES = {
     ),
 }
 BAD_TYPES = {
-    "a float for an integer": (
-        FRESH,
-        saved(total_steps=f32(4)),
-        "/total_steps must be int32, got float32: .4",
-    ),
     "a dict for a number": (
         FRESH,
         saved(total_steps={"a": 4}),
@@ -774,16 +704,20 @@ LEAVES = {  # each a function that makes a leaf from a number
 
 
 @cases("name", LEAVES, fast=["sharded", "weak scalar", "sharded keys", "float"])
-def test_a_leaf_comes_back_as_the_targets(name):
+def test_a_leaf_comes_back_as_the_targets_or_as_a_type_says(name):
     make = LEAVES[name]
     leaf = make(7)
-    (restored,) = jaxscale.from_state_dict([make(0)], jaxscale.to_state_dict([leaf]))
-    assert type(restored) is type(leaf)
-    assert_same_bits(restored, leaf)
+    targets = [make(0)]
     if isinstance(leaf, jax.Array):
-        assert avals(restored) == avals(leaf)
-        assert restored.committed == leaf.committed
-        assert restored.sharding == leaf.sharding
+        targets.append(type_of(leaf))
+    for target in targets:
+        (restored,) = jaxscale.from_state_dict([target], jaxscale.to_state_dict([leaf]))
+        assert type(restored) is type(leaf)
+        assert_same_bits(restored, leaf)
+        if isinstance(leaf, jax.Array):
+            assert avals(restored) == avals(leaf)
+            assert restored.committed == leaf.committed
+            assert restored.sharding == leaf.sharding
 
 
 def type_of(leaf):
@@ -795,20 +729,6 @@ def type_of(leaf):
         sharding=leaf.sharding if leaf.committed else None,
         weak_type=aval.weak_type,
     )
-
-
-ARRAYS = [name for name in LEAVES if isinstance(LEAVES[name](0), jax.Array)]
-
-
-@cases("name", ARRAYS, fast=["sharded", "weak and sharded", "another key"])
-def test_a_leaf_comes_back_as_a_type_says(name):
-    leaf = LEAVES[name](7)
-    saved_leaf = jaxscale.to_state_dict([leaf])
-    (restored,) = jaxscale.from_state_dict([type_of(leaf)], saved_leaf)
-    assert_same_bits(restored, leaf)
-    assert avals(restored) == avals(leaf)
-    assert restored.committed == leaf.committed
-    assert restored.sharding == leaf.sharding
 
 
 def test_a_population_is_restored_into_types():

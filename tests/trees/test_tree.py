@@ -210,7 +210,7 @@ def test_tree_where_selects_bits(form):
         assert avals(chosen) == avals(new)
 
 
-@pytest.mark.parametrize("pred", [True, np.bool_(False)])
+@pytest.mark.parametrize("pred", [True, np.bool_(False), np.array(True)])
 def test_tree_where_takes_every_kind_of_leaf(pred):
     changed = {
         "int": jnp.arange(3) + 5,
@@ -244,29 +244,20 @@ PYTHON = [
 
 def convert(number, dtype):
     """What NumPy makes of a Python number, or `None` where that is another number."""
-    is_complex = dtype.kind == "c"
-    if not is_complex:
+    if dtype.kind != "c":
         if number.imag != 0:
             return None
         number = number.real
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return convert_exactly(number, dtype)
+    may_round = jnp.issubdtype(dtype, jnp.inexact)
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-            array = np.asarray(number * 1.0).astype(dtype)
+            array = np.asarray(number * 1.0 if may_round else number).astype(dtype)
     except OverflowError:
         return None
-    # What rounds stays as finite as it was.
-    return array if np.isfinite(array) == np.isfinite(number) else None
-
-
-def convert_exactly(number, dtype):
-    try:
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-            array = np.asarray(number).astype(dtype)
-    except OverflowError:
-        return None
-    return array if array.item() == number else None
+    is_kept = array.item() == number
+    if may_round:  # and stays as finite as it was
+        is_kept = np.isfinite(array) == np.isfinite(number)
+    return array if is_kept else None
 
 
 def assert_meets(leaf, array, expected, tree_where=jaxscale.tree_where):
@@ -325,13 +316,7 @@ def test_a_weakly_typed_array_takes_the_dtype_of_a_strongly_typed_one(kind, form
             assert_does_not_meet(weak, array, "dtypes", WHERE[form])
         else:
             assert_meets(weak, array, jnp.asarray(3, dtype), WHERE[form])
-
-
-@cases("form", WHERE, fast=["eager"])
-@cases("kind", WEAK)
-def test_two_weakly_typed_arrays_stay_so(kind, form):
-    number, _ = WEAK[kind]
-    weak = jnp.asarray(number)
+    # Two of them stay so.
     assert avals(WHERE[form](True, weak, weak + 1)) == avals(weak)
 
 
@@ -375,6 +360,7 @@ def test_shapes_may_be_symbols():
     def step(params, grads):
         moved = apply_updates(params, jaxscale.unscale(EIGHT, grads))
         is_good = jaxscale.all_finite(grads)
+        is_good &= jax.lax.is_finite(_verdict.largest(Scaled(grads)))
         return cast_like(jaxscale.tree_where(is_good, moved, params), params)
 
     types = make_leaves(jax.ShapeDtypeStruct, *export.symbolic_shape("n, m"))
