@@ -12,8 +12,10 @@ import jax
 
 from .. import _jax
 from .._jax import (
+    Form,
     JaxprEqn,
     bind,
+    form_of,
     open_equation,
     with_programs,
 )
@@ -153,12 +155,12 @@ def _read_for_each(
     frame: Frame, eqn: JaxprEqn, opened: Sequence[_jax.Held]
 ) -> list[Any]:
     """Returns the inputs of a loop or of branches, as their programs take them."""
+    if form_of(eqn) is Form.BRANCHES:
+        return read_inputs(frame, eqn)
     carried: dict[int, Any] = {}
     for held in opened:
         for _, number in held.fed_back:
             carried[held.inputs[number]] = held.program.jaxpr.invars[number]
-    if not carried:
-        return read_inputs(frame, eqn)
     args = []
     for number, atom in enumerate(eqn.invars):
         if number in carried:

@@ -13,15 +13,19 @@ from .._jax import (
     Form,
     JaxprEqn,
     Literal,
+    Op,
     bind,
     called_program,
     context,
     form_of,
+    primitives_that,
     source,
     variables,
 )
 
 _DIVIDED = _jax.DIVISIBLE | {Form.SHARD_MAP}
+_STOPS = primitives_that(Op.STOPS_TANGENTS)
+_CASTS = primitives_that(Op.CASTS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,7 +99,7 @@ class Part:
         """Returns the variables that may have a derivative by some of the inputs, and these."""
         derived = set(by)
         for step in self.steps:
-            if _jax.Op.STOPS_TANGENTS in _jax.does(step.eqn.primitive.name):
+            if step.eqn.primitive.name in _STOPS:
                 continue
             if derived.isdisjoint(variables(step.invars)):
                 continue
@@ -125,7 +129,9 @@ def find_divisible(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
     One that takes a ref belongs to one part as a whole.
     """
-    if not (is_mapped(eqn) or _jax.is_divisible(eqn)) or any(refs_of(eqn)):
+    if form_of(eqn) not in _DIVIDED or any(refs_of(eqn)):
+        return None
+    if not (is_mapped(eqn) or _jax.is_divisible(eqn)):
         return None
     return called_program(eqn, _DIVIDED)
 
@@ -189,5 +195,5 @@ def _look_up(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _is_cast_to_half(step: Step) -> bool:
-    is_cast = _jax.Op.CASTS in _jax.does(step.eqn.primitive.name)
+    is_cast = step.eqn.primitive.name in _CASTS
     return is_cast and _jax.holds_half(step.outvars[0].aval)
