@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from jax.extend.core import JaxprEqn
 
-from .inner_programs import ClosedJaxpr, Jaxpr, closed, programs
+from .inner_programs import ClosedJaxpr, Jaxpr, programs
 from .products import precision_of_all
 
 _Found = TypeVar("_Found")
@@ -22,7 +22,8 @@ def once_for_each_program(fun: Callable[..., _Found]) -> Callable[..., _Found]:
 
     @functools.wraps(fun)
     def look_up(program: Jaxpr | ClosedJaxpr, *args: Any) -> _Found:
-        jaxpr = closed(program).jaxpr
+        # One without its constants cannot be closed.
+        jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
         results = known.setdefault(jaxpr, {})
         # An old JAX has one program under all settings of the precision of all products.
         key = (args, precision_of_all())

@@ -347,6 +347,26 @@ def test_an_equation_is_as_assumed(name, kind):
         assert holds(eqn)
 
 
+@cases("name", HOLDING)
+def test_an_equation_is_opened_with_what_its_programs_read_and_return(name):
+    eqn = holding(name)
+    opened = _jax.open_equation(eqn)
+    programs = [_jax.closed(program).jaxpr for program in _jax.programs(eqn)]
+    assert [held.program.jaxpr for held in opened] == programs
+    for held in opened:
+        jaxpr = held.program.jaxpr
+        for var, number in zip(jaxpr.invars, held.inputs, strict=True):
+            shape = eqn.invars[number].aval.shape
+            assert var.aval.shape in (shape, shape[1:])  # a slice, in a scan
+        for atom, number in zip(jaxpr.outvars, held.outputs, strict=False):
+            assert eqn.outvars[number].aval.dtype == atom.aval.dtype
+        for output, number in held.fed_back:
+            types = jaxpr.outvars[output].aval, jaxpr.invars[number].aval
+            outside = eqn.outvars[output].aval, eqn.invars[held.inputs[number]].aval
+            assert len(set(types + outside)) == 1
+    assert any(held.fed_back for held in opened) == (name in ("scan", "while"))
+
+
 COLUMNS = np.arange(4.0, dtype=np.float32)
 WITH_CONSTANT = jax.make_jaxpr(lambda x: x * COLUMNS)(X)
 
