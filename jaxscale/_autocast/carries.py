@@ -1,14 +1,12 @@
 """Which carries of a `scan` may be in half precision, with `half_carries`."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import _jax
-from .._jax import Jaxpr, JaxprEqn, Literal, UnknownFormError, callee, operation
+from .._jax import Jaxpr, JaxprEqn, Literal, called_program
 from .callers import Owner, owner_of
 from .casts import has_products, reads_half
-from .plan import CALLS
 from .values import is_float32, is_full_precision
 
 
@@ -68,14 +66,11 @@ def _sources_after(
     eqn: JaxprEqn, inputs: Sequence[set[_Source]], owner: Owner
 ) -> list[set[_Source]]:
     """Returns what each output of an equation is computed from, given that of each input."""
-    if operation(eqn) in CALLS:
-        with contextlib.suppress(UnknownFormError):
-            return _trace_sources(callee(eqn).jaxpr, inputs, owner_of(eqn, owner))
+    called = called_program(eqn)
+    if called is not None:
+        return _trace_sources(called.jaxpr, inputs, owner_of(eqn, owner))
     of_all_inputs = set().union(*inputs)
-    is_product = operation(eqn) not in CALLS and (
-        reads_half(eqn, owner) or has_products(eqn, owner)
-    )
-    if is_product:
+    if reads_half(eqn, owner) or has_products(eqn, owner):
         of_all_inputs = {
             _Source(source.number, through_product=True) for source in of_all_inputs
         }

@@ -4,12 +4,18 @@ All of this is known before the program runs.
 """
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from jax.core import ShapedArray
 
 from .. import _jax
-from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, holds_inexact, programs
+from .._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    holds_inexact,
+    once_for_each_program,
+    programs,
+)
 from . import table
 from .callers import Owner, owner_of
 from .values import is_float32, is_full_precision
@@ -54,12 +60,13 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
     Otherwise it is a product of elements, or a sum of such products. Half precision makes these no
     faster, and a sum that is a loss gets the loss scale itself as its cotangent.
     """
-    if eqn.primitive.name != "dot_general":
+    dimensions = _jax.dot_dimensions(eqn)
+    if not dimensions:
         return True
     has_sum = False
     has_free = False
     operands: list[Any] = eqn.invars
-    for atom, (summed, batch) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
+    for atom, (summed, batch) in zip(operands, dimensions, strict=True):
         for i, size in enumerate(atom.aval.shape):
             # it is not a number if it is not known yet
             is_one = type(size) is int and size == 1
@@ -99,18 +106,15 @@ def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
 
 def is_attention_scores(eqn: JaxprEqn, around: Owner) -> bool:
     """Returns whether a product is that of queries and keys in JAX's attention."""
-    if eqn.primitive.name != "dot_general":
+    dimensions = _jax.dot_dimensions(eqn)
+    if not dimensions:
         return False
     operands: list[Any] = eqn.invars
-    for atom, (summed, _) in zip(operands, _jax.dot_dimensions(eqn), strict=True):
+    for atom, (summed, _) in zip(operands, dimensions, strict=True):
         # Of the weights and the values, one is summed over another dimension than its last.
         if tuple(summed) != (atom.aval.ndim - 1,):
             return False
     return owner_of(eqn, around) is Owner.ATTENTION
-
-
-# For each program, by the owner of what does not say it itself.
-_with_products: WeakKeyDictionary[Jaxpr, dict[Any, bool]] = WeakKeyDictionary()
 
 
 def has_products(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
@@ -127,15 +131,13 @@ def casts_anything(program: ClosedJaxpr) -> bool:
     return holds_products(program, Owner.MODEL)
 
 
-def holds_products(program: Jaxpr | ClosedJaxpr, owner: Owner) -> bool:
-    """Returns whether a program has anything that `autocast` casts by itself."""
-    jaxpr = _jax.closed(program).jaxpr
-    known = _with_products.setdefault(jaxpr, {})
-    # An old JAX has one program under all settings of the precision of all products.
-    key = owner, _jax.precision_of_all()
-    if key not in known:
-        known[key] = any(_is_cast_or_holds_cast(eqn, owner) for eqn in jaxpr.eqns)
-    return known[key]
+@once_for_each_program
+def holds_products(program: Jaxpr, owner: Owner) -> bool:
+    """Returns whether a program has anything that `autocast` casts by itself.
+
+    The `owner` is that of what does not say it itself.
+    """
+    return any(_is_cast_or_holds_cast(eqn, owner) for eqn in program.eqns)
 
 
 def _is_cast_or_holds_cast(eqn: JaxprEqn, owner: Owner) -> bool:

@@ -26,11 +26,12 @@ from .._jax import (
     has_narrow_range,
     holds_inexact,
     jaxpr_as_fun,
+    spread,
 )
 from .._trees.casts import blank
 from .casts import has_products
 from .frame import Frame
-from .higher_order import run_inline
+from .higher_order import changes_nothing, run_inline
 from .rewriting import Way, place_inside, read_inputs, rewrite
 from .rules import Outputs, run_as_written
 from .values import Narrow, ToRound, has_dtype, without_mark
@@ -55,7 +56,7 @@ def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
     declared = _jax.callee(eqn)
-    if not frame.reads_narrow(eqn) and not has_products(eqn, frame.place.owner):
+    if changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
     autocast = frame.autocast
     place = place_inside(frame, eqn)
@@ -135,7 +136,7 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     not even zeros: a cotangent that flushed before it was scaled looks the same.
     """
     declared = _jax.callee(eqn)
-    if not frame.reads_narrow(eqn) and not has_products(eqn, frame.place.owner):
+    if changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
     autocast = frame.autocast
     place = place_inside(frame, eqn)
@@ -171,14 +172,13 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
                 value = cast(value.wide, autocast.dtype)
             residuals.append(value)
         outputs = tuple(map(_cast_as, results, types))
-        return outputs, (residuals, _flags_as_tree(perturbed))
+        return outputs, (residuals, _jax.Flags(perturbed))
 
     def bwd(residuals_and_flags: Any, cotangents: Any) -> Any:
         if at_boundary:
             for cotangent in cotangents:
                 check_cotangent(cotangent)
-        residuals, flags = residuals_and_flags
-        perturbed = _flags_of_tree(flags)
+        residuals, perturbed = residuals_and_flags
         forward = trace(perturbed)
         types = declared.out_avals
         values = list(map(_cast_as, residuals, forward.program.out_avals[len(types) :]))
@@ -236,31 +236,10 @@ def _vary(
     """Returns an equation as a function of those of its inputs that are perturbed."""
 
     def fun(*varied: Any) -> tuple[Any, ...]:
-        remaining = iter(varied)
-        inputs = []
-        for value, is_perturbed in zip(values, perturbed, strict=True):
-            if is_perturbed:
-                value = next(remaining)
-            inputs.append(value)
         with context(eqn):
-            return tuple(bind(eqn, inputs))
+            return tuple(bind(eqn, spread(perturbed, varied, values)))
 
     return fun
-
-
-def _flags_as_tree(flags: Sequence[bool]) -> list[tuple[()] | None]:
-    """Returns flags as the structure of a tree that holds no array."""
-    tree: list[tuple[()] | None] = []
-    for flag in flags:
-        if flag:
-            tree.append(())
-        else:
-            tree.append(None)
-    return tree
-
-
-def _flags_of_tree(tree: Sequence[tuple[()] | None]) -> tuple[bool, ...]:
-    return tuple(entry is not None for entry in tree)
 
 
 def _select_sources(args: Sequence[Any]) -> list[Any]:

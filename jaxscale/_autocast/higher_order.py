@@ -12,10 +12,11 @@ import jax
 
 from .. import _jax
 from .._jax import (
+    Form,
     JaxprEqn,
     bind,
-    closed,
-    programs,
+    form_of,
+    open_equation,
     with_programs,
 )
 from .callers import owner_of
@@ -37,11 +38,9 @@ def _find_rounded_outputs(frame: Frame, eqn: JaxprEqn) -> tuple[bool, ...]:
     return tuple(map(frame.is_only_rounded, eqn.outvars))
 
 
-def _changes_nothing(frame: Frame, eqn: JaxprEqn) -> bool:
+def changes_nothing(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether nothing changes in a call: neither a product nor what it reads."""
-    if has_products(eqn, frame.place.owner):
-        return False
-    return not frame.reads_narrow(eqn)
+    return not (frame.reads_narrow(eqn) or has_products(eqn, frame.place.owner))
 
 
 def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
@@ -52,7 +51,7 @@ def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
 def rewrite_jit(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jit`: it calls a rewritten program."""
     called = _jax.callee(eqn)
-    if _changes_nothing(frame, eqn):
+    if changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
     args = read_inputs(frame, eqn)
     rewritten = rewrite(frame, eqn, called, args)
@@ -74,7 +73,7 @@ def run_inline(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def rewrite_remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jax.checkpoint`, with its policy."""
     called = _jax.callee(eqn)
-    if _changes_nothing(frame, eqn):
+    if changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
     args = read_inputs(frame, eqn)
     way = Way(rounded_outputs=_find_rounded_outputs(frame, eqn))
@@ -136,57 +135,39 @@ def _read_scan_inputs(
     return args
 
 
-def rewrite_while(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `while`. What it carries keeps its dtype."""
-    loop = _jax.while_loop(eqn)
+def rewrite_loop_or_branches(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates `while`, `cond` and `switch`, which keep the dtypes that they declare."""
+    opened = open_equation(eqn)
     if _is_left(frame, eqn):
         return run_as_written(frame, eqn)
-    # The constants of the test come first, then those of the body, then what is carried.
-    end_of_test = loop.test_consts
-    end_of_body = loop.test_consts + loop.body_consts
-    consts = eqn.invars[:end_of_body]
-    args = list(map(frame.read_without_gradient, consts))
-    carries = []
-    declared = loop.body.jaxpr.invars[loop.body_consts :]
-    for atom, var in zip(eqn.invars[end_of_body:], declared, strict=True):
-        carries.append(as_declared(frame.read_wide(atom), var))
-    test = rewrite(
-        frame,
-        eqn,
-        loop.test,
-        args[:end_of_test] + carries,
-        Way(fixed=(False,)),
-    )
-    body = rewrite(
-        frame,
-        eqn,
-        loop.body,
-        args[end_of_test:] + carries,
-        Way(fixed=(False,) * len(carries), in_loop=True),
-    )
-    in_order = []
-    for program in programs(eqn):
-        if closed(program) is loop.test:
-            in_order.append(test.program)
+    args = _read_for_each(frame, eqn, opened)
+    rewritten = []
+    for held in opened:
+        way = Way(
+            fixed=(False,) * len(held.program.out_avals), in_loop=bool(held.fed_back)
+        )
+        inputs = [args[number] for number in held.inputs]
+        rewritten.append(rewrite(frame, eqn, held.program, inputs, way).program)
+    return bind(eqn, jax.tree.leaves(args), with_programs(eqn, rewritten))
+
+
+def _read_for_each(
+    frame: Frame, eqn: JaxprEqn, opened: Sequence[_jax.Held]
+) -> list[Any]:
+    """Returns the inputs of a loop or of branches, as their programs take them."""
+    if form_of(eqn) is Form.BRANCHES:
+        return read_inputs(frame, eqn)
+    carried: dict[int, Any] = {}
+    for held in opened:
+        for _, number in held.fed_back:
+            carried[held.inputs[number]] = held.program.jaxpr.invars[number]
+    args = []
+    for number, atom in enumerate(eqn.invars):
+        if number in carried:
+            args.append(as_declared(frame.read_wide(atom), carried[number]))
         else:
-            in_order.append(body.program)
-    return bind(eqn, args + carries, with_programs(eqn, in_order))
-
-
-def rewrite_branches(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `cond` and `switch`. The branches return the dtypes that they declare."""
-    branches = _jax.branches(eqn)
-    if _is_left(frame, eqn):
-        return run_as_written(frame, eqn)
-    args = read_inputs(frame, eqn)
-    way = Way(fixed=(False,) * len(eqn.outvars))
-    rewritten_branches = []
-    for branch in branches:
-        # the first says which branch it is
-        rewritten = rewrite(frame, eqn, branch, args[1:], way)
-        rewritten_branches.append(rewritten.program)
-    params = with_programs(eqn, rewritten_branches)
-    return bind(eqn, jax.tree.leaves(args), params)
+            args.append(frame.read_without_gradient(atom))
+    return args
 
 
 def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:

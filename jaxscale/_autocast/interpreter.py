@@ -18,11 +18,13 @@ from .. import _jax
 from .._boundary import under_autocast
 from .._jax import (
     ClosedJaxpr,
+    Form,
     JaxprEqn,
     UnknownFormError,
     context,
     jaxpr_as_fun,
     operation,
+    primitives_of,
     source,
 )
 from .._trees.flat import Flat
@@ -31,12 +33,11 @@ from .casts import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .frame import Frame
 from .higher_order import (
-    rewrite_branches,
     rewrite_jit,
+    rewrite_loop_or_branches,
     rewrite_mapped,
     rewrite_remat,
     rewrite_scan,
-    rewrite_while,
     run_inline,
 )
 from .parts import Part
@@ -46,20 +47,23 @@ from .segments import run_segment
 from .unsaid import forget_warnings, warn_if_unchanged, warn_of_what_is_left
 from .values import as_declared, is_full_precision
 
-# Which rule rewrites an equation, by the name of its primitive.
-RULES: dict[str, Rule] = SIMPLE_RULES | {
-    **dict.fromkeys(("jit", "pjit"), rewrite_jit),
-    **dict.fromkeys(("closed_call", "call", "eval_jaxpr"), run_inline),
-    **dict.fromkeys(("shard_map", "xla_pmap"), rewrite_mapped),
-    "remat2": rewrite_remat,
-    "scan": rewrite_scan,
-    "while": rewrite_while,
-    "cond": rewrite_branches,
-    "custom_jvp_call": rewrite_custom_jvp,
-    "custom_vjp_call": rewrite_custom_vjp,
-    _jax.OBJECT: rewrite_object,
+_RULES_OF_FORMS: dict[Form, Rule] = {
+    Form.JIT: rewrite_jit,
+    Form.INLINED: run_inline,
+    Form.REMAT: rewrite_remat,
+    Form.CUSTOM_JVP: rewrite_custom_jvp,
+    Form.CUSTOM_VJP: rewrite_custom_vjp,
+    Form.OBJECT: rewrite_object,
+    Form.SCAN: rewrite_scan,
+    Form.WHILE: rewrite_loop_or_branches,
+    Form.BRANCHES: rewrite_loop_or_branches,
+    Form.SHARD_MAP: rewrite_mapped,
+    Form.PMAP: rewrite_mapped,
 }
-
+# Which rule rewrites an equation, by the name of its primitive.
+RULES = dict(SIMPLE_RULES)
+for _form, _rule in _RULES_OF_FORMS.items():
+    RULES |= dict.fromkeys(primitives_of(_form), _rule)
 
 _WAY_OUT = (
     "Mark the function around that line with `jaxscale.full_precision`, or leave it outside of the "
@@ -91,8 +95,6 @@ class Autocast:
       rewritten: for each jaxpr, by its signature, what it was rewritten to.
     """
 
-    rules = RULES
-
     def __init__(self, dtype: np.dtype, half_carries: bool) -> None:
         self.dtype = dtype
         self.half_carries = half_carries
@@ -110,9 +112,9 @@ class Autocast:
         Some of the arguments may be narrow, and some of the outputs. `rounded_outputs` is as in
         `plan`.
         """
-        warn_of_what_is_left(closed, RULES)
+        warn_of_what_is_left(closed)
         jaxpr = closed.jaxpr
-        parts = plan(jaxpr, rounded_outputs, place.owner)
+        parts = plan(jaxpr, tuple(rounded_outputs), place.owner)
         frame = Frame(self, jaxpr, parts, place)
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):

@@ -15,9 +15,11 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .._jax import Jaxpr, JaxprEqn, holds_inexact, operation, variables, walk_equation
+from .._jax import Jaxpr, JaxprEqn, Search, holds_inexact, operation, variables
 from . import table
 from .values import is_float32, is_full_precision
+
+_CHEAP_OR_CALL = table.CHEAP | table.CHEAP_CALLS
 
 
 class Part(NamedTuple):
@@ -140,13 +142,14 @@ def _is_cheap(eqn: JaxprEqn) -> bool:
 
     A name may be part of a segment, which gives it to what it starts from, but not of a call in it.
     """
-    if operation(eqn) == table.NAME:
-        return True
-    for inner in walk_equation(eqn):
-        name = operation(inner)
-        if name not in table.CHEAP and name not in table.CHEAP_CALLS:
-            return False
-    return True
+    return operation(eqn) in table.NAMES or not _holds_costly(eqn)
+
+
+def _is_costly(eqn: JaxprEqn) -> bool:
+    return operation(eqn) not in _CHEAP_OR_CALL
+
+
+_holds_costly = Search(_is_costly)
 
 
 def cut(jaxpr: Jaxpr, products: set[int]) -> list[Part]:

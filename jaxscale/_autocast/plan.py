@@ -1,19 +1,16 @@
 """What is known of a program before it runs: its parts, and how its variables are read."""
 
 import collections
-import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
-from .. import _jax
 from .._jax import (
     Jaxpr,
     JaxprEqn,
-    UnknownFormError,
-    callee,
+    called_program,
     holds_inexact,
+    once_for_each_program,
     operation,
     programs,
     variables,
@@ -22,9 +19,6 @@ from . import table
 from .callers import Owner, owner_of
 from .casts import reads_half
 from .parts import Part, cut
-
-# They do nothing but run their program. A `custom_vjp` also has a backward rule, outside of it.
-CALLS = _jax.CALLS.keys() - {"custom_vjp_call", _jax.OBJECT}
 
 
 class Plan(NamedTuple):
@@ -44,12 +38,9 @@ class Plan(NamedTuple):
     meeting: set[Any]
 
 
-# For each program, by whether its outputs are rounded, and by the owner of its products.
-_plans: WeakKeyDictionary[Jaxpr, dict[Any, Plan]] = WeakKeyDictionary()
-
-
-def plan(jaxpr: Jaxpr, rounded_outputs: Sequence[bool], owner: Owner) -> Plan:
-    """Plans a program, once for each combination of the other arguments.
+@once_for_each_program
+def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
+    """Plans a program.
 
     Args:
       jaxpr: the program.
@@ -57,15 +48,11 @@ def plan(jaxpr: Jaxpr, rounded_outputs: Sequence[bool], owner: Owner) -> Plan:
         precision. The others are not rounded.
       owner: of the products that do not say it themselves.
     """
-    known = _plans.setdefault(jaxpr, {})
-    key = (tuple(rounded_outputs), owner, _jax.precision_of_all())
-    if key not in known:
-        products = {id(eqn) for eqn in jaxpr.eqns if reads_half(eqn, owner)}
-        parts = cut(jaxpr, products)
-        rounded = _find_rounded(jaxpr, parts, products, rounded_outputs, owner)
-        meeting = _find_meeting(jaxpr, parts, products)
-        known[key] = Plan(parts, products, rounded, meeting)
-    return known[key]
+    products = {id(eqn) for eqn in jaxpr.eqns if reads_half(eqn, owner)}
+    parts = cut(jaxpr, products)
+    rounded = _find_rounded(jaxpr, parts, products, rounded_outputs, owner)
+    meeting = _find_meeting(jaxpr, parts, products)
+    return Plan(parts, products, rounded, meeting)
 
 
 def has_gradient(eqn: JaxprEqn) -> bool:
@@ -136,16 +123,9 @@ def _rounds_inputs(
 
     `only_rounded` says for each of its outputs whether all of its readers round it.
     """
-    if operation(eqn) in CALLS:
-        with contextlib.suppress(UnknownFormError):
-            return _rounds_by_call(eqn, only_rounded, owner)
+    called = called_program(eqn)
+    if called is not None:
+        inside = plan(called, tuple(only_rounded), owner_of(eqn, owner))
+        return [var in inside.only_rounded for var in called.jaxpr.invars]
     is_move = operation(eqn) in table.MOVES and not any(programs(eqn))
     return [is_move and all(only_rounded)] * len(eqn.invars)
-
-
-def _rounds_by_call(
-    eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner
-) -> list[bool]:
-    called = callee(eqn).jaxpr
-    of_called = plan(called, only_rounded, owner_of(eqn, owner))
-    return [var in of_called.only_rounded for var in called.invars]

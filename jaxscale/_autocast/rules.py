@@ -64,8 +64,6 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "dot_general":
-        return False
     # for each operand: the axes that it sums over, and its batch axes
     return any(batch for _, batch in dot_dimensions(eqn))
 
@@ -172,6 +170,6 @@ SIMPLE_RULES: dict[str, Rule] = {
     **dict.fromkeys(table.CHEAP | table.AS_WRITTEN, run_as_written),
     **dict.fromkeys(table.PRODUCTS, multiply_matrices),
     **dict.fromkeys(table.MOVES, move),
-    table.NAME: give_name,
-    "optimization_barrier": pass_barrier,
+    **dict.fromkeys(table.NAMES, give_name),
+    **dict.fromkeys(table.BARRIERS, pass_barrier),
 }

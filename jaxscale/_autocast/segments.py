@@ -15,6 +15,7 @@ from .. import _jax
 from .._jax import (
     JaxprEqn,
     Literal,
+    Search,
     bind,
     cast,
     context,
@@ -22,7 +23,6 @@ from .._jax import (
     source,
     stand_in,
     variables,
-    walk_equation,
 )
 from . import table
 from .frame import Frame
@@ -52,7 +52,7 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         return outputs
 
     with source(part.eqns[-1], frame.scopes, own=False):
-        if all(map(_is_linear, part.eqns)):
+        if not any(map(_keeps_something, part.eqns)):
             return compute(*arrays)  # the backward pass keeps nothing of it
         types = tuple(map(jax.typeof, arrays))
         key = (
@@ -72,7 +72,7 @@ def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:
     """
     named = dict(zip(part.inputs, starts, strict=True))
     for eqn in part.eqns:
-        if operation(eqn) != table.NAME:
+        if operation(eqn) not in table.NAMES:
             continue
         sources = _find_sources(part, eqn)
         halves = [var for var in sources if _is_half(var, named[var])]
@@ -122,15 +122,18 @@ def _run_equations(
         for atom in eqn.invars:
             inputs.append(atom.val if isinstance(atom, Literal) else values[atom])
         outputs = inputs
-        if operation(eqn) != table.NAME:  # what it starts from has the name
+        if operation(eqn) not in table.NAMES:  # what it starts from has the name
             with context(eqn), source(eqn, scopes):
                 outputs = bind(eqn, inputs)
         values |= zip(eqn.outvars, outputs, strict=True)
 
 
-def _is_linear(eqn: JaxprEqn) -> bool:
-    """Returns whether the derivative of an equation does not depend on what it reads."""
-    return all(operation(inner) in table.KEEP_NOTHING for inner in walk_equation(eqn))
+def _is_nonlinear(eqn: JaxprEqn) -> bool:
+    """Returns whether the derivative of an equation depends on what it reads."""
+    return operation(eqn) not in table.KEEP_NOTHING
+
+
+_keeps_something = Search(_is_nonlinear)
 
 
 def _recomputed(

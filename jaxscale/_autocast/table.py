@@ -4,10 +4,11 @@ Products run in half precision. Everything else runs in float32, so it needs no 
 of PyTorch (https://pytorch.org/docs/stable/amp.html#autocast-op-reference) nor that of TensorFlow
 (`tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h`), which name the functions that
 leave the range of float16, and let the rest follow its inputs. What a primitive does is in
-`operations.py` of `_jax`. One that has no row there runs once, in float32.
+`operations.py` of `_jax`, and which hold programs in `forms.py`. One that has no row there runs
+once, in float32.
 """
 
-from .._jax import Op, primitives_that
+from .._jax import Form, Op, primitives_of, primitives_that
 
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"
@@ -60,14 +61,17 @@ ATTENTION_FILE, ATTENTION = "nn/functions.py", "_dot_product_attention_core"
 CHEAP = primitives_that(Op.CHEAP)
 
 # A call is cheap if all that it holds is.
-CHEAP_CALLS = {"custom_jvp_call", "jit", "pjit"}
+CHEAP_CALLS = primitives_of(Form.JIT, Form.CUSTOM_JVP)
 
 # These move or choose elements. They run in half precision if all that they move is there, and in
 # float32 otherwise.
 MOVES = primitives_that(Op.MOVE)
 
 # `checkpoint_name`, which says what a policy of `jax.checkpoint` keeps.
-NAME = "name"
+NAMES = primitives_that(Op.NAMES)
+
+# These return what they are given, each in its precision.
+BARRIERS = primitives_that(Op.RETURNS_INPUTS)
 
 # Their derivatives add numbers up. Such moves run in float32, and their results are rounded where
 # half precision is read, which changes no bit of them.
@@ -80,21 +84,10 @@ KEEP_NOTHING = primitives_that(Op.KEEPS_NOTHING)
 WITHOUT_GRADIENT = primitives_that(Op.NO_GRADIENT)
 
 # Algorithms of JAX's own that hold programs, which stay as they are written.
-AS_WRITTEN = {"custom_linear_solve"}
-
-# What runs in them is not a program of JAX, or not any more.
-OPAQUE = {
-    *(
-        "call_exported",
-        "call_tf",
-        "xla_call_module",
-        "ffi_call",
-        "pure_callback",
-        "io_callback",
-    ),
-    *("triton_kernel_call", "tpu_custom_call", "mosaic_gpu"),
-    "noinline",  # of Equinox: a callback that compiles a function of its own
-}
+AS_WRITTEN = primitives_that(Op.ALGORITHM)
 
 # Kernels that are written for the precision that they have.
-KERNELS = {"pallas_call", "composite", "custom_partitioning", "core_map", "mpmd_map"}
+KERNELS = primitives_that(Op.KERNEL)
+
+# What runs in them is not a program of JAX, or not any more.
+OPAQUE = primitives_that(Op.RUNS_ELSEWHERE)

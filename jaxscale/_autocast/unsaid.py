@@ -7,19 +7,21 @@ nothing at all.
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 
 from .. import _jax
 from .._jax import (
     ClosedJaxpr,
+    Form,
     Jaxpr,
     JaxprEqn,
+    form_of,
     holds_inexact,
+    once_for_each_program,
     operation,
     programs,
     variables,
@@ -39,6 +41,7 @@ from .casts import (
     is_never_entered,
     why_not_cast,
 )
+from .rules import SIMPLE_RULES
 from .values import is_float32, is_full_precision
 
 _NO_RULE = "`autocast` has no rule for it"
@@ -57,24 +60,11 @@ _SAID = {
     OF_LIBRARY: "is a step of a library that is written for float32",
 }
 
-_READERS = {
-    **dict.fromkeys(_jax.CALLS, _jax.callee),
-    **{"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches},
-    **dict.fromkeys(("shard_map", "xla_pmap"), _jax.mapped),
-}
-_LOOPS = {"scan", "while", "cond"}
-
 # The primitives that the call under way has warned of.
 _warned_of: ContextVar[frozenset[str]] = ContextVar("warned_of", default=frozenset())
 
 # Whether the next program is that of a call of the user. It holds all others of the call.
 _is_first: ContextVar[bool] = ContextVar("is_first", default=False)
-
-# For each program that was searched: what is left in it, and why.
-_left: WeakKeyDictionary[Any, dict[Any, dict[str, str]]] = WeakKeyDictionary()
-
-# For each program, by who calls it: how many products are cast that are called by what is unknown.
-_of_unknown: WeakKeyDictionary[Jaxpr, dict[Origin, Counter[str]]] = WeakKeyDictionary()
 
 
 def forget_warnings() -> None:
@@ -83,7 +73,7 @@ def forget_warnings() -> None:
     _is_first.set(True)
 
 
-def warn_of_what_is_left(program: ClosedJaxpr, rules: Container[str]) -> None:
+def warn_of_what_is_left(program: ClosedJaxpr) -> None:
     """Warns of the primitives in a program whose products, if any, run as they are written.
 
     In the first program of a call, also warns of products that are cast but may be a library's.
@@ -91,7 +81,7 @@ def warn_of_what_is_left(program: ClosedJaxpr, rules: Container[str]) -> None:
     if _is_first.get():
         _is_first.set(False)
         _warn_of_unknown_callers(program)
-    for name, reason in _find_left(program, rules).items():
+    for name, reason in _find_left(program).items():
         if name in _warned_of.get():
             continue
         _warned_of.set(_warned_of.get() | {name})
@@ -118,18 +108,11 @@ def _warn_of_unknown_callers(program: ClosedJaxpr) -> None:
     )
 
 
-def _count_unknown(program: Jaxpr | ClosedJaxpr, around: Origin) -> Counter[str]:
+@once_for_each_program
+def _count_unknown(program: Jaxpr, around: Origin) -> Counter[str]:
     """Returns how many products are cast that something unknown calls, by what that is."""
-    jaxpr = _jax.closed(program).jaxpr
-    known = _of_unknown.setdefault(jaxpr, {})
-    if around not in known:
-        known[around] = _search_unknown(jaxpr, around)
-    return known[around]
-
-
-def _search_unknown(jaxpr: Jaxpr, around: Origin) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for eqn in jaxpr.eqns:
+    for eqn in program.eqns:
         inner_programs = list(programs(eqn))
         is_product = eqn.primitive.name in table.PRODUCTS
         if not (is_product or inner_programs) or is_full_precision(eqn):
@@ -145,21 +128,13 @@ def _search_unknown(jaxpr: Jaxpr, around: Origin) -> Counter[str]:
     return counts
 
 
-def _find_left(program: Jaxpr | ClosedJaxpr, rules: Container[str]) -> dict[str, str]:
+@once_for_each_program
+def _find_left(program: Jaxpr) -> dict[str, str]:
     """Returns for each primitive whose products run as they are written, why they do."""
-    jaxpr = _jax.closed(program).jaxpr
-    known = _left.setdefault(jaxpr, {})
-    key = _jax.precision_of_all()
-    if key not in known:
-        known[key] = _search_left(jaxpr, rules)
-    return known[key]
-
-
-def _search_left(jaxpr: Jaxpr, rules: Container[str]) -> dict[str, str]:
     left: dict[str, str] = {}
     # what callbacks return that nothing in float32 went into
     from_host: set[Any] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in program.eqns:
         if is_full_precision(eqn):
             continue
         name = operation(eqn)
@@ -168,14 +143,14 @@ def _search_left(jaxpr: Jaxpr, rules: Container[str]) -> dict[str, str]:
             # returns, to run after it.
             from_host.update(eqn.outvars)
             continue
-        reason = None
-        if name in _READERS or name not in rules:
-            reason = _why_left(eqn)
+        if name in SIMPLE_RULES:
+            continue
+        reason = _why_left(eqn)
         if reason:
             left[eqn.primitive.name] = reason
-        elif name in _READERS:
+        elif form_of(eqn) is not Form.NONE:
             for inner in programs(eqn):
-                left |= _find_left(inner, rules)
+                left |= _find_left(inner)
     return left
 
 
@@ -186,19 +161,19 @@ def _reads_nothing_but(known: set[Any], eqn: JaxprEqn) -> bool:
 
 def _why_left(eqn: JaxprEqn) -> str | None:
     """Returns why what is in an equation runs as it is written, or `None` if it does not."""
-    reader: Any = _READERS.get(operation(eqn))
-    if reader is None:
+    form = form_of(eqn)
+    if form is Form.NONE:
         if not _may_have_products(eqn):
             return None
         if eqn.primitive.name in table.OPAQUE:
             return _CLOSED
         return _NO_RULE
     try:
-        reader(eqn)
+        _jax.open_equation(eqn)
     except _jax.UnknownFormError:
         return _why_not_read(eqn)
-    is_with_refs = eqn.primitive.name in _LOOPS and any(map(_jax.is_ref, eqn.invars))
-    if is_with_refs and has_products(eqn):
+    has_refs = any(map(_jax.is_ref, eqn.invars))
+    if form in _jax.LOOPS_AND_BRANCHES and has_refs and has_products(eqn):
         return _NO_RULE
     return None
 
@@ -338,7 +313,7 @@ def _name_inexact(atoms: Iterable[Any]) -> set[str]:
 
 
 def _has_half_carries(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name != "scan":
+    if form_of(eqn) is not Form.SCAN:
         return False
     try:
         return any(find_half_carries(_jax.scan(eqn)))

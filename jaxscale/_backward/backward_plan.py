@@ -135,15 +135,14 @@ class BackwardPlan:
             wanted=inexact,
             note_inputs=note_entries,
         )
-        # JAX keeps `pull` for the backward pass as a tree of arrays, so bools in it would become
-        # arrays. `()` and `None` are trees without arrays: their structure keeps the bools.
-        entry_marks = [() if has_tangent else None for has_tangent in have_tangents]
-        pull = Partial(self._pull_back, entry_marks, pull_head, pull_tail)
+        # JAX keeps `pull` for the backward pass as a tree of arrays.
+        flags = _jax.Flags(have_tangents)
+        pull = Partial(self._pull_back, flags, pull_head, pull_tail)
         return tuple(outputs), pull
 
     def _pull_back(
         self,
-        entry_marks: Sequence[Any],
+        have_tangents: Sequence[bool],
         pull_head: Any,
         pull_tail: Any,
         cotangents: Any,
@@ -160,7 +159,12 @@ class BackwardPlan:
         of_tail = pulled[num_entries:]
         gradients = dict(zip(self.tail_by, of_tail, strict=True))
         are_zeros = noted or [True] * num_entries
-        at_entries = _spread(pulled[:num_entries], are_zeros, entry_marks)
+        nonzero = []
+        entering = pulled[:num_entries]
+        for cotangent, is_zero in zip(entering, are_zeros, strict=True):
+            nonzero.append(None if is_zero else cotangent)
+        # `None` where it is known to be zero
+        at_entries = _jax.spread(have_tangents, nonzero, itertools.repeat(None))
         if self.head_by and any(cotangent is not None for cotangent in at_entries):
             # Only a signal: inside of `noting`, `_warn_unscaled` of an inner `scale_backward` knows
             # that this one scales it. The list is not read.
@@ -261,20 +265,6 @@ def _run_part(
     # `run` returns (the outputs in `wanted`, all outputs).
     _, pull, outputs = jax.vjp(run, *[env[var] for var in by], has_aux=True)
     return outputs, pull
-
-
-def _spread(
-    cotangents: Sequence[Any], are_zeros: Sequence[bool], entry_marks: Sequence[Any]
-) -> list[Any]:
-    """Returns one cotangent for each entry, `None` where it is known to be zero.
-
-    The cotangents are those of the entries whose mark is not `None`, in order.
-    """
-    nonzero = []
-    for cotangent, is_zero in zip(cotangents, are_zeros, strict=True):
-        nonzero.append(None if is_zero else cotangent)
-    remaining = iter(nonzero)
-    return [None if mark is None else next(remaining) for mark in entry_marks]
 
 
 def _warn_unscaled() -> None:

@@ -1,39 +1,15 @@
 """Which equations of a program have half-precision values that a cotangent comes back to."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .. import _jax
 from .._autocast.callers import Owner, owner_of
 from .._autocast.casts import has_products, reads_half
 from .._autocast.plan import has_gradient
-from .._jax import ClosedJaxpr, JaxprEqn, programs, variables
+from .._jax import ClosedJaxpr, JaxprEqn, Search, variables
 from .parts import find_divisible, refs_of
-
-
-class EquationSearch:
-    """Says whether an equation, or one in the programs that it holds, has a property.
-
-    A program that several equations hold is searched once.
-    """
-
-    def __init__(self, has: Callable[[JaxprEqn], bool]) -> None:
-        self._has = has
-        self._known: dict[Any, bool] = {}
-
-    def __call__(self, eqn: JaxprEqn) -> bool:
-        return self._has(eqn) or self.within(eqn)
-
-    def within(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation in the programs that this one holds has the property."""
-        return any(map(self._in_program, programs(eqn)))
-
-    def _in_program(self, program: Any) -> bool:
-        jaxpr = _jax.closed(program).jaxpr
-        if jaxpr not in self._known:
-            self._known[jaxpr] = any(map(self, jaxpr.eqns))
-        return self._known[jaxpr]
 
 
 class HalfFinder:
@@ -45,8 +21,7 @@ class HalfFinder:
     An equation of a program that is called many times counts if it does in one of these calls.
     """
 
-    def __init__(self, holds_typed_half: EquationSearch, casts: bool) -> None:
-        self._holds_typed_half = holds_typed_half
+    def __init__(self, casts: bool) -> None:
         self._casts = casts
         self._found: set[int] = set()  # identities of equations
         self._known: dict[Any, list[bool]] = {}
@@ -113,7 +88,7 @@ class HalfFinder:
             return True
         if inner is not None:
             return any(map(self.holds_half, inner.jaxpr.eqns))
-        if self._holds_typed_half.within(eqn):
+        if _holds_half.inside(eqn):
             return True
         return self._casts and (reads_half(eqn, owner) or has_products(eqn, owner))
 
@@ -124,7 +99,7 @@ def counts_products(program: ClosedJaxpr, under_autocast: bool) -> bool:
     They do if an `autocast` may yet make them that: if the program was traced for one, or if
     nothing else in it is in half precision.
     """
-    return under_autocast or not _has_equation(program, is_typed_half)
+    return under_autocast or not _holds_half.in_program(program)
 
 
 def may_flush(program: ClosedJaxpr, with_products: bool) -> bool:
@@ -133,19 +108,19 @@ def may_flush(program: ClosedJaxpr, with_products: bool) -> bool:
     float16 does, and bfloat16 does not. `with_products` is what `counts_products` says: the dtype
     of such products is not known yet.
     """
-    return with_products or _has_equation(program, _is_typed_narrow)
+    return with_products or _holds_narrow.in_program(program)
 
 
-def _has_equation(program: ClosedJaxpr, has: Callable[[JaxprEqn], bool]) -> bool:
-    return any(map(EquationSearch(has), program.jaxpr.eqns))
-
-
-def is_typed_half(eqn: JaxprEqn) -> bool:
+def _is_half(eqn: JaxprEqn) -> bool:
     """Returns whether an equation reads or returns a value in half precision."""
     return any(_jax.holds_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
 
 
-def _is_typed_narrow(eqn: JaxprEqn) -> bool:
+def _is_narrow(eqn: JaxprEqn) -> bool:
     """Returns whether an equation reads or returns a value that may flush, as in float16."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
     return any(map(_jax.has_narrow_range, dtypes))
+
+
+_holds_half = Search(_is_half)
+_holds_narrow = Search(_is_narrow)

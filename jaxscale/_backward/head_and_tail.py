@@ -17,9 +17,9 @@ from typing import Any
 
 from .. import _jax
 from .._autocast.callers import Owner
-from .._jax import ClosedJaxpr, JaxprEqn, Literal, programs, variables
-from .half_finder import EquationSearch, HalfFinder, is_typed_half
-from .parts import Crossing, Part, Split, Step, find_divisible, refs_of
+from .._jax import ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
+from .half_finder import HalfFinder
+from .parts import Crossing, Part, Split, Step, find_divisible, is_mapped, refs_of
 
 
 def split(program: ClosedJaxpr, with_products: bool) -> Split:
@@ -28,7 +28,7 @@ def split(program: ClosedJaxpr, with_products: bool) -> Split:
     `with_products` says whether matrix products in float32 count as half precision.
     """
     jaxpr = program.jaxpr
-    finder = HalfFinder(EquationSearch(is_typed_half), with_products)
+    finder = HalfFinder(with_products)
     pulled_outputs = [True] * len(jaxpr.outvars)
     finder.search(program, pulled_outputs, Owner.MODEL)
     splitter = _Splitter(finder.holds_half)
@@ -113,11 +113,11 @@ class _Splitter:
         inner = find_divisible(eqn)
         if not whole.holds_half or inner is None:
             return [whole]
-        is_mapped = eqn.primitive.name == "shard_map"
         # What a device returns has another shape than what a `shard_map` does, so that its tail
         # returns all of it, and belongs to the head as a whole if that reads any.
-        needed = [not is_mapped and var in in_head for var in eqn.outvars]
-        parts = self._split_call(inner, needed, is_mapped)
+        mapped = is_mapped(eqn)
+        needed = [not mapped and var in in_head for var in eqn.outvars]
+        parts = self._split_call(inner, needed, mapped)
         if parts is None:
             return [whole]
         # What each variable of the program is outside of the call.
@@ -147,11 +147,11 @@ class _Splitter:
         return [head, tail]
 
     def _split_call(
-        self, program: ClosedJaxpr, needed: Sequence[bool], is_mapped: bool
+        self, program: ClosedJaxpr, needed: Sequence[bool], mapped: bool
     ) -> Split | None:
         """Returns the parts of a program that is called, `None` if all of it is the head's."""
         jaxpr = program.jaxpr
-        key = jaxpr, tuple(map(id, program.consts)), tuple(needed), is_mapped
+        key = jaxpr, tuple(map(id, program.consts)), tuple(needed), mapped
         if key in self._known:
             return self._known[key]
         parts = None
@@ -161,7 +161,7 @@ class _Splitter:
             from_head = []
             for i, atom in enumerate(jaxpr.outvars):
                 is_of_head = not isinstance(atom, Literal) and atom in computed
-                if needed[i] or (is_of_head and not is_mapped):
+                if needed[i] or (is_of_head and not mapped):
                     from_head.append(i)
             parts = self.make_parts(program, head, tail, from_head)
         self._known[key] = parts
@@ -174,13 +174,12 @@ def _list_shared(head: Sequence[Step], tail: Sequence[Step]) -> list[Step]:
     These are in float32, and not as expensive as a loop may be. The compiler merges what both parts
     do in the forward pass.
     """
-    holds_loop = EquationSearch(_may_loop)
     used: set[Any] = set()
     for step in tail:
         used.update(variables(step.invars))
     shared = []
     for step in reversed(head):
-        if used.isdisjoint(step.outvars) or step.holds_half or holds_loop(step.eqn):
+        if used.isdisjoint(step.outvars) or step.holds_half or _holds_loop(step.eqn):
             continue
         has_effects = step.eqn.effects or any(refs_of(step))
         if not has_effects and all(map(_is_inexact, step.outvars)):
@@ -192,6 +191,9 @@ def _list_shared(head: Sequence[Step], tail: Sequence[Step]) -> list[Step]:
 def _may_loop(eqn: JaxprEqn) -> bool:
     """Returns whether an equation holds a program, and is not just a call of it."""
     return any(programs(eqn)) and not _jax.is_divisible(eqn)
+
+
+_holds_loop = Search(_may_loop)
 
 
 def _is_inexact(var: Any) -> bool:

@@ -10,14 +10,22 @@ from jax.sharding import PartitionSpec
 from .. import _jax
 from .._jax import (
     ClosedJaxpr,
+    Form,
     JaxprEqn,
     Literal,
-    UnknownFormError,
+    Op,
     bind,
+    called_program,
     context,
+    form_of,
+    primitives_that,
     source,
     variables,
 )
+
+_DIVIDED = _jax.DIVISIBLE | {Form.SHARD_MAP}
+_STOPS = primitives_that(Op.STOPS_TANGENTS)
+_CASTS = primitives_that(Op.CASTS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +99,7 @@ class Part:
         """Returns the variables that may have a derivative by some of the inputs, and these."""
         derived = set(by)
         for step in self.steps:
-            if step.eqn.primitive.name == "stop_gradient":
+            if step.eqn.primitive.name in _STOPS:
                 continue
             if derived.isdisjoint(variables(step.invars)):
                 continue
@@ -121,17 +129,16 @@ def find_divisible(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
     One that takes a ref belongs to one part as a whole.
     """
-    is_mapped = eqn.primitive.name == "shard_map"
-    if not is_mapped and not _jax.is_divisible(eqn):
+    if form_of(eqn) not in _DIVIDED or any(refs_of(eqn)):
         return None
-    if any(refs_of(eqn)):
+    if not (is_mapped(eqn) or _jax.is_divisible(eqn)):
         return None
-    try:
-        if is_mapped:
-            return _jax.mapped(eqn).program
-        return _jax.callee(eqn)
-    except UnknownFormError:
-        return None
+    return called_program(eqn, _DIVIDED)
+
+
+def is_mapped(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a `shard_map`."""
+    return form_of(eqn) is Form.SHARD_MAP
 
 
 def _evaluate(step: Step, values: list[Any]) -> list[Any]:
@@ -139,7 +146,7 @@ def _evaluate(step: Step, values: list[Any]) -> list[Any]:
     with context(step.eqn), source(step.eqn, _jax.current_scopes()):
         if step.of is None or step.part is None:
             return bind(step.eqn, values)
-        if step.eqn.primitive.name == "shard_map":
+        if is_mapped(step.eqn):
             return _call_mapped(step.eqn, step.of, step.part, values)
         return _jax.call_part(step.eqn, step.part, values)
 
@@ -188,6 +195,5 @@ def _look_up(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _is_cast_to_half(step: Step) -> bool:
-    if step.eqn.primitive.name != "convert_element_type":
-        return False
-    return _jax.holds_half(step.outvars[0].aval)
+    is_cast = step.eqn.primitive.name in _CASTS
+    return is_cast and _jax.holds_half(step.outvars[0].aval)

@@ -19,6 +19,7 @@ from .inner_programs import *
 from .lines_of_rules import *
 from .mesh_axes import *
 from .once import *
+from .opening import *
 from .operations import *
 from .products import *
 from .python_frames import *
@@ -26,5 +27,6 @@ from .reach import *
 from .recomputed import *
 from .refs import *
 from .remat import *
+from .search import *
 from .source_lines import *
 from .stand_ins import *

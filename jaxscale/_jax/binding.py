@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
 from . import hijax
-from .hijax import OBJECT
+from .forms import OBJECT
 from .inner_programs import programs
 from .once import bind_once, is_differentiated
 

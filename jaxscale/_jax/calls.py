@@ -1,6 +1,7 @@
 """Calls: equations that run one program, of their own inputs."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,8 +9,8 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from .binding import bind
-from .forms import reads_form
-from .hijax import OBJECT, operation, takes_own_types
+from .forms import OBJECT, PLAIN_CALLS, Form, primitives_of, reads_form
+from .hijax import form_of, takes_own_types
 from .inner_programs import (
     ClosedJaxpr,
     check_programs,
@@ -17,27 +18,21 @@ from .inner_programs import (
     program_of_object,
     without_constants,
 )
-from .recomputed import RECOMPUTED, recomputed_like
+from .recomputed import recomputed_like
 from .remat import repeat_each, with_rematted
 
-# Calls: the name of the equation, and the parameter with the program.
-CALLS = {
-    "jit": "jaxpr",  # since JAX 0.7
-    "pjit": "jaxpr",  # before
-    "closed_call": "call_jaxpr",
-    "call": "call_jaxpr",  # before JAX 0.12
-    # since: what a traced function leaves where it is called
-    "eval_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    OBJECT: "_prim",
-    RECOMPUTED: "program",
+# The parameter with the program of each form of a call. An object has no such parameter.
+_PROGRAM = {
+    Form.JIT: "jaxpr",
+    Form.INLINED: "call_jaxpr",
+    Form.REMAT: "jaxpr",
+    Form.RECOMPUTED: "program",
+    Form.CUSTOM_JVP: "call_jaxpr",
+    Form.CUSTOM_VJP: "call_jaxpr",
 }
-# Calls that do nothing but run their program, and could as well be two calls.
-_JITS = ("jit", "pjit")
-_INLINED = ("closed_call", "call", "eval_jaxpr")
-_DIVISIBLE = (*_JITS, *_INLINED, "remat2", RECOMPUTED)
+CALLS = primitives_of(*_PROGRAM, Form.OBJECT)
+# These could as well be two calls.
+DIVISIBLE = PLAIN_CALLS - {Form.CUSTOM_JVP}
 
 
 @reads_form
@@ -48,20 +43,14 @@ def callee(eqn: JaxprEqn) -> ClosedJaxpr:
             raise ValueError("its program takes what these values consist of")
         check_programs(eqn)
         return fit(program_of_object(eqn), eqn.invars, eqn.outvars)
-    program: Any = eqn.params[CALLS[eqn.primitive.name]]
+    program: Any = eqn.params[_PROGRAM[form_of(eqn)]]
     check_programs(eqn, program)
     return fit(program, eqn.invars, eqn.outvars)
 
 
-def is_placed(eqn: JaxprEqn) -> bool:
-    """Returns whether a `jit` says where its inputs are, or how they are laid out."""
-    return not _is_open(eqn, "in")
-
-
 def is_divisible(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a call that could as well be two, and places no array."""
-    is_call = operation(eqn) in _DIVISIBLE
-    return is_call and _is_open(eqn, "in") and _is_open(eqn, "out")
+    return form_of(eqn) in DIVISIBLE and all(map(partial(_is_open, eqn), ("in", "out")))
 
 
 def _is_open(eqn: JaxprEqn, side: str) -> bool:
@@ -86,13 +75,13 @@ def call_part(
     eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]
 ) -> list[Any]:
     """Calls a part of the program of a divisible equation, in the way the equation calls it."""
-    name = operation(eqn)
-    if name in _JITS:
+    form = form_of(eqn)
+    if form is Form.JIT:
         return list(jax.jit(part)(*args))
-    if name in _INLINED:
+    if form is Form.INLINED:
         return list(part(*args))
     program = _traced(part, tuple(map(jax.typeof, args)))
-    if name == RECOMPUTED:
+    if form is Form.RECOMPUTED:
         return recomputed_like(eqn, program)(*args)
     jaxpr, consts = without_constants(program)
     return bind(eqn, [*consts, *args], with_rematted(eqn, jaxpr))

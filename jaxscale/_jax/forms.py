@@ -1,9 +1,10 @@
-"""The forms of equations that are known here, and what is raised for others.
+"""Which primitives hold programs, in which form, and what is raised for a form that is not known.
 
 An equation whose parameters have no form that is known here raises an `UnknownFormError`. Whoever
 reads it runs it as it is written, and says so.
 """
 
+import enum
 import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
@@ -12,6 +13,61 @@ from jax.extend.core import JaxprEqn
 
 # The versions of JAX that the tests were run with.
 TESTED = "0.6.2 to 0.12.0"
+
+RECOMPUTED = "jaxscale_recomputed"
+OBJECT = "call_hi_primitive"
+
+
+class Form(enum.Enum):
+    """How an equation runs the programs that it holds."""
+
+    JIT = enum.auto()  # a call, compiled by itself
+    INLINED = enum.auto()  # a call that does nothing else
+    REMAT = enum.auto()  # a call that the backward pass computes again
+    RECOMPUTED = enum.auto()  # the same, as a primitive of our own
+    CUSTOM_JVP = enum.auto()  # a call with a derivative rule for both modes
+    CUSTOM_VJP = enum.auto()  # a call with a rule for reverse mode
+    OBJECT = enum.auto()  # an operation that is an object: see `hijax.py`
+    SCAN = enum.auto()
+    WHILE = enum.auto()
+    BRANCHES = enum.auto()
+    SHARD_MAP = enum.auto()
+    PMAP = enum.auto()
+    NONE = enum.auto()  # it holds none, or no form of it is known
+
+
+# The form of each primitive that holds programs.
+FORMS = {
+    "jit": Form.JIT,  # since JAX 0.7
+    "pjit": Form.JIT,  # before
+    "closed_call": Form.INLINED,
+    "call": Form.INLINED,  # before JAX 0.12
+    "eval_jaxpr": Form.INLINED,  # since: what a traced function leaves where it is called
+    "remat2": Form.REMAT,
+    RECOMPUTED: Form.RECOMPUTED,
+    "custom_jvp_call": Form.CUSTOM_JVP,
+    "custom_vjp_call": Form.CUSTOM_VJP,
+    OBJECT: Form.OBJECT,
+    "scan": Form.SCAN,
+    "while": Form.WHILE,
+    "cond": Form.BRANCHES,
+    "shard_map": Form.SHARD_MAP,
+    "xla_pmap": Form.PMAP,  # before JAX 0.8
+}
+# Calls: they run one program, of their own inputs. The first do nothing but run it; a `custom_vjp`
+# also has a backward rule, outside of it.
+PLAIN_CALLS = {
+    *(Form.JIT, Form.INLINED, Form.REMAT, Form.RECOMPUTED),
+    Form.CUSTOM_JVP,
+}
+LOOPS_AND_BRANCHES = {Form.SCAN, Form.WHILE, Form.BRANCHES}
+
+
+def primitives_of(*forms: Form) -> frozenset[str]:
+    """Returns the names of the primitives of some forms."""
+    return frozenset(name for name, form in FORMS.items() if form in forms)
+
+
 _Read = TypeVar("_Read")
 _More = ParamSpec("_More")
 

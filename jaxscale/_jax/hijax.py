@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-OBJECT = "call_hi_primitive"
+from .forms import FORMS, OBJECT, Form
 
 # Classes of JAX, and the primitives that mean the same.
 _OLD_NAMES = {
@@ -80,6 +80,11 @@ def operation(eqn: JaxprEqn) -> str:
     if name != OBJECT:
         return name
     return _OLD_NAMES.get(_class_of_jax(eqn), name)
+
+
+def form_of(eqn: JaxprEqn) -> Form:
+    """Returns how an equation runs the programs that it holds."""
+    return FORMS.get(operation(eqn), Form.NONE)
 
 
 def holds_program(eqn: JaxprEqn) -> bool:

@@ -111,6 +111,20 @@ def walk_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         yield from walk_program(program)
 
 
+def spread(
+    flags: Iterable[Any], values: Iterable[Any], others: Iterable[Any]
+) -> list[Any]:
+    """Returns the next of some values for each flag that is set, and the other value elsewhere.
+
+    It puts together again what `itertools.compress` has taken apart.
+    """
+    remaining = iter(values)
+    together = []
+    for flag, other in zip(flags, others, strict=False):
+        together.append(next(remaining) if flag else other)
+    return together
+
+
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:
     """Yields those of some variables and literals that are variables."""
     for atom in atoms:

@@ -22,7 +22,7 @@ def keep_lines_of_rules(is_users_file: Callable[[str], bool]) -> Iterator[None]:
     @functools.wraps(call)
     def call_with_lines(function: Any, *args: Any, **kwargs: Any) -> Any:
         # A library's rule has no line of the user's, so the line of the call says more.
-        if _is_written_in(function.bwd, is_users_file):
+        if _is_written_in(getattr(function, "bwd", None), is_users_file):
             function = _copy(function)
             function.bwd = _with_own_lines(function.bwd)
         return call(function, *args, **kwargs)

@@ -18,22 +18,6 @@ from jax.extend.core import Primitive
 _AT_ONCE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
-def differentiated_once(fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Returns a function that JAX differentiates in reverse once for inputs of equal types.
-
-    `fun` may depend only on its arguments, and on what JAX itself traces a function again for.
-    """
-    inlined = jax.jit(fun, inline=_AT_ONCE)
-
-    @functools.wraps(fun)
-    def run(*args: Any) -> list[Any]:
-        if is_differentiated(args):
-            return inlined(*args)
-        return fun(*args)
-
-    return run
-
-
 def is_differentiated(args: Sequence[Any]) -> bool:
     """Returns whether a function of some arguments is being differentiated in reverse."""
     return _tracer_of_vjp() in map(type, args)

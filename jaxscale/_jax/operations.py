@@ -28,6 +28,17 @@ class Op(enum.Flag):
     # are multiples of the smallest subnormal.
     LOSES_NOTHING = enum.auto()
     MAKES_NOTHING = enum.auto()  # finite numbers stay finite
+    NAMES = (
+        enum.auto()
+    )  # gives a value a name, by which a policy of `jax.checkpoint` keeps it
+    RETURNS_INPUTS = enum.auto()  # returns each input, when all of them are computed
+    STOPS_TANGENTS = enum.auto()  # returns its input without its derivative
+    CASTS = enum.auto()  # returns its input in another dtype
+    # Holds programs that are written for the precision that they have: a kernel, or an algorithm of
+    # JAX's own.
+    KERNEL = enum.auto()
+    ALGORITHM = enum.auto()
+    RUNS_ELSEWHERE = enum.auto()  # runs what is not a program of JAX, or not any more
 
 
 _NONE = Op(0)
@@ -44,7 +55,7 @@ _ROWS = {
     _ELEMENT | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add sub",
     _ELEMENT | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add_any",
     _ELEMENT | Op.KEEPS_NOTHING | _EXACT: "neg",
-    _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING: "convert_element_type",
+    _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING | Op.CASTS: "convert_element_type",
     _ELEMENT | Op.ARITHMETIC: "mul div rem pow",
     _ELEMENT: """
         integer_pow square sqrt rsqrt cbrt
@@ -60,6 +71,7 @@ _ROWS = {
     | Op.NO_GRADIENT
     | Op.PASSES_ON
     | Op.KEEPS_NOTHING
+    | Op.STOPS_TANGENTS
     | _EXACT: "stop_gradient",
     # One number of many:
     _REDUCE | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "reduce_sum",
@@ -75,20 +87,28 @@ _ROWS = {
     # Other moves. What is out of bounds may be NaN.
     _LINEAR_MOVE: """
         all_gather_invariant all_to_all copy_p device_put dynamic_update_slice
-        layout_constraint mesh_cast name pbroadcast ppermute reshard
+        layout_constraint mesh_cast pbroadcast ppermute reshard
         with_memory_space_constraint""",
+    _LINEAR_MOVE | Op.NAMES: "name",
     _LINEAR_MOVE & ~Op.MAKES_NOTHING: "dynamic_slice",
     _LINEAR_MOVE | Op.SUMS_BACKWARD: "all_gather pvary",
     (_LINEAR_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "gather scatter",
     # What is computed once:
     Op.PASSES_ON: "reduce_precision",
-    Op.PASSES_ON | _EXACT: "optimization_barrier",
+    Op.PASSES_ON | Op.RETURNS_INPUTS | _EXACT: "optimization_barrier",
     _EXACT: """
         sort cummax cummin empty_ref
         new_ref mutable_array get swap freeze free_ref""",
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add addupdate
         reduce_window_max iota bitcast_convert_type""",
+    # What holds programs, and is in no form that `forms.py` has:
+    Op.ALGORITHM: "custom_linear_solve",
+    Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",
+    # The last is of Equinox: a callback that compiles a function of its own.
+    Op.RUNS_ELSEWHERE: """
+        call_exported call_tf xla_call_module ffi_call pure_callback io_callback
+        triton_kernel_call tpu_custom_call mosaic_gpu noinline""",
 }
 
 _OPERATIONS: dict[str, Op] = {}

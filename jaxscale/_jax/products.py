@@ -1,10 +1,11 @@
 """What a matrix product or a convolution says of its operands and its precision."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import dot_general_p
 
 _OPERANDS = 2
 _NO_DEMAND = (jax.lax.Precision.DEFAULT,) * _OPERANDS
@@ -46,9 +47,14 @@ def product_precision(eqn: JaxprEqn) -> Any:
     return eqn.params.get("precision")
 
 
-def dot_dimensions(eqn: JaxprEqn) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yields the contracted and the batch dimensions of each operand of a `dot_general`."""
-    return zip(*eqn.params["dimension_numbers"], strict=True)
+def dot_dimensions(eqn: JaxprEqn) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+    """Returns the contracted and the batch dimensions of each operand of a `dot_general`.
+
+    For other equations there are none.
+    """
+    if eqn.primitive is not dot_general_p:
+        return ()
+    return tuple(zip(*eqn.params["dimension_numbers"], strict=True))
 
 
 def with_preferred_type(eqn: JaxprEqn, old: Any, new: Any) -> dict[str, Any]:

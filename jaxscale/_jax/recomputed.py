@@ -22,9 +22,13 @@ from . import hijax
 from .barriers import barrier_on_cpu
 from .derivatives import tangent_type
 from .dtypes import holds_inexact
-from .inner_programs import ClosedJaxpr, find_dependent_outputs, without_unused
-
-RECOMPUTED = "jaxscale_recomputed"
+from .forms import RECOMPUTED
+from .inner_programs import (
+    ClosedJaxpr,
+    find_dependent_outputs,
+    spread,
+    without_unused,
+)
 
 _Flags = tuple[bool, ...]
 
@@ -87,11 +91,9 @@ class _Function:
         program = jax.make_jaxpr(derive)(*types, *tangents)
         is_tangent = [False] * len(types) + [True] * len(tangents)
         depends = find_dependent_outputs(program, is_tangent)
-        remaining = iter(depends)
-        returned = tuple(has and next(remaining) for has in returned)
+        returned = _where(returned, depends)
         program, used = without_unused(program, returned=depends)
-        read = iter(used[len(types) :])
-        varied = tuple(varies and next(read) for varies in perturbed)
+        varied = _where(perturbed, used[len(types) :])
         derivative = _Derivative(self, perturbed, varied, used[: len(types)], returned)
         return _Function(program, self.in_loop, derivative=derivative)
 
@@ -134,10 +136,7 @@ class _Function:
         """Returns a function of some of the inputs that returns some of the outputs."""
 
         def fun(*given: Any) -> tuple[Any, ...]:
-            remaining = iter(given)
-            args = []
-            for value, is_varied in zip(inputs, varied, strict=True):
-                args.append(next(remaining) if is_varied else value)
+            args = spread(varied, given, inputs)
             outputs = jaxpr_as_fun(self.program)(*args)
             return tuple(itertools.compress(outputs, returned))
 
@@ -225,14 +224,9 @@ def _jvp(
         *itertools.compress(inputs, used),
         *itertools.compress(tangents, varied),
     ]
-    made = iter(_bind(derived, *given))
-    out_tangents = []
-    for aval, is_returned in zip(program.out_avals, returned, strict=True):
-        if is_returned:
-            out_tangents.append(next(made))
-        else:
-            out_tangents.append(ad.Zero(tangent_type(aval)))
-    return outputs, out_tangents
+    made = _bind(derived, *given)
+    zeros = map(ad.Zero, map(tangent_type, program.out_avals))
+    return outputs, spread(returned, made, zeros)
 
 
 def _transpose(
@@ -251,14 +245,16 @@ def _transpose(
     else:
         function, perturbed, varied, used, has_tangent = function.derivative
         inputs = args[: sum(used)]
-        is_given = iter(returned)
-        of_outputs = tuple(has and next(is_given) for has in has_tangent)
-        is_linear_tangent = iter(linear[sum(used) :])
-        of_inputs = tuple(varies and next(is_linear_tangent) for varies in varied)
+        of_outputs = _where(has_tangent, returned)
+        of_inputs = _where(varied, linear[sum(used) :])
         backward = function.transpose(perturbed, of_inputs, used, of_outputs)
     pulled = _bind(backward, *inputs, *given)
-    remaining_cotangents = iter(pulled)
-    return [next(remaining_cotangents) if is_linear else None for is_linear in linear]
+    return spread(linear, pulled, itertools.repeat(None))
+
+
+def _where(flags: _Flags, of_those: _Flags) -> _Flags:
+    """Returns flags, of which those that are set are given one by one."""
+    return tuple(spread(flags, of_those, itertools.repeat(False)))
 
 
 def _zeros(aval: Any) -> Any:

@@ -181,10 +181,3 @@ def callers(traceback: Any) -> Iterator[Caller]:
 def _file_below(folder: str, path: str) -> str:
     """Returns a path in a folder as it is seen from there, with slashes."""
     return path.removeprefix(folder).replace(os.sep, "/")
-
-
-def frames_of_jax(eqn: JaxprEqn) -> Iterator[tuple[str, str]]:
-    """Yields the file, such as `numpy/linalg.py`, and the function of each frame of JAX's own."""
-    for frame in frames(eqn):
-        if frame.file.startswith(_SOURCES):
-            yield _file_below(_SOURCES, frame.file), frame.function

@@ -4,6 +4,7 @@ If a row of `ASSUMED`, or a test above `rename`, fails with a new version of JAX
 changed: mend that entry of `jaxscale/_jax`. Until then users of that version see a warning.
 """
 
+import ast
 import functools
 import itertools
 import pathlib
@@ -19,6 +20,7 @@ from autodiff import HAS_NEW_FORM, form
 from forged import forged
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, primitives
 from jax.sharding import AxisType, PartitionSpec
 from tables import assert_same_bits, cases
 
@@ -48,6 +50,39 @@ def test_only_one_module_knows_the_inside_of_jax():
         if names and file.parent.name != "_jax":
             names_by_file[file.relative_to(PROJECT)] = names
     assert not names_by_file
+
+
+PRIMITIVES = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+PRIMITIVES |= _jax.FORMS.keys() | _jax.primitives_that(_jax.Op(0))
+# What else may write the name of a primitive, and why.
+MAY_NAME_PRIMITIVES = {
+    "_doctor/nonfinite.py": "says in words what an operation is known for",
+    "_doctor/origins.py": "knows patterns of operations, such as that of a softmax",
+    "_state/saved_numbers.py": "`threefry2x32` is an implementation of keys",
+    "_storage/noise.py": "`threefry2x32` is an implementation of keys",
+    "_trees/gradient_leaves.py": "`name` is an attribute",
+    "diagnostics/_pictures.py": "`log` is a scale of Matplotlib",
+    "diagnostics/_trace/evaluate.py": "evaluates operations on refs itself",
+    "diagnostics/_trace/interpreter.py": "looks through barriers",
+    "diagnostics/_trace/needs.py": "reads loops and branches",
+    "diagnostics/_trace/places.py": "`call` is an option of NumPy",
+    "diagnostics/_trace/plan.py": "runs what holds programs alone",
+    "presets/_rule.py": "`clamp` is a policy's",
+}
+
+
+def test_what_a_primitive_does_is_asked_of_one_table():
+    """No other room writes the name of a primitive, so that a new one is one row."""
+    names_by_file = {}
+    for file in (PROJECT / "jaxscale").rglob("*.py"):
+        path = file.relative_to(PROJECT / "jaxscale").as_posix()
+        words = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words.add(node.value)
+        if words & PRIMITIVES and file.parent.name != "_jax":
+            names_by_file[path] = words & PRIMITIVES
+    assert names_by_file.keys() <= MAY_NAME_PRIMITIVES.keys(), names_by_file
 
 
 def test_the_versions_that_were_tested_are_those_that_are_promised():
@@ -310,6 +345,26 @@ def test_an_equation_is_as_assumed(name, kind):
         is_new = name in OF_NEW or kind == "new"
         assert (eqn.primitive.name == _jax.OBJECT) == is_new
         assert holds(eqn)
+
+
+@cases("name", HOLDING)
+def test_an_equation_is_opened_with_what_its_programs_read_and_return(name):
+    eqn = holding(name)
+    opened = _jax.open_equation(eqn)
+    programs = [_jax.closed(program).jaxpr for program in _jax.programs(eqn)]
+    assert [held.program.jaxpr for held in opened] == programs
+    for held in opened:
+        jaxpr = held.program.jaxpr
+        for var, number in zip(jaxpr.invars, held.inputs, strict=True):
+            shape = eqn.invars[number].aval.shape
+            assert var.aval.shape in (shape, shape[1:])  # a slice, in a scan
+        for atom, number in zip(jaxpr.outvars, held.outputs, strict=False):
+            assert eqn.outvars[number].aval.dtype == atom.aval.dtype
+        for output, number in held.fed_back:
+            types = jaxpr.outvars[output].aval, jaxpr.invars[number].aval
+            outside = eqn.outvars[output].aval, eqn.invars[held.inputs[number]].aval
+            assert len(set(types + outside)) == 1
+    assert any(held.fed_back for held in opened) == (name in ("scan", "while"))
 
 
 COLUMNS = np.arange(4.0, dtype=np.float32)

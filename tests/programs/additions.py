@@ -4,11 +4,13 @@ A product is rounded to half precision anyway, so nothing more is lost if two of
 it. Any other summand was exact before, and loses digits where the sum cancels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from jaxscale import _jax
 
 HALF = ("float16", "bfloat16")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -96,7 +98,7 @@ def _walk(jaxpr: Any, inputs: Sequence[int], found: dict[str, None]) -> list[int
 
 def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int]:
     name = eqn.primitive.name
-    programs = list(_programs(eqn))
+    programs = [_jax.closed(program).jaxpr for program in _jax.programs(eqn)]
     if programs:
         return _origins_of_call(eqn, programs, inputs, found)
     if name in PRODUCTS:
@@ -124,56 +126,34 @@ def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int
 def _origins_of_call(
     eqn: Any, programs: list[Any], inputs: list[int], found: dict[str, None]
 ) -> list[int]:
-    name = eqn.primitive.name
-    if name == "cond":
-        branches = [_walk(branch, inputs[1:], found) for branch in programs]
-        return [max(origins) for origins in zip(*branches, strict=True)]
-    if name == "scan":
-        consts, carries = _parts_of_scan(eqn)
-        return _walk_loop(programs[0], inputs, consts, carries, found)
-    if name == "while":
-        of_body = inputs[eqn.params["cond_nconsts"] :]
-        carries = len(eqn.outvars)
-        consts = len(of_body) - carries
-        return _walk_loop(programs[-1], of_body, consts, carries, found)
-    fitting = [p for p in programs if len(p.invars) == len(inputs)]
-    if len(fitting) == 1 and len(fitting[0].outvars) == len(eqn.outvars):
-        return _walk(fitting[0], inputs, found)
-    # The form is not known: nothing is taken for a product.
-    for program in programs:
-        _walk(program, [OTHER] * len(program.invars), found)
-    return [OTHER] * len(eqn.outvars)
+    opened = _jax.open_equation(eqn)
+    if not opened:
+        # The form is not known: nothing is taken for a product.
+        for program in programs:
+            _walk(program, [OTHER] * len(program.invars), found)
+        return [OTHER] * len(eqn.outvars)
+    origins = [ZERO] * len(eqn.outvars)
+    for held in opened:
+        of_inputs = [inputs[number] for number in held.inputs]
+        of_outputs = _walk_turns(held, of_inputs, found)
+        for number, origin in zip(held.outputs, of_outputs, strict=False):
+            origins[number] = max(origins[number], origin)
+    return origins
 
 
-def _walk_loop(
-    body: Any, inputs: list[int], consts: int, carries: int, found: dict[str, None]
+def _walk_turns(
+    held: _jax.Held, inputs: list[int], found: dict[str, None]
 ) -> list[int]:
-    """Walks through a loop until the origins of its carries stay the same."""
-    inputs = list(inputs)
-    carried = slice(consts, consts + carries)
-    while True:
-        outputs = _walk(body, inputs, {})
-        pairs = zip(inputs[carried], outputs[:carries], strict=True)
-        joined = [max(pair) for pair in pairs]
-        if joined == inputs[carried]:
-            return _walk(body, inputs, found)
-        inputs[carried] = joined
-
-
-def _parts_of_scan(eqn: Any) -> tuple[int, int]:
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carries, _ = map(len, eqn.params["ft_in"].unpack())
-    return consts, carries
-
-
-def _programs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        values = value if isinstance(value, tuple | list) else (value,)
-        for program in values:
-            jaxpr = getattr(program, "jaxpr", program)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
+    """Walks through a program, of a loop until the origins of what it carries stay the same."""
+    is_stable = not held.fed_back
+    while not is_stable:
+        outputs = _walk(held.program.jaxpr, inputs, {})
+        joined = list(inputs)
+        for number, carried in held.fed_back:
+            joined[carried] = max(joined[carried], outputs[number])
+        is_stable = joined == inputs
+        inputs = joined
+    return _walk(held.program.jaxpr, inputs, found)
 
 
 def _is_half(atom: Any) -> bool:
