@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place, TracedNonfinite
+from .culprit import Culprit
 from .cures import say_cure, say_cure_of_sum
 from .exam import Exam
 from .finding import Finding, make_finding
-from .remedy import Culprit, SourcePlace
 from .wording import (
     NOT_TRIED,
     list_names,
@@ -54,7 +54,7 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
         beginnings.sort(key=lambda place: place.direction != "forward")
         first, *others = beginnings
         yield _find_beginning(exam, first, others)
-    if not report.nonfinite_outputs and exam.leaf_table.nonfinite_rows:
+    if not report.nonfinite_outputs and exam.leaves.nonfinite_rows:
         title = (
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not."
@@ -64,12 +64,12 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
         yield make_finding(title, *details, is_problem=True, place=place)
 
 
-def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
+def find_harmless_nonfinite(exam: Exam, named: set[str]) -> Iterator[Finding]:
     """Notes inf and NaN that reach neither the loss nor the gradients, on lines not yet named."""
     places = []
     for place in exam.trace.nonfinite:
-        is_named = SourcePlace(place.file, place.line) in named
-        if place.file and not place.reaches and not is_named:
+        is_named = place.where in named
+        if place.where and not place.reaches and not is_named:
             places.append(place)
     if places:
         title = f"Inf or NaN made at {name_lines(places)} does not reach the loss or the gradients."
@@ -79,7 +79,7 @@ def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Fin
 
 def _find_source(exam: Exam) -> Culprit | None:
     """Returns where the numbers come from that became inf or NaN later, if that was found."""
-    culprit = exam.float32.culprit
+    culprit = exam.check.culprit
     if culprit is None or culprit.kind == "overflow":
         return None
     if not exam.trace.nonfinite_outputs:
@@ -131,7 +131,7 @@ def _explain_symptom(symptom: TracedNonfinite, place: Place, exam: Exam) -> list
 
 def _say_earlier_culprit(symptom: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns where numbers go wrong before inf or NaN is made of them."""
-    culprit = exam.float32.culprit
+    culprit = exam.check.culprit
     if culprit is None or name_line(culprit.place) == name_line(symptom):
         return []
     words = explain_culprit(culprit)
@@ -166,7 +166,7 @@ def _say_outputs(exam: Exam) -> str:
     """Returns which of the loss, the auxiliary output and the gradients are not finite."""
     names = exam.trace.nonfinite_outputs
     num_grads = sum(name.startswith("grads") for name in names)
-    num_leaves = len(exam.leaf_table.rows)
+    num_leaves = len(exam.leaves.rows)
     share = f"inf or NaN is in {num_grads} of {num_leaves} gradients"
     if "loss" in names:
         loss = f"The loss is {number(exam.trace.loss)}"
@@ -183,7 +183,7 @@ def _say_outputs(exam: Exam) -> str:
 
 
 def _list_worst_leaves(exam: Exam) -> list[str]:
-    names = [row.path for row in exam.leaf_table.nonfinite_rows]
+    names = [row.path for row in exam.leaves.nonfinite_rows]
     if not names:
         return []
     return [f"Gradients with inf or NaN, worst first: {list_names(names)}."]
@@ -216,7 +216,7 @@ def _say_operands(place: TracedNonfinite) -> list[str]:
 
 def _advise_on_source(source: Culprit, exam: Exam) -> list[str]:
     """Returns how to keep the numbers that are rounded, before inf or NaN is made of them."""
-    remedy = exam.float32.remedy
+    remedy = exam.check.remedy
     if remedy is None:
         return ["No loss scale helps."]
     cures = []
@@ -283,7 +283,7 @@ def _say_how_to_compute(
 
     It is the `is_first` advice, or comes after another, which may be enough.
     """
-    remedy = exam.float32.remedy
+    remedy = exam.check.remedy
     if remedy is not None and remedy.works:
         return [say_remedy(remedy, exam, place.where, is_first=is_first)]
     if not is_first:

@@ -6,7 +6,7 @@ the model calls a function of JAX or writes it out.
 """
 
 import functools
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from .._jax import JaxprEqn, Literal, Op, primitives_that
 from ..diagnostics._trace.findings import Findings, Run
 from ..diagnostics._trace.interpreter import EquationKey
-from ..diagnostics._trace.places import lines
+from ..diagnostics._trace.places import find_line
 
 # What a number may have been made by, as `Culprit.made_by` names it.
 SOFTMAX = "softmax"
@@ -42,12 +42,8 @@ class Sum(NamedTuple):
     """A sum over many numbers that is the loss, or a part of it."""
 
     where: str  # file and line, or `""`
-    file: str
-    line: int
     size: int  # how many numbers are added up
     weight: float  # the loss is this times the sum: of a mean, one over the size
-    # Whether all inf and NaN of the loss are of the sum or a multiple of it, and not of its mean.
-    has_finite_mean: bool = True
 
     @property
     def is_large(self) -> bool:
@@ -163,9 +159,8 @@ class Operations:
         unshifted = []
         for key in self._births:
             if self._name(key) in _EXPONENTIALS and self._find_use(key) != EXPONENTIAL:
-                innermost = lines(*self._equations[key])[:1]
-                unshifted += map(str, innermost)
-        return tuple(unshifted)
+                unshifted.append(find_line(*self._equations[key]).where)
+        return tuple(filter(None, unshifted))
 
     def is_read_by_logarithm(self, key: EquationKey) -> bool:
         through = _MOVES | _ARITHMETIC | _REDUCTIONS_BEFORE_A_LOGARITHM
@@ -177,13 +172,20 @@ class Operations:
 
     def find_loss_sums(self, run: Run) -> Iterator[Sum]:
         """Yields the sums that the loss is made of, if it is linear in them."""
+        for path, weight in self._find_sums(run.values["loss"].maker, 1.0, ()):
+            yield self._describe_sum(path[-1], weight)
+
+    def find_large_sums(self, run: Run) -> Iterator[Sum]:
+        """Yields those that are large, and whose mean would be finite.
+
+        All inf and NaN of the loss are then of the sum or a multiple of it.
+        """
         loss = run.values["loss"]
         for path, weight in self._find_sums(loss.maker, 1.0, ()):
             total = self._describe_sum(path[-1], weight)
-            has_finite_mean = True
-            for origin in loss.origins:
-                has_finite_mean &= origin in path and self._is_below(origin, total.size)
-            yield total._replace(has_finite_mean=has_finite_mean)
+            is_of_sum = loss.origins <= set(path)
+            if total.is_large and is_of_sum and self._are_below(loss.origins, total):
+                yield total
 
     def _find_sums(
         self, key: EquationKey, weight: float, after: tuple[EquationKey, ...]
@@ -200,11 +202,14 @@ class Operations:
         for term in self._find_terms(key, weight):
             yield from self._find_sums(term.maker, term.weight, path)
 
-    def _is_below(self, key: EquationKey, factor: float) -> bool:
-        """Returns whether the inf of an operation is finite if divided by a factor."""
-        visit, birth = self._births[key]
-        largest = float(jnp.finfo(visit.outputs[birth.output].dtype).max)
-        return birth.float32_result <= largest * factor
+    def _are_below(self, keys: Iterable[EquationKey], total: Sum) -> bool:
+        """Returns whether the inf of some operations is finite if divided by the size of a sum."""
+        for key in keys:
+            visit, birth = self._births[key]
+            largest = float(jnp.finfo(visit.outputs[birth.output].dtype).max)
+            if not birth.float32_result <= largest * total.size:
+                return False
+        return True
 
     def _find_terms(self, key: EquationKey, weight: float) -> list[_Term]:
         """Returns what an operation, whose numbers count `weight` times, is linear in."""
@@ -230,17 +235,7 @@ class Operations:
         eqn, around = self._equations[key]
         num_sums = max(_count_numbers(eqn.outvars[0]), 1)
         size = _count_numbers(eqn.invars[0]) // num_sums
-        frames = lines(eqn, around)
-        if not frames:
-            return Sum(where="", file="", line=0, size=size, weight=weight)
-        innermost = frames[0]
-        return Sum(
-            where=str(innermost),
-            file=innermost.file,
-            line=innermost.number,
-            size=size,
-            weight=weight,
-        )
+        return Sum(find_line(eqn, around).where, size, weight)
 
     # Walks from one operation to others.
 

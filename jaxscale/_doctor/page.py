@@ -98,13 +98,13 @@ def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
         verdict=say_verdict(exam, findings),
         setting=say_setting(exam),
         dedent=textwrap.dedent,
-        at_best=_say_scale(exam, exam.largest_scale or exam.loss_scale),
-        at_judged=_say_scale(exam, exam.judged_scale),
+        at_best=_say_scale(exam, exam.best_scale),
+        at_shown=_say_scale(exam, exam.shown_scale),
         at_traced=_say_scale(exam, exam.loss_scale),
         summary=summarize_counts(numbers),
         has_sizes=has_sizes,
         picture=picture,
-        text_picture=text_histogram(exam.histogram, loss_scale=exam.judged_scale),
+        text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
         layers=_tabulate_layers(exam),
         leaves=_tabulate_leaves(exam),
     )
@@ -121,7 +121,7 @@ def _say_scale(exam: Exam, scale: float) -> str:
 def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
     """Returns the histogram as the base64 of a PNG."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
-    scales = (exam.judged_scale, exam.loss_scale, exam.largest_scale or exam.loss_scale)
+    scales = (exam.shown_scale, exam.loss_scale, exam.best_scale)
     titles = {}
     for scale in scales:
         exponent = round(math.log2(scale))
@@ -190,7 +190,7 @@ def _make_cells(shares: Mapping[str, Shares], formats: Sequence[str]) -> list[_C
 
 def _tabulate_leaves(exam: Exam) -> _LeafTable:
     """Returns the leaves that have something to tell, without the columns that have nothing."""
-    table, others = partition_leaves(exam.leaf_table, _MOST_LEAVES)
+    table, others = partition_leaves(exam.leaves, _MOST_LEAVES)
     headings, *rows = table.cells()
     last = len(headings) - 1
     shown = []  # the numbers of the columns

@@ -58,7 +58,7 @@ def say_rounded_at(place: Place, exam: Exam) -> list[str]:
     """Returns what numbers of the source became that stand in the line of an equation."""
     sentences = []
     for constant in exam.trace.constants:
-        if constant.file == place.file and constant.line == place.line:
+        if constant.where == place.where:
             sentences.append(f"{say_rounded(constant)}.")
     return sentences
 

@@ -92,9 +92,7 @@ class _Function:
         program, used = without_unused(program, returned=depends)
         read = iter(used[len(types) :])
         varied = tuple(varies and next(read) for varies in perturbed)
-        derivative = _Derivative(
-            self, perturbed, varied, used[: len(types)], returned
-        )
+        derivative = _Derivative(self, perturbed, varied, used[: len(types)], returned)
         return _Function(program, self.in_loop, derivative=derivative)
 
     def _transpose(
@@ -120,7 +118,9 @@ class _Function:
             fun = self._of_some(inputs, perturbed, returned)
             varied = itertools.compress(inputs, perturbed)
             pulled = jax.vjp(fun, *varied)[1](tuple(remaining))
-            return list(itertools.compress(pulled, itertools.compress(wanted, perturbed)))
+            return list(
+                itertools.compress(pulled, itertools.compress(wanted, perturbed))
+            )
 
         outputs = itertools.compress(self.program.out_avals, returned)
         given = [*itertools.compress(types, used), *map(tangent_type, outputs)]

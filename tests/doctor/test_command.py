@@ -16,12 +16,13 @@ from traced_losses import faulty_lines
 
 import jaxscale
 from jaxscale._doctor import cli, compiled, measure
-from jaxscale._doctor.finding import Finding, SourceLine
+from jaxscale._doctor.culprit import Culprit
+from jaxscale._doctor.finding import Finding
 from jaxscale._doctor.gradients import Comparison, LeafError
 from jaxscale._doctor.measure import examine
 from jaxscale._doctor.origins import Sum
 from jaxscale._doctor.record import make_record
-from jaxscale._doctor.remedy import Culprit, Relief, Remedy, SourcePlace
+from jaxscale._doctor.remedy import Relief, Remedy
 from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
@@ -101,19 +102,18 @@ def fill_in(exam):
     culprit = Culprit(
         exam.ceiling, kind="overflow", largest=np.inf, error=0.25, made_by=""
     )
-    line = SourcePlace("model.py", 1)
-    remedy = Remedy(line, ("model.py:1",), works=True, error=0.0)
-    total = Sum("model.py:1", "model.py", 1, size=8, weight=1.0)
-    check = exam.float32._replace(
-        comparison=comparison,
+    remedy = Remedy(("model.py:1",), works=True, error=0.0)
+    total = Sum("model.py:1", size=8, weight=1.0)
+    check = exam.check._replace(
+        float32=comparison,
         culprit=culprit,
         remedy=remedy,
         compiled_remedy=remedy,
         mean=total,
     )
     return exam._replace(
-        float32=check,
-        scale_comparison=comparison,
+        check=check,
+        comparison=comparison,
         relief=Relief(2.0, ("model.py:1",)),
         loss_sums=(total,),
     )
@@ -121,7 +121,7 @@ def fill_in(exam):
 
 def test_the_json_keeps_the_names_of_its_fields(doctor):
     exam = fill_in(examine(load("doctored:fine"), None, is_quick=True))
-    source = (SourceLine(1, "x = 0"), SourceLine(2, "y = 1 / x"))
+    source = ((1, "x = 0"), (2, "y = 1 / x"))
     finding = Finding(True, "Wrong.", ("Why.",), "model.py:2", source, line=2)
     record = json.loads(json.dumps(make_record(exam, [finding]), allow_nan=False))
     for name, fields in NESTED_FIELDS.items():

@@ -89,17 +89,17 @@ def no_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
-def draw_page_of(exam, grads, loss_scale=1.0, judged_scale=None, **others):
+def draw_page_of(exam, grads, loss_scale=1.0, shown_scale=None, **others):
     """Returns the page of the same exam, but with other gradients."""
     counted = count_numbers(grads, loss_scale)
-    judged_scale = judged_scale or loss_scale
+    shown_scale = shown_scale or loss_scale
     exam = exam._replace(
         loss_scale=loss_scale,
-        judged_scale=judged_scale,
-        is_auto=judged_scale != loss_scale,
-        leaf_table=diagnostics.table(counted.counts),
+        shown_scale=shown_scale,
+        is_auto=shown_scale != loss_scale,
+        leaves=diagnostics.table(counted.counts),
         histogram=counted.whole,
-        layers=diagnostics.underflow(counted.histograms, loss_scale=judged_scale),
+        layers=diagnostics.underflow(counted.histograms, loss_scale=shown_scale),
         **others,
     )
     return Page(draw_page(exam, []))
@@ -181,7 +181,7 @@ def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
 def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     grads = {"small": jnp.array([2.0**-30, 1.0]), "fine": jnp.ones(2)}
     calibration = diagnostics.Calibration(2.0**8, *[None] * 5)
-    shown = draw_page_of(exam, grads, 2.0**8, judged_scale=1.0, calibration=calibration)
+    shown = draw_page_of(exam, grads, 2.0**8, shown_scale=1.0, calibration=calibration)
     assert "above are about computation" in shown.flowing
     assert (
         "The finished gradients, and what storing them would lose" in shown.texts["h2"]
