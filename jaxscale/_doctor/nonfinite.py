@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place, TracedNonfinite
 from .culprit import Culprit
-from .cures import say_cure, say_cure_of_sum
+from .cures import say_cure_of_sum
 from .exam import Exam
 from .finding import Finding, make_finding
 from .wording import (
@@ -18,10 +18,12 @@ from .wording import (
     list_names,
     name_line,
     name_lines,
+    name_operation,
     say_backward_rule,
     say_rounded_at,
 )
 from .wrong_gradients import (
+    advise_on_culprit,
     explain_culprit,
     find_compiled_place,
     say_compiled_remedy,
@@ -103,7 +105,8 @@ def _find_beginning(
         if name_line(symptom) != name_line(place):
             details.append(f"At {name_line(symptom)} that becomes inf or NaN.")
         details += _explain_symptom(symptom, place, exam)
-        details += _advise_on_source(source, exam)
+        details.append("No loss scale helps.")
+        details += advise_on_culprit(source, exam)
 
     named = {name_line(place), name_line(symptom)}
     elsewhere = [other for other in others if name_line(other) not in named]
@@ -191,7 +194,7 @@ def _list_worst_leaves(exam: Exam) -> list[str]:
 
 def _explain_cause(place: TracedNonfinite) -> str:
     what = (
-        f"`{place.primitive}`, in the {place.direction} pass, gives inf or NaN in "
+        f"{name_operation(place)} gives inf or NaN in "
         f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
     )
     if place.cause == "range":
@@ -212,18 +215,6 @@ def _say_operands(place: TracedNonfinite) -> list[str]:
     if place.cause == "range":
         words += f"; float32 gives numbers up to {number(place.float32_result, 3)}"
     return [f"{words}."]
-
-
-def _advise_on_source(source: Culprit, exam: Exam) -> list[str]:
-    """Returns how to keep the numbers that are rounded, before inf or NaN is made of them."""
-    remedy = exam.check.remedy
-    if remedy is None:
-        return ["No loss scale helps."]
-    cures = []
-    if remedy.works:
-        cures = say_cure(source)
-    advice = say_remedy(remedy, exam, source.place.where, is_first=not cures)
-    return ["No loss scale helps.", *cures, advice]
 
 
 def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:

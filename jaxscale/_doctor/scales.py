@@ -14,7 +14,7 @@ from .exam import Exam
 from .finding import Finding, make_finding
 from .gradients import Comparison
 from .start import Start
-from .wording import join_lines, name_line
+from .wording import join_lines, name_line, say_error
 
 # a loss scale is needed if more than this share of the gradients is lost without it
 _NEEDED = 0.01
@@ -137,9 +137,7 @@ def _judge_scale(exam: Exam, comparison: Comparison) -> str:
         losses = f"{percent(comparison.flushed)} of the nonzero gradients become 0"
         if 0 < comparison.flushed < comparison.worst_flushed:
             losses += f" ({percent(comparison.worst_flushed)} in {comparison.worst})"
-        losses += (
-            f", and together they are off by {percent(min(comparison.error, 1.0))}"
-        )
+        losses += f", and together they are off by {say_error(comparison.error)}"
     is_needed = needs_scale(exam)
     if exam.shown_scale == 1:
         verdict = "This batch needs no loss scale"

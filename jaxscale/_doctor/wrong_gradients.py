@@ -17,7 +17,9 @@ from .wording import (
     list_names,
     name_line,
     name_lines,
+    name_operation,
     say_backward_rule,
+    say_error,
     say_rounded_at,
 )
 
@@ -46,12 +48,7 @@ def find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
     if not details:
         details = [explain_culprit(check.culprit)]
     details += say_backward_rule(place, exam)
-    cures = []
-    if check.remedy is not None and check.remedy.works:
-        cures = say_cure(check.culprit)
-    details += cures
-    if check.remedy is not None:
-        details.append(say_remedy(check.remedy, exam, place.where, is_first=not cures))
+    details += advise_on_culprit(check.culprit, exam)
     title = f"{title} It begins at {name_line(place)}."
     yield make_finding(title, *details, *of_leaves, is_problem=True, place=place)
 
@@ -65,8 +62,7 @@ def _say_wrong_gradients(exam: Exam, leaves: tuple[LeafError, ...]) -> str:
     scale = ""
     if exam.largest_scale:
         scale = f" at loss scale {power(exam.largest_scale)}, the largest that fits"
-    error = percent(min(worst.error, 1.0))
-    off = f"off by {error}, compared with float32"
+    off = f"off by {say_error(worst.error)}, compared with float32"
     if worst.flushed == 1:
         off = "flushed to 0"
     return f"Everything is finite, but {count} gradients are wrong{scale}: {worst.path} is {off}."
@@ -84,7 +80,7 @@ def _say_no_culprit(exam: Exam) -> list[str]:
 def explain_culprit(culprit: Culprit) -> str:
     """Returns how an equation makes finite gradients wrong."""
     place = culprit.place
-    what = f"`{place.primitive}`, in the {place.direction} pass,"
+    what = name_operation(place)
     if culprit.kind == "overflow":
         return (
             f"{what} turns numbers that {place.dtype} cannot hold into inf. That becomes finite "
@@ -108,6 +104,18 @@ def explain_culprit(culprit: Culprit) -> str:
         f"{what} rounds: its numbers are as large as {number(culprit.largest, 4)}, where "
         f"{place.dtype} only holds multiples of {number(spacing, 3)}."
     )
+
+
+def advise_on_culprit(culprit: Culprit, exam: Exam) -> list[str]:
+    """Returns what to write instead of a line, if anything, and which lines help in float32."""
+    remedy = exam.check.remedy
+    if remedy is None:
+        return []
+    cures = []
+    if remedy.works:
+        cures = say_cure(culprit)
+    where = culprit.place.where
+    return [*cures, say_remedy(remedy, exam, where, is_first=not cures)]
 
 
 def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True) -> str:
@@ -193,7 +201,7 @@ def say_wrong_loss(loss: float, right_loss: float) -> str:
     """Returns how far a loss is from that in float32."""
     off = "far off"
     if right_loss:
-        off = f"off by {percent(min(abs(loss / right_loss - 1), 1.0))}"
+        off = f"off by {say_error(abs(loss / right_loss - 1))}"
     return (
         f"The loss is {off}: {number(loss, 4)}, and {number(right_loss, 4)} in float32"
     )
@@ -257,7 +265,7 @@ def find_zeros(exam: Exam) -> Iterator[Finding]:
 def _say_error(exam: Exam) -> str:
     if exam.check.error is None:
         return ""
-    return percent(min(exam.check.error, 1.0))
+    return say_error(exam.check.error)
 
 
 def _say_losses(exam: Exam) -> list[str]:
