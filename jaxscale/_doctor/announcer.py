@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 _LONGEST = 30.0  # seconds between two signs of life
 _OFTEN = 0.2  # seconds between two looks at whether one is due
@@ -30,13 +30,6 @@ def announce_nothing(words: str, how_far: Callable[[], str] = say_nothing_more) 
     del words, how_far
 
 
-class _Work(NamedTuple):
-    """What is being done. It is one object, because the thread may read it at any time."""
-
-    words: str
-    how_far: Callable[[], str]
-
-
 class Announcer:
     """Says on standard error what is done, once the whole takes longer than `patience` seconds.
 
@@ -50,7 +43,8 @@ class Announcer:
         self.pause_between = patience  # seconds until the same words are said again
         self._start = time.monotonic()
         self._last_sign = self._start
-        self._work = _Work("starting", say_nothing_more)
+        # One object, because the thread may read it at any time.
+        self._work = ("starting", say_nothing_more)
         self._is_terminal = sys.stderr.isatty()
         self._is_line_shown = False  # on the terminal
         self._over = threading.Event()
@@ -68,7 +62,7 @@ class Announcer:
     def __call__(
         self, words: str, how_far: Callable[[], str] = say_nothing_more
     ) -> None:
-        self._work = _Work(words, how_far)
+        self._work = (words, how_far)
         self.pause_between = self._patience
         if time.monotonic() - self._start > self._patience:
             self._say(words)
@@ -90,12 +84,8 @@ class Announcer:
                 self._say_again()
 
     def _say_again(self) -> None:
-        work = self._work
-        how_far = work.how_far()
-        if how_far:
-            self._say(f"{work.words}, {how_far}")
-        else:
-            self._say(work.words)
+        words, how_far = self._work
+        self._say(", ".join(filter(None, [words, how_far()])))
 
     def _say(self, words: str) -> None:
         self._last_sign = time.monotonic()

@@ -224,9 +224,9 @@ def summarize(exam: Exam, findings: Sequence[Finding]) -> str:
 def _summarize_finding(finding: Finding, width: int) -> list[str]:
     mark = "! " if finding.is_problem else "- "
     lines = _wrap(finding.title, mark, width)
-    for line in finding.source:
-        if line.number == finding.line:
-            lines.append(_shorten(f"      {line.text.strip()}", width))
+    for number, text in finding.source:
+        if number == finding.line:
+            lines.append(_shorten(f"      {text.strip()}", width))
     for detail in finding.details:
         lines += _wrap(detail, "  ", width)
     return lines

@@ -13,6 +13,7 @@ from .._trees.params import combine
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_array
 from ..diagnostics._trace.program import compile_fast
+from .gradients import Gradients
 from .target import Target, error_line
 
 # Exponents of the loss scales to try, and how many to try at most.
@@ -30,13 +31,20 @@ class BackwardPass(NamedTuple):
 
 
 class BackwardTrial(NamedTuple):
-    """What `jaxscale.scale_backward` does on a loss."""
+    """What `jaxscale.scale_backward` does on a loss, if it was tried.
 
-    is_enough: bool  # whether the gradients are finite in the end
-    raised: str = ""  # what it raised, in one line
-    repeats: int = 0  # how often it repeats a backward pass after an overflow
-    is_divided: bool = False  # whether it pulls small and large cotangents back apart
-    is_lost: bool = False  # whether it returns NaN in the place of nothing but zeros
+    Attributes:
+      repeats: how often it repeats a backward pass after an overflow, and whether the gradients are
+        finite in the end; `None` if that is not known.
+      scale_backward_raised: what it raised, in one line, or `""`; `None` if it was not tried.
+      is_divided: whether it pulls small and large cotangents back apart.
+      is_lost: whether it returns NaN in the place of nothing but zeros.
+    """
+
+    repeats: tuple[int, bool] | None = None
+    scale_backward_raised: str | None = None
+    is_divided: bool = False
+    is_lost: bool = False
 
 
 class CompiledBackward:
@@ -54,16 +62,12 @@ class CompiledBackward:
             loss, grads = value_and_grad(loss_of, state)(params, arrays)
             return BackwardPass(loss, grads, all_finite(grads))
 
-        def keep_array(leaf: Any) -> Any:
-            if is_array(leaf):
-                return leaf
-            return None
-
-        arrays = jax.tree.map(keep_array, target.batch)
+        arrays = jax.tree.map(_keep_array, target.batch)
         self.loss_of = loss_of
         self.args = (target.params, arrays)
         # As if each operation ran by itself, which is how the trace runs it.
         self._backward = compile_fast(backward, xla_allow_excess_precision=False)
+        self._gradients: dict[float, Gradients] = {}
         self._num_tried = 0
 
     def compute_loss(self) -> float:
@@ -71,6 +75,13 @@ class CompiledBackward:
 
     def differentiate(self, loss_scale: float) -> BackwardPass:
         return self._backward(init_state(loss_scale), *self.args)
+
+    def find_gradients(self, loss_scale: float) -> Gradients:
+        """Returns the gradients at a loss scale, which are computed once for each."""
+        if loss_scale not in self._gradients:
+            grads = self.differentiate(loss_scale).grads
+            self._gradients[loss_scale] = Gradients.from_tree(grads)
+        return self._gradients[loss_scale]
 
     def calibrate(self) -> Calibration:
         """Returns the largest loss scale that does not overflow on the batch."""
@@ -101,15 +112,22 @@ class CompiledBackward:
             is_enough = bool(compiled(*self.args))
             jax.effects_barrier()
         except Exception as error:  # whatever it is: the exam can do without
-            return BackwardTrial(is_enough=False, raised=error_line(error))
+            return BackwardTrial(scale_backward_raised=error_line(error))
         finally:
             observer.reset(token)
+        num_repeats = sum(int(report.num_repeats) for report in reports)
         return BackwardTrial(
-            is_enough=is_enough,
-            repeats=sum(int(report.num_repeats) for report in reports),
+            repeats=(num_repeats, is_enough),
+            scale_backward_raised="",
             is_divided=any(report.is_divided for report in reports),
             is_lost=any(report.is_lost for report in reports),
         )
 
     def how_far(self) -> str:
         return f"{self._num_tried} tried"
+
+
+def _keep_array(leaf: Any) -> Any:
+    if is_array(leaf):
+        return leaf
+    return None

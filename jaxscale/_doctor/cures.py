@@ -2,9 +2,9 @@
 
 from ..diagnostics._trace.report import Place
 from . import origins
+from .culprit import Culprit
 from .exam import Exam
 from .origins import Sum
-from .remedy import Culprit
 from .wording import NOT_TRIED
 
 _CURES = {
@@ -43,7 +43,7 @@ def say_cure(culprit: Culprit) -> list[str]:
 
 def say_cure_of_sum(place: Place, exam: Exam) -> list[str]:
     """Returns to take a mean, if that helps and an operation belongs to the sum of the loss."""
-    total = exam.float32.mean
+    total = exam.check.mean
     if total is None or total.where != place.where:
         return []
     return [say_mean(total)]

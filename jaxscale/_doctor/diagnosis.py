@@ -17,7 +17,6 @@ from ..diagnostics._text import number, power
 from .exam import Exam
 from .finding import Finding, make_finding
 from .nonfinite import find_harmless_nonfinite, find_nonfinite
-from .remedy import SourcePlace
 from .scales import (
     find_inward_growth,
     find_outliers,
@@ -63,13 +62,13 @@ def say_verdict(exam: Exam, findings: Sequence[Finding]) -> str:
     if num_problems:
         return f"Problems found: {num_problems}."
     verdict = "Nothing is wrong"
-    if exam.is_quick or exam.float32.compares_nothing:
+    if exam.is_quick or exam.check.compares_nothing:
         verdict = "Nothing overflows"
     if exam.autocast:
         verdict += f" in {exam.autocast}"
-    if exam.float32.compares_nothing:
+    if exam.check.compares_nothing:
         verdict += ", and nothing could be compared with float32"
-    if exam.float32.right_loss is not None:
+    if exam.check.right_loss is not None:
         verdict += " with the gradients, but the loss is far from that in float32"
     if needs_scale(exam) and exam.is_auto:
         verdict += ", with a loss scale: it needs one"
@@ -93,28 +92,28 @@ def say_setting(exam: Exam) -> str:
     )
 
 
-def _find_first_faults(exam: Exam) -> set[SourcePlace]:
+def _find_first_faults(exam: Exam) -> set[str]:
     """Returns the lines that a finding on inf, NaN or wrong gradients begins at."""
     lines = set()
     first = exam.trace.first_nonfinite
     if first is not None and first.reaches:
-        lines.add(SourcePlace(first.file, first.line))
-    culprit = exam.float32.culprit
+        lines.add(first.where)
+    culprit = exam.check.culprit
     if culprit is not None:
-        lines.add(SourcePlace(culprit.place.file, culprit.place.line))
+        lines.add(culprit.place.where)
     return lines
 
 
-def _find_constants(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
+def _find_constants(exam: Exam, named: set[str]) -> Iterator[Finding]:
     """Notes numbers that a format rounds to 0, 1 or inf, on lines not yet named."""
     for constant in exam.trace.constants:
-        if SourcePlace(constant.file, constant.line) in named:
+        if constant.where in named:
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
             words = "Whether it does harm is not known."
         title = f"{say_rounded(constant)}, at {constant.where}."
-        yield make_finding(title, words, place=constant)
+        yield make_finding(title, words, place=constant.where)
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:

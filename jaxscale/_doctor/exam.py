@@ -3,6 +3,9 @@
 import math
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
+from .._jax import has_narrow_range
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._histogram import Histogram, Shares
 from ..diagnostics._leaves import LeafTable
@@ -14,14 +17,15 @@ from .float32 import Float32Check
 from .gradients import Comparison
 from .origins import Sum
 from .remedy import Relief
+from .start import Start
 
 
 class Exam(NamedTuple):
-    """What was measured. Everything is on the host.
+    """What was measured. Everything is on the host, and has the name that it has in the JSON.
 
     A loss scale *fits* if nothing overflows at it. The *largest* scale is the largest that fits
     (`largest_scale`). If none is known, what is described below as "at the largest scale" was
-    measured at `loss_scale`.
+    measured at `loss_scale`: in both cases that is `best_scale`.
 
     Attributes:
       target: the model, as named on the command line.
@@ -32,18 +36,18 @@ class Exam(NamedTuple):
       loss: the loss, under `jaxscale.autocast` if that was used.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
       dtypes: the formats in which the loss is computed.
-      has_narrow_range: whether one of them has a smaller range than float32.
       backward_rules: the name of each custom backward rule, by the source line that calls its
         function.
-      loss_scale: the loss scale of `trace` and `leaf_table`: the one asked for. If `is_auto`, it is
+      loss_scale: the loss scale of `trace` and `leaves`: the one asked for. If `is_auto`, it is
         the largest scale, or 1 if none is known.
-      judged_scale: the loss scale at which formats are judged: the one asked for, or 1 if
+      shown_scale: the loss scale at which formats are judged: the one asked for, or 1 if
         `is_auto`.
       calibration: the search for the largest scale. `None` if no format of the model needs a loss
         scale, or the loss itself is not finite.
-      backward_trial: what `jaxscale.scale_backward` does on this loss. `None` without a
+      start: how to start training at the largest scale, if one is known.
+      trial: what `jaxscale.scale_backward` does on this loss. It is not tried without a
         `calibration`, and in a quick exam.
-      largest_gradient: the largest magnitude of a gradient, unscaled, at the largest scale.
+      largest: the largest magnitude of a gradient, unscaled, at the largest scale.
       is_limited: whether the largest scale is limited by an intermediate number of the backward
         pass that is far larger than all gradients.
       ceiling: where the backward pass overflows, at the lowest scale that was tried and does not
@@ -52,23 +56,23 @@ class Exam(NamedTuple):
       relief: a higher scale, and the lines that must be in float32 for it to fit. They are looked
         for in a full exam with a `ceiling` at a known line, if `is_limited` or the largest scale is
         below 1. `None` if they were not looked for, or not found.
-      scale_comparison: the gradients at the judged scale against those at the largest, if that is
-        known and higher, else `None`.
+      comparison: the gradients at the shown scale against those at the largest, if that is known
+        and higher, else `None`.
       trace: the backward pass at `loss_scale`, equation by equation. If loss and gradients are
         finite, a quick exam may leave it empty, and `unshifted` and `loss_sums` with it.
-      float32: the comparison of the gradients with float32, at `loss_scale` or at the largest scale
-        if that is higher, and what helps if they are wrong. Its `comparison` is `None` if there was
-        none: in a quick exam, or if not everything is finite.
+      check: the comparison of the gradients with float32, at `loss_scale` or at the largest scale
+        if that is higher, and what helps if they are wrong. Nothing is compared in a quick exam, or
+        if not everything is finite.
       unshifted: the source lines that take the exponential of a row without subtracting its
         maximum first, and overflow.
       loss_sums: the sums that the loss is made of.
-      zero_leaves: the names of the gradients that are 0 everywhere in float32. Where the float32
+      zero: the names of the gradients that are 0 everywhere in float32. Where the float32
         gradients are not known, those at the largest scale count.
-      leaf_table: the gradients at `loss_scale`, leaf by leaf.
+      leaves: the gradients at `loss_scale`, leaf by leaf.
       histogram: the gradients at the largest scale, where the fewest are flushed to 0 in the
         backward pass.
-      shares: what each format would keep of the gradients in `histogram`, at the judged scale.
-      layers: what each format would lose of the gradients of each layer, at the judged scale.
+      shares: what each format would keep of the gradients in `histogram`, at the shown scale.
+      layers: what each format would lose of the gradients of each layer, at the shown scale.
       suggestion: the loss scale at which float16 would store the gradients best.
     """
 
@@ -80,49 +84,54 @@ class Exam(NamedTuple):
     loss: float
     loss_as_written: float | None
     dtypes: tuple[str, ...]
-    has_narrow_range: bool
     backward_rules: dict[str, str]
 
     # The loss scale.
     loss_scale: float
-    judged_scale: float
+    shown_scale: float
     calibration: Calibration | None
-    backward_trial: BackwardTrial | None
-    largest_gradient: float
+    start: Start | None
+    trial: BackwardTrial
+    largest: float
     is_limited: bool
     ceiling: TracedNonfinite | None
     relief: Relief | None
-    scale_comparison: Comparison | None
+    comparison: Comparison | None
 
     # Where numbers get lost.
     trace: TraceReport
-    float32: Float32Check
+    check: Float32Check
     unshifted: tuple[str, ...]
     loss_sums: tuple[Sum, ...]
-    zero_leaves: tuple[str, ...]
+    zero: tuple[str, ...]
 
     # The finished gradients, and what storing them would lose.
-    leaf_table: LeafTable
+    leaves: LeafTable
     histogram: Histogram
     shares: dict[str, Shares]
     layers: Underflow
     suggestion: Suggestion
 
     @property
+    def has_narrow_range(self) -> bool:
+        """Whether a format of the model has a smaller range than float32."""
+        return any(has_narrow_range(jnp.dtype(name)) for name in self.dtypes)
+
+    @property
     def is_right(self) -> bool:
         """Whether gradients were compared with float32, and none is wrong."""
-        check = self.float32
-        if check.comparison is None or check.compares_nothing:
+        check = self.check
+        if check.float32 is None or check.compares_nothing:
             return False
-        return not check.wrong_leaves
+        return not check.wrong
 
     @property
     def is_all_zero(self) -> bool:
         """Whether all gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
         # `needed` is `None` if each gradient at the largest scale is 0 or not finite. It is finite
-        # at a scale that fits; if none is known, that scale is `loss_scale`, as for `leaf_table`.
+        # at a scale that fits; if none is known, that scale is `loss_scale`, as for `leaves`.
         has_finite_nonzero = self.suggestion.needed is not None
-        return not has_finite_nonzero and not self.leaf_table.nonfinite_rows
+        return not has_finite_nonzero and not self.leaves.nonfinite_rows
 
     @property
     def blames_autocast(self) -> bool:
@@ -143,3 +152,15 @@ class Exam(NamedTuple):
         if self.calibration is None:
             return None
         return self.calibration.init_scale
+
+    @property
+    def best_scale(self) -> float:
+        """The loss scale at which the fewest gradients are flushed on the way."""
+        return self.largest_scale or self.loss_scale
+
+    @property
+    def overflows_at(self) -> float | None:
+        """The least loss scale that was seen to overflow, if one was."""
+        if self.calibration is None:
+            return None
+        return self.calibration.overflows_at

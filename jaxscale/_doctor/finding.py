@@ -1,22 +1,14 @@
 """What a finding is, and how one is made."""
 
 import linecache
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..diagnostics._trace.report import Place, TracedConstant
-from .origins import Sum
-from .remedy import SourcePlace
+from ..diagnostics._trace.report import Place
 from .wording import list_names
 
 _NUM_AROUND = 2  # lines of source shown before and after the line of a finding
-
-
-class SourceLine(NamedTuple):
-    """A line of a source file."""
-
-    number: int
-    text: str
 
 
 class Finding(NamedTuple):
@@ -26,7 +18,8 @@ class Finding(NamedTuple):
     title: str  # a sentence that says what was found
     details: tuple[str, ...] = ()  # more sentences: why, and what to do
     where: str = ""  # file and line, or `""`
-    source: tuple[SourceLine, ...] = ()  # that line, and the lines around it
+    # The numbers and texts of that line and the lines around it.
+    source: tuple[tuple[int, str], ...] = ()
     line: int = 0  # the number of that line, or 0
 
 
@@ -34,21 +27,22 @@ def make_finding(
     title: str,
     *details: str,
     is_problem: bool = False,
-    place: Place | TracedConstant | Sum | SourcePlace | None = None,
+    place: Place | str | None = None,
 ) -> Finding:
-    """Makes a finding; one at an equation also names its layer, its callers and the iteration."""
-    if place is None:
+    """Makes a finding at a line, which `""` and `None` say is not known.
+
+    One at an equation also names its layer, its callers and the iteration.
+    """
+    where = place or ""
+    if isinstance(where, Place):
+        details = (*details, *_describe_surroundings(where))
+        where = where.where
+    if not where:
         return Finding(is_problem, title, details)
-    if isinstance(place, Place):
-        details = (*details, *_describe_surroundings(place))
-    return Finding(
-        is_problem=is_problem,
-        title=title,
-        details=details,
-        where=place.where,
-        source=_read_source(place.file, place.line),
-        line=place.line,
-    )
+    file, _, number = where.rpartition(":")
+    line = int(number)
+    source = _read_source(file, line)
+    return Finding(is_problem, title, details, where, source, line)
 
 
 def has_problem(findings: Sequence[Finding]) -> bool:
@@ -67,14 +61,13 @@ def _describe_surroundings(place: Place) -> list[str]:
     return sentences
 
 
-def _read_source(file: str, line: int) -> tuple[SourceLine, ...]:
-    """Returns a line and those around it, `()` if the file is not known."""
-    if not file:
-        return ()
+def _read_source(file: str, line: int) -> tuple[tuple[int, str], ...]:
+    """Returns a line and those around it."""
+    file = os.path.abspath(file)
     first = max(line - _NUM_AROUND, 1)
     last = min(line + _NUM_AROUND, len(linecache.getlines(file)))
     source = []
     for number in range(first, last + 1):
         text = linecache.getline(file, number).rstrip("\n")
-        source.append(SourceLine(number, text))
+        source.append((number, text))
     return tuple(source)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 import jax
@@ -11,11 +11,11 @@ import optax
 
 from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._trace.backward import Run, TracedBackward
-from ..diagnostics._trace.report import Place, TraceReport
+from ..diagnostics._trace.report import Place, TracedNonfinite, TraceReport
 from .announcer import Announce
 from .gradients import CLOSE, Comparison, are_finite, compare_gradients
-from .origins import Sum
-from .remedy import Culprit, FaultSearch, Remedy
+from .origins import Operations, Sum
+from .remedy import Culprit, LineSearch, Remedy
 
 # What changes by a larger share, or by a larger part of its error, when float32 is shaken by as
 # much as it rounds, is nothing but the rounding of float32, as the gradient of a bias before a
@@ -27,39 +27,41 @@ class Float32Check(NamedTuple):
     """The gradients against those in float32. Nothing is known if the arguments are not finite.
 
     Attributes:
-      grads: the gradients in float32, by their names, if they are finite. What cannot be computed
-        in float32, such as a kernel for one dtype, is as written.
-      is_finite: whether the loss and the gradients are finite in float32, `None` if not known.
-      comparison: what the gradients lost, if they are finite as written and in float32.
-      wrong_leaves: the names of the gradients that are far from those in float32.
-      unstable_leaves: the names of those that are as far from them, or not finite, and cannot be
-        compared: rounding in float32 alone changes them by more than the share `STABLE`.
-      error: how far all others are off together, as `Comparison.error`; `None` if not known.
+      is_finite_in_float32: whether the loss and the gradients are finite in float32, `None` if not
+        known.
+      float32: what the gradients lost, if they are finite as written and in float32.
+      wrong: the names of the gradients that are far from those in float32.
+      unstable: the names of those that are as far from them, or not finite, and cannot be compared:
+        rounding in float32 alone changes them by more than the share `STABLE`.
+      right_loss: the loss in float32, if that as written is far from it, and both are finite.
+      mean: a sum that is the loss and too large, if its mean was tried, and is not.
       culprit: where they go wrong, if one equation is to blame.
       remedy: the lines that were tried in float32, in vain or not.
-      right_loss: the loss in float32, if that as written is far from it, and both are finite.
       compiled_remedy: the lines that were tried in float32 in the compiled program, if only its
         gradients are wrong or not finite, and that help.
-      mean: a sum that is the loss and too large, if its mean was tried, and is not.
+      grads: the gradients in float32, by their names, if they are finite. What cannot be computed
+        in float32, such as a kernel for one dtype, is as written.
+      error: how far all gradients that can be compared are off together, as `Comparison.error`;
+        `None` if not known.
     """
 
-    grads: Mapping[str, np.ndarray] = {}
-    is_finite: bool | None = None
-    comparison: Comparison | None = None
-    wrong_leaves: tuple[str, ...] = ()
-    unstable_leaves: tuple[str, ...] = ()
-    error: float | None = None
+    is_finite_in_float32: bool | None = None
+    float32: Comparison | None = None
+    wrong: tuple[str, ...] = ()
+    unstable: tuple[str, ...] = ()
+    right_loss: float | None = None
+    mean: Sum | None = None
     culprit: Culprit | None = None
     remedy: Remedy | None = None
-    right_loss: float | None = None
     compiled_remedy: Remedy | None = None
-    mean: Sum | None = None
+    grads: Mapping[str, np.ndarray] = {}
+    error: float | None = None
 
     @property
     def compares_nothing(self) -> bool:
         """Whether there is a gradient in float32, but none that can be compared with it."""
         nonzero = {name for name, grad in self.grads.items() if grad.any()}
-        return bool(nonzero) and nonzero <= set(self.unstable_leaves)
+        return bool(nonzero) and nonzero <= set(self.unstable)
 
 
 def check_against_float32(
@@ -68,14 +70,12 @@ def check_against_float32(
     fused: Mapping[str, np.ndarray],
     params: optax.Params,
     best: float,
-    loss_sums: Sequence[Sum],
     announce: Announce,
 ) -> Float32Check:
     """Finds out what is wrong with the gradients of `run`, where, and what helps.
 
     `fused` has the gradients of the same pass compiled as one program. `best` is the largest loss
-    scale that fits, or that of the run if none is known. `loss_sums` are the sums that are the
-    loss.
+    scale that fits, or that of the run if none is known.
     """
     report = run.report()
     if report.nonfinite_arguments:
@@ -83,20 +83,23 @@ def check_against_float32(
     announce("comparing with float32", backward.how_far)
     reference = _Reference(backward, run.loss_scale, params)
     if not reference.is_finite:
-        return Float32Check(is_finite=False)
-    check = _find_fault(backward, run, fused, reference, best, announce)
+        return Float32Check(is_finite_in_float32=False)
+    search = _FaultSearch(backward, run, reference, announce)
+    if report.nonfinite_outputs:
+        check = search.explain_nonfinite(report, best)
+    else:
+        check = search.explain_finite(fused)
     if report.nonfinite_outputs or best < 1:
-        return check._replace(mean=_find_mean(backward, reference, loss_sums))
+        return check._replace(mean=_find_mean(backward, run, reference))
     return check
 
 
 def _find_mean(
-    backward: TracedBackward, reference: "_Reference", loss_sums: Sequence[Sum]
+    backward: TracedBackward, run: Run, reference: "_Reference"
 ) -> Sum | None:
     """Returns the largest sum whose mean in its place gives finite and right gradients."""
-    for total in sorted(loss_sums, key=lambda total: -total.size):
-        if not (total.is_large and total.has_finite_mean):
-            continue
+    sums = Operations(run.findings).find_large_sums(run)
+    for total in sorted(sums, key=lambda total: -total.size):
         # The gradients of a mean are those of the sum at a loss scale smaller by its size. What is
         # flushed without a loss scale may be right with one.
         grads = backward.run(1 / total.size, is_brief=True).grads
@@ -105,43 +108,6 @@ def _find_mean(
         if are_finite(grads) and is_right:
             return total
     return None
-
-
-def _find_fault(
-    backward: TracedBackward,
-    run: Run,
-    fused: Mapping[str, np.ndarray],
-    reference: "_Reference",
-    best: float,
-    announce: Announce,
-) -> Float32Check:
-    """Compares the gradients of `run`, and looks for the line at fault if they are wrong."""
-    report = run.report()
-    if report.nonfinite_outputs:
-        unstable_leaves = reference.find_unstable_leaves()
-        check = Float32Check(
-            reference.grads, is_finite=True, unstable_leaves=unstable_leaves
-        )
-        suspects = reference.grads.keys() - set(unstable_leaves)
-        search = _LineSearch(backward, run, reference, suspects, announce)
-        return search.explain_nonfinite(check, report, best)
-
-    right_loss = reference.find_right_loss(run)
-    check = reference.judge(reference.rename(run.grads))
-    check = check._replace(right_loss=right_loss)
-    if check.wrong_leaves:
-        suspects = set(check.wrong_leaves)
-        search = _LineSearch(backward, run, reference, suspects, announce)
-        return search.explain_wrong(check)
-    # XLA may put two operations together, and lose what each by itself would keep.
-    if are_finite(fused):
-        check_of_fused = reference.judge(fused)
-        if not check_of_fused.wrong_leaves:
-            return check
-        check = check_of_fused._replace(right_loss=right_loss)
-    suspects = reference.grads.keys() - set(check.unstable_leaves)
-    search = _LineSearch(backward, run, reference, suspects, announce)
-    return search.explain_compiled(check)
 
 
 class _Reference:
@@ -195,34 +161,32 @@ class _Reference:
 
     def is_right(self, grads: Mapping[str, np.ndarray]) -> bool:
         """Returns whether gradients, by their names in a trace, are finite and none is wrong."""
-        return are_finite(grads) and not self.judge(self.rename(grads)).wrong_leaves
+        return are_finite(grads) and not self.judge(self.rename(grads)).wrong
 
     def judge(self, grads: Mapping[str, np.ndarray]) -> Float32Check:
         """Returns which of the finite gradients are far from those in float32."""
         comparison = compare_gradients(grads, self.grads)
-        wrong_leaves = []
-        unstable_leaves = []
+        wrong = []
+        unstable = []
         for leaf in comparison.leaves:
             if leaf.error <= CLOSE:
                 continue
             if self._changes[leaf.path] <= STABLE * min(leaf.error, 1.0):
-                wrong_leaves.append(leaf.path)
+                wrong.append(leaf.path)
             else:
-                unstable_leaves.append(leaf.path)
+                unstable.append(leaf.path)
         compared = {
-            name: leaf
-            for name, leaf in self.grads.items()
-            if name not in unstable_leaves
+            name: leaf for name, leaf in self.grads.items() if name not in unstable
         }
         error = None
         if compared:
             error = compare_gradients(grads, compared).error
         return Float32Check(
             grads=self.grads,
-            is_finite=True,
-            comparison=comparison,
-            wrong_leaves=tuple(wrong_leaves),
-            unstable_leaves=tuple(unstable_leaves),
+            is_finite_in_float32=True,
+            float32=comparison,
+            wrong=tuple(wrong),
+            unstable=tuple(unstable),
             error=error,
         )
 
@@ -244,80 +208,100 @@ def _find_loss(run: Run) -> float:
     return float(np.mean(run.outputs["loss"], dtype=np.float64))
 
 
-class _LineSearch:
-    """The search for the line at fault. `suspects` are the leaves whose error counts."""
+class _FaultSearch:
+    """The search for the line at fault in a pass, and for what helps."""
 
     def __init__(
         self,
         backward: TracedBackward,
         run: Run,
         reference: _Reference,
-        suspects: Set[str],
         announce: Announce,
     ) -> None:
         self._backward = backward
         self._run = run
         self._reference = reference
-        self._suspects = suspects
         self._announce = announce
-        announce("looking for the line at fault", backward.how_far)
-        self._search = FaultSearch(backward, run, self._error_of, run.loss_scale)
 
-    def explain_wrong(self, check: Float32Check) -> Float32Check:
-        """Adds where finite gradients go wrong, and what helps."""
-        culprit = self._search.find_culprit()
-        return check._replace(culprit=culprit, remedy=self._try_culprit(culprit))
-
-    def explain_nonfinite(
-        self, check: Float32Check, report: TraceReport, best: float
-    ) -> Float32Check:
-        """Adds what keeps the outputs finite, and the culprit if numbers go wrong before."""
+    def explain_nonfinite(self, report: TraceReport, best: float) -> Float32Check:
+        """Returns what keeps the outputs finite, and the culprit if numbers go wrong before."""
+        check = Float32Check(
+            is_finite_in_float32=True,
+            unstable=self._reference.find_unstable_leaves(),
+            grads=self._reference.grads,
+        )
+        suspects = check.grads.keys() - set(check.unstable)
+        lines = self._begin(suspects)
         first = report.first_nonfinite
         if first is None:
             return check
         # a lower loss scale helps first
         if first.scaled and best < self._run.loss_scale:
             return check
-        if first.cause == "value":
-            # In float32 this operation makes none: what came to it was lost before.
-            source = self._search.find_source()
-            if source is not None and _explains_nonfinite(source, report):
-                return check._replace(culprit=source, remedy=self._try_culprit(source))
-        remedy = self._try_in_float32(first)
-        if remedy is not None and remedy.works:
-            return check._replace(remedy=remedy)
-        # The first line may be right, and what came to it rounded.
-        culprit = self._search.find_culprit()
-        remedy_before = self._try_culprit(culprit)
-        if remedy_before is not None and remedy_before.works:
-            return check._replace(culprit=culprit, remedy=remedy_before)
-        return check._replace(remedy=remedy)
-
-    def explain_compiled(self, check: Float32Check) -> Float32Check:
-        """Adds what helps if the gradients only go wrong in the compiled program."""
-        self._announce("trying lines in float32, compiled", self._backward.how_far)
-        return check._replace(compiled_remedy=self._search.find_compiled_remedy())
-
-    def _try_culprit(self, culprit: Culprit | None) -> Remedy | None:
-        if culprit is None:
-            return None
-        return self._try_in_float32(culprit.place)
-
-    def _try_in_float32(self, place: Place) -> Remedy | None:
-        if not place.file:
-            return None
-        self._announce(f"trying {place.where} in float32", self._backward.how_far)
-        remedy = self._search.find_remedy(place)
-        if not self._suspects:
+        culprit, remedy = self._find_cause(lines, first, report)
+        if remedy is not None and not suspects:
             # Finite is all that can be said of them.
             remedy = remedy._replace(error=None)
-        return remedy
+        return check._replace(culprit=culprit, remedy=remedy)
 
-    def _error_of(self, grads: Mapping[str, np.ndarray]) -> float:
-        if not are_finite(grads):
-            return math.inf
-        largest = 0.0
-        for leaf in self._reference.compare(grads).leaves:
-            if leaf.path in self._suspects:
-                largest = max(largest, leaf.error)
-        return largest
+    def _find_cause(
+        self, lines: LineSearch, first: TracedNonfinite, report: TraceReport
+    ) -> tuple[Culprit | None, Remedy | None]:
+        """Returns what goes wrong before inf or NaN is made at `first`, and what helps."""
+        if first.cause == "value":
+            # In float32 this operation makes none: what came to it was lost before.
+            source = lines.find_source()
+            if source is not None and _explains_nonfinite(source, report):
+                return source, self._try_in_float32(lines, source.place)
+        remedy = self._try_in_float32(lines, first)
+        if remedy is not None and remedy.works:
+            return None, remedy
+        # The first line may be right, and what came to it rounded.
+        culprit = lines.find_culprit()
+        if culprit is not None:
+            remedy_before = self._try_in_float32(lines, culprit.place)
+            if remedy_before is not None and remedy_before.works:
+                return culprit, remedy_before
+        return None, remedy
+
+    def explain_finite(self, fused: Mapping[str, np.ndarray]) -> Float32Check:
+        """Returns how far finite gradients are off, where they go wrong, and what helps."""
+        reference = self._reference
+        right_loss = reference.find_right_loss(self._run)
+        check = reference.judge(reference.rename(self._run.grads))
+        check = check._replace(right_loss=right_loss)
+        if check.wrong:
+            lines = self._begin(set(check.wrong))
+            culprit = lines.find_culprit()
+            if culprit is None:
+                return check
+            remedy = self._try_in_float32(lines, culprit.place)
+            return check._replace(culprit=culprit, remedy=remedy)
+        # XLA may put two operations together, and lose what each by itself would keep.
+        if are_finite(fused):
+            check_of_fused = reference.judge(fused)
+            if not check_of_fused.wrong:
+                return check
+            check = check_of_fused._replace(right_loss=right_loss)
+        lines = self._begin(check.grads.keys() - set(check.unstable))
+        self._announce("trying lines in float32, compiled", self._backward.how_far)
+        return check._replace(compiled_remedy=lines.find_compiled_remedy())
+
+    def _begin(self, suspects: Set[str]) -> LineSearch:
+        """Begins a search in which the error of these leaves counts."""
+        self._announce("looking for the line at fault", self._backward.how_far)
+
+        def error_of(grads: Mapping[str, np.ndarray]) -> float:
+            if not are_finite(grads):
+                return math.inf
+            leaves = self._reference.compare(grads).leaves
+            errors = [leaf.error for leaf in leaves if leaf.path in suspects]
+            return max(errors, default=0.0)
+
+        return LineSearch(self._backward, self._run, error_of, self._run.loss_scale)
+
+    def _try_in_float32(self, lines: LineSearch, place: Place) -> Remedy | None:
+        if not place.where:
+            return None
+        self._announce(f"trying {place.where} in float32", self._backward.how_far)
+        return lines.find_remedy(place.where)

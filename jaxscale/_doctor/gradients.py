@@ -1,5 +1,7 @@
 """Gradients on the host: by their names, compared with others, and counted."""
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -37,7 +39,8 @@ class Gradients(NamedTuple):
     @property
     def largest(self) -> float:
         """The largest magnitude."""
-        return max(_find_largest(leaf) for leaf in self.by_name.values())
+        leaves = self.by_name.values()
+        return max(float(np.abs(leaf).max(initial=0)) for leaf in leaves)
 
 
 class LeafError(NamedTuple):
@@ -89,74 +92,40 @@ class CountedGradients(NamedTuple):
         leaves = jax.tree.leaves(
             self.histograms, is_leaf=lambda node: isinstance(node, Histogram)
         )
-        return _add_histograms(leaves)
+        return functools.reduce(operator.add, leaves)
 
 
 def are_finite(grads: Mapping[str, np.ndarray]) -> bool:
     return all(np.isfinite(leaf).all() for leaf in grads.values())
 
 
-class _Difference(NamedTuple):
-    """How numbers differ from what they should be."""
-
-    num_flushed: int  # how many became 0
-    num_nonzero: int  # how many should not be 0
-    error_norm: float  # the norm of the difference
-    exact_norm: float  # the norm of what they should be
-
-    @property
-    def flushed(self) -> float:
-        return _ratio(self.num_flushed, self.num_nonzero)
-
-    @property
-    def error(self) -> float:
-        return _ratio(self.error_norm, self.exact_norm)
-
-
 def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Comparison:
     """Returns what `grads` lost, compared with `exact`, both by the names of leaves."""
     leaves = []
-    differences = []
-    for name, exact_leaf in exact.items():
-        difference = _compare_leaf(np.asarray(grads[name]), np.asarray(exact_leaf))
-        differences.append(difference)
-        leaves.append(
-            LeafError(name, flushed=difference.flushed, error=difference.error)
-        )
-    whole = _unite_differences(differences)
+    # Of each leaf: how many numbers became 0, and how many should not be 0.
+    counts = []
+    # Of each leaf: the norm of the difference, and that of what it should be.
+    norms = []
+    for name, exact_numbers in exact.items():
+        exact_leaf = np.asarray(exact_numbers)
+        leaf = np.asarray(grads[name])
+        is_flushed = (leaf == 0) & (exact_leaf != 0)
+        count = (np.count_nonzero(is_flushed), np.count_nonzero(exact_leaf))
+        norm = (_norm(leaf, exact_leaf), _norm(exact_leaf))
+        counts.append(count)
+        norms.append(norm)
+        leaves.append(LeafError(name, flushed=_ratio(*count), error=_ratio(*norm)))
     leaf_most_flushed = max(leaves, key=lambda leaf: leaf.flushed)
     worst = ""
     if leaf_most_flushed.flushed:
         worst = leaf_most_flushed.path
     leaves.sort(key=lambda leaf: -leaf.error)
     return Comparison(
-        flushed=whole.flushed,
-        error=whole.error,
+        flushed=_ratio(*np.sum(counts, axis=0)),
+        error=_ratio(*np.linalg.norm(norms, axis=0)),
         worst=worst,
         worst_flushed=leaf_most_flushed.flushed,
         leaves=tuple(leaves),
-    )
-
-
-def _compare_leaf(leaf: np.ndarray, exact: np.ndarray) -> _Difference:
-    is_flushed = (leaf == 0) & (exact != 0)
-    return _Difference(
-        num_flushed=int(np.count_nonzero(is_flushed)),
-        num_nonzero=int(np.count_nonzero(exact)),
-        error_norm=_norm(leaf, exact),
-        exact_norm=_norm(exact),
-    )
-
-
-def _unite_differences(differences: Sequence[_Difference]) -> _Difference:
-    """Returns the difference of all leaves together."""
-    norms = [(leaf.error_norm, leaf.exact_norm) for leaf in differences]
-    error_norm, exact_norm = np.linalg.norm(norms, axis=0)
-    return _Difference(
-        num_flushed=sum(leaf.num_flushed for leaf in differences),
-        num_nonzero=sum(leaf.num_nonzero for leaf in differences),
-        error_norm=error_norm,
-        exact_norm=exact_norm,
     )
 
 
@@ -211,18 +180,9 @@ def _add_rows(rows: Sequence[_CountedNumbers], num_filled: int) -> _CountedNumbe
     counts[_LARGEST] = counts_of_rows[:, _LARGEST].max()
     counts[_SIZE] -= num_filled
     counts[_ZERO] -= num_filled
-    summed = _add_histograms([row.histogram for row in rows])
+    summed = functools.reduce(operator.add, [row.histogram for row in rows])
     zero = summed.zero - num_filled
     return _CountedNumbers(counts, summed._replace(zero=zero))
-
-
-def _add_histograms(histograms: list[Histogram]) -> Histogram:
-    total: Any = sum(histograms)
-    return total
-
-
-def _find_largest(leaf: np.ndarray) -> float:
-    return float(np.abs(leaf).max(initial=0))
 
 
 def _norm(leaf: np.ndarray, subtracted: np.ndarray | float = 0.0) -> float:

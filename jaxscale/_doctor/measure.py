@@ -1,39 +1,31 @@
 """The exam: all diagnostics of one loss on its parameters and one batch."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from .._autocast.api import autocast
 from .._jax import ClosedJaxpr, backward_rule, has_narrow_range, walk_program
-from ..diagnostics._calibrate import Calibration
 from ..diagnostics._histogram import shares
 from ..diagnostics._leaves import table
 from ..diagnostics._suggest import suggest_scale
 from ..diagnostics._trace.backward import TracedBackward
 from ..diagnostics._trace.findings import Run
-from ..diagnostics._trace.places import lines
+from ..diagnostics._trace.places import find_line
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
 from ..diagnostics._underflow import Underflow, underflow
 from .announcer import Announce, announce_nothing
 from .compiled import BackwardTrial, CompiledBackward
 from .exam import Exam
 from .float32 import Float32Check, check_against_float32
-from .gradients import (
-    Comparison,
-    Gradients,
-    are_finite,
-    compare_gradients,
-    count_numbers,
-)
-from .origins import Operations, Sum
+from .gradients import are_finite, compare_gradients, count_numbers
+from .origins import Operations
 from .remedy import Relief, find_relief
+from .start import find_start
 from .target import Target, TargetError, error_line
 
 # The largest gradient at the largest loss scale is below this if something else limits the scale.
@@ -66,29 +58,32 @@ def examine(
 
     announce("compiling the backward pass")
     loss = float(compiled.differentiate(1.0).loss)
-    is_narrow = any(map(has_narrow_range, dtypes))
-    can_scale = is_narrow and math.isfinite(loss)
-    scales = _find_scales(compiled, loss_scale, can_scale, is_quick, announce)
-    gradients = {}
-    for scale in {scales.traced, scales.judged, scales.best}:
-        grads = compiled.differentiate(scale).grads
-        gradients[scale] = Gradients.from_tree(grads)
-    best = gradients[scales.best]
+    calibration = None
+    largest_scale = None
+    overflows = False
+    trial = BackwardTrial()
+    if any(map(has_narrow_range, dtypes)) and math.isfinite(loss):
+        announce("looking for the largest loss scale that fits", compiled.how_far)
+        calibration = compiled.calibrate()
+        # a dynamic scale ends near it, wherever it started
+        largest_scale = calibration.init_scale
+        overflows = calibration.overflows_at is not None
+        if not is_quick:
+            announce("trying `scale_backward`")
+            trial = compiled.try_scale_backward()
 
-    is_limited = (
-        scales.overflows_at is not None and 0 < best.largest * scales.best < _FULL
-    )
-    tracer = _Tracer(
-        _make_program(target), scales, gradients, target.params, is_limited, announce
-    )
-    if is_quick:
-        traced = tracer.trace_quickly(loss, has_aux=target.has_aux)
-    else:
-        traced = tracer.trace_in_full()
-
-    counted = count_numbers(best.tree, scales.traced)
+    traced_scale = loss_scale or largest_scale or 1.0
+    shown_scale = loss_scale or 1.0
+    best_scale = largest_scale or traced_scale
+    best = compiled.find_gradients(best_scale)
+    counted = count_numbers(best.tree, traced_scale)
     histogram = counted.whole
-    return Exam(
+    traced_grads = compiled.find_gradients(traced_scale)
+    comparison = None
+    if largest_scale is not None and shown_scale < largest_scale:
+        shown_grads = compiled.find_gradients(shown_scale)
+        comparison = compare_gradients(shown_grads.by_name, best.by_name)
+    exam = Exam(
         target=target.name,
         autocast=dtype or "",
         is_quick=is_quick,
@@ -96,30 +91,31 @@ def examine(
         loss=loss,
         loss_as_written=loss_as_written,
         dtypes=tuple(sorted(map(str, dtypes))),
-        has_narrow_range=is_narrow,
         backward_rules=_find_backward_rules(program),
-        loss_scale=scales.traced,
-        judged_scale=scales.judged,
-        calibration=scales.calibration,
-        backward_trial=scales.backward_trial,
-        largest_gradient=best.largest,
-        is_limited=is_limited,
-        ceiling=traced.ceiling,
-        relief=traced.relief,
-        scale_comparison=_compare_scales(scales, gradients),
-        trace=traced.report,
-        float32=traced.float32,
-        unshifted=traced.unshifted,
-        loss_sums=traced.loss_sums,
-        zero_leaves=_find_zero_leaves(traced.float32.grads or best.by_name),
-        leaf_table=table(
-            count_numbers(gradients[scales.traced].tree, scales.traced).counts
-        ),
+        loss_scale=traced_scale,
+        shown_scale=shown_scale,
+        calibration=calibration,
+        start=find_start(largest_scale),
+        trial=trial,
+        largest=best.largest,
+        is_limited=overflows and 0 < best.largest * best_scale < _FULL,
+        ceiling=None,
+        relief=None,
+        comparison=comparison,
+        trace=_make_empty_report(loss, traced_scale),
+        check=Float32Check(),
+        unshifted=(),
+        loss_sums=(),
+        zero=(),
+        leaves=table(count_numbers(traced_grads.tree, traced_scale).counts),
         histogram=histogram,
-        shares=shares(histogram, loss_scale=scales.judged),
-        layers=find_layers(counted.histograms, scales.judged),
+        shares=shares(histogram, loss_scale=shown_scale),
+        layers=find_layers(counted.histograms, shown_scale),
         suggestion=suggest_scale(histogram),
     )
+    exam = _Tracer(target, compiled, announce).complete(exam)
+    zero = _find_zero_leaves(exam.check.grads or best.by_name)
+    return exam._replace(zero=zero)
 
 
 def _trace_loss(
@@ -136,171 +132,94 @@ def _trace_loss(
         ) from error
 
 
-class _Scales(NamedTuple):
-    """The loss scales that matter, and what was tried to find them.
-
-    Attributes:
-      calibration: the search for the largest scale that fits, if there was one.
-      backward_trial: what `scale_backward` does, if it was tried.
-      traced: the scale of the trace.
-      judged: the scale at which formats are judged.
-      best: the largest scale that fits, where the fewest gradients are flushed on the way.
-    """
-
-    calibration: Calibration | None
-    backward_trial: BackwardTrial | None
-    traced: float
-    judged: float
-    best: float
-
-    @property
-    def overflows_at(self) -> float | None:
-        """The least loss scale that was seen to overflow, if one was."""
-        if self.calibration is None:
-            return None
-        return self.calibration.overflows_at
-
-
-def _find_scales(
-    compiled: CompiledBackward,
-    loss_scale: float | None,
-    can_scale: bool,
-    is_quick: bool,
-    announce: Announce,
-) -> _Scales:
-    calibration = None
-    backward_trial = None
-    largest = None  # that fits
-    if can_scale:
-        announce("looking for the largest loss scale that fits", compiled.how_far)
-        calibration = compiled.calibrate()
-        # a dynamic scale ends near it, wherever it started
-        largest = calibration.init_scale
-        if not is_quick:
-            announce("trying `scale_backward`")
-            backward_trial = compiled.try_scale_backward()
-    traced = loss_scale or largest or 1.0
-    return _Scales(
-        calibration=calibration,
-        backward_trial=backward_trial,
-        traced=traced,
-        judged=loss_scale or 1.0,
-        best=largest or traced,
-    )
-
-
-def _make_program(target: Target) -> TracedBackward:
-    args = (target.params, target.batch)
-    return TracedBackward(
-        target.loss_fn, args, {}, target.constants, has_aux=target.has_aux
-    )
-
-
-class _Traced(NamedTuple):
-    """What one pass, equation by equation, showed, and what was tried after it."""
-
-    report: TraceReport
-    float32: Float32Check = Float32Check()
-    ceiling: TracedNonfinite | None = None
-    relief: Relief | None = None
-    unshifted: tuple[str, ...] = ()
-    loss_sums: tuple[Sum, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class _Tracer:
-    """Runs the backward pass equation by equation, and says what that showed.
+    """Runs the backward pass equation by equation, and adds to an exam what that shows.
 
-    Attributes:
-      backward: the program that is run.
-      scales: the loss scales that matter.
-      gradients: those of the same pass compiled as one program, by their loss scales.
-      params: the parameters.
-      is_limited: whether a number on the way limits the loss scale.
-      announce: is told what is done next.
+    `compiled` is the same pass as one program. `announce` is told what is done next.
     """
 
-    backward: TracedBackward
-    scales: _Scales
-    gradients: Mapping[float, Gradients]
-    params: optax.Params
-    is_limited: bool
-    announce: Announce
+    def __init__(
+        self, target: Target, compiled: CompiledBackward, announce: Announce
+    ) -> None:
+        self._target = target
+        self._compiled = compiled
+        self._announce = announce
+        args = (target.params, target.batch)
+        self._backward = TracedBackward(
+            target.loss_fn, args, {}, target.constants, has_aux=target.has_aux
+        )
 
-    def trace_quickly(self, loss: float, *, has_aux: bool) -> _Traced:
-        """Looks for inf and NaN, and for what limits the loss scale."""
-        grads = self.gradients[self.scales.traced].by_name
-        if math.isfinite(loss) and are_finite(grads) and not has_aux:
-            # there is nothing to see
-            traced = _Traced(_make_empty_report(loss, self.scales.traced))
-        else:
-            traced = _describe_run(self._run_as_written())
-        if self.scales.overflows_at is not None and not traced.report.nonfinite_outputs:
-            self.announce(
-                "looking for what limits the loss scale", self.backward.how_far
-            )
-            ceiling = self.backward.first_overflow(self.scales.overflows_at)
-            traced = traced._replace(ceiling=ceiling)
-        return traced
+    def complete(self, exam: Exam) -> Exam:
+        """Adds all that only a pass equation by equation can show."""
+        run = None
+        # If all is finite, a quick exam has nothing to see.
+        if not (exam.is_quick and self._is_finite(exam)):
+            run = self._run_as_written(exam)
+            exam = self._describe_run(exam, run)
+        if exam.overflows_at is None or exam.trace.nonfinite_outputs:
+            return exam
+        self._announce("looking for what limits the loss scale", self._backward.how_far)
+        if run is None or exam.is_quick:
+            ceiling = self._backward.first_overflow(exam.overflows_at)
+            return exam._replace(ceiling=ceiling)
+        exam = exam._replace(ceiling=self._find_ceiling(exam.overflows_at))
+        return exam._replace(relief=self._find_relief(exam, run))
 
-    def trace_in_full(self) -> _Traced:
-        """Also compares with float32, and tries what would let a higher loss scale fit."""
-        run = self._run_as_written()
-        traced = _describe_run(run)
-        traced = traced._replace(float32=self._check_against_float32(run, traced))
-        if self.scales.overflows_at is None or traced.report.nonfinite_outputs:
-            return traced
-        self.announce("looking for what limits the loss scale", self.backward.how_far)
-        ceiling = self._find_ceiling(self.scales.overflows_at)
-        if ceiling is None:
-            return traced
-        return traced._replace(ceiling=ceiling, relief=self._find_relief(run, ceiling))
+    def _is_finite(self, exam: Exam) -> bool:
+        """Returns whether all outputs are known to be finite."""
+        grads = self._compiled.find_gradients(exam.loss_scale).by_name
+        is_loss_finite = math.isfinite(exam.loss)
+        return is_loss_finite and are_finite(grads) and not self._target.has_aux
 
-    def _run_as_written(self) -> Run:
-        self.announce("looking at each operation", self.backward.how_far)
-        return self.backward.run(self.scales.traced, is_brief=True)
+    def _run_as_written(self, exam: Exam) -> Run:
+        self._announce("looking at each operation", self._backward.how_far)
+        return self._backward.run(exam.loss_scale, is_brief=True)
 
-    def _check_against_float32(self, run: Run, traced: _Traced) -> Float32Check:
-        best = self.scales.best
-        if self.scales.traced < best and not traced.report.nonfinite_outputs:
+    def _describe_run(self, exam: Exam, run: Run) -> Exam:
+        operations = Operations(run.findings)
+        loss_sums = tuple(operations.find_loss_sums(run))
+        exam = exam._replace(
+            trace=run.report(),
+            unshifted=operations.find_unshifted(),
+            loss_sums=loss_sums,
+        )
+        if exam.is_quick:
+            return exam
+        return exam._replace(check=self._check_against_float32(exam, run))
+
+    def _check_against_float32(self, exam: Exam, run: Run) -> Float32Check:
+        best = exam.best_scale
+        if exam.loss_scale < best and not exam.trace.nonfinite_outputs:
             # A scale that is too low also flushes gradients. At the largest one only the faults
             # of the model are left.
-            run = self.backward.run(best, is_brief=True)
-        fused = self.gradients[max(self.scales.traced, best)].by_name
+            run = self._backward.run(best, is_brief=True)
+        fused = self._compiled.find_gradients(max(exam.loss_scale, best)).by_name
         return check_against_float32(
-            backward=self.backward,
+            backward=self._backward,
             run=run,
             fused=fused,
-            params=self.params,
+            params=self._target.params,
             best=best,
-            loss_sums=traced.loss_sums,
-            announce=self.announce,
+            announce=self._announce,
         )
 
     def _find_ceiling(self, overflows_at: float) -> TracedNonfinite | None:
         """Returns where a loss scale overflows, if that depends on the scale and does harm."""
-        first = self.backward.run(overflows_at, is_brief=True).report().first_nonfinite
+        run = self._backward.run(overflows_at, is_brief=True)
+        first = run.report().first_nonfinite
         if first is None or not first.scaled or not first.reaches:
             return None
         return first
 
-    def _find_relief(self, run: Run, ceiling: TracedNonfinite) -> Relief | None:
+    def _find_relief(self, exam: Exam, run: Run) -> Relief | None:
         """Returns which lines in float32 let a higher loss scale fit, if one would be better."""
-        would_help = self.is_limited or self.scales.best < 1
-        if not ceiling.file or not would_help:
+        ceiling = exam.ceiling
+        would_help = exam.is_limited or exam.best_scale < 1
+        if ceiling is None or not ceiling.where or not would_help:
             return None
-        self.announce(f"trying {ceiling.where} in float32", self.backward.how_far)
-        higher = max(self.scales.best * _HIGHER, 1.0)
-        return find_relief(self.backward, run, ceiling, higher)
-
-
-def _describe_run(run: Run) -> _Traced:
-    operations = Operations(run.findings)
-    return _Traced(
-        report=run.report(),
-        unshifted=operations.find_unshifted(),
-        loss_sums=tuple(operations.find_loss_sums(run)),
-    )
+        self._announce(f"trying {ceiling.where} in float32", self._backward.how_far)
+        higher = max(exam.best_scale * _HIGHER, 1.0)
+        return find_relief(self._backward, run, ceiling.where, higher)
 
 
 def _make_empty_report(loss: float, loss_scale: float) -> TraceReport:
@@ -315,19 +234,6 @@ def _make_empty_report(loss: float, loss_scale: float) -> TraceReport:
         not_compared=(),
         not_entered=(),
         constants=(),
-    )
-
-
-def _compare_scales(
-    scales: _Scales, gradients: Mapping[float, Gradients]
-) -> Comparison | None:
-    """Returns what the judged scale loses that the largest one keeps, if that is higher."""
-    if scales.calibration is None or scales.calibration.init_scale is None:
-        return None
-    if scales.judged >= scales.calibration.init_scale:
-        return None
-    return compare_gradients(
-        gradients[scales.judged].by_name, gradients[scales.best].by_name
     )
 
 
@@ -365,6 +271,7 @@ def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:
     for eqn in walk_program(program):
         rule = backward_rule(eqn)
         if rule:
-            for line in lines(eqn, ())[:1]:
-                rules[str(line)] = rule
+            where = find_line(eqn, ()).where
+            if where:
+                rules[where] = rule
     return rules

@@ -9,19 +9,21 @@ from collections.abc import Iterator, Sequence
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place, TracedNonfinite
-from .cures import say_cure, say_cure_of_sum
+from .culprit import Culprit
+from .cures import say_cure_of_sum
 from .exam import Exam
 from .finding import Finding, make_finding
-from .remedy import Culprit, SourcePlace
 from .wording import (
     NOT_TRIED,
     list_names,
     name_line,
     name_lines,
+    name_operation,
     say_backward_rule,
     say_rounded_at,
 )
 from .wrong_gradients import (
+    advise_on_culprit,
     explain_culprit,
     find_compiled_place,
     say_compiled_remedy,
@@ -54,7 +56,7 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
         beginnings.sort(key=lambda place: place.direction != "forward")
         first, *others = beginnings
         yield _find_beginning(exam, first, others)
-    if not report.nonfinite_outputs and exam.leaf_table.nonfinite_rows:
+    if not report.nonfinite_outputs and exam.leaves.nonfinite_rows:
         title = (
             "Compiled as one program, the model gives gradients with inf or NaN. Run operation by "
             "operation, it does not."
@@ -64,12 +66,12 @@ def find_nonfinite(exam: Exam) -> Iterator[Finding]:
         yield make_finding(title, *details, is_problem=True, place=place)
 
 
-def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Finding]:
+def find_harmless_nonfinite(exam: Exam, named: set[str]) -> Iterator[Finding]:
     """Notes inf and NaN that reach neither the loss nor the gradients, on lines not yet named."""
     places = []
     for place in exam.trace.nonfinite:
-        is_named = SourcePlace(place.file, place.line) in named
-        if place.file and not place.reaches and not is_named:
+        is_named = place.where in named
+        if place.where and not place.reaches and not is_named:
             places.append(place)
     if places:
         title = f"Inf or NaN made at {name_lines(places)} does not reach the loss or the gradients."
@@ -79,7 +81,7 @@ def find_harmless_nonfinite(exam: Exam, named: set[SourcePlace]) -> Iterator[Fin
 
 def _find_source(exam: Exam) -> Culprit | None:
     """Returns where the numbers come from that became inf or NaN later, if that was found."""
-    culprit = exam.float32.culprit
+    culprit = exam.check.culprit
     if culprit is None or culprit.kind == "overflow":
         return None
     if not exam.trace.nonfinite_outputs:
@@ -103,7 +105,8 @@ def _find_beginning(
         if name_line(symptom) != name_line(place):
             details.append(f"At {name_line(symptom)} that becomes inf or NaN.")
         details += _explain_symptom(symptom, place, exam)
-        details += _advise_on_source(source, exam)
+        details.append("No loss scale helps.")
+        details += advise_on_culprit(source, exam)
 
     named = {name_line(place), name_line(symptom)}
     elsewhere = [other for other in others if name_line(other) not in named]
@@ -131,7 +134,7 @@ def _explain_symptom(symptom: TracedNonfinite, place: Place, exam: Exam) -> list
 
 def _say_earlier_culprit(symptom: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns where numbers go wrong before inf or NaN is made of them."""
-    culprit = exam.float32.culprit
+    culprit = exam.check.culprit
     if culprit is None or name_line(culprit.place) == name_line(symptom):
         return []
     words = explain_culprit(culprit)
@@ -166,7 +169,7 @@ def _say_outputs(exam: Exam) -> str:
     """Returns which of the loss, the auxiliary output and the gradients are not finite."""
     names = exam.trace.nonfinite_outputs
     num_grads = sum(name.startswith("grads") for name in names)
-    num_leaves = len(exam.leaf_table.rows)
+    num_leaves = len(exam.leaves.rows)
     share = f"inf or NaN is in {num_grads} of {num_leaves} gradients"
     if "loss" in names:
         loss = f"The loss is {number(exam.trace.loss)}"
@@ -183,7 +186,7 @@ def _say_outputs(exam: Exam) -> str:
 
 
 def _list_worst_leaves(exam: Exam) -> list[str]:
-    names = [row.path for row in exam.leaf_table.nonfinite_rows]
+    names = [row.path for row in exam.leaves.nonfinite_rows]
     if not names:
         return []
     return [f"Gradients with inf or NaN, worst first: {list_names(names)}."]
@@ -191,7 +194,7 @@ def _list_worst_leaves(exam: Exam) -> list[str]:
 
 def _explain_cause(place: TracedNonfinite) -> str:
     what = (
-        f"`{place.primitive}`, in the {place.direction} pass, gives inf or NaN in "
+        f"{name_operation(place)} gives inf or NaN in "
         f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
     )
     if place.cause == "range":
@@ -212,18 +215,6 @@ def _say_operands(place: TracedNonfinite) -> list[str]:
     if place.cause == "range":
         words += f"; float32 gives numbers up to {number(place.float32_result, 3)}"
     return [f"{words}."]
-
-
-def _advise_on_source(source: Culprit, exam: Exam) -> list[str]:
-    """Returns how to keep the numbers that are rounded, before inf or NaN is made of them."""
-    remedy = exam.float32.remedy
-    if remedy is None:
-        return ["No loss scale helps."]
-    cures = []
-    if remedy.works:
-        cures = say_cure(source)
-    advice = say_remedy(remedy, exam, source.place.where, is_first=not cures)
-    return ["No loss scale helps.", *cures, advice]
 
 
 def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
@@ -283,7 +274,7 @@ def _say_how_to_compute(
 
     It is the `is_first` advice, or comes after another, which may be enough.
     """
-    remedy = exam.float32.remedy
+    remedy = exam.check.remedy
     if remedy is not None and remedy.works:
         return [say_remedy(remedy, exam, place.where, is_first=is_first)]
     if not is_first:

@@ -6,7 +6,7 @@ the model calls a function of JAX or writes it out.
 """
 
 import functools
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from .._jax import JaxprEqn, Literal, Op, primitives_that
 from ..diagnostics._trace.findings import Findings, Run
 from ..diagnostics._trace.interpreter import EquationKey
-from ..diagnostics._trace.places import lines
+from ..diagnostics._trace.places import find_line
 
 # What a number may have been made by, as `Culprit.made_by` names it.
 SOFTMAX = "softmax"
@@ -24,10 +24,13 @@ PRODUCT = "product"
 EXPONENTIAL = "exponential"
 LOG_OF_SUM = "logarithm of a sum of exponentials"
 
+# The operations that make one of these by themselves.
+_MAKERS = {"reduce_prod": PRODUCT, "cumprod": PRODUCT, "logistic": SIGMOID}
 # They return some of the numbers that they take.
 _MOVES = primitives_that(Op.PASSES_ON)
 _MOVES_AND_ADD = _MOVES | {"add"}
 _SUMS = {"add", "add_any", "sub", "neg"}
+_LINEAR = _MOVES | _SUMS | {"reduce_sum"}
 _ARITHMETIC = _SUMS | {"mul", "div"}
 _EXPONENTIALS = {"exp", "exp2"}
 _LOGARITHMS = {"log", "log1p"}
@@ -42,24 +45,13 @@ class Sum(NamedTuple):
     """A sum over many numbers that is the loss, or a part of it."""
 
     where: str  # file and line, or `""`
-    file: str
-    line: int
     size: int  # how many numbers are added up
     weight: float  # the loss is this times the sum: of a mean, one over the size
-    # Whether all inf and NaN of the loss are of the sum or a multiple of it, and not of its mean.
-    has_finite_mean: bool = True
 
     @property
     def is_large(self) -> bool:
         """Whether it makes the loss far larger than a mean would."""
         return self.size >= _MANY and self.size * abs(self.weight) >= _MANY
-
-
-class _Term(NamedTuple):
-    """Numbers that an operation adds up, and how many times they count in the loss."""
-
-    maker: EquationKey  # the operation that made them
-    weight: float
 
 
 class Operations:
@@ -76,34 +68,29 @@ class Operations:
         """Returns what made the numbers of an operation, as one of the names above, or `""`."""
         for source in self._walk_back(key, _MOVES):
             name = self._name(source)
-            if name in ("reduce_prod", "cumprod") or self._is_long_product(source):
-                return PRODUCT
-            if name == "logistic" or (name == "div" and self._is_sigmoid(source)):
-                return SIGMOID
-            if name == "div" and self._is_softmax(source):
-                return SOFTMAX
             if name in _EXPONENTIALS:
                 return self._find_use(source)
+            origin = _MAKERS.get(name, "")
+            if name == "mul" and self._has_factors(source, _MANY_FACTORS, _MOST_MOVES):
+                origin = PRODUCT
+            if name == "div":
+                origin = self._find_quotient(source)
+            if origin:
+                return origin
         return ""
 
     def _find_use(self, exponential: EquationKey) -> str:
         """Returns what an exponential is a part of: a softmax, a `logsumexp` or neither."""
         use = EXPONENTIAL
-        for total in self._find_totals(exponential):
+        for total in self._walk_on(exponential, _MOVES):
+            if self._name(total) not in ("reduce_sum", "dot_general"):
+                continue
             for reader in self._walk_on(total, _MOVES_AND_ADD):
                 if self._name(reader) == "div" and self._is_divided_by(reader, total):
                     return SOFTMAX
                 if self._name(reader) == "log":
                     use = LOG_OF_SUM
         return use
-
-    def _find_totals(self, exponential: EquationKey) -> list[EquationKey]:
-        """Returns the sums that an exponential goes into."""
-        totals = []
-        for reader in self._walk_on(exponential, _MOVES):
-            if self._name(reader) in ("reduce_sum", "dot_general"):
-                totals.append(reader)
-        return totals
 
     def _is_divided_by(self, quotient: EquationKey, total: EquationKey) -> bool:
         """Returns whether exponentials, maybe times values, are divided by their sum.
@@ -115,37 +102,31 @@ class Operations:
         through = _MOVES | {"mul", "dot_general"}
         return is_divisor and self._comes_from(dividend, _EXPONENTIALS, through)
 
-    def _is_softmax(self, quotient: EquationKey) -> bool:
-        """Returns whether exponentials are divided by a sum."""
+    def _find_quotient(self, quotient: EquationKey) -> str:
+        """Returns whether a quotient is a softmax, a sigmoid or neither.
+
+        A softmax divides exponentials by a sum. A sigmoid is 1 / (1 + exp(x)), or
+        exp(x) / (1 + exp(x)).
+        """
         dividend, divisor = self._makers[quotient]
-        is_of_exponentials = self._comes_from(dividend, _EXPONENTIALS, _MOVES)
-        return is_of_exponentials and self._comes_from(
-            divisor, {"reduce_sum"}, _MOVES_AND_ADD
-        )
-
-    def _is_sigmoid(self, quotient: EquationKey) -> bool:
-        """Returns whether a quotient is 1 / (1 + exp(x)), or exp(x) / (1 + exp(x))."""
-        _, divisor = self._makers[quotient]
-        has_exponential = self._comes_from(divisor, _EXPONENTIALS, _MOVES_AND_ADD)
-        return has_exponential and not self._comes_from(
-            divisor, {"reduce_sum"}, _MOVES_AND_ADD
-        )
-
-    def _is_long_product(self, key: EquationKey) -> bool:
-        """Returns whether a product is of many factors, or of what a loop carries."""
-        if self._name(key) != "mul":
-            return False
-        return self._has_factors(key, _MANY_FACTORS, _MOST_MOVES)
+        if self._comes_from(divisor, {"reduce_sum"}, _MOVES_AND_ADD):
+            if self._comes_from(dividend, _EXPONENTIALS, _MOVES):
+                return SOFTMAX
+        elif self._comes_from(divisor, _EXPONENTIALS, _MOVES_AND_ADD):
+            return SIGMOID
+        return ""
 
     def _has_factors(self, key: EquationKey, num_factors: int, num_moves: int) -> bool:
-        """Returns whether `num_factors` of the last `num_moves` operations up to here are products.
+        """Returns whether a product is of many factors, or of what a loop carries.
 
-        In a loop, a product that is carried follows itself.
+        Of the last `num_moves` operations up to here, `num_factors` are then products. In a loop, a
+        product that is carried follows itself.
         """
         if key not in self._equations or not num_moves:
             return False
         if self._name(key) == "mul":
-            if not self._has_literal(key):
+            inputs = self._equation(key).invars
+            if not any(isinstance(atom, Literal) for atom in inputs):
                 num_factors -= 1
         elif self._name(key) not in _MOVES - {"max", "min", "clamp"}:
             return False
@@ -163,27 +144,32 @@ class Operations:
         unshifted = []
         for key in self._births:
             if self._name(key) in _EXPONENTIALS and self._find_use(key) != EXPONENTIAL:
-                innermost = lines(*self._equations[key])[:1]
-                unshifted += map(str, innermost)
-        return tuple(unshifted)
+                unshifted.append(find_line(*self._equations[key]).where)
+        return tuple(filter(None, unshifted))
 
     def is_read_by_logarithm(self, key: EquationKey) -> bool:
         through = _MOVES | _ARITHMETIC | _REDUCTIONS_BEFORE_A_LOGARITHM
-        return any(
-            self._name(reader) in _LOGARITHMS for reader in self._walk_on(key, through)
-        )
+        readers = self._walk_on(key, through)
+        return any(self._name(reader) in _LOGARITHMS for reader in readers)
 
     # The sums that the loss is made of.
 
     def find_loss_sums(self, run: Run) -> Iterator[Sum]:
         """Yields the sums that the loss is made of, if it is linear in them."""
+        for path, weight in self._find_sums(run.values["loss"].maker, 1.0, ()):
+            yield self._describe_sum(path[-1], weight)
+
+    def find_large_sums(self, run: Run) -> Iterator[Sum]:
+        """Yields those that are large, and whose mean would be finite.
+
+        All inf and NaN of the loss are then of the sum or a multiple of it.
+        """
         loss = run.values["loss"]
         for path, weight in self._find_sums(loss.maker, 1.0, ()):
             total = self._describe_sum(path[-1], weight)
-            has_finite_mean = True
-            for origin in loss.origins:
-                has_finite_mean &= origin in path and self._is_below(origin, total.size)
-            yield total._replace(has_finite_mean=has_finite_mean)
+            is_of_sum = loss.origins <= set(path)
+            if total.is_large and is_of_sum and self._are_below(loss.origins, total):
+                yield total
 
     def _find_sums(
         self, key: EquationKey, weight: float, after: tuple[EquationKey, ...]
@@ -197,79 +183,74 @@ class Operations:
         path = (*after, key)
         if self._name(key) == "reduce_sum":
             yield path, weight
-        for term in self._find_terms(key, weight):
-            yield from self._find_sums(term.maker, term.weight, path)
+        for maker, its_weight in self._find_terms(key, weight):
+            yield from self._find_sums(maker, its_weight, path)
 
-    def _is_below(self, key: EquationKey, factor: float) -> bool:
-        """Returns whether the inf of an operation is finite if divided by a factor."""
-        visit, birth = self._births[key]
-        largest = float(jnp.finfo(visit.outputs[birth.output].dtype).max)
-        return birth.float32_result <= largest * factor
+    def _are_below(self, keys: Iterable[EquationKey], total: Sum) -> bool:
+        """Returns whether the inf of some operations is finite if divided by the size of a sum."""
+        for key in keys:
+            visit, birth = self._births[key]
+            largest = float(jnp.finfo(visit.outputs[birth.output].dtype).max)
+            if not birth.float32_result <= largest * total.size:
+                return False
+        return True
 
-    def _find_terms(self, key: EquationKey, weight: float) -> list[_Term]:
-        """Returns what an operation, whose numbers count `weight` times, is linear in."""
+    def _find_terms(
+        self, key: EquationKey, weight: float
+    ) -> Iterator[tuple[EquationKey, float]]:
+        """Yields what made the numbers that an operation is linear in, and how often each counts.
+
+        The numbers of the operation count `weight` times.
+        """
         makers = self._makers[key]
         name = self._name(key)
-        if name == "reduce_sum":
-            return [_Term(makers[0], weight)]
-        if name in _MOVES or name in _SUMS:
-            return [_Term(maker, weight) for maker in makers]
+        if name in _LINEAR:
+            for maker in makers:
+                yield maker, weight
         if name not in ("div", "mul"):
-            return []
-        first, second = self._equation(key).invars
-        if _is_number(second):
-            number = _read_number(second)
-            if name == "div":
-                return [_Term(makers[0], weight / number)]
-            return [_Term(makers[0], weight * number)]
-        if name == "mul" and _is_number(first):
-            return [_Term(makers[1], weight * _read_number(first))]
-        return []
+            return
+        first, second = map(_read_number, self._equation(key).invars)
+        if second and name == "div":
+            yield makers[0], weight / second
+        elif second:
+            yield makers[0], weight * second
+        elif first and name == "mul":
+            yield makers[1], weight * first
 
     def _describe_sum(self, key: EquationKey, weight: float) -> Sum:
         eqn, around = self._equations[key]
         num_sums = max(_count_numbers(eqn.outvars[0]), 1)
         size = _count_numbers(eqn.invars[0]) // num_sums
-        frames = lines(eqn, around)
-        if not frames:
-            return Sum(where="", file="", line=0, size=size, weight=weight)
-        innermost = frames[0]
-        return Sum(
-            where=str(innermost),
-            file=innermost.file,
-            line=innermost.number,
-            size=size,
-            weight=weight,
-        )
+        return Sum(find_line(eqn, around).where, size, weight)
 
     # Walks from one operation to others.
 
     def _walk_back(self, key: EquationKey, through: Set[str]) -> Iterator[EquationKey]:
-        """Returns an operation, its makers, and the makers of those that are in `through`."""
-        waiting = [key]
-        visited = set()
-        while waiting:
-            source = waiting.pop(0)
-            if source in visited or source not in self._equations:
-                continue
-            visited.add(source)
-            yield source
-            if self._name(source) in through:
-                waiting += self._makers[source]
+        """Yields an operation, its makers, and the makers of those that are in `through`."""
+        return self._walk([key], self._makers, through)
 
     def _walk_on(self, key: EquationKey, through: Set[str]) -> Iterator[EquationKey]:
-        """Returns the readers of what an operation makes, and of what those in `through` make."""
-        waiting = [key]
-        visited = {key}
+        """Yields the readers of what an operation makes, and of what those in `through` make."""
+        readers = self._walk(self._readers.get(key, ()), self._readers, through)
+        return filter(key.__ne__, readers)
+
+    def _walk(
+        self,
+        starts: Sequence[EquationKey],
+        neighbours: Mapping[EquationKey, Sequence[EquationKey]],
+        through: Set[str],
+    ) -> Iterator[EquationKey]:
+        """Yields operations, the nearest first, and goes on from those that are in `through`."""
+        waiting = list(starts)
+        visited = set()
         while waiting:
-            maker = waiting.pop(0)
-            for reader in self._readers.get(maker, ()):
-                if reader in visited:
-                    continue
-                visited.add(reader)
-                yield reader
-                if self._name(reader) in through:
-                    waiting.append(reader)
+            key = waiting.pop(0)
+            if key in visited or key not in self._equations:
+                continue
+            visited.add(key)
+            yield key
+            if self._name(key) in through:
+                waiting += neighbours.get(key, ())
 
     @functools.cached_property
     def _readers(self) -> dict[EquationKey, list[EquationKey]]:
@@ -281,15 +262,11 @@ class Operations:
         return readers
 
     def _comes_from(self, key: EquationKey, names: Set[str], through: Set[str]) -> bool:
-        return any(
-            self._name(source) in names for source in self._walk_back(key, through)
-        )
+        sources = self._walk_back(key, through)
+        return any(self._name(source) in names for source in sources)
 
     def _name(self, key: EquationKey) -> str:
         return self._equation(key).primitive.name
-
-    def _has_literal(self, key: EquationKey) -> bool:
-        return any(isinstance(atom, Literal) for atom in self._equation(key).invars)
 
     def _equation(self, key: EquationKey) -> JaxprEqn:
         eqn, _ = self._equations[key]
@@ -300,10 +277,8 @@ def _count_numbers(atom: Any) -> int:
     return atom.aval.size
 
 
-def _is_number(atom: Any) -> bool:
-    """Returns whether an input is a number other than 0 that stands in the program."""
-    return isinstance(atom, Literal) and not np.shape(atom.val) and bool(atom.val)
-
-
 def _read_number(atom: Any) -> float:
+    """Returns an input that is a number of the program; 0 for any other, as for 0 itself."""
+    if not isinstance(atom, Literal) or np.shape(atom.val):
+        return 0.0
     return float(atom.val)

@@ -9,11 +9,11 @@ import io
 import math
 import operator
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ..diagnostics._formats import FORMATS
-from ..diagnostics._histogram import HostHistogram, Shares, fetch_histogram
+from ..diagnostics._histogram import HostHistogram, fetch_histogram
 from ..diagnostics._leaves import partition_leaves
 from ..diagnostics._pictures import can_draw, draw_histogram
 from ..diagnostics._text import percent, power, summarize_counts, text_histogram
@@ -33,34 +33,12 @@ _NO_PICTURE = (
 )
 
 
-class _Cell(NamedTuple):
-    """What a format would lose of a layer."""
+class _Table(NamedTuple):
+    """The leaves or the layers that have something to tell."""
 
-    text: str  # the share in percent, as words
-    percentage: float
-
-
-class _LayerRow(NamedTuple):
-    """One layer in the table of layers."""
-
-    name: str
-    cells: list[_Cell]  # one for each format
-
-
-class _LayerTable(NamedTuple):
-    """What each layer loses in each format."""
-
-    headings: list[str]  # the formats
-    rows: list[_LayerRow]  # the layers that lose something
-    others: list[str]  # sentences on the other layers
-
-
-class _LeafTable(NamedTuple):
-    """The leaves that have something to tell."""
-
-    headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]  # the name of a leaf and its numbers
-    others: list[str]  # sentences on the other leaves
+    headings: Sequence[str]
+    rows: Sequence[tuple[Any, ...]]  # a name, and what each column says of it
+    others: list[str]  # sentences on the others
 
 
 def say_missing() -> str:
@@ -98,13 +76,14 @@ def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
         verdict=say_verdict(exam, findings),
         setting=say_setting(exam),
         dedent=textwrap.dedent,
-        at_best=_say_scale(exam, exam.largest_scale or exam.loss_scale),
-        at_judged=_say_scale(exam, exam.judged_scale),
+        percent=percent,
+        at_best=_say_scale(exam, exam.best_scale),
+        at_shown=_say_scale(exam, exam.shown_scale),
         at_traced=_say_scale(exam, exam.loss_scale),
         summary=summarize_counts(numbers),
         has_sizes=has_sizes,
         picture=picture,
-        text_picture=text_histogram(exam.histogram, loss_scale=exam.judged_scale),
+        text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
         layers=_tabulate_layers(exam),
         leaves=_tabulate_leaves(exam),
     )
@@ -121,7 +100,7 @@ def _say_scale(exam: Exam, scale: float) -> str:
 def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
     """Returns the histogram as the base64 of a PNG."""
     # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
-    scales = (exam.judged_scale, exam.loss_scale, exam.largest_scale or exam.loss_scale)
+    scales = (exam.shown_scale, exam.loss_scale, exam.best_scale)
     titles = {}
     for scale in scales:
         exponent = round(math.log2(scale))
@@ -139,23 +118,21 @@ def _list_formats(exam: Exam) -> list[str]:
     return [name for name in FORMATS if name in _JUDGED or name in exam.dtypes]
 
 
-def _tabulate_layers(exam: Exam) -> _LayerTable:
+def _tabulate_layers(exam: Exam) -> _Table:
+    """Returns the shares that each format would lose of the layers that lose something."""
     formats = _list_formats(exam)
     layers = exam.layers.layers
     blank = []
-    lost = {}
+    lost = {}  # by each format, of each other layer
     for name, shares in layers.items():
         # The shares of a layer without finite nonzero gradients are all 0.
         if any(shares["float16"]):
-            lost[name] = _find_largest_loss(shares, formats)
+            lost[name] = [shares[judge].lost for judge in formats]
         else:
             blank.append(name)
-    losing = [name for name, share in lost.items() if share]
-    worst = sorted(losing, key=lambda name: -lost[name])[:_MOST_LAYERS]
-    rows = []  # in the order of the layers
-    for name, shares in layers.items():
-        if name in worst:
-            rows.append(_LayerRow(name, _make_cells(shares, formats)))
+    losing = [name for name, losses in lost.items() if any(losses)]
+    worst = sorted(losing, key=lambda name: -max(lost[name]))[:_MOST_LAYERS]
+    rows = [(name, *lost[name]) for name in losing if name in worst]
 
     others = []
     if blank:
@@ -173,24 +150,12 @@ def _tabulate_layers(exam: Exam) -> _LayerTable:
         others.append(
             f"Layers that lose {what} in {where}: {num_others} of {len(layers)}."
         )
-    return _LayerTable(formats, rows, others)
+    return _Table(formats, rows, others)
 
 
-def _find_largest_loss(shares: Mapping[str, Shares], formats: Sequence[str]) -> float:
-    return max(shares[name].lost for name in formats)
-
-
-def _make_cells(shares: Mapping[str, Shares], formats: Sequence[str]) -> list[_Cell]:
-    cells = []
-    for name in formats:
-        lost = shares[name].lost
-        cells.append(_Cell(percent(lost), 100 * lost))
-    return cells
-
-
-def _tabulate_leaves(exam: Exam) -> _LeafTable:
+def _tabulate_leaves(exam: Exam) -> _Table:
     """Returns the leaves that have something to tell, without the columns that have nothing."""
-    table, others = partition_leaves(exam.leaf_table, _MOST_LEAVES)
+    table, others = partition_leaves(exam.leaves, _MOST_LEAVES)
     headings, *rows = table.cells()
     last = len(headings) - 1
     shown = []  # the numbers of the columns
@@ -200,8 +165,4 @@ def _tabulate_leaves(exam: Exam) -> _LeafTable:
         if is_always_shown or any(row[i] not in _NOTHING for row in rows):
             shown.append(i)
     take_shown = operator.itemgetter(*shown)
-    return _LeafTable(
-        headings=take_shown(headings),
-        rows=list(map(take_shown, rows)),
-        others=others,
-    )
+    return _Table(take_shown(headings), list(map(take_shown, rows)), others)

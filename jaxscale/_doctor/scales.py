@@ -4,9 +4,7 @@ A low scale is not a bad one: twice the loss has twice the gradients and half th
 is how far the gradients stay below what float16 holds at that scale.
 """
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from .._policies.dynamic import DynamicLossScale
 from ..diagnostics._text import number, percent, power
@@ -15,56 +13,17 @@ from .cures import say_mean
 from .exam import Exam
 from .finding import Finding, make_finding
 from .gradients import Comparison
-from .origins import Sum
-from .wording import join_lines, name_line
+from .start import Start
+from .wording import join_lines, name_line, say_error
 
 # a loss scale is needed if more than this share of the gradients is lost without it
 _NEEDED = 0.01
 _LOW = 2.0**10  # a largest loss scale below this is worth a word
-_RETRIES = 10  # in one step, as in the help
-_ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
-
-
-class Start(NamedTuple):
-    """How to start training at the largest loss scale that fits.
-
-    Attributes:
-      skipped: how many first steps on batches like this the default rule skips; `None` if all.
-      retries: how many retries let the first step find the scale; `None` if no number does.
-      code: the line to write.
-    """
-
-    skipped: int | None
-    retries: int | None
-    code: str
-
-
-def find_start(exam: Exam) -> Start | None:
-    """Returns how to start training, or `None` if that is not known."""
-    largest = exam.largest_scale
-    if largest is None:
-        return None
-    default = DynamicLossScale()
-    num_backoffs = math.log(largest / default.init_scale, default.backoff_factor)
-    skipped = math.ceil(num_backoffs)
-    if skipped <= 0:
-        return Start(skipped=0, retries=0, code="jaxscale.loss_scaled(optimizer)")
-    if largest >= default.min_scale:
-        code = _write_code(f"init_scale={power(largest)}")
-        return Start(skipped=skipped, retries=max(skipped, _RETRIES), code=code)
-    code = _write_code(
-        f"init_scale={power(largest)}, min_scale={power(largest * _ROOM)}"
-    )
-    return Start(skipped=None, retries=None, code=code)
-
-
-def _write_code(arguments: str) -> str:
-    return f"jaxscale.loss_scaled(optimizer, jaxscale.DynamicLossScale({arguments}))"
 
 
 def needs_scale(exam: Exam) -> bool:
     """Returns whether the judged scale loses too much of the gradients."""
-    comparison = exam.scale_comparison
+    comparison = exam.comparison
     return (
         comparison is not None and max(comparison.flushed, comparison.error) > _NEEDED
     )
@@ -85,7 +44,7 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
             *details,
         )
         return
-    start = find_start(exam)
+    start = exam.start
     if start is None or exam.is_all_zero:
         reason = "some gradient is not 0"
         if start is None:
@@ -95,12 +54,12 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
         )
     elif start.skipped is None:
         yield _find_scale_below_one(exam, start)
-    elif exam.scale_comparison is None:
+    elif exam.comparison is None:
         details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
         yield make_finding(_judge_largest_scale(exam, start), *details)
     else:
         yield make_finding(
-            _judge_scale(exam, exam.scale_comparison),
+            _judge_scale(exam, exam.comparison),
             _judge_largest_scale(exam, start),
             *_judge_room(exam),
             *_say_how_to_start(exam, start),
@@ -111,11 +70,11 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
 
 def _find_scale_below_one(exam: Exam, start: Start) -> Finding:
     details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
-    place: Place | Sum | None = exam.ceiling
-    total = exam.float32.mean
+    place: Place | str | None = exam.ceiling
+    total = exam.check.mean
     if total is not None and total.where:
         details.insert(0, say_mean(total, f", at {total.where}"))
-        place = total
+        place = total.where
     elif total is not None:
         details.insert(0, say_mean(total))
     # Where a scale of 1 was asked for, what it overflows is a problem already.
@@ -126,11 +85,11 @@ def _find_scale_below_one(exam: Exam, start: Start) -> Finding:
 
 def find_inward_growth(exam: Exam) -> Iterator[Finding]:
     """Notes gradients for which `scale_backward` does not find its scale at once."""
-    trial = exam.backward_trial
-    if trial is None or not trial.repeats or not exam.largest_scale:
+    num_repeats, is_enough = exam.trial.repeats or (0, False)
+    if not num_repeats or not exam.largest_scale:
         return
-    times = {1: "once", 2: "twice"}.get(trial.repeats, f"{trial.repeats} times")
-    if not trial.is_enough:
+    times = {1: "once", 2: "twice"}.get(num_repeats, f"{num_repeats} times")
+    if not is_enough:
         times += ", which is not enough"
     # Room for batches with larger gradients, which would repeat it again.
     scale = power(exam.largest_scale / 4)
@@ -147,8 +106,8 @@ def find_inward_growth(exam: Exam) -> Iterator[Finding]:
 
 def find_outliers(exam: Exam) -> Iterator[Finding]:
     """Notes a few cotangents that are so large that all others flush beside them."""
-    trial = exam.backward_trial
-    if trial is None or not (trial.is_divided or trial.is_lost):
+    trial = exam.trial
+    if not (trial.is_divided or trial.is_lost):
         return
     effect = "makes three backward passes of this batch"
     if trial.is_lost:
@@ -163,10 +122,10 @@ def find_outliers(exam: Exam) -> Iterator[Finding]:
 
 def find_refusal(exam: Exam) -> Iterator[Finding]:
     """Notes what `scale_backward` raised when it was tried."""
-    trial = exam.backward_trial
-    if trial is not None and trial.raised:
+    raised = exam.trial.scale_backward_raised
+    if raised:
         yield make_finding(
-            f"`jaxscale.scale_backward` was tried on this loss, and raised {trial.raised}",
+            f"`jaxscale.scale_backward` was tried on this loss, and raised {raised}",
             "It matters only if you use `scale_backward`. All other findings are made without it.",
         )
 
@@ -178,11 +137,9 @@ def _judge_scale(exam: Exam, comparison: Comparison) -> str:
         losses = f"{percent(comparison.flushed)} of the nonzero gradients become 0"
         if 0 < comparison.flushed < comparison.worst_flushed:
             losses += f" ({percent(comparison.worst_flushed)} in {comparison.worst})"
-        losses += (
-            f", and together they are off by {percent(min(comparison.error, 1.0))}"
-        )
+        losses += f", and together they are off by {say_error(comparison.error)}"
     is_needed = needs_scale(exam)
-    if exam.judged_scale == 1:
+    if exam.shown_scale == 1:
         verdict = "This batch needs no loss scale"
         if is_needed:
             verdict = "It needs a loss scale"
@@ -190,7 +147,7 @@ def _judge_scale(exam: Exam, comparison: Comparison) -> str:
     verdict = "is high enough"
     if is_needed:
         verdict = "is too low"
-    return f"Loss scale {power(exam.judged_scale)} {verdict}: there {losses}."
+    return f"Loss scale {power(exam.shown_scale)} {verdict}: there {losses}."
 
 
 def _judge_largest_scale(exam: Exam, start: Start) -> str:
@@ -210,12 +167,12 @@ def _judge_room(exam: Exam) -> list[str]:
         return [
             "That is low: gradients shrink as a model learns, and what limits the scale is far "
             f"larger than they are: at {power(largest)} they only go up to "
-            f"{number(largest * exam.largest_gradient, 3)}."
+            f"{number(largest * exam.largest, 3)}."
         ]
     if largest < _LOW:
         return [
             "That is not low for gradients as large as these, up to "
-            f"{number(exam.largest_gradient, 3)}, such as those of a sum: at that scale they "
+            f"{number(exam.largest, 3)}, such as those of a sum: at that scale they "
             "nearly fill the range of float16."
         ]
     if needs_scale(exam):

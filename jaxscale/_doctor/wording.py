@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from .._trees.grammar import and_more
-from ..diagnostics._text import number
+from ..diagnostics._text import number, percent
 from ..diagnostics._trace.report import Place, TracedConstant
 from .exam import Exam
 
@@ -16,6 +16,16 @@ def list_names(names: Sequence[str]) -> str:
     """Returns the first few names, and how many more there are."""
     first_names = ", ".join(names[:_MOST_NAMES])
     return " ".join([first_names, *and_more(names, _MOST_NAMES)])
+
+
+def say_error(error: float) -> str:
+    """Returns a relative error in percent, at most 100%."""
+    return percent(min(error, 1.0))
+
+
+def name_operation(place: Place) -> str:
+    """Returns an operation with its pass, in the middle of a sentence."""
+    return f"`{place.primitive}`, in the {place.direction} pass,"
 
 
 def name_line(place: Place) -> str:
@@ -58,7 +68,7 @@ def say_rounded_at(place: Place, exam: Exam) -> list[str]:
     """Returns what numbers of the source became that stand in the line of an equation."""
     sentences = []
     for constant in exam.trace.constants:
-        if constant.file == place.file and constant.line == place.line:
+        if constant.where == place.where:
             sentences.append(f"{say_rounded(constant)}.")
     return sentences
 

@@ -5,18 +5,21 @@ from collections.abc import Iterator
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedUnderflow
+from .culprit import Culprit
 from .cures import say_cure
 from .exam import Exam
 from .finding import Finding, make_finding
 from .float32 import STABLE
 from .gradients import LeafError
-from .remedy import Culprit, Remedy, SourcePlace
+from .remedy import Remedy
 from .wording import (
     join_lines,
     list_names,
     name_line,
     name_lines,
+    name_operation,
     say_backward_rule,
+    say_error,
     say_rounded_at,
 )
 
@@ -29,11 +32,11 @@ _MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
 
 def find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
     """Notes gradients that are finite, but far from those in float32."""
-    check = exam.float32
-    if not check.wrong_leaves or check.comparison is None:
+    check = exam.check
+    if not check.wrong or check.float32 is None:
         return
-    title = _say_wrong_gradients(exam, check.comparison.leaves)
-    of_leaves = [f"Wrong gradients, worst first: {list_names(check.wrong_leaves)}."]
+    title = _say_wrong_gradients(exam, check.float32.leaves)
+    of_leaves = [f"Wrong gradients, worst first: {list_names(check.wrong)}."]
     of_leaves += _say_losses(exam)
     if check.culprit is None:
         details = say_compiled_remedy(exam) or _say_no_culprit(exam)
@@ -45,27 +48,21 @@ def find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
     if not details:
         details = [explain_culprit(check.culprit)]
     details += say_backward_rule(place, exam)
-    cures = []
-    if check.remedy is not None and check.remedy.works:
-        cures = say_cure(check.culprit)
-    details += cures
-    if check.remedy is not None:
-        details.append(say_remedy(check.remedy, exam, place.where, is_first=not cures))
+    details += advise_on_culprit(check.culprit, exam)
     title = f"{title} It begins at {name_line(place)}."
     yield make_finding(title, *details, *of_leaves, is_problem=True, place=place)
 
 
 def _say_wrong_gradients(exam: Exam, leaves: tuple[LeafError, ...]) -> str:
     """Returns how many gradients are wrong, and how far the worst one is off."""
-    wrong_leaves = exam.float32.wrong_leaves
+    wrong_leaves = exam.check.wrong
     worst = next(leaf for leaf in leaves if leaf.path == wrong_leaves[0])
-    num_leaves = len(exam.leaf_table.rows)
+    num_leaves = len(exam.leaves.rows)
     count = f"{len(wrong_leaves)} of {num_leaves}"
     scale = ""
     if exam.largest_scale:
         scale = f" at loss scale {power(exam.largest_scale)}, the largest that fits"
-    error = percent(min(worst.error, 1.0))
-    off = f"off by {error}, compared with float32"
+    off = f"off by {say_error(worst.error)}, compared with float32"
     if worst.flushed == 1:
         off = "flushed to 0"
     return f"Everything is finite, but {count} gradients are wrong{scale}: {worst.path} is {off}."
@@ -83,7 +80,7 @@ def _say_no_culprit(exam: Exam) -> list[str]:
 def explain_culprit(culprit: Culprit) -> str:
     """Returns how an equation makes finite gradients wrong."""
     place = culprit.place
-    what = f"`{place.primitive}`, in the {place.direction} pass,"
+    what = name_operation(place)
     if culprit.kind == "overflow":
         return (
             f"{what} turns numbers that {place.dtype} cannot hold into inf. That becomes finite "
@@ -107,6 +104,18 @@ def explain_culprit(culprit: Culprit) -> str:
         f"{what} rounds: its numbers are as large as {number(culprit.largest, 4)}, where "
         f"{place.dtype} only holds multiples of {number(spacing, 3)}."
     )
+
+
+def advise_on_culprit(culprit: Culprit, exam: Exam) -> list[str]:
+    """Returns what to write instead of a line, if anything, and which lines help in float32."""
+    remedy = exam.check.remedy
+    if remedy is None:
+        return []
+    cures = []
+    if remedy.works:
+        cures = say_cure(culprit)
+    where = culprit.place.where
+    return [*cures, say_remedy(remedy, exam, where, is_first=not cures)]
 
 
 def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True) -> str:
@@ -134,23 +143,24 @@ def say_remedy(remedy: Remedy, exam: Exam, where: str, *, is_first: bool = True)
     )
 
 
-def find_compiled_place(exam: Exam) -> SourcePlace | None:
-    """Returns the line at which only the compiled program goes wrong, if it was found."""
-    remedy = exam.float32.compiled_remedy
+def find_compiled_place(exam: Exam) -> str:
+    """Returns the line at which only the compiled program goes wrong, or `""`."""
+    remedy = exam.check.compiled_remedy
     if remedy is None:
-        return None
-    return remedy.first
+        return ""
+    return remedy.lines[0]
 
 
 def say_compiled_remedy(exam: Exam) -> list[str]:
     """Returns which lines in float32 help where only the compiled program goes wrong."""
-    remedy = exam.float32.compiled_remedy
+    remedy = exam.check.compiled_remedy
     if remedy is None:
         return []
+    first = remedy.lines[0]
     return [
-        f"It begins at {remedy.first}, and only in the compiled program. XLA rewrites operations "
+        f"It begins at {first}, and only in the compiled program. XLA rewrites operations "
         "there: a sum of n equal numbers as n times the number, or a division as a product.",
-        say_remedy(remedy, exam, str(remedy.first)),
+        say_remedy(remedy, exam, first),
     ]
 
 
@@ -165,11 +175,11 @@ def say_how_to_widen(exam: Exam) -> str:
 
 def find_incomparable(exam: Exam) -> Iterator[Finding]:
     """Notes gradients that could not be compared with float32."""
-    names = exam.float32.unstable_leaves
-    if not names or exam.float32.comparison is None:
+    names = exam.check.unstable
+    if not names or exam.check.float32 is None:
         return
     title = f"Could not be compared with float32: {list_names(names)}."
-    if exam.float32.compares_nothing:
+    if exam.check.compares_nothing:
         title = "No gradient could be compared with float32."
     yield make_finding(
         title,
@@ -179,10 +189,10 @@ def find_incomparable(exam: Exam) -> Iterator[Finding]:
 
 def find_wrong_loss(exam: Exam) -> Iterator[Finding]:
     """Notes a loss that is far from that in float32, though the gradients are right."""
-    if exam.float32.right_loss is None or not exam.is_right:
+    if exam.check.right_loss is None or not exam.is_right:
         return
     yield make_finding(
-        f"{say_wrong_loss(exam.loss, exam.float32.right_loss)}. Its gradients are right.",
+        f"{say_wrong_loss(exam.loss, exam.check.right_loss)}. Its gradients are right.",
         "A loss that is logged, compared or used to stop early is better computed in float32.",
     )
 
@@ -191,7 +201,7 @@ def say_wrong_loss(loss: float, right_loss: float) -> str:
     """Returns how far a loss is from that in float32."""
     off = "far off"
     if right_loss:
-        off = f"off by {percent(min(abs(loss / right_loss - 1), 1.0))}"
+        off = f"off by {say_error(abs(loss / right_loss - 1))}"
     return (
         f"The loss is {off}: {number(loss, 4)}, and {number(right_loss, 4)} in float32"
     )
@@ -217,7 +227,7 @@ def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
 def find_underflows(exam: Exam) -> Iterator[Finding]:
     """Notes where small numbers become 0, unless a problem explains it."""
     places = [place for place in exam.trace.underflows if place.zeros]
-    if exam.trace.nonfinite_outputs or exam.float32.wrong_leaves or not places:
+    if exam.trace.nonfinite_outputs or exam.check.wrong or not places:
         return
     worst = max(places, key=lambda place: (_may_matter(place), place.lost_sum))
     words = "They are the smallest values there."
@@ -235,13 +245,13 @@ def _may_matter(place: TracedUnderflow) -> bool:
 
 def find_zeros(exam: Exam) -> Iterator[Finding]:
     """Notes leaves whose gradient is 0 everywhere."""
-    num_zero = len(exam.zero_leaves)
-    num_leaves = len(exam.leaf_table.rows)
+    num_zero = len(exam.zero)
+    num_leaves = len(exam.leaves.rows)
     if not num_zero or exam.trace.nonfinite_outputs:
         return
     count = f"The gradient is exactly 0 everywhere in {num_zero} of {num_leaves} leaves"
-    names = list_names(exam.zero_leaves)
-    if exam.float32.comparison is None:
+    names = list_names(exam.zero)
+    if exam.check.float32 is None:
         words = (
             "Either the loss does not depend on them, or they were flushed on the way."
         )
@@ -253,17 +263,17 @@ def find_zeros(exam: Exam) -> Iterator[Finding]:
 
 
 def _say_error(exam: Exam) -> str:
-    if exam.float32.error is None:
+    if exam.check.error is None:
         return ""
-    return percent(min(exam.float32.error, 1.0))
+    return say_error(exam.check.error)
 
 
 def _say_losses(exam: Exam) -> list[str]:
     """Returns what autocast makes of the loss, or how far it is from that in float32."""
     if exam.loss_as_written is None:
-        if exam.float32.right_loss is None:
+        if exam.check.right_loss is None:
             return []
-        return [f"{say_wrong_loss(exam.loss, exam.float32.right_loss)}."]
+        return [f"{say_wrong_loss(exam.loss, exam.check.right_loss)}."]
     loss = number(exam.loss, 4)
     loss_as_written = number(exam.loss_as_written, 4)
     return [f"The loss is {loss} in {exam.autocast}, and as written {loss_as_written}."]

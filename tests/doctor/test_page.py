@@ -18,6 +18,7 @@ from jaxscale._doctor.finding import Finding
 from jaxscale._doctor.gradients import count_numbers
 from jaxscale._doctor.measure import examine
 from jaxscale._doctor.page import draw_page, say_missing
+from jaxscale._doctor.record import make_record
 from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
@@ -89,17 +90,17 @@ def no_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
-def draw_page_of(exam, grads, loss_scale=1.0, judged_scale=None, **others):
+def draw_page_of(exam, grads, loss_scale=1.0, shown_scale=None, **others):
     """Returns the page of the same exam, but with other gradients."""
     counted = count_numbers(grads, loss_scale)
-    judged_scale = judged_scale or loss_scale
+    shown_scale = shown_scale or loss_scale
     exam = exam._replace(
         loss_scale=loss_scale,
-        judged_scale=judged_scale,
-        is_auto=judged_scale != loss_scale,
-        leaf_table=diagnostics.table(counted.counts),
+        shown_scale=shown_scale,
+        is_auto=shown_scale != loss_scale,
+        leaves=diagnostics.table(counted.counts),
         histogram=counted.whole,
-        layers=diagnostics.underflow(counted.histograms, loss_scale=judged_scale),
+        layers=diagnostics.underflow(counted.histograms, loss_scale=shown_scale),
         **others,
     )
     return Page(draw_page(exam, []))
@@ -128,29 +129,21 @@ def test_it_holds_everything_and_asks_for_nothing(exam):
     assert shown.texts["article"][0].split()[0] == "Problem"
 
 
-def test_the_faulty_line_is_marked_and_not_by_colour_alone(exam, no_matplotlib):
-    shown = Page(draw_page(exam, diagnose(exam)))
-    (marked,) = shown.texts["mark"]
-    assert marked == f" >{LINE:5}      y = y * jnp.float16(60000)  # {EVIL} "
-
-
-def test_the_lines_around_the_faulty_one_keep_their_indentation(exam, no_matplotlib):
+def test_the_faulty_line_is_marked_among_those_around_it(exam, no_matplotlib):
+    """Not by its colour alone. All keep their indentation, but what they have in common."""
     findings = diagnose(exam)
     shown = Page(draw_page(exam, findings))
-    source = shown.texts["pre"][0]
-    lines = re.findall(r"^.{2}( *\d+)  ( *)\S", source, re.MULTILINE)
-    filled = [line for line in source.splitlines() if line.strip()]
-    assert len(lines) == len(filled)
-    widths = set()
-    numbers = []
-    indentations = set()
-    for number, indentation in lines:
-        widths.add(len(number))
-        numbers.append(int(number))
-        indentations.add(indentation)
-    assert widths == {5}
-    assert numbers == [LINE - 2, LINE - 1, LINE, LINE + 1, LINE + 2]
-    assert indentations == {"", "    "}
+    expected = []
+    recorded = []
+    for number in range(LINE - 2, LINE + 3):
+        text = MODEL.splitlines()[number - 1]
+        recorded.append([number, text])
+        expected.append(f"  {number:5}  {text.removeprefix('    ')} ")
+    expected[2] = expected[2].replace("  ", " >", 1)
+    source = shown.texts["pre"][0].splitlines()
+    assert [line for line in source if line.strip()] == expected
+    assert shown.texts["mark"] == [expected[2]]
+    assert make_record(exam, findings)["findings"][0]["source"] == recorded
 
 
 def test_what_is_quoted_is_code(exam, no_matplotlib):
@@ -181,7 +174,7 @@ def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
 def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     grads = {"small": jnp.array([2.0**-30, 1.0]), "fine": jnp.ones(2)}
     calibration = diagnostics.Calibration(2.0**8, *[None] * 5)
-    shown = draw_page_of(exam, grads, 2.0**8, judged_scale=1.0, calibration=calibration)
+    shown = draw_page_of(exam, grads, 2.0**8, shown_scale=1.0, calibration=calibration)
     assert "above are about computation" in shown.flowing
     assert (
         "The finished gradients, and what storing them would lose" in shown.texts["h2"]
