@@ -13,6 +13,7 @@ from .._autocast.casts import is_never_entered, why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat
+from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call
 from ._trace.places import Line, find_line
 
@@ -74,9 +75,8 @@ class Products(NamedTuple):
         text = [f"{total} {what}: {', '.join(parts)}."]
         for line in self.not_half[:_MOST_LINES]:
             text.append(f"  {line.dtype}: {line}")
-        num_hidden = len(self.not_half) - _MOST_LINES
-        if num_hidden > 0:
-            text.append(f"  And {num_hidden} more lines.")
+        for words in and_more(self.not_half, _MOST_LINES):
+            text.append(f"  {words.capitalize()} lines.")
         return "\n".join(text)
 
 

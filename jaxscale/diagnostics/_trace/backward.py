@@ -1,5 +1,6 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,9 @@ from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
 from ..._trees.leaf import is_inexact_leaf
 from .._formats import describe, is_array
-from .findings import Findings, OverflowSeen, Run
+from .findings import Findings, OverflowSeen, Run, pick_grads
 from .interpreter import (
     TOP,
-    EquationKey,
     Interpreter,
     IsWide,
     Location,
@@ -27,7 +27,7 @@ from .interpreter import (
     Value,
     Visit,
 )
-from .needs import BACKWARD, FORWARD, open_equation
+from .needs import BACKWARD, FORWARD, EquationKey, open_equation
 from .places import Constants, find_line
 from .plan import Planner
 from .program import compile_fast
@@ -263,20 +263,15 @@ class TracedBackward:
         if plan.has_refs:
             return None
 
-        def compute_outputs(scale: jax.Array, consts: Sequence[Any]) -> list[Any]:
-            return plan.compute([scale], consts, is_wide)
-
+        # As arguments: of constants XLA would compute the results ahead of time.
+        values = {const.slot: const.value for const in plan.consts}
+        values[plan.inputs[0]] = jnp.float32(loss_scale)
+        compute_outputs = functools.partial(plan.compute, is_wide=is_wide)
         # As the trace rounds: each equation to its own dtype.
         compiled = compile_fast(compute_outputs, xla_allow_excess_precision=False)
         with jax.debug_nans(False), jax.debug_infs(False):
-            # As arguments: of constants XLA would compute the results ahead of time.
-            consts = [const.value for const in plan.consts]
-            outputs = compiled(jnp.float32(loss_scale), consts)
-        grads = {}
-        for name, output in zip(self._names, outputs, strict=True):
-            if name.startswith("grads"):
-                grads[name] = np.asarray(output)
-        return grads
+            outputs = compiled(values)
+        return pick_grads(dict(zip(self._names, outputs, strict=True)))
 
     def how_far(self) -> str:
         """Returns how far the pass that runs now has come, in words. Another thread may ask."""

@@ -12,14 +12,15 @@ from ..._jax import JaxprEqn
 from .damage import (
     Birth,
     Lost,
+    describe_nonfinite,
     find_birth,
     find_lost,
     has_nonfinite,
     nonfinite_mask,
 )
 from .evaluate import IncomparableError
-from .interpreter import EquationKey, Origins, Value, Visit, key_of
-from .needs import EFFECT, FORWARD, hides_equations
+from .interpreter import Origins, Value, Visit
+from .needs import EFFECT, FORWARD, EquationKey, hides_equations, key_of
 from .places import NO_LINE, find_layer, find_line, lines
 from .plan import RoundedAt
 from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
@@ -142,13 +143,7 @@ class Findings:
                 return birth
         if origins:
             return None
-        for output, mask in enumerate(masks):
-            if mask.any():
-                num_nonfinite = int(mask.sum())
-                return Birth(
-                    output, num_nonfinite, share=float(mask.mean()), cause="given"
-                )
-        return None
+        return describe_nonfinite(masks, "given")
 
     def _note_birth(self, key: EquationKey, visit: Visit, birth: Birth) -> None:
         self._num_births[key] += 1
@@ -168,43 +163,30 @@ class Findings:
         """Returns where inf and NaN were made or given, with the outputs that each has reached."""
         places = []
         for key, (visit, birth) in self.births.items():
-            place = self._describe(
-                visit, birth.output, birth.share, self._num_births[key]
-            )
-            nonfinite = TracedNonfinite(
-                **vars(place),
-                elements=birth.elements,
-                cause=birth.cause,
-                reaches=tuple(reached.get(key, ())),
-                least_input=birth.least_input,
-                largest_input=birth.largest_input,
-                float32_result=birth.float32_result,
-            )
-            places.append(nonfinite)
+            fields = self._describe(visit, birth, self._num_births[key])
+            reaches = tuple(reached.get(key, ()))
+            places.append(TracedNonfinite(**fields, reaches=reaches))
         return places
 
     def list_underflows(self) -> list[TracedUnderflow]:
         """Returns where most nonzero values were lost, in the order of execution."""
         places = []
         for key, (visit, lost) in self._losses.items():
-            place = self._describe(
-                visit, lost.output, lost.share, self._num_losses[key]
-            )
-            underflow = TracedUnderflow(
-                **vars(place),
-                nonzero=lost.nonzero,
-                zeros=lost.zeros,
-                subnormals=lost.subnormals,
-                lost_sum=lost.lost_sum,
-            )
-            places.append(underflow)
+            fields = self._describe(visit, lost, self._num_losses[key])
+            places.append(TracedUnderflow(**fields))
         return places
 
-    def place(self, visit: Visit, share: float) -> Place:
-        """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
-        return self._describe(visit, output=0, share=share, times=0)
+    def _describe(self, visit: Visit, what: Birth | Lost, times: int) -> dict[str, Any]:
+        """Returns the fields of a place where something happened that many times."""
+        place = self.place(visit, what.share, what.output, times)
+        fields = vars(place) | what._asdict()
+        del fields["output"]
+        return fields
 
-    def _describe(self, visit: Visit, output: int, share: float, times: int) -> Place:
+    def place(
+        self, visit: Visit, share: float, output: int = 0, times: int = 0
+    ) -> Place:
+        """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
         eqn = visit.eqn
         line, *callers = lines(eqn, visit.around) or [NO_LINE]
         array = visit.outputs[output]
@@ -218,10 +200,7 @@ class Findings:
             inputs=tuple(atom.aval.str_short() for atom in eqn.invars),
             direction=direction,
             scaled=visit.scaled,
-            where=line.where,
-            file=line.file,
-            line=line.number,
-            source=line.text,
+            **line.fields(),
             called_from=tuple(map(str, callers)),
             layer=find_layer(eqn, visit.around),
             iteration=visit.iteration,
@@ -256,11 +235,7 @@ class Run(NamedTuple):
     @property
     def grads(self) -> dict[str, np.ndarray]:
         """The gradients, by their names."""
-        grads = {}
-        for name, array in self.outputs.items():
-            if name.startswith("grads"):
-                grads[name] = array
-        return grads
+        return pick_grads(self.outputs)
 
     def report(self) -> TraceReport:
         """Returns all that was seen, as Python values."""
@@ -302,6 +277,15 @@ class Run(NamedTuple):
         return makers + first_uses
 
 
+def pick_grads(outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the gradients among outputs, on the host."""
+    grads = {}
+    for name, output in outputs.items():
+        if name.startswith("grads"):
+            grads[name] = np.asarray(output)
+    return grads
+
+
 def _list_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
     """Returns the numbers that were rounded, each once for a line and a dtype."""
     constants: dict[Any, TracedConstant] = {}
@@ -313,10 +297,7 @@ def _list_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
             became=float(literal),
             dtype=str(literal.dtype),
             primitive=place.eqn.primitive.name,
-            where=line.where,
-            file=line.file,
-            line=line.number,
-            source=line.text,
+            **line.fields(),
         )
         key = (line.file, line.number, constant.value, constant.dtype)
         constants.setdefault(key, constant)

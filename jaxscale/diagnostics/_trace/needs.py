@@ -28,6 +28,10 @@ FORWARD = 1
 BACKWARD = 2
 EFFECT = 4
 
+# An equation and those that hold it, by their numbers in memory. Keys of several runs may be
+# compared while their `TracedBackward` lives, as it holds these equations.
+EquationKey = tuple[int, ...]
+
 # The needs of several values or results, in their order.
 Needs = tuple[int, ...]
 
@@ -40,6 +44,11 @@ _READERS: dict[str, Callable[[JaxprEqn], Any]] = {
 
 # An equation of these runs as one if its parameters are not known, or if it is that of devices.
 HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
+
+
+def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
+    """Returns what tells an equation from all others, and from itself in another call."""
+    return tuple(map(id, (*around, eqn)))
 
 
 def open_equation(

@@ -16,7 +16,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,6 +70,15 @@ class Line(NamedTuple):
 
     def __str__(self) -> str:
         return self.where
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the line as the fields of a report."""
+        return {
+            "where": self.where,
+            "file": self.file,
+            "line": self.number,
+            "source": self.text,
+        }
 
 
 NO_LINE = Line("", 0, "")
