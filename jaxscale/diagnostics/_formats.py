@@ -108,7 +108,8 @@ def _cut_float64_bits(numbers: jax.Array) -> jax.Array:
     is_nonzero = (magnitude != 0).astype(jnp.uint64)
     finite = jnp.clip(in_range, is_nonzero, jnp.uint64(INFINITY_BITS - 1))
     infinity = jnp.uint64(0x7FF << 52)
-    nonfinite = jnp.uint64(INFINITY_BITS) + (magnitude > infinity)
+    is_nan = (magnitude > infinity).astype(jnp.uint64)
+    nonfinite = jnp.uint64(INFINITY_BITS) + is_nan
     return jnp.where(magnitude < infinity, finite, nonfinite).astype(jnp.uint32)
 
 
@@ -160,7 +161,7 @@ def _find_format(name: str) -> Format:
     largest = float(info.max)
     normal = float(info.smallest_normal)
     subnormal = float(info.smallest_subnormal)
-    largest_exponent = _exponent(largest)
+    largest_exponent = exponent_of(largest)
     spacing = 2.0 ** (largest_exponent - info.nmant)  # of the largest numbers
     # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just below
     # the smallest normal number it is that number. Above the largest number it is the next one,
@@ -171,8 +172,8 @@ def _find_format(name: str) -> Format:
         nonzero=_find_boundary(subnormal / 2, inclusive=False),
         normal=_find_boundary(normal - subnormal / 2, inclusive=True),
         overflow=_find_boundary(largest + spacing / 2, inclusive=is_last_bit_set),
-        least_exponent=_exponent(subnormal),
-        least_normal_exponent=_exponent(normal),
+        least_exponent=exponent_of(subnormal),
+        least_normal_exponent=exponent_of(normal),
         largest_exponent=largest_exponent,
     )
 
@@ -186,7 +187,8 @@ def _find_boundary(value: float, inclusive: bool) -> Boundary:
     return Boundary(exponent - 1, mantissa)
 
 
-def _exponent(value: float) -> int:
+def exponent_of(value: float) -> int:
+    """Returns the exponent of the largest power of two that a number is not below."""
     return math.frexp(value)[1] - 1
 
 

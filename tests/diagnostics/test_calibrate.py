@@ -32,41 +32,28 @@ def calibrate(batches, fun=loss_fn, **options):
     return diagnostics.calibrate(fun, W, batches, jit=lambda fun: fun, **options)
 
 
-def largest_for(size):
-    """The exponent of the largest scale, up to 2**24, at which such a gradient is finite."""
-    return min(24, 15 - size)
-
-
 SIZES = range(-24, 16)
-FAST_SIZES = [-24, 15]  # at the one no scale overflows, at the other all but 1
 
 
-@cases("size", SIZES, fast=FAST_SIZES)
-def test_it_is_the_largest_that_does_not_overflow(size):
-    # Five passes are enough to tell 25 scales and none apart.
-    calibration = calibrate([batch(size)], max_passes=5)
-    exponent = largest_for(size)
-    overflows_at = 2.0 ** (exponent + 1)
-    if exponent == 24:
-        overflows_at = None
-    assert calibration.init_scale == 2.0**exponent
-    assert calibration.overflows_at == overflows_at
-    assert calibration.is_largest
-    assert calibration.batches == 1
-
-
-@cases("size", SIZES, fast=FAST_SIZES)
-def test_a_training_step_overflows_beyond_it(size):
-    exponent = largest_for(size)
-    assert step_is_finite(exponent, size)
-    # One power of two more only fits if the largest scale to try, 2**24, did.
-    assert step_is_finite(exponent + 1, size) == (size + exponent < 15)
-
-
-def step_is_finite(exponent, size):
-    state = jaxscale.FixedLossScale(2.0**exponent).init()
+def step_is_finite(loss_scale, size):
+    state = jaxscale.FixedLossScale(loss_scale).init()
     grads = jaxscale.grad(loss_fn, state)(W, batch(size))
     return bool(jaxscale.all_finite(grads))
+
+
+@cases("size", SIZES, fast=[-24, 15])  # no scale overflows, and all but 1
+def test_it_is_the_largest_at_which_a_training_step_is_finite(size):
+    # Five passes are enough to tell 25 scales and none apart.
+    calibration = calibrate([batch(size)], max_passes=5)
+    assert calibration.init_scale == min(2.0**24, 2.0 ** (15 - size))
+    assert step_is_finite(calibration.init_scale, size)
+    if calibration.overflows_at is None:
+        assert calibration.init_scale == 2.0**24
+    else:
+        assert calibration.overflows_at == 2 * calibration.init_scale
+        assert not step_is_finite(calibration.overflows_at, size)
+    assert calibration.is_largest
+    assert calibration.batches == 1
 
 
 def random_sizes(seed):

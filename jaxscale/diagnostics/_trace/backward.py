@@ -1,7 +1,7 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,8 +101,7 @@ def trace(
                 "`trace` reads values, so it cannot run inside `jit` or another transformation. "
                 "Call it where the training step is called, with the same arguments."
             )
-        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-            check_floating("trace", args, kwargs.get("argnums", 0))
+        check_floating("trace", args, transform, kwargs)
         traced = TracedBackward(
             fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
         )
@@ -114,13 +113,17 @@ def trace(
 def check_floating(
     call: str,
     args: tuple[Any, ...],
-    argnums: int | Sequence[int],
+    transform: Callable[..., Any],
+    options: Mapping[str, Any],
     also: str = "",
 ) -> None:
-    """Raises a `TypeError` unless all leaves of the parameters are floating.
+    """Raises a `TypeError` unless all leaves of the parameters are floating, as JAX needs them.
 
     `also` is what else a call needs for a module of Equinox.
     """
+    if transform is not jax.value_and_grad or options.get("allow_int"):
+        return
+    argnums = options.get("argnums", 0)
     if not isinstance(argnums, Sequence):
         argnums = [argnums]
     for i in argnums:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Scan, While, context, is_ref
+from ..._jax import ClosedJaxpr, JaxprEqn, Scan, While, context, is_ref
 from .damage import has_nonfinite
 from .evaluate import compute
 from .needs import EquationKey, Needs, key_of, open_equation, results, unite
@@ -33,6 +33,13 @@ class Cell:
 
     def __init__(self, value: Value) -> None:
         self.value = value
+
+
+def _look_into(entry: Value | Cell) -> Value:
+    """Returns a value, or the value that a cell holds now."""
+    if isinstance(entry, Cell):
+        return entry.value
+    return entry
 
 
 class Location(NamedTuple):
@@ -178,21 +185,15 @@ class Interpreter:
     ) -> Sequence[Value | Cell]:
         """Runs an equation that holds no others by itself, and updates the refs that it takes."""
         eqn = step.eqn
-        inputs = []
-        cells = []
-        for entry in entries:
-            if isinstance(entry, Cell):
-                cells.append(entry)
-                inputs.append(entry.value)
-            else:
-                inputs.append(entry)
+        cells = [entry for entry in entries if isinstance(entry, Cell)]
+        inputs = list(map(_look_into, entries))
         is_wide = self._is_step_wide(step, location)
         arrays = []
         for source, value in zip(step.reads, inputs, strict=True):
-            if isinstance(source, Literal | Rounded):
-                arrays.append(as_array(source, is_wide))
-            else:
-                arrays.append(value.array)
+            array = value.array
+            if isinstance(source, Rounded) and is_wide:
+                array = np.float32(source.exact)
+            arrays.append(array)
         values = self._show(step, inputs, compute(eqn, arrays, is_wide), location)
 
         num_outputs = len(eqn.outvars)
