@@ -15,6 +15,7 @@ from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat
 from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call
+from ._trace.needs import Around
 from ._trace.places import Line, find_line
 
 _HALF = ("float16", "bfloat16")
@@ -172,7 +173,7 @@ def _count(program: Jaxpr) -> Products:
 
 
 def _find(
-    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, inside: str
+    program: Jaxpr, around: Around, owner: Owner, inside: str
 ) -> Iterator[_Product]:
     """Yields the products of a program, and of the programs that its equations hold.
 

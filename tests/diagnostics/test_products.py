@@ -151,11 +151,9 @@ def test_the_report_tells_both_apart():
         return jnp.mean(jaxscale.full_precision(product)(w, y))
 
     found = products(jaxscale.autocast(loss_fn), W, X)
-    assert found.counts == {"float16": 2, "float32": 1}
     summary, others = str(found).split("\n")
     assert summary == "3 matrix products and convolutions: 2 in float16, 1 in float32."
     assert others.startswith("  float32: 1 at ")
-    assert "return x @ w" in others
     assert [(line.number, bool(line.reason)) for line in found.lines] == [
         (1, False),
         (1, False),

@@ -19,10 +19,10 @@ from .damage import (
     nonfinite_mask,
 )
 from .evaluate import IncomparableError
-from .interpreter import Origins, Value, Visit
-from .needs import EFFECT, FORWARD, EquationKey, hides_equations, key_of
+from .interpreter import Origins, Value, Visit, unite_origins
+from .needs import EFFECT, FORWARD, Around, EquationKey, hides_equations, key_of
 from .places import NO_LINE, find_layer, find_line, lines
-from .plan import RoundedAt
+from .program import Rounded
 from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
 # A place is reported if it loses a larger share of the nonzero values.
@@ -61,7 +61,7 @@ class Findings:
         self._is_hasty = is_hasty
         # as they are run
         self.visits: collections.Counter[EquationKey] = collections.Counter()
-        self.equations: dict[EquationKey, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
+        self.equations: dict[EquationKey, tuple[JaxprEqn, Around]] = {}
         # What made the inputs of each equation, `()` for an argument or a number. In a loop: when
         # it was visited last, so that what is carried comes from the iteration before.
         self.makers: dict[EquationKey, tuple[EquationKey, ...]] = {}
@@ -90,9 +90,7 @@ class Findings:
         masks = list(map(nonfinite_mask, visit.outputs))
         if not any(map(np.any, masks)):
             return [frozenset()] * len(masks)
-        origins: Origins = frozenset()
-        for value in visit.inputs:
-            origins |= value.origins
+        origins = unite_origins(visit.inputs)
         birth = self._find_birth(visit, origins, masks)
         if birth is not None:
             self._note_birth(key, visit, birth)
@@ -224,7 +222,7 @@ class Run(NamedTuple):
     values: dict[str, Value]
     findings: Findings
     arguments: dict[str, jax.typing.ArrayLike]
-    rounded: Sequence[RoundedAt]
+    rounded: Sequence[Rounded]
     loss_scale: float
 
     @property
@@ -286,17 +284,17 @@ def pick_grads(outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return grads
 
 
-def _list_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
+def _list_constants(rounded: Sequence[Rounded]) -> tuple[TracedConstant, ...]:
     """Returns the numbers that were rounded, each once for a line and a dtype."""
     constants: dict[Any, TracedConstant] = {}
-    for place in rounded:
-        line = find_line(place.eqn, place.around)
-        literal = np.asarray(place.number.literal.val)
+    for number in rounded:
+        line = find_line(number.eqn, number.around)
+        literal = np.asarray(number.literal.val)
         constant = TracedConstant(
-            value=place.number.exact,
+            value=number.exact,
             became=float(literal),
             dtype=str(literal.dtype),
-            primitive=place.eqn.primitive.name,
+            primitive=number.eqn.primitive.name,
             **line.fields(),
         )
         key = (line.file, line.number, constant.value, constant.dtype)

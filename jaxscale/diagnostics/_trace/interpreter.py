@@ -11,9 +11,18 @@ import numpy as np
 from ..._jax import ClosedJaxpr, JaxprEqn, Scan, While, context, is_ref
 from .damage import has_nonfinite
 from .evaluate import compute
-from .needs import EquationKey, Needs, key_of, open_equation, results, unite
+from .needs import (
+    Around,
+    EquationKey,
+    Needs,
+    key_of,
+    open_equation,
+    results,
+    split,
+    unite,
+)
 from .plan import Planner, Segment
-from .program import Rounded, Source, Step, as_array
+from .program import Rounded, Source, Step, as_array, zeros_of
 
 # The equations at which an inf or a NaN was made, or first used.
 Origins = frozenset[EquationKey]
@@ -50,14 +59,14 @@ class Location(NamedTuple):
       iteration: the index of each loop among them: for a scan, the index of the slice.
     """
 
-    around: tuple[JaxprEqn, ...]
+    around: Around
     iteration: tuple[int, ...]
 
     def in_iteration(self, index: int) -> "Location":
         """Returns this location in an iteration of the innermost loop."""
         return self._replace(iteration=(*self.iteration, index))
 
-    def around_step(self, step: Step) -> tuple[JaxprEqn, ...]:
+    def around_step(self, step: Step) -> Around:
         """Returns the equations that hold a step of a plan that runs here."""
         return (*self.around, *step.around)
 
@@ -71,7 +80,7 @@ class Visit(NamedTuple):
     eqn: JaxprEqn
     inputs: Sequence[Value]  # its input values. For a ref, the value that it held.
     outputs: Sequence[Any]  # its output arrays, followed by what its refs hold now
-    around: tuple[JaxprEqn, ...]  # as in `Location`
+    around: Around  # as in `Location`
     iteration: tuple[int, ...]
     need: int  # what it is needed for, as bits
 
@@ -235,9 +244,9 @@ class Interpreter:
     def _run_while(
         self, loop: While, entries: list[Any], need: int, inside: Location
     ) -> list[Value]:
-        test_consts = entries[: loop.test_consts]
-        body_consts = entries[loop.test_consts : loop.test_consts + loop.body_consts]
-        carries = entries[loop.test_consts + loop.body_consts :]
+        test_consts, body_consts, carries = split(
+            entries, loop.test_consts, loop.body_consts
+        )
         test_needs = (need,) * len(results(loop.test.jaxpr))
         body_needs = (need,) * len(results(loop.body.jaxpr))
         for index in itertools.count():
@@ -248,15 +257,13 @@ class Interpreter:
                 break
             body_inputs = [*body_consts, *carries]
             carries = self.interpret(loop.body, body_inputs, body_needs, location)
-        return carries
+        return list(carries)
 
     def _run_scan(
         self, loop: Scan, entries: list[Any], needs: Needs, inside: Location
     ) -> list[Value]:
         body_needs = self._planner.analysis.find_body_needs(loop, needs)
-        consts = entries[: loop.consts]
-        carries = entries[loop.consts : loop.consts + loop.carries]
-        scanned = entries[loop.consts + loop.carries :]
+        consts, carries, scanned = split(entries, loop.consts, loop.carries)
         indices = list(range(loop.length))
         if loop.reverse:
             indices.reverse()
@@ -267,17 +274,15 @@ class Interpreter:
             outputs = self.interpret(
                 loop.body, inputs, body_needs, inside.in_iteration(index)
             )
-            carries = outputs[: loop.carries]
-            rows.append(outputs[loop.carries :])
+            carries, row = split(outputs, loop.carries)
+            rows.append(row)
             _write_slices(scanned, slices, index)
         if not rows:
             variables = inside.around[-1].outvars[loop.carries :]
-            stacked = [_make_zeros(var.aval) for var in variables]
-            return [*carries, *stacked]
+            return [*carries, *map(_make_zeros, variables)]
         if loop.reverse:
             rows.reverse()
-        stacked = list(map(_stack, zip(*rows, strict=True)))
-        return [*carries, *stacked]
+        return [*carries, *map(_stack, zip(*rows, strict=True))]
 
 
 def _read_all(sources: Sequence[Source], slots: _Slots) -> list[Any]:
@@ -293,9 +298,14 @@ def _read(source: Source, slots: _Slots) -> Any:
     return Value(as_array(source, False))
 
 
+def unite_origins(values: Sequence[Value]) -> Origins:
+    """Returns where the inf and NaN of several values come from."""
+    return frozenset().union(*(value.origins for value in values))
+
+
 def _pass_on_origins(inputs: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
     """Returns results that are not shown, with the origins of inf and NaN in the inputs."""
-    origins: Origins = frozenset().union(*(value.origins for value in inputs))
+    origins = unite_origins(inputs)
     values = []
     for array in arrays:
         is_bad = bool(origins) and array is not None and has_nonfinite(array)
@@ -339,7 +349,7 @@ def _stack(values: Sequence[Value]) -> Value:
     return Value(
         array=_stack_arrays([value.array for value in values]),
         scaled=any(value.scaled for value in values),
-        origins=frozenset().union(*(value.origins for value in values)),
+        origins=unite_origins(values),
         maker=values[0].maker,
     )
 
@@ -350,5 +360,5 @@ def _stack_arrays(arrays: Sequence[Any]) -> jax.Array:
     return jnp.asarray(np.stack(arrays))
 
 
-def _make_zeros(aval: Any) -> Value:
-    return Value(jax.lax.full(aval.shape, 0, aval.dtype))
+def _make_zeros(var: Any) -> Value:
+    return Value(zeros_of(var))

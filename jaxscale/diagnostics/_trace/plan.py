@@ -11,12 +11,20 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
-
+from ... import _jax
 from ..._jax import ClosedJaxpr, JaxprEqn, Literal, is_ref
 from .damage import is_product
 from .evaluate import compute
-from .needs import Analysis, EquationKey, Needs, key_of, open_equation, unite
+from .needs import (
+    HOLDERS,
+    Analysis,
+    Around,
+    EquationKey,
+    Needs,
+    key_of,
+    open_equation,
+    unite,
+)
 from .places import Constants
 from .program import (
     Program,
@@ -26,22 +34,16 @@ from .program import (
     as_array,
     program_key,
     slots_of,
+    zeros_of,
 )
 
 _MOST_STEPS = 32  # of a segment without a product
 # of a segment's results, which are all kept until they have been looked at
 _MOST_BYTES = 2**28
 
-# The interpreter opens some of these. The others have effects, or fail only once they are compiled.
-_ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap", "pallas_call"}
-
-
-class RoundedAt(NamedTuple):
-    """A number that was rounded to 0 or inf, and the equation that reads it."""
-
-    eqn: JaxprEqn
-    around: tuple[JaxprEqn, ...]  # the calls that hold it, outermost first
-    number: Rounded
+# What holds equations and is not a call: the interpreter opens some of it. A kernel fails only once
+# it is compiled.
+_ALONE = HOLDERS - _jax.CALLS.keys() | {"pallas_call"}
 
 
 class Segment(NamedTuple):
@@ -114,7 +116,7 @@ def _read(source: Source, atom: Any, values: Mapping[int, Any], is_wide: bool) -
     if isinstance(source, int):
         return values[source]
     if source is None:  # nothing needs it
-        return jax.lax.full(atom.aval.shape, 0, atom.aval.dtype)
+        return zeros_of(atom)
     return as_array(source, is_wide)
 
 
@@ -123,7 +125,7 @@ class Planner:
 
     def __init__(self, constants: Constants) -> None:
         self.analysis = Analysis()
-        self.rounded: list[RoundedAt] = []  # the numbers that became 0 or inf
+        self.rounded: list[Rounded] = []  # the numbers that became 0 or inf
         self._constants = constants
         self._plans: dict[tuple[int, Needs], Plan] = {}
         self._programs: dict[Any, Program] = {}
@@ -181,17 +183,15 @@ class Planner:
             self._programs[key] = Program(steps, inputs, kept)
         return Segment(steps, self._programs[key], inputs)
 
-    def find_exact(
-        self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], source: Source
-    ) -> Source:
+    def find_exact(self, eqn: JaxprEqn, around: Around, source: Source) -> Source:
         """Returns an input of an equation, with the number of the source if it was rounded."""
         if not isinstance(source, Literal):
             return source
         exact = self._constants.exact(eqn, around, source)
         if exact is None:
             return source
-        number = Rounded(source, exact)
-        self.rounded.append(RoundedAt(eqn, around, number))
+        number = Rounded(source, exact, eqn, around)
+        self.rounded.append(number)
         return number
 
 
@@ -216,7 +216,7 @@ class _FlatProgram:
         closed: ClosedJaxpr,
         inputs: Sequence[Source],
         needs: Needs,
-        around: tuple[JaxprEqn, ...],
+        around: Around,
     ) -> tuple[Source, ...]:
         """Adds the equations of a jaxpr that are needed, and returns where its outputs are."""
         jaxpr = closed.jaxpr
@@ -247,7 +247,7 @@ class _FlatProgram:
         eqn: JaxprEqn,
         reads: Sequence[Source],
         needs: Needs,
-        around: tuple[JaxprEqn, ...],
+        around: Around,
     ) -> tuple[int, ...]:
         find_exact = functools.partial(self._planner.find_exact, eqn, around)
         step = Step(

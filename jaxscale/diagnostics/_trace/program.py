@@ -11,16 +11,18 @@ from jax.lax import optimization_barrier
 
 from ..._jax import JaxprEqn, Literal, context_key
 from .evaluate import compute
-from .needs import Needs
+from .needs import Around, Needs
 
 _SHAKE = 2.0**-22  # a few times what float32 rounds by
 
 
 class Rounded(NamedTuple):
-    """A number of the source that a narrow format rounded to 0 or inf."""
+    """A number of the source that a narrow format rounded to 0 or inf, and what reads it."""
 
     literal: Literal  # what became of it
     exact: float
+    eqn: JaxprEqn
+    around: Around
 
 
 Number = Literal | Rounded
@@ -34,7 +36,7 @@ class Step(NamedTuple):
     """An equation that is not a call."""
 
     eqn: JaxprEqn
-    around: tuple[JaxprEqn, ...]  # the calls that hold it, outermost first
+    around: Around
     needs: Needs  # what each of its results is needed for
     reads: tuple[Source, ...]  # its inputs
     writes: tuple[int, ...]  # the slots of its outputs
@@ -125,6 +127,11 @@ def as_array(number: Number, is_wide: bool) -> Any:
     if is_wide:
         return np.float32(number.exact)
     return as_array(number.literal, False)
+
+
+def zeros_of(atom: Any) -> jax.Array:
+    """Returns zeros in the place of a variable that is not computed."""
+    return jax.lax.full(atom.aval.shape, 0, atom.aval.dtype)
 
 
 def program_key(
