@@ -1,6 +1,5 @@
 """The largest loss scale that does not overflow, found by a few backward passes."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import init_state
 from .._trees.checks import int32, power_of_two
+from ._formats import exponent_of
 from ._text import number, power
 from ._trace.backward import check_floating
 
@@ -108,10 +108,8 @@ def calibrate(
             f"{type(batches).__name__}. Pass [batch]."
         )
 
-    if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-        also = " and jit=equinox.filter_jit"
-        argnums = kwargs.get("argnums", 0)
-        check_floating("calibrate", (params,), argnums, also=also)
+    also = " and jit=equinox.filter_jit"
+    check_floating("calibrate", (params,), transform, kwargs, also)
 
     @jit
     def run_pass(state: Any, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -150,7 +148,7 @@ class Search:
         self.low = low
         self.high = high
         self.good = high  # the largest exponent that no batch has ruled out
-        self.bad: int | None = None  # the least exponent that overflowed
+        self.overflows_at: float | None = None  # the least scale that overflowed
         self.passes = 0
         self.max_passes = max_passes
         self.batches = 0  # how many batches `good`, or a larger exponent, was tried on
@@ -172,15 +170,18 @@ class Search:
                 # It probably fits like the batches before: step down faster and faster.
                 exponent = max(bad - 1 - step, self.low)
                 step = 2 * step + 1
-            if self._is_finite(exponent, batch):
+            loss, is_finite = self.try_scale(exponent, batch)
+            self.passes += 1
+            self._check_loss(loss)
+            self._lower_ends(loss.dtype)
+            bad = min(bad, self.high + 1)
+            if is_finite:
                 good = exponent
             else:
                 bad = min(exponent, self.high)
-            # The first pass moves both ends down if the loss is float16.
-            bad = min(bad, self.high + 1)
             good = min(good, bad - 1)
         if bad <= self.high:
-            self.bad = bad
+            self.overflows_at = 2.0**bad
         self.is_largest = bad - good == 1
         # out of passes, and no exponent fitted yet
         if good < self.low and not self.is_largest:
@@ -189,9 +190,7 @@ class Search:
         self.good = good
         self.batches += 1
 
-    def _is_finite(self, exponent: int, batch: Any) -> bool:
-        loss, finite = self.try_scale(exponent, batch)
-        self.passes += 1
+    def _check_loss(self, loss: jax.Array) -> None:
         if not jnp.isfinite(loss):
             raise ValueError(
                 f"`calibrate`: the loss on batches[{self.batches}] is {number(float(loss))} at any "
@@ -199,11 +198,15 @@ class Search:
                 "parameters, or for an operation of the forward pass that leaves the range of its "
                 "dtype: `jaxscale.diagnostics.trace` finds it."
             )
-        # The cotangent of a float16 loss holds no larger scale, so none was tried.
-        largest = float(representable(jnp.float32(2.0**126), loss.dtype))
-        self.high = min(self.high, math.frexp(largest)[1] - 1)
+
+    def _lower_ends(self, dtype: Any) -> None:
+        """Lowers both ends to the largest scale that the cotangent of a loss holds.
+
+        No larger one was tried, whatever scale was asked for: that of a float16 loss is 2**15.
+        """
+        largest = float(representable(jnp.float32(2.0**126), dtype))
+        self.high = min(self.high, exponent_of(largest))
         self.low = min(self.low, self.high)
-        return bool(finite)
 
     def result(self) -> Calibration:
         """Returns what was found, or raises a `ValueError` if there was no batch."""
@@ -214,12 +217,9 @@ class Search:
         init_scale = None
         if self.good >= self.low:
             init_scale = 2.0**self.good
-        overflows_at = None
-        if self.bad is not None:
-            overflows_at = 2.0**self.bad
         return Calibration(
             init_scale=init_scale,
-            overflows_at=overflows_at,
+            overflows_at=self.overflows_at,
             passes=self.passes,
             batches=self.batches,
             is_largest=self.is_largest,
@@ -240,7 +240,7 @@ class Search:
                 f"Loss scale {largest} does not overflow {where}. These were too few passes "
                 f"to find the largest: pass max_passes={2 * self.max_passes}."
             )
-        if self.bad is None:
+        if self.overflows_at is None:
             return (
                 f"No loss scale up to {largest}, the largest to try, overflows {where}."
             )

@@ -83,7 +83,7 @@ def magnitude_bits(leaf: Any) -> jax.Array:
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
     if leaf.dtype == jnp.float64:
-        return _cut_float64_bits(jax.lax.bitcast_convert_type(leaf, jnp.uint64))
+        return _cut_float64_bits(leaf)
     if leaf.dtype == jnp.bfloat16:  # the upper half of a float32
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
     else:  # the subnormal numbers of float16 and FP8 are normal numbers in float32
@@ -91,44 +91,31 @@ def magnitude_bits(leaf: Any) -> jax.Array:
     return bits & jnp.uint32(0x7FFFFFFF)
 
 
-def _cut_float64_bits(bits: jax.Array) -> jax.Array:
-    """Returns the bits of a float64 number's magnitude as those of a float32."""
+def _cut_float64_bits(numbers: jax.Array) -> jax.Array:
+    """Returns the bits of the magnitudes of float64 numbers as those of float32 numbers."""
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint64)
     magnitude = bits & jnp.uint64(2**63 - 1)  # without the sign
-    exponent_field = (magnitude >> 52).astype(jnp.int32)
-    exponent = exponent_field - 1023
-    stored_mantissa = magnitude & jnp.uint64(2**52 - 1)
-    leading_one = jnp.uint64(2**52)
-    mantissa = stored_mantissa | leading_one
-    in_range = _shorten_mantissa(exponent, mantissa)
-    largest = jnp.uint32(INFINITY_BITS - 1)
-    finite = jnp.where(exponent > 127, largest, in_range)
+    # In float32's normal range: of the mantissa 29 bits less, and another bias of the exponent.
+    biases = jnp.uint64((1023 - 127) << 23)
+    normal = _mark_cut(magnitude >> 29, magnitude << 35 != 0) - biases
+    # Below that range the bits are those of an integer, in units of the smallest subnormal.
+    multiple = jnp.abs(numbers) * 2.0**149
+    integer = multiple.astype(jnp.uint64)
+    subnormal = _mark_cut(integer, integer.astype(jnp.float64) != multiple)
+    least_normal = jnp.uint64((1023 - 126) << 52)
+    in_range = jnp.where(magnitude < least_normal, subnormal, normal)
+    # A number that XLA takes for 0, or one that is too large, becomes the end of the range.
+    is_nonzero = (magnitude != 0).astype(jnp.uint64)
+    finite = jnp.clip(in_range, is_nonzero, jnp.uint64(INFINITY_BITS - 1))
+    infinity = jnp.uint64(0x7FF << 52)
+    is_nan = (magnitude > infinity).astype(jnp.uint64)
+    nonfinite = jnp.uint64(INFINITY_BITS) + is_nan
+    return jnp.where(magnitude < infinity, finite, nonfinite).astype(jnp.uint32)
 
-    is_nan = mantissa != 2**52  # if the exponent is that of inf and NaN
-    infinity_or_nan = jnp.uint32(INFINITY_BITS) + is_nan.astype(jnp.uint32)
-    is_zero = magnitude == 0
-    nonzero = jnp.where(exponent == 1024, infinity_or_nan, finite)
-    return jnp.where(is_zero, jnp.uint32(0), nonzero)
 
-
-def _shorten_mantissa(exponent: jax.Array, mantissa: jax.Array) -> jax.Array:
-    """Returns the bits of a float32 for a float64 number in float32's range, or below it.
-
-    The mantissa is that of the float64 number, with its leading one.
-    """
-    # A float32 has 29 bits less. Below its normal range fewer and fewer fit, and in the end none.
-    bits_below_normal = jnp.maximum(-126 - exponent, 0)
-    num_cut = jnp.clip(29 + bits_below_normal, 29, 63)
-    shift = num_cut.astype(jnp.uint64)
-    short_mantissa = mantissa >> shift
-    rounded_down = short_mantissa << shift
-    is_cut = rounded_down != mantissa
-
-    # The leading one of a normal number's mantissa adds the missing one to its exponent field.
-    field_less_one = jnp.maximum(exponent + 126, 0)
-    shifted_field = field_less_one.astype(jnp.uint64) << 23
-    exact_bits = shifted_field + short_mantissa
-    marked_bits = exact_bits | is_cut.astype(jnp.uint64)
-    return marked_bits.astype(jnp.uint32)
+def _mark_cut(bits: jax.Array, is_cut: jax.Array) -> jax.Array:
+    """Returns bits with the last one set where others were cut off behind it."""
+    return bits | is_cut.astype(bits.dtype)
 
 
 class Boundary(NamedTuple):
@@ -174,7 +161,7 @@ def _find_format(name: str) -> Format:
     largest = float(info.max)
     normal = float(info.smallest_normal)
     subnormal = float(info.smallest_subnormal)
-    largest_exponent = _exponent(largest)
+    largest_exponent = exponent_of(largest)
     spacing = 2.0 ** (largest_exponent - info.nmant)  # of the largest numbers
     # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just below
     # the smallest normal number it is that number. Above the largest number it is the next one,
@@ -185,8 +172,8 @@ def _find_format(name: str) -> Format:
         nonzero=_find_boundary(subnormal / 2, inclusive=False),
         normal=_find_boundary(normal - subnormal / 2, inclusive=True),
         overflow=_find_boundary(largest + spacing / 2, inclusive=is_last_bit_set),
-        least_exponent=_exponent(subnormal),
-        least_normal_exponent=_exponent(normal),
+        least_exponent=exponent_of(subnormal),
+        least_normal_exponent=exponent_of(normal),
         largest_exponent=largest_exponent,
     )
 
@@ -200,7 +187,8 @@ def _find_boundary(value: float, inclusive: bool) -> Boundary:
     return Boundary(exponent - 1, mantissa)
 
 
-def _exponent(value: float) -> int:
+def exponent_of(value: float) -> int:
+    """Returns the exponent of the largest power of two that a number is not below."""
     return math.frexp(value)[1] - 1
 
 

@@ -5,6 +5,8 @@ Rows are powers of two. Columns split them at the few mantissas at which a forma
 exactly what each format loses at every such scale: see `find_outcomes`.
 """
 
+import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,12 +69,7 @@ class Histogram(NamedTuple):
     def __add__(self, other: Any) -> Any:  # tuples alone would be concatenated
         if not isinstance(other, Histogram):
             return NotImplemented
-        return Histogram(
-            counts=self.counts + other.counts,
-            zero=self.zero + other.zero,
-            inf=self.inf + other.inf,
-            nan=self.nan + other.nan,
-        )
+        return Histogram(*map(operator.add, self, other))
 
     def __radd__(self, other: Any) -> Any:
         if isinstance(other, int) and other == 0:  # `sum` starts with 0
@@ -222,17 +219,9 @@ def fetch_histogram(call: str, histogram: Any) -> HostHistogram:
     """Fetches the numbers of a histogram, or raises a `TypeError` if it is something else."""
     check_result(call, "histogram", histogram, Histogram, "histogram")
     histogram = jax.device_get(histogram)
-    counts = np.asarray(histogram.counts, np.float64)
-    return HostHistogram(
-        counts=counts.reshape(-1, *_SHAPE).sum(axis=0),
-        zero=_sum(histogram.zero),
-        inf=_sum(histogram.inf),
-        nan=_sum(histogram.nan),
-    )
-
-
-def _sum(array: np.ndarray) -> float:
-    return float(np.asarray(array, np.float64).sum())
+    counts, *others = [np.asarray(array, np.float64) for array in histogram]
+    sums = [float(array.sum()) for array in others]
+    return HostHistogram(counts.reshape(-1, *_SHAPE).sum(axis=0), *sums)
 
 
 class Outcomes(NamedTuple):
@@ -246,17 +235,11 @@ class Outcomes(NamedTuple):
 
 def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> Outcomes:
     """Returns what a format makes of the numbers of a histogram, scaled by `2**exponent`."""
-    nonzero, normal, overflow = FORMAT_BY_NAME[name].boundaries
-    num_all = counts.sum(axis=1)
-    num_nonzero = _count_beyond(counts, nonzero, exponent)
-    num_normal = _count_beyond(counts, normal, exponent)
-    num_overflow = _count_beyond(counts, overflow, exponent)
-    return Outcomes(
-        flushed=num_all - num_nonzero,
-        subnormal=num_nonzero - num_normal,
-        normal=num_normal - num_overflow,
-        overflowed=num_overflow,
-    )
+    beyond = [counts.sum(axis=1)]
+    for boundary in FORMAT_BY_NAME[name].boundaries:
+        beyond.append(_count_beyond(counts, boundary, exponent))
+    # What is beyond one boundary and not beyond the next becomes the same.
+    return Outcomes(*map(np.subtract, beyond, [*beyond[1:], 0]))
 
 
 def _count_beyond(counts: np.ndarray, boundary: Boundary, exponent: int) -> np.ndarray:
@@ -296,18 +279,15 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
     return find_all_shares(fetch_histogram("shares", histogram).counts, exponent)
 
 
-def find_all_shares(counts: np.ndarray, exponent: int) -> dict[str, Shares]:
+def find_all_shares(
+    counts: np.ndarray, exponent: int, formats: Iterable[str] = FORMATS
+) -> dict[str, Shares]:
     """Returns the shares of some counts that each format flushes, keeps and loses."""
-    return {name: find_shares(counts, name, exponent) for name in FORMATS}
+    return {name: find_shares(counts, name, exponent) for name in formats}
 
 
 def find_shares(counts: np.ndarray, name: str, exponent: int) -> Shares:
     """Returns the shares of some counts that one format flushes, keeps and loses."""
     outcomes = find_outcomes(counts, name, exponent)
     total = max(counts.sum(), 1.0)
-    return Shares(
-        flushed=float(outcomes.flushed.sum() / total),
-        subnormal=float(outcomes.subnormal.sum() / total),
-        normal=float(outcomes.normal.sum() / total),
-        overflowed=float(outcomes.overflowed.sum() / total),
-    )
+    return Shares(*[float(numbers.sum() / total) for numbers in outcomes])

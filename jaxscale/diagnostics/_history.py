@@ -155,21 +155,15 @@ class History:
         steps = _number_steps(columns)
         skipped = _count_skipped(columns)
         scales = columns["loss_scale"]
-        num_rows = min(_ROWS, len(steps))
-        skipped_before = 0
-        table = []
-        for part in np.array_split(np.arange(len(steps)), num_rows):
-            row = {"steps": _format_steps(steps[part])}
-            if "loss" in columns:
-                row["loss"] = _format_losses(columns["loss"][part])
-            row["loss scale"] = _format_scales(scales[part], "-")
-            if skipped is not None:
-                skipped_by_now = skipped[part[-1]]
-                row["skipped"] = str(skipped_by_now - skipped_before)
-                skipped_before = skipped_by_now
-            table.append(row)
-        headings = list(table[0])
-        rows = [list(row.values()) for row in table]
+        parts = np.array_split(np.arange(len(steps)), min(_ROWS, len(steps)))
+        table = {"steps": [_format_steps(steps[part]) for part in parts]}
+        if "loss" in columns:
+            table["loss"] = [_format_losses(columns["loss"][part]) for part in parts]
+        table["loss scale"] = [_format_scales(scales[part], "-") for part in parts]
+        if skipped is not None:
+            skipped_by_then = [skipped[part[-1]] for part in parts]
+            table["skipped"] = list(map(str, np.diff(skipped_by_then, prepend=0)))
+        rows = zip(*table.values(), strict=True)
 
         summary = f"steps {steps[0]} to {steps[-1]}: "
         if skipped is not None:
@@ -178,7 +172,7 @@ class History:
         if not np.all(scales == scales[0]):
             summary += "from "
         summary += _format_scales(scales, " to ")
-        return f"{summary}\n{align_columns([headings, *rows])}"
+        return f"{summary}\n{align_columns([list(table), *rows])}"
 
 
 def _find_metrics(tree: Any) -> Mapping[str, Any]:

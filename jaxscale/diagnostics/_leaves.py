@@ -222,10 +222,9 @@ def leaf_counts(
 def _count(leaf: Any, loss_scale: jax.Array) -> jax.Array:
     """Counts the numbers of a leaf: `f32[8]`, a `LeafRow` from `size` to `largest`."""
     bits = magnitude_bits(leaf)
-    float16 = FORMAT_BY_NAME["float16"]
-    nonzero = float16.nonzero.bits(loss_scale)
-    normal = float16.normal.bits(loss_scale)
-    overflow = float16.overflow.bits(loss_scale)
+    nonzero, normal, overflow = [
+        boundary.bits(loss_scale) for boundary in FORMAT_BY_NAME["float16"].boundaries
+    ]
     is_finite = bits < INFINITY_BITS
     is_zero = bits == 0
     masks = (

@@ -1,7 +1,7 @@
 """The pictures: figures of matplotlib, made without a window and without global state."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ._histogram import (
     HostHistogram,
     Shares,
     fetch_histogram,
+    find_all_shares,
     find_outcomes,
     find_shares,
 )
@@ -24,6 +25,7 @@ from ._underflow import Underflow
 _LOST = "#fde0c5"
 _SUBNORMAL = "#eb7f5e"  # kept in part
 _NORMAL = "#3f3b7a"  # kept in full
+_EDGE = {"edgecolor": "black", "linewidth": 0.4}  # of bars
 
 
 def can_draw() -> bool:
@@ -78,9 +80,9 @@ def plot_histogram(
     titles = {exponent: f"what formats hold at loss scale {power(2.0**exponent)}"}
     if suggestion.suggested is not None:
         suggested = round(np.log2(suggestion.suggested))
-        title = f"at the suggested loss scale, {power(suggestion.suggested)}"
+        scale = power(suggestion.suggested)
+        title = f"at the suggested loss scale, {scale}"
         if not suggestion.needed:
-            scale = power(suggestion.suggested)
             title = (
                 f"at loss scale {scale}, where {dtype} keeps these as well as anywhere"
             )
@@ -110,15 +112,10 @@ def draw_histogram(
         width = 5.6
         height = 0.6 + 0.3 * len(formats)
     figure = _new_figure("plot_histogram", width, 3.2 + height * len(scales))
-    all_axes = figure.subplots(
-        1 + len(scales),
-        1,
-        sharex=True,
-        squeeze=False,
-        height_ratios=[3] + [height] * len(scales),
+    height_ratios = [3] + [height] * len(scales)
+    bars, *ranges = figure.subplots(
+        len(height_ratios), 1, sharex=True, height_ratios=height_ratios
     )
-    bars, *ranges = all_axes[:, 0]
-    limits = _find_limits(numbers, scales, dtype)
     _draw_bars(bars, numbers.counts, scales[0], dtype)
     if is_narrow:  # no room for the legend beside the bars, nor for so long a title
         bars.get_legend().set(
@@ -126,46 +123,36 @@ def draw_histogram(
         )
     else:
         bars.set_title(summarize_counts(numbers), loc="left", fontsize=10)
-    bars.set_xlim(limits.low, limits.high)
+    bars.set_xlim(_find_limits(numbers, scales, dtype))
+    between = "   "
+    if is_narrow:
+        between = "\n"
     for ax, exponent in zip(ranges, scales, strict=True):
-        shares = {name: find_shares(numbers.counts, name, exponent) for name in formats}
-        _draw_ranges(ax, exponent, shares, limits, is_narrow)
+        shares = find_all_shares(numbers.counts, exponent, formats)
+        _draw_ranges(ax, exponent, shares, between)
         ax.set_title(titles[exponent], loc="left", fontsize=10)
     lowest = ranges[-1]
     lowest.set_xlabel("|gradient|, unscaled")
     lowest.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
-    lowest.xaxis.get_major_locator().set_params(integer=True)
+    _mark_integers(lowest.xaxis)
     return figure
 
 
-class _Limits(NamedTuple):
-    """The exponents at the left and at the right end of a figure."""
-
-    low: int
-    high: int
+def _mark_integers(axis: Any, **options: Any) -> None:
+    axis.get_major_locator().set_params(integer=True, **options)
 
 
-def _find_limits(numbers: HostHistogram, scales: Sequence[int], dtype: str) -> _Limits:
-    """Returns the limits between which all gradients are, and the range of a format."""
-    first, last = find_filled_rows(numbers)
-    least_gradient = int(EXPONENTS[first])
-    largest_gradient = int(EXPONENTS[last])
+def _find_limits(
+    numbers: HostHistogram, scales: Sequence[int], dtype: str
+) -> tuple[int, int]:
+    """Returns the exponents between which all gradients are, and the range of a format."""
+    least_gradient, largest_gradient = EXPONENTS[list(find_filled_rows(numbers))]
     number_format = FORMAT_BY_NAME[dtype]
     least_held = number_format.least_exponent - max(scales)
     largest_held = number_format.largest_exponent - min(scales)
-    return _Limits(
-        low=min(least_gradient, least_held) - 2,
-        high=max(largest_gradient, largest_held) + 3,
-    )
-
-
-class _Bars(NamedTuple):
-    """One layer of the stacked bars, drawn in one style."""
-
-    numbers: np.ndarray  # how many there are of each exponent
-    color: str
-    hatch: str
-    label: str
+    low = min(least_gradient, least_held) - 2
+    high = max(largest_gradient, largest_held) + 3
+    return low, high
 
 
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
@@ -173,22 +160,20 @@ def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
     filled = np.flatnonzero(counts.sum(axis=1))
     total = max(counts.sum(), 1.0)
     outcomes = find_outcomes(counts, dtype, exponent)
+    lost = outcomes.flushed + outcomes.overflowed
     # not from the heights, which are rounded
     shares = find_shares(counts, dtype, exponent)
-    normal = f"kept by {dtype}: {percent(shares.normal)}"
-    subnormal = f"kept as subnormal: {percent(shares.subnormal)}"
-    lost = f"flushed to 0, or overflow: {percent(shares.lost)}"
     stack = (
-        _Bars(outcomes.normal, _NORMAL, "", normal),
-        _Bars(outcomes.subnormal, _SUBNORMAL, "", subnormal),
-        _Bars(outcomes.flushed + outcomes.overflowed, _LOST, "////", lost),
+        (f"kept by {dtype}", outcomes.normal, shares.normal, _NORMAL, ""),
+        ("kept as subnormal", outcomes.subnormal, shares.subnormal, _SUBNORMAL, ""),
+        ("flushed to 0, or overflow", lost, shares.lost, _LOST, "////"),
     )
     bottom = np.zeros(len(filled))
-    for bars in stack:
-        height = 100 * bars.numbers[filled] / total
+    for words, numbers, share, color, hatch in stack:
+        height = 100 * numbers[filled] / total
         ax.bar(
             EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom,
-            color=bars.color, hatch=bars.hatch, label=bars.label, edgecolor="black", linewidth=0.4,
+            color=color, hatch=hatch, label=f"{words}: {percent(share)}", **_EDGE,
         )  # fmt: skip
         bottom = bottom + height
     ax.set_ylabel("share of the nonzero\ngradients (%)")
@@ -201,16 +186,12 @@ def _draw_bars(ax: Any, counts: np.ndarray, exponent: int, dtype: str) -> None:
 
 
 def _draw_ranges(
-    ax: Any,
-    exponent: int,
-    shares: Mapping[str, Shares],
-    limits: _Limits,
-    is_narrow: bool,
+    ax: Any, exponent: int, shares: Mapping[str, Shares], between: str
 ) -> None:
-    """Draws, for each format, the range of gradients that it holds once they are scaled."""
-    between = "   "
-    if is_narrow:
-        between = "\n"
+    """Draws, for each format, the range of gradients that it holds once they are scaled.
+
+    `between` stands between what it says of the numbers on either side.
+    """
     for row, (name, shares_of_format) in enumerate(shares.items()):
         number_format = FORMAT_BY_NAME[name]
         ends = np.array([
@@ -218,18 +199,9 @@ def _draw_ranges(
             number_format.least_normal_exponent,
             number_format.largest_exponent + 1,
         ])  # fmt: skip
-        low, normal, high = np.clip(ends - exponent, *limits)
+        low, normal, high = np.clip(ends - exponent, *ax.get_xlim())
         for left, right, color in ((low, normal, _SUBNORMAL), (normal, high, _NORMAL)):
-            width = right - left
-            ax.barh(
-                row,
-                width,
-                left=left,
-                height=0.6,
-                color=color,
-                edgecolor="black",
-                lw=0.4,
-            )
+            ax.barh(row, right - left, left=left, height=0.6, color=color, **_EDGE)
         flushed = f"to 0: {percent(shares_of_format.flushed)}"
         overflowed = f"overflow: {percent(shares_of_format.overflowed)}"
         ax.text(
@@ -285,22 +257,15 @@ def plot_run(
     skipped: np.ndarray | None,
 ) -> Any:
     """Returns a figure of a run's loss, loss scale and skipped steps over time."""
-    num_rows = 1
-    if loss is not None:
-        num_rows += 1
-    if skipped is not None:
-        num_rows += 1
-    figure = _new_figure("History.plot", 8, 1 + 1.7 * num_rows)
-    all_axes = figure.subplots(num_rows, 1, sharex=True, squeeze=False)
-    axes = iter(all_axes[:, 0])
-    if loss is not None:
-        _draw_loss(next(axes), steps, loss)
-    _draw_loss_scale(next(axes), steps, loss_scale)
-    if skipped is not None:
-        _draw_skipped(next(axes), steps, skipped)
+    columns = {_draw_loss: loss, _draw_loss_scale: loss_scale, _draw_skipped: skipped}
+    shown = {draw: column for draw, column in columns.items() if column is not None}
+    figure = _new_figure("History.plot", 8, 1 + 1.7 * len(shown))
+    figure.subplots(len(shown), 1, sharex=True)
+    for ax, (draw, column) in zip(figure.axes, shown.items(), strict=True):
+        draw(ax, steps, column)
     lowest = figure.axes[-1]
     lowest.set_xlabel("step")
-    lowest.xaxis.get_major_locator().set_params(integer=True)
+    _mark_integers(lowest.xaxis)
     return figure
 
 
@@ -324,7 +289,7 @@ def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
 def _draw_loss_scale(ax: Any, steps: np.ndarray, loss_scale: np.ndarray) -> None:
     ax.step(steps, np.log2(loss_scale), where="post", color=_NORMAL)
     ax.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
-    ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    _mark_integers(ax.yaxis, min_n_ticks=1)
     ax.margins(y=0.15)
     ax.set_ylabel("loss scale")
 
@@ -338,7 +303,7 @@ def _draw_skipped(ax: Any, steps: np.ndarray, skipped: np.ndarray) -> None:
         color=_SUBNORMAL, mec="black", mew=0.4, ms=4,
     )  # fmt: skip
     ax.set_ylabel("steps skipped,\nin all")
-    ax.yaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    _mark_integers(ax.yaxis, min_n_ticks=1)
     low = min(skipped[0], 0)
     high = 1.1 * skipped.max() + 0.5
     ax.set_ylim(low, high)

@@ -13,7 +13,9 @@ from .._autocast.casts import is_never_entered, why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat
+from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call
+from ._trace.needs import Around
 from ._trace.places import Line, find_line
 
 _HALF = ("float16", "bfloat16")
@@ -74,9 +76,8 @@ class Products(NamedTuple):
         text = [f"{total} {what}: {', '.join(parts)}."]
         for line in self.not_half[:_MOST_LINES]:
             text.append(f"  {line.dtype}: {line}")
-        num_hidden = len(self.not_half) - _MOST_LINES
-        if num_hidden > 0:
-            text.append(f"  And {num_hidden} more lines.")
+        for words in and_more(self.not_half, _MOST_LINES):
+            text.append(f"  {words.capitalize()} lines.")
         return "\n".join(text)
 
 
@@ -172,7 +173,7 @@ def _count(program: Jaxpr) -> Products:
 
 
 def _find(
-    program: Jaxpr, around: tuple[JaxprEqn, ...], owner: Owner, inside: str
+    program: Jaxpr, around: Around, owner: Owner, inside: str
 ) -> Iterator[_Product]:
     """Yields the products of a program, and of the programs that its equations hold.
 

@@ -99,9 +99,10 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
     middle = 0
     if is_needed:
         middle = (scales.best[0] + scales.best[-1]) // 2
+    lowest, highest = _find_ends(scales.best)
     lossless = None
     if scales.lossless:
-        lossless = (2.0 ** scales.lossless[0], 2.0 ** scales.lossless[-1])
+        lossless = _find_ends(scales.lossless)
 
     sentence = _say_need(dtype, is_needed, unscaled, tolerance)
     if is_needed:
@@ -111,8 +112,8 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
     return Suggestion(
         dtype=dtype,
         needed=is_needed,
-        lowest=2.0 ** scales.best[0],
-        highest=2.0 ** scales.best[-1],
+        lowest=lowest,
+        highest=highest,
         suggested=2.0**middle,
         lossless=lossless,
         unscaled=unscaled,
@@ -123,7 +124,7 @@ zero, and 0% overflow. Scales that lose nothing: 2**6 to 2**15.
 
 def _suggest_nothing(dtype: str, numbers: HostHistogram) -> Suggestion:
     """Returns the suggestion for gradients none of which is finite and nonzero."""
-    nothing = Shares(flushed=0.0, subnormal=0.0, normal=0.0, overflowed=0.0)
+    nothing = find_shares(numbers.counts, dtype, 0)
     sentence = "No gradient is finite and nonzero, so no loss scale can be suggested."
     return Suggestion(
         dtype=dtype,
@@ -189,8 +190,13 @@ def _say_range(scales: _BestScales, flushed: float) -> str:
     return f" Scales that flush {share} without an overflow: {_say_ends(scales.best)}.{words}"
 
 
+def _find_ends(exponents: list[int]) -> tuple[float, float]:
+    """Returns the least and the largest of some loss scales, given their exponents."""
+    return 2.0 ** exponents[0], 2.0 ** exponents[-1]
+
+
 def _say_ends(exponents: list[int]) -> str:
-    return join_ends(power(2.0 ** exponents[0]), power(2.0 ** exponents[-1]))
+    return join_ends(*map(power, _find_ends(exponents)))
 
 
 def _say_left_out(numbers: HostHistogram) -> str:

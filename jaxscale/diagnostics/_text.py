@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ._histogram import (
 _SIGNS = "0s.!"  # what a format makes of most of a row, in the order of `Outcomes`
 _WIDTH = 24  # of the longest bar
 _ROWS = 32  # at most
+_NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}  # as JSON may write them
 
 
 def percent(share: float) -> str:
@@ -146,19 +148,15 @@ def _format_bars(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]
     signs_by_format = [
         _choose_signs(numbers, name, exponent, starts) for name in FORMATS
     ]
-    signs_by_row = list(zip(*signs_by_format, strict=True))
-
     lines = []
-    for row in reversed(range(len(starts))):
+    for start, count, *signs in zip(starts, sums, *signs_by_format, strict=True):
         bar = ""
-        signs = ("",) * len(FORMATS)
-        if sums[row]:
-            length = round(_WIDTH * sums[row] / sums.max())
+        if count:
+            length = round(_WIDTH * count / sums.max())
             bar = "#" * max(length, 1)
-            signs = signs_by_row[row]
-        least = f"2**{EXPONENTS[starts[row]]}"
-        share = percent(sums[row] / total)
-        lines.append((least, share, bar.ljust(_WIDTH), *signs))
+        share = percent(count / total)
+        lines.append((f"2**{EXPONENTS[start]}", share, bar.ljust(_WIDTH), *signs))
+    lines.reverse()
     return lines
 
 
@@ -167,24 +165,23 @@ def _choose_signs(
 ) -> list[str]:
     """Returns for each row of the text a sign of what a format makes of most numbers in it.
 
-    A row of the text begins at each of `starts`, which are rows of the histogram.
+    A row of the text begins at each of `starts`, which are rows of the histogram. A row without
+    numbers has no sign.
     """
     outcomes = find_outcomes(numbers.counts, name, exponent)
     counts = np.add.reduceat(np.stack(outcomes), starts, axis=1)
-    most = np.argmax(counts, axis=0)
-    return [_SIGNS[outcome] for outcome in most]
+    signs = np.array(list(_SIGNS))[np.argmax(counts, axis=0)]
+    return np.where(counts.any(axis=0), signs, "").tolist()
 
 
 def _format_totals(numbers: HostHistogram, exponent: int) -> list[tuple[str, ...]]:
     """Returns the last rows of the text: what each format loses of all numbers."""
-    flushed = ["0 flushed", "", ""]
-    subnormal = ["s subnormal", "", ""]
-    overflowed = ["! overflowed", "", ""]
-    for shares in find_all_shares(numbers.counts, exponent).values():
-        flushed.append(percent(shares.flushed))
-        subnormal.append(percent(shares.subnormal))
-        overflowed.append(percent(shares.overflowed))
-    return [tuple(flushed), tuple(subnormal), tuple(overflowed)]
+    shares = find_all_shares(numbers.counts, exponent).values()
+    rows = []
+    for name in ("0 flushed", "s subnormal", "! overflowed"):
+        get_share = operator.attrgetter(name[2:])
+        rows.append((name, "", "", *map(percent, map(get_share, shares))))
+    return rows
 
 
 def to_json(result: Any) -> Any:
@@ -211,8 +208,7 @@ def to_json(result: Any) -> Any:
     if hasattr(result, "_asdict"):
         result = result._asdict()
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        fields = dataclasses.fields(result)
-        result = {field.name: getattr(result, field.name) for field in fields}
+        result = vars(result)
     if isinstance(result, Mapping):
         return {str(key): to_json(value) for key, value in result.items()}
     if isinstance(result, (np.ndarray, np.generic, jax.Array)):
@@ -220,18 +216,10 @@ def to_json(result: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return list(map(to_json, result))
     if isinstance(result, float) and not math.isfinite(result):
-        return _name_nonfinite(result)
+        return _NONFINITE.get(result, "NaN")
     if result is None or isinstance(result, (bool, int, float, str)):
         return result
     raise TypeError(
         f"`to_json(result=...)` got a {type(result).__name__}. Pass what `jaxscale.diagnostics` "
         "returns, or numbers, strings, lists and dictionaries."
     )
-
-
-def _name_nonfinite(number: float) -> str:
-    if math.isnan(number):
-        return "NaN"
-    if number > 0:
-        return "Infinity"
-    return "-Infinity"

@@ -396,11 +396,6 @@ def test_the_other_places_are_named(name):
     assert others == FIRST[name].others
 
 
-@cases("name", FIRST)
-def test_a_report_consists_of_plain_values(name):
-    hash(first_report(name))  # fails if anything in it is an array or a list
-
-
 @summed
 def eight_underflows(w):
     return sum((w * 1e-4).astype(jnp.float32) for _ in range(8))
@@ -413,7 +408,9 @@ def report_of_underflows():
 
 def test_equal_reports_have_equal_hashes():
     assert hash(FIRST["report"].run()) == hash(first_report("report"))
-    assert hash(report_of_underflows.__wrapped__()) == hash(report_of_underflows())
+    # It fails if anything in a report is an array or a list.
+    for name in FIRST:
+        hash(first_report(name))
 
 
 def test_functions_of_the_library_have_the_lines_of_their_own_calls():
@@ -512,15 +509,6 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
         # sums, in some order
         lost_sum = np.abs(exact[is_zero]).sum() / np.abs(exact).sum()
         assert lost.lost_sum == pytest.approx(lost_sum, rel=1e-12)
-
-
-def test_what_was_subnormal_before_is_not_lost_again():
-    ones = np.ones(8, HALF)
-    subnormal = ones * HALF(2.0**-20)
-    assert find_lost(PRODUCT, [subnormal, ones], [subnormal], least=0.5) is None
-    # The same numbers, made of others that were not.
-    normal = ones * HALF(2.0**-10)
-    assert find_lost(PRODUCT, [normal, normal], [subnormal], least=0.5).subnormals == 8
 
 
 def test_a_value_is_lost_once_where_it_is_lost():
@@ -632,11 +620,6 @@ def test_nothing_is_found_of_a_mask_among_the_arguments():
     assert not trace(fun, X[:2], BATCH["mask"]).found
 
 
-def test_nothing_is_found_of_the_division_by_the_loss_scale():
-    # The divisor is clipped to two float32 numbers, which would be 0 and inf in float16.
-    assert not trace(jnp.sum, half(1, 1, 1)).found
-
-
 def test_effects_of_a_program_happen():
     seen = []
 
@@ -685,15 +668,6 @@ def test_numbers_that_become_one_are_named_with_their_lines():
     assert_fields(one, value=1 - 1e-5, became=1.0, line=line("became 1"))
     assert_fields(minus_one, value=-1 + 1e-5, became=-1.0, line=line("became -1"))
     assert "0.99999 is 1 in float16" in str(one)
-
-
-def test_a_pass_in_float32_has_the_numbers_that_were_written():
-    def fun(w):
-        return jnp.minimum(w, 1 - 1e-5).astype(jnp.float32)
-
-    backward = TracedBackward(fun, (HALF(2),), {})
-    in_float32 = backward.run(1.0, is_wide=lambda key: True)
-    assert in_float32.report().loss == np.float32(1 - 1e-5)
 
 
 def test_numbers_in_bfloat16_are_what_they_say():

@@ -1,6 +1,7 @@
 """The scaled backward pass, run equation by equation to see where numbers get lost."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +17,9 @@ from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
 from ..._trees.leaf import is_inexact_leaf
 from .._formats import describe, is_array
-from .findings import Findings, OverflowSeen, Run
+from .findings import Findings, OverflowSeen, Run, pick_grads
 from .interpreter import (
     TOP,
-    EquationKey,
     Interpreter,
     IsWide,
     Location,
@@ -27,7 +27,7 @@ from .interpreter import (
     Value,
     Visit,
 )
-from .needs import BACKWARD, FORWARD, open_equation
+from .needs import BACKWARD, FORWARD, EquationKey, open_equation
 from .places import Constants, find_line
 from .plan import Planner
 from .program import compile_fast
@@ -101,8 +101,7 @@ def trace(
                 "`trace` reads values, so it cannot run inside `jit` or another transformation. "
                 "Call it where the training step is called, with the same arguments."
             )
-        if transform is jax.value_and_grad and not kwargs.get("allow_int"):
-            check_floating("trace", args, kwargs.get("argnums", 0))
+        check_floating("trace", args, transform, kwargs)
         traced = TracedBackward(
             fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
         )
@@ -114,13 +113,17 @@ def trace(
 def check_floating(
     call: str,
     args: tuple[Any, ...],
-    argnums: int | Sequence[int],
+    transform: Callable[..., Any],
+    options: Mapping[str, Any],
     also: str = "",
 ) -> None:
-    """Raises a `TypeError` unless all leaves of the parameters are floating.
+    """Raises a `TypeError` unless all leaves of the parameters are floating, as JAX needs them.
 
     `also` is what else a call needs for a module of Equinox.
     """
+    if transform is not jax.value_and_grad or options.get("allow_int"):
+        return
+    argnums = options.get("argnums", 0)
     if not isinstance(argnums, Sequence):
         argnums = [argnums]
     for i in argnums:
@@ -263,20 +266,15 @@ class TracedBackward:
         if plan.has_refs:
             return None
 
-        def compute_outputs(scale: jax.Array, consts: Sequence[Any]) -> list[Any]:
-            return plan.compute([scale], consts, is_wide)
-
+        # As arguments: of constants XLA would compute the results ahead of time.
+        values = {const.slot: const.value for const in plan.consts}
+        values[plan.inputs[0]] = jnp.float32(loss_scale)
+        compute_outputs = functools.partial(plan.compute, is_wide=is_wide)
         # As the trace rounds: each equation to its own dtype.
         compiled = compile_fast(compute_outputs, xla_allow_excess_precision=False)
         with jax.debug_nans(False), jax.debug_infs(False):
-            # As arguments: of constants XLA would compute the results ahead of time.
-            consts = [const.value for const in plan.consts]
-            outputs = compiled(jnp.float32(loss_scale), consts)
-        grads = {}
-        for name, output in zip(self._names, outputs, strict=True):
-            if name.startswith("grads"):
-                grads[name] = np.asarray(output)
-        return grads
+            outputs = compiled(values)
+        return pick_grads(dict(zip(self._names, outputs, strict=True)))
 
     def how_far(self) -> str:
         """Returns how far the pass that runs now has come, in words. Another thread may ask."""

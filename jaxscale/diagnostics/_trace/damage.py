@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jax
-from ..._jax import JaxprEqn, Op, has_narrow_range, is_inexact, primitives_that
+from ..._jax import JaxprEqn, Op, has_narrow_range, is_inexact
 from .evaluate import (
     IncomparableError,
     dtype_of,
     evaluate,
     evaluate_in_float32,
 )
-
-CONTRACTIONS = primitives_that(Op.PRODUCT)
 
 
 class Birth(NamedTuple):
@@ -50,6 +48,10 @@ class Lost(NamedTuple):
     @property
     def share(self) -> float:
         return (self.zeros + self.subnormals) / max(self.nonzero, 1)
+
+
+def is_product(eqn: JaxprEqn) -> bool:
+    return Op.PRODUCT in _jax.does(eqn.primitive.name)
 
 
 def nonfinite_mask(value: Any) -> np.ndarray:
@@ -106,37 +108,35 @@ def _find_remaining(
     return remaining
 
 
+def describe_nonfinite(masks: Sequence[np.ndarray], cause: str) -> Birth | None:
+    """Returns how many inf and NaN the first output has that has one at its mask."""
+    for output, mask in enumerate(masks):
+        if mask.any():
+            num_nonfinite = int(mask.sum())
+            return Birth(output, num_nonfinite, float(mask.mean()), cause)
+    return None
+
+
 def _describe_birth(
     eqn: JaxprEqn,
     inputs: Sequence[Any],
     masks: Sequence[np.ndarray],
-    cause: str | None = None,
+    cause: str = "value",
 ) -> Birth | None:
     """Returns what is known of the first output that has an inf or a NaN at its mask."""
-    for output, mask in enumerate(masks):
-        if not mask.any():
-            continue
-        float32_result = _find_largest_in_float32(eqn, inputs, output, mask)
-        if cause is None:
-            cause = "value"
-            if math.isfinite(float32_result):
-                cause = "range"
-        numbers = _finite_numbers(inputs)
-        least = math.nan
-        largest = math.nan
-        if numbers.size:
-            least = float(numbers.min())
-            largest = float(numbers.max())
-        return Birth(
-            output=output,
-            elements=int(mask.sum()),
-            share=float(mask.mean()),
-            cause=cause,
-            least_input=least,
-            largest_input=largest,
-            float32_result=float32_result,
-        )
-    return None
+    birth = describe_nonfinite(masks, cause)
+    if birth is None:
+        return None
+    mask = masks[birth.output]
+    float32_result = _find_largest_in_float32(eqn, inputs, birth.output, mask)
+    if cause == "value" and math.isfinite(float32_result):
+        birth = birth._replace(cause="range")
+    numbers = _finite_numbers(inputs)
+    if numbers.size:
+        least = float(numbers.min())
+        largest = float(numbers.max())
+        birth = birth._replace(least_input=least, largest_input=largest)
+    return birth._replace(float32_result=float32_result)
 
 
 def _find_largest_in_float32(
@@ -178,40 +178,29 @@ def find_lost(
         return None
     in_float32 = evaluate_in_float32(eqn, inputs)
     noise = _bound_noise(eqn, inputs)
-    has_subnormal_inputs = any(_is_subnormal(value).any() for value in inputs)
+    are_inputs_normal = not any(_is_subnormal(value).any() for value in inputs)
     losses = []
     for index in suspects:
-        comparison = _Comparison(
-            outputs[index], in_float32[index], noise, has_subnormal_inputs
-        )
-        losses.append(_count_lost(index, comparison))
+        output = outputs[index]
+        exact = np.asarray(in_float32[index], np.float32)
+        is_changed = np.asarray(output, np.float32) != exact
+        is_subnormal = _is_subnormal(output) & (is_changed | are_inputs_normal)
+        losses.append(_count_lost(index, output, exact, noise, is_subnormal))
     worst = max(losses, key=lambda lost: lost.zeros + lost.subnormals)
     if worst.share <= least:
         return None
     return worst
 
 
-class _Comparison(NamedTuple):
-    """An output beside what float32 gives in its place."""
-
-    output: Any
-    in_float32: Any
-    noise: Any  # how much of the latter may be rounding
-    has_subnormal_inputs: bool
-
-
-def _count_lost(index: int, comparison: _Comparison) -> Lost:
-    """Counts the values that one output lost."""
-    output = comparison.output
-    actual = np.asarray(output, np.float32)
-    exact = np.asarray(comparison.in_float32, np.float32)
+def _count_lost(
+    index: int, output: Any, exact: np.ndarray, noise: Any, is_subnormal: np.ndarray
+) -> Lost:
+    """Counts the values that one output lost. What float32 gives may be off by `noise`."""
     size = np.abs(exact)
-    is_nonzero = size > comparison.noise
+    is_nonzero = size > noise
     is_tiny = is_nonzero & (size < _smallest_normal(output))
-    is_zero = is_tiny & (actual == 0)
-    is_subnormal = is_tiny & ~is_zero & _is_subnormal(output)
-    if comparison.has_subnormal_inputs:
-        is_subnormal &= actual != exact
+    is_zero = is_tiny & (np.asarray(output, np.float32) == 0)
+    is_subnormal = is_tiny & is_subnormal
     lost_sum = 0.0
     if is_zero.any():
         sizes = np.where(is_nonzero & np.isfinite(size), size, 0).astype(np.float64)
@@ -227,7 +216,7 @@ def _count_lost(index: int, comparison: _Comparison) -> Lost:
 
 def _bound_noise(eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     """Returns how much of a float32 sum of products may be rounding, if its terms cancel."""
-    if eqn.primitive.name not in CONTRACTIONS:
+    if not is_product(eqn):
         return 0.0
     magnitudes = evaluate_in_float32(eqn, list(map(jnp.abs, inputs)))
     return np.asarray(magnitudes[0], np.float32) * np.float32(2.0**-20)

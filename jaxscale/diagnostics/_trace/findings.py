@@ -12,16 +12,17 @@ from ..._jax import JaxprEqn
 from .damage import (
     Birth,
     Lost,
+    describe_nonfinite,
     find_birth,
     find_lost,
     has_nonfinite,
     nonfinite_mask,
 )
 from .evaluate import IncomparableError
-from .interpreter import EquationKey, Origins, Value, Visit, key_of
-from .needs import EFFECT, FORWARD, hides_equations
+from .interpreter import Origins, Value, Visit, unite_origins
+from .needs import EFFECT, FORWARD, Around, EquationKey, hides_equations, key_of
 from .places import NO_LINE, find_layer, find_line, lines
-from .plan import RoundedAt
+from .program import Rounded
 from .report import Place, TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
 # A place is reported if it loses a larger share of the nonzero values.
@@ -60,7 +61,7 @@ class Findings:
         self._is_hasty = is_hasty
         # as they are run
         self.visits: collections.Counter[EquationKey] = collections.Counter()
-        self.equations: dict[EquationKey, tuple[JaxprEqn, tuple[JaxprEqn, ...]]] = {}
+        self.equations: dict[EquationKey, tuple[JaxprEqn, Around]] = {}
         # What made the inputs of each equation, `()` for an argument or a number. In a loop: when
         # it was visited last, so that what is carried comes from the iteration before.
         self.makers: dict[EquationKey, tuple[EquationKey, ...]] = {}
@@ -89,9 +90,7 @@ class Findings:
         masks = list(map(nonfinite_mask, visit.outputs))
         if not any(map(np.any, masks)):
             return [frozenset()] * len(masks)
-        origins: Origins = frozenset()
-        for value in visit.inputs:
-            origins |= value.origins
+        origins = unite_origins(visit.inputs)
         birth = self._find_birth(visit, origins, masks)
         if birth is not None:
             self._note_birth(key, visit, birth)
@@ -142,13 +141,7 @@ class Findings:
                 return birth
         if origins:
             return None
-        for output, mask in enumerate(masks):
-            if mask.any():
-                num_nonfinite = int(mask.sum())
-                return Birth(
-                    output, num_nonfinite, share=float(mask.mean()), cause="given"
-                )
-        return None
+        return describe_nonfinite(masks, "given")
 
     def _note_birth(self, key: EquationKey, visit: Visit, birth: Birth) -> None:
         self._num_births[key] += 1
@@ -168,43 +161,30 @@ class Findings:
         """Returns where inf and NaN were made or given, with the outputs that each has reached."""
         places = []
         for key, (visit, birth) in self.births.items():
-            place = self._describe(
-                visit, birth.output, birth.share, self._num_births[key]
-            )
-            nonfinite = TracedNonfinite(
-                **vars(place),
-                elements=birth.elements,
-                cause=birth.cause,
-                reaches=tuple(reached.get(key, ())),
-                least_input=birth.least_input,
-                largest_input=birth.largest_input,
-                float32_result=birth.float32_result,
-            )
-            places.append(nonfinite)
+            fields = self._describe(visit, birth, self._num_births[key])
+            reaches = tuple(reached.get(key, ()))
+            places.append(TracedNonfinite(**fields, reaches=reaches))
         return places
 
     def list_underflows(self) -> list[TracedUnderflow]:
         """Returns where most nonzero values were lost, in the order of execution."""
         places = []
         for key, (visit, lost) in self._losses.items():
-            place = self._describe(
-                visit, lost.output, lost.share, self._num_losses[key]
-            )
-            underflow = TracedUnderflow(
-                **vars(place),
-                nonzero=lost.nonzero,
-                zeros=lost.zeros,
-                subnormals=lost.subnormals,
-                lost_sum=lost.lost_sum,
-            )
-            places.append(underflow)
+            fields = self._describe(visit, lost, self._num_losses[key])
+            places.append(TracedUnderflow(**fields))
         return places
 
-    def place(self, visit: Visit, share: float) -> Place:
-        """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
-        return self._describe(visit, output=0, share=share, times=0)
+    def _describe(self, visit: Visit, what: Birth | Lost, times: int) -> dict[str, Any]:
+        """Returns the fields of a place where something happened that many times."""
+        place = self.place(visit, what.share, what.output, times)
+        fields = vars(place) | what._asdict()
+        del fields["output"]
+        return fields
 
-    def _describe(self, visit: Visit, output: int, share: float, times: int) -> Place:
+    def place(
+        self, visit: Visit, share: float, output: int = 0, times: int = 0
+    ) -> Place:
+        """Returns a visited equation, which lost a share of its numbers, as a place of a report."""
         eqn = visit.eqn
         line, *callers = lines(eqn, visit.around) or [NO_LINE]
         array = visit.outputs[output]
@@ -218,10 +198,7 @@ class Findings:
             inputs=tuple(atom.aval.str_short() for atom in eqn.invars),
             direction=direction,
             scaled=visit.scaled,
-            where=line.where,
-            file=line.file,
-            line=line.number,
-            source=line.text,
+            **line.fields(),
             called_from=tuple(map(str, callers)),
             layer=find_layer(eqn, visit.around),
             iteration=visit.iteration,
@@ -245,7 +222,7 @@ class Run(NamedTuple):
     values: dict[str, Value]
     findings: Findings
     arguments: dict[str, jax.typing.ArrayLike]
-    rounded: Sequence[RoundedAt]
+    rounded: Sequence[Rounded]
     loss_scale: float
 
     @property
@@ -256,11 +233,7 @@ class Run(NamedTuple):
     @property
     def grads(self) -> dict[str, np.ndarray]:
         """The gradients, by their names."""
-        grads = {}
-        for name, array in self.outputs.items():
-            if name.startswith("grads"):
-                grads[name] = array
-        return grads
+        return pick_grads(self.outputs)
 
     def report(self) -> TraceReport:
         """Returns all that was seen, as Python values."""
@@ -302,21 +275,27 @@ class Run(NamedTuple):
         return makers + first_uses
 
 
-def _list_constants(rounded: Sequence[RoundedAt]) -> tuple[TracedConstant, ...]:
+def pick_grads(outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the gradients among outputs, on the host."""
+    grads = {}
+    for name, output in outputs.items():
+        if name.startswith("grads"):
+            grads[name] = np.asarray(output)
+    return grads
+
+
+def _list_constants(rounded: Sequence[Rounded]) -> tuple[TracedConstant, ...]:
     """Returns the numbers that were rounded, each once for a line and a dtype."""
     constants: dict[Any, TracedConstant] = {}
-    for place in rounded:
-        line = find_line(place.eqn, place.around)
-        literal = np.asarray(place.number.literal.val)
+    for number in rounded:
+        line = find_line(number.eqn, number.around)
+        literal = np.asarray(number.literal.val)
         constant = TracedConstant(
-            value=place.number.exact,
+            value=number.exact,
             became=float(literal),
             dtype=str(literal.dtype),
-            primitive=place.eqn.primitive.name,
-            where=line.where,
-            file=line.file,
-            line=line.number,
-            source=line.text,
+            primitive=number.eqn.primitive.name,
+            **line.fields(),
         )
         key = (line.file, line.number, constant.value, constant.dtype)
         constants.setdefault(key, constant)

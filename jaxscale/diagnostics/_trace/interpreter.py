@@ -8,16 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Scan, While, context, is_ref
+from ..._jax import ClosedJaxpr, JaxprEqn, Scan, While, context, is_ref
 from .damage import has_nonfinite
 from .evaluate import compute
-from .needs import Needs, open_equation, results, unite
-from .plan import Plan, Planner, Segment, Source, Step
-from .program import Rounded, as_array
-
-# An equation and those that hold it, by their numbers in memory. Keys of several runs may be
-# compared while their `TracedBackward` lives, as it holds these equations.
-EquationKey = tuple[int, ...]
+from .needs import (
+    Around,
+    EquationKey,
+    Needs,
+    key_of,
+    open_equation,
+    results,
+    split,
+    unite,
+)
+from .plan import Planner, Segment
+from .program import Rounded, Source, Step, as_array, zeros_of
 
 # The equations at which an inf or a NaN was made, or first used.
 Origins = frozenset[EquationKey]
@@ -39,6 +44,13 @@ class Cell:
         self.value = value
 
 
+def _look_into(entry: Value | Cell) -> Value:
+    """Returns a value, or the value that a cell holds now."""
+    if isinstance(entry, Cell):
+        return entry.value
+    return entry
+
+
 class Location(NamedTuple):
     """What a jaxpr runs inside of.
 
@@ -47,12 +59,16 @@ class Location(NamedTuple):
       iteration: the index of each loop among them: for a scan, the index of the slice.
     """
 
-    around: tuple[JaxprEqn, ...]
+    around: Around
     iteration: tuple[int, ...]
 
     def in_iteration(self, index: int) -> "Location":
         """Returns this location in an iteration of the innermost loop."""
         return self._replace(iteration=(*self.iteration, index))
+
+    def around_step(self, step: Step) -> Around:
+        """Returns the equations that hold a step of a plan that runs here."""
+        return (*self.around, *step.around)
 
 
 TOP = Location((), ())  # of the whole program
@@ -64,7 +80,7 @@ class Visit(NamedTuple):
     eqn: JaxprEqn
     inputs: Sequence[Value]  # its input values. For a ref, the value that it held.
     outputs: Sequence[Any]  # its output arrays, followed by what its refs hold now
-    around: tuple[JaxprEqn, ...]  # as in `Location`
+    around: Around  # as in `Location`
     iteration: tuple[int, ...]
     need: int  # what it is needed for, as bits
 
@@ -86,35 +102,8 @@ Watch = Callable[[Visit], Sequence[Origins]]
 # stands for a value that nothing needs: what computes it is not run
 _UNUSED = Value(None)
 
-
-def key_of(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> EquationKey:
-    """Returns what tells an equation from all others, and from itself in another call."""
-    return tuple(map(id, (*around, eqn)))
-
-
-class _Slots:
-    """The values that are kept while a plan runs. A ref is kept as its cell."""
-
-    def __init__(self, plan: Plan, inputs: Sequence[Value | Cell]) -> None:
-        self._entries: dict[int, Any] = dict(zip(plan.inputs, inputs, strict=True))
-
-    def read(self, source: Source) -> Any:
-        """Returns the value or the cell in a slot, or a number as a value."""
-        if source is None:
-            return _UNUSED
-        if isinstance(source, int):
-            return self._entries[source]
-        return Value(as_array(source, False))
-
-    def read_all(self, sources: Sequence[Source]) -> list[Any]:
-        return list(map(self.read, sources))
-
-    def write(self, slots: Sequence[int], entries: Sequence[Value | Cell]) -> None:
-        self._entries.update(zip(slots, entries, strict=True))
-
-    def forget(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            self._entries.pop(slot, None)
+# The values that are kept while a plan runs. A ref is kept as its cell.
+_Slots = dict[int, Any]
 
 
 class Interpreter:
@@ -143,19 +132,20 @@ class Interpreter:
     ) -> list[Any]:
         """Returns the outputs of a jaxpr, whose results are needed for `needs`, as bits."""
         plan = self._planner.plan(closed, needs)
-        slots = _Slots(plan, inputs)
+        slots: _Slots = dict(zip(plan.inputs, inputs, strict=True))
         for slot, var, const in plan.consts:
-            slots.write([slot], [self._open_const(var, const)])
+            slots[slot] = self._open_const(var, const)
         for part, forgotten in zip(plan.parts, plan.forgotten, strict=True):
             if isinstance(part, Segment):
                 self._run_segment(part, slots, location)
             else:
-                entries = slots.read_all(part.reads)
+                entries = _read_all(part.reads, slots)
                 with context(part.eqn):  # for what a loop holds
                     outputs = self._run_step(part, entries, location)
-                slots.write(part.writes, outputs)
-            slots.forget(forgotten)
-        return slots.read_all(plan.outputs)
+                slots.update(zip(part.writes, outputs, strict=True))
+            for slot in forgotten:
+                slots.pop(slot, None)
+        return _read_all(plan.outputs, slots)
 
     def _open_const(self, var: Any, const: Any) -> Value | Cell:
         if is_ref(var):
@@ -164,30 +154,27 @@ class Interpreter:
 
     def _run_segment(self, segment: Segment, slots: _Slots, location: Location) -> None:
         """Runs the program of a segment, and shows its equations one after the other."""
-        entries = slots.read_all(segment.reads)
+        entries = _read_all(segment.reads, slots)
         inputs = [value.array for value in entries]
-        wide = []
-        for step in segment.steps:
-            key = key_of(step.eqn, (*location.around, *step.around))
-            wide.append(self._is_wide(key))
-        is_all_wide = all(wide)
-        outputs = iter(segment.program.evaluate(inputs, tuple(wide), self._is_shaken))
-        for step in segment.steps:
-            arrays = list(itertools.islice(outputs, len(step.writes)))
-            if is_all_wide:
+        wide = tuple(self._is_step_wide(step, location) for step in segment.steps)
+        outputs = segment.program.evaluate(inputs, wide, self._is_shaken)
+        for step, arrays in zip(segment.steps, outputs, strict=True):
+            if all(wide):
                 values = _pass_on_origins(entries, arrays)
             else:
-                step_inputs = slots.read_all(step.reads)
+                step_inputs = _read_all(step.reads, slots)
                 values = self._show(step, step_inputs, arrays, location)
-            slots.write(step.writes, values)
+            slots.update(zip(step.writes, values, strict=True))
+
+    def _is_step_wide(self, step: Step, location: Location) -> bool:
+        return self._is_wide(key_of(step.eqn, location.around_step(step)))
 
     def _run_step(
         self, step: Step, entries: list[Any], location: Location
     ) -> Sequence[Value | Cell]:
         """Runs an equation that is in no segment: it may be a loop or a `cond`."""
-        inside = Location(
-            (*location.around, *step.around, step.eqn), location.iteration
-        )
+        around = (*location.around_step(step), step.eqn)
+        inside = location._replace(around=around)
         match open_equation(step.eqn):
             case Scan() as loop:
                 return self._run_scan(loop, entries, step.needs, inside)
@@ -207,21 +194,15 @@ class Interpreter:
     ) -> Sequence[Value | Cell]:
         """Runs an equation that holds no others by itself, and updates the refs that it takes."""
         eqn = step.eqn
-        inputs = []
-        cells = []
-        for entry in entries:
-            if isinstance(entry, Cell):
-                cells.append(entry)
-                inputs.append(entry.value)
-            else:
-                inputs.append(entry)
-        is_wide = self._is_wide(key_of(eqn, (*location.around, *step.around)))
+        cells = [entry for entry in entries if isinstance(entry, Cell)]
+        inputs = list(map(_look_into, entries))
+        is_wide = self._is_step_wide(step, location)
         arrays = []
         for source, value in zip(step.reads, inputs, strict=True):
-            if isinstance(source, Literal | Rounded):
-                arrays.append(as_array(source, is_wide))
-            else:
-                arrays.append(value.array)
+            array = value.array
+            if isinstance(source, Rounded) and is_wide:
+                array = np.float32(source.exact)
+            arrays.append(array)
         values = self._show(step, inputs, compute(eqn, arrays, is_wide), location)
 
         num_outputs = len(eqn.outvars)
@@ -243,7 +224,7 @@ class Interpreter:
             eqn=step.eqn,
             inputs=inputs,
             outputs=arrays,
-            around=(*location.around, *step.around),
+            around=location.around_step(step),
             iteration=location.iteration,
             need=unite(step.eqn, step.needs),
         )
@@ -263,9 +244,9 @@ class Interpreter:
     def _run_while(
         self, loop: While, entries: list[Any], need: int, inside: Location
     ) -> list[Value]:
-        test_consts = entries[: loop.test_consts]
-        body_consts = entries[loop.test_consts : loop.test_consts + loop.body_consts]
-        carries = entries[loop.test_consts + loop.body_consts :]
+        test_consts, body_consts, carries = split(
+            entries, loop.test_consts, loop.body_consts
+        )
         test_needs = (need,) * len(results(loop.test.jaxpr))
         body_needs = (need,) * len(results(loop.body.jaxpr))
         for index in itertools.count():
@@ -276,15 +257,13 @@ class Interpreter:
                 break
             body_inputs = [*body_consts, *carries]
             carries = self.interpret(loop.body, body_inputs, body_needs, location)
-        return carries
+        return list(carries)
 
     def _run_scan(
         self, loop: Scan, entries: list[Any], needs: Needs, inside: Location
     ) -> list[Value]:
         body_needs = self._planner.analysis.find_body_needs(loop, needs)
-        consts = entries[: loop.consts]
-        carries = entries[loop.consts : loop.consts + loop.carries]
-        scanned = entries[loop.consts + loop.carries :]
+        consts, carries, scanned = split(entries, loop.consts, loop.carries)
         indices = list(range(loop.length))
         if loop.reverse:
             indices.reverse()
@@ -295,22 +274,38 @@ class Interpreter:
             outputs = self.interpret(
                 loop.body, inputs, body_needs, inside.in_iteration(index)
             )
-            carries = outputs[: loop.carries]
-            rows.append(outputs[loop.carries :])
+            carries, row = split(outputs, loop.carries)
+            rows.append(row)
             _write_slices(scanned, slices, index)
         if not rows:
             variables = inside.around[-1].outvars[loop.carries :]
-            stacked = [_make_zeros(var.aval) for var in variables]
-            return [*carries, *stacked]
+            return [*carries, *map(_make_zeros, variables)]
         if loop.reverse:
             rows.reverse()
-        stacked = list(map(_stack, zip(*rows, strict=True)))
-        return [*carries, *stacked]
+        return [*carries, *map(_stack, zip(*rows, strict=True))]
+
+
+def _read_all(sources: Sequence[Source], slots: _Slots) -> list[Any]:
+    return [_read(source, slots) for source in sources]
+
+
+def _read(source: Source, slots: _Slots) -> Any:
+    """Returns the value or the cell in a slot, or a number as a value."""
+    if source is None:
+        return _UNUSED
+    if isinstance(source, int):
+        return slots[source]
+    return Value(as_array(source, False))
+
+
+def unite_origins(values: Sequence[Value]) -> Origins:
+    """Returns where the inf and NaN of several values come from."""
+    return frozenset().union(*(value.origins for value in values))
 
 
 def _pass_on_origins(inputs: Sequence[Value], arrays: Sequence[Any]) -> list[Value]:
     """Returns results that are not shown, with the origins of inf and NaN in the inputs."""
-    origins: Origins = frozenset().union(*(value.origins for value in inputs))
+    origins = unite_origins(inputs)
     values = []
     for array in arrays:
         is_bad = bool(origins) and array is not None and has_nonfinite(array)
@@ -354,7 +349,7 @@ def _stack(values: Sequence[Value]) -> Value:
     return Value(
         array=_stack_arrays([value.array for value in values]),
         scaled=any(value.scaled for value in values),
-        origins=frozenset().union(*(value.origins for value in values)),
+        origins=unite_origins(values),
         maker=values[0].maker,
     )
 
@@ -365,5 +360,5 @@ def _stack_arrays(arrays: Sequence[Any]) -> jax.Array:
     return jnp.asarray(np.stack(arrays))
 
 
-def _make_zeros(aval: Any) -> Value:
-    return Value(jax.lax.full(aval.shape, 0, aval.dtype))
+def _make_zeros(var: Any) -> Value:
+    return Value(zeros_of(var))

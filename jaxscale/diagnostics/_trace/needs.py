@@ -28,6 +28,13 @@ FORWARD = 1
 BACKWARD = 2
 EFFECT = 4
 
+# The equations that hold another one, outermost first.
+Around = tuple[JaxprEqn, ...]
+
+# An equation and those that hold it, by their numbers in memory. Keys of several runs may be
+# compared while their `TracedBackward` lives, as it holds these equations.
+EquationKey = tuple[int, ...]
+
 # The needs of several values or results, in their order.
 Needs = tuple[int, ...]
 
@@ -40,6 +47,11 @@ _READERS: dict[str, Callable[[JaxprEqn], Any]] = {
 
 # An equation of these runs as one if its parameters are not known, or if it is that of devices.
 HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
+
+
+def key_of(eqn: JaxprEqn, around: Around) -> EquationKey:
+    """Returns what tells an equation from all others, and from itself in another call."""
+    return tuple(map(id, (*around, eqn)))
 
 
 def open_equation(
@@ -71,6 +83,15 @@ def hides_equations(eqn: JaxprEqn) -> bool:
 def results(of: Jaxpr | JaxprEqn) -> list[Any]:
     """Returns the outputs of a jaxpr or an equation, and the refs that it may write to."""
     return [*of.outvars, *filter(is_ref, of.invars)]
+
+
+def split(values: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+    """Returns the first of some values in groups of these sizes, and then a group of the others."""
+    groups = []
+    for size in sizes:
+        groups.append(values[:size])
+        values = values[size:]
+    return [*groups, values]
 
 
 def unite(eqn: JaxprEqn, needs: Needs) -> int:
@@ -114,7 +135,7 @@ class Analysis:
         while True:
             # A carry or a ref is also needed for what the next iteration computes from it.
             inputs = self.analyse(jaxpr, needs).inputs
-            carries = inputs[loop.consts : loop.consts + loop.carries]
+            _, carries, _ = split(inputs, loop.consts, loop.carries)
             stacked = (0,) * (len(jaxpr.outvars) - loop.carries)
             refs = [
                 need
@@ -153,8 +174,7 @@ class Analysis:
             case Scan() as loop:
                 body_needs = self.find_body_needs(loop, needs)
                 inputs = self.analyse(loop.body.jaxpr, body_needs).inputs
-                consts = inputs[: loop.consts]
-                slices = inputs[loop.consts + loop.carries :]
+                consts, _, slices = split(inputs, loop.consts, loop.carries)
                 return (*consts, *body_needs[: loop.carries], *slices)
             case list() as branches:
                 operands = (0,) * (len(eqn.invars) - 1)

@@ -16,7 +16,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from ..._jax import (
     primitives_that,
     scope_path,
 )
+from .needs import Around
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
@@ -71,11 +72,20 @@ class Line(NamedTuple):
     def __str__(self) -> str:
         return self.where
 
+    def fields(self) -> dict[str, Any]:
+        """Returns the line as the fields of a report."""
+        return {
+            "where": self.where,
+            "file": self.file,
+            "line": self.number,
+            "source": self.text,
+        }
+
 
 NO_LINE = Line("", 0, "")
 
 
-def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
+def lines(eqn: JaxprEqn, around: Around) -> list[Line]:
     """Returns the user's lines for an equation and the calls around it, innermost first.
 
     Lines of other installed packages are left out, unless there are no others.
@@ -94,14 +104,14 @@ def lines(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> list[Line]:
     return users_lines or lines_of_packages
 
 
-def find_line(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> Line:
+def find_line(eqn: JaxprEqn, around: Around) -> Line:
     """Returns the innermost line of the user for an equation, or `NO_LINE`."""
     for line in lines(eqn, around):
         return line
     return NO_LINE
 
 
-def find_layer(eqn: JaxprEqn, around: tuple[JaxprEqn, ...]) -> str:
+def find_layer(eqn: JaxprEqn, around: Around) -> str:
     """Returns the names of the scopes that an equation is in, as modules of Flax set them."""
     path = "/".join(map(scope_path, (*around, eqn)))
     # Transformations wrap a name: `transpose(jvp(Net))/Dense_0`.
@@ -146,9 +156,7 @@ class Constants:
         with noting, keep_lines_of_rules(is_users_file):
             yield
 
-    def exact(
-        self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], literal: Literal
-    ) -> float | None:
+    def exact(self, eqn: JaxprEqn, around: Around, literal: Literal) -> float | None:
         """Returns the number that a 0, 1 or inf in an equation was made of, if it is known."""
         value = np.asarray(literal.val)
         is_floating_number = not value.shape and value.dtype.kind in "fV"

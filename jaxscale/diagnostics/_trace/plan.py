@@ -6,59 +6,52 @@ Segments are cut before each matrix product, so that equal layers are cut alike,
 programs. Loops, conditions, effects and refs are steps of their own.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
-
+from ... import _jax
 from ..._jax import ClosedJaxpr, JaxprEqn, Literal, is_ref
-from .damage import CONTRACTIONS
+from .damage import is_product
 from .evaluate import compute
-from .needs import Analysis, Needs, open_equation, unite
+from .needs import (
+    HOLDERS,
+    Analysis,
+    Around,
+    EquationKey,
+    Needs,
+    key_of,
+    open_equation,
+    unite,
+)
 from .places import Constants
-from .program import LocalStep, Number, Program, Rounded, as_array, program_key
+from .program import (
+    Program,
+    Rounded,
+    Source,
+    Step,
+    as_array,
+    program_key,
+    slots_of,
+    zeros_of,
+)
 
 _MOST_STEPS = 32  # of a segment without a product
 # of a segment's results, which are all kept until they have been looked at
 _MOST_BYTES = 2**28
 
-# The interpreter opens some of these. The others have effects, or fail only once they are compiled.
-_ALONE = {"cond", "while", "scan", "shard_map", "pmap", "xla_pmap", "pallas_call"}
-
-# The slot that a value is kept in, a number, or `None` for a value that nothing needs.
-Source = int | Number | None
-
-
-class RoundedAt(NamedTuple):
-    """A number that was rounded to 0 or inf, and the equation that reads it."""
-
-    eqn: JaxprEqn
-    around: tuple[JaxprEqn, ...]  # the calls that hold it, outermost first
-    number: Rounded
-
-
-class Step(NamedTuple):
-    """An equation that is not a call."""
-
-    eqn: JaxprEqn
-    around: tuple[JaxprEqn, ...]  # the calls that hold it, outermost first
-    needs: Needs  # what each of its results is needed for
-    reads: tuple[Source, ...]  # its inputs
-    writes: tuple[int, ...]  # the slots of its outputs
-
-    @property
-    def read_slots(self) -> list[int]:
-        """The slots among its inputs."""
-        return _slots_of(self.reads)
+# What holds equations and is not a call: the interpreter opens some of it. A kernel fails only once
+# it is compiled.
+_ALONE = HOLDERS - _jax.CALLS.keys() | {"pallas_call"}
 
 
 class Segment(NamedTuple):
     """Steps that run as one program."""
 
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
     program: Program
-    reads: tuple[int, ...]  # the slots of the program's inputs
+    reads: Sequence[int]  # the slots of the program's inputs
 
 
 class ConstSlot(NamedTuple):
@@ -76,28 +69,19 @@ class Plan(NamedTuple):
       closed: the jaxpr.
       consts: its constants.
       inputs: the slots of its inputs.
-      parts: what to run, in this order.
+      steps: its equations, in the order of execution.
+      parts: the same as it is run: in segments, and steps of their own.
       outputs: where its outputs are in the end.
       forgotten: for each part, the slots that nothing reads after it.
     """
 
     closed: ClosedJaxpr
-    consts: tuple[ConstSlot, ...]
-    inputs: tuple[int, ...]
-    parts: tuple[Segment | Step, ...]
-    outputs: tuple[Source, ...]
-    forgotten: tuple[tuple[int, ...], ...]
-
-    @property
-    def steps(self) -> list[Step]:
-        """All steps, in the order of execution."""
-        steps = []
-        for part in self.parts:
-            if isinstance(part, Segment):
-                steps += part.steps
-            else:
-                steps.append(part)
-        return steps
+    consts: Sequence[ConstSlot]
+    inputs: Sequence[int]
+    steps: Sequence[Step]
+    parts: Sequence[Segment | Step]
+    outputs: Sequence[Source]
+    forgotten: Sequence[set[int]]
 
     @property
     def has_refs(self) -> bool:
@@ -108,20 +92,14 @@ class Plan(NamedTuple):
         return any(map(is_ref, variables))
 
     def compute(
-        self,
-        inputs: Sequence[Any],
-        consts: Sequence[Any],
-        is_wide: Callable[[tuple[int, ...]], bool],
+        self, values: dict[int, Any], is_wide: Callable[[EquationKey], bool]
     ) -> list[Any]:
         """Returns the outputs of a program without refs, in a function that is compiled.
 
-        `is_wide` gets the keys of equations, which are as those of the interpreter.
+        `values` are its inputs and constants, by their slots.
         """
-        values = dict(zip(self.inputs, inputs, strict=True))
-        for const, value in zip(self.consts, consts, strict=True):
-            values[const.slot] = value
         for step in self.steps:
-            is_in_float32 = is_wide(tuple(map(id, (*step.around, step.eqn))))
+            is_in_float32 = is_wide(key_of(step.eqn, step.around))
             args = []
             for atom, source in zip(step.eqn.invars, step.reads, strict=True):
                 args.append(_read(source, atom, values, is_in_float32))
@@ -138,7 +116,7 @@ def _read(source: Source, atom: Any, values: Mapping[int, Any], is_wide: bool) -
     if isinstance(source, int):
         return values[source]
     if source is None:  # nothing needs it
-        return jax.lax.full(atom.aval.shape, 0, atom.aval.dtype)
+        return zeros_of(atom)
     return as_array(source, is_wide)
 
 
@@ -147,7 +125,7 @@ class Planner:
 
     def __init__(self, constants: Constants) -> None:
         self.analysis = Analysis()
-        self.rounded: list[RoundedAt] = []  # the numbers that became 0 or inf
+        self.rounded: list[Rounded] = []  # the numbers that became 0 or inf
         self._constants = constants
         self._plans: dict[tuple[int, Needs], Plan] = {}
         self._programs: dict[Any, Program] = {}
@@ -164,38 +142,34 @@ class Planner:
         flat = _FlatProgram(self)
         inputs = flat.new_slots(closed.jaxpr.invars)
         outputs = flat.add(closed, inputs, needs, around=())
-        parts = _cut(flat.steps)
-        last_parts = _find_last_parts(parts)
         # What goes in or comes out is kept until the end.
-        for slot in (*inputs, *_slots_of(outputs)):
-            last_parts[slot] = len(parts)
-
-        finished_parts: list[Segment | Step] = []
+        used_later = {*inputs, *slots_of(outputs)}
+        parts: list[Segment | Step] = []
         forgotten = []
-        for index, steps in enumerate(parts):
-            read_later = set()
-            read_last = []
-            for slot, last in last_parts.items():
-                if last > index:
-                    read_later.add(slot)
-                elif last == index:
-                    read_last.append(slot)
+        for steps in reversed(_cut(flat.steps)):
+            used: set[int] = set()
+            for step in steps:
+                used.update(step.writes, step.read_slots)
             if _may_share(steps[0].eqn):
-                finished_parts.append(self._make_segment(steps, read_later))
+                parts.append(self._make_segment(steps, used_later))
             else:
-                finished_parts.append(steps[0])
-            forgotten.append(tuple(read_last))
+                parts.append(steps[0])
+            forgotten.append(used - used_later)
+            used_later |= used
+        parts.reverse()
+        forgotten.reverse()
         return Plan(
             closed=closed,
-            consts=tuple(flat.consts),
+            consts=flat.consts,
             inputs=inputs,
-            parts=tuple(finished_parts),
+            steps=flat.steps,
+            parts=parts,
             outputs=outputs,
-            forgotten=tuple(forgotten),
+            forgotten=forgotten,
         )
 
-    def _make_segment(self, steps: tuple[Step, ...], later: set[int]) -> Segment:
-        """Returns steps as a segment; `later` has the slots that are read after it."""
+    def _make_segment(self, steps: Sequence[Step], later: Set[int]) -> Segment:
+        """Returns steps as a segment; `later` has the slots that are used after it."""
         written: list[int] = []
         inputs: list[int] = []  # what its steps read that none of them wrote
         for step in steps:
@@ -203,27 +177,21 @@ class Planner:
                 if slot not in written and slot not in inputs:
                     inputs.append(slot)
             written += step.writes
-
-        # The program knows a value by its index among these.
-        indices = {slot: index for index, slot in enumerate((*inputs, *written))}
-        local_steps = [_make_local(step, indices) for step in steps]
-        kept = frozenset(indices[slot] for slot in written if slot in later)
-        key = program_key(local_steps, kept)
+        kept = frozenset(written).intersection(later)
+        key = program_key(steps, inputs, kept)
         if key not in self._programs:
-            self._programs[key] = Program(local_steps, kept)
-        return Segment(steps=steps, program=self._programs[key], reads=tuple(inputs))
+            self._programs[key] = Program(steps, inputs, kept)
+        return Segment(steps, self._programs[key], inputs)
 
-    def find_exact(
-        self, eqn: JaxprEqn, around: tuple[JaxprEqn, ...], source: Source
-    ) -> Source:
+    def find_exact(self, eqn: JaxprEqn, around: Around, source: Source) -> Source:
         """Returns an input of an equation, with the number of the source if it was rounded."""
         if not isinstance(source, Literal):
             return source
         exact = self._constants.exact(eqn, around, source)
         if exact is None:
             return source
-        number = Rounded(source, exact)
-        self.rounded.append(RoundedAt(eqn, around, number))
+        number = Rounded(source, exact, eqn, around)
+        self.rounded.append(number)
         return number
 
 
@@ -248,7 +216,7 @@ class _FlatProgram:
         closed: ClosedJaxpr,
         inputs: Sequence[Source],
         needs: Needs,
-        around: tuple[JaxprEqn, ...],
+        around: Around,
     ) -> tuple[Source, ...]:
         """Adds the equations of a jaxpr that are needed, and returns where its outputs are."""
         jaxpr = closed.jaxpr
@@ -279,43 +247,24 @@ class _FlatProgram:
         eqn: JaxprEqn,
         reads: Sequence[Source],
         needs: Needs,
-        around: tuple[JaxprEqn, ...],
+        around: Around,
     ) -> tuple[int, ...]:
-        exact_reads = [
-            self._planner.find_exact(eqn, around, source) for source in reads
-        ]
-        writes = self.new_slots(eqn.outvars)
-        self.steps.append(
-            Step(
-                eqn=eqn,
-                around=around,
-                needs=needs,
-                reads=tuple(exact_reads),
-                writes=writes,
-            )
+        find_exact = functools.partial(self._planner.find_exact, eqn, around)
+        step = Step(
+            eqn=eqn,
+            around=around,
+            needs=needs,
+            reads=tuple(map(find_exact, reads)),
+            writes=self.new_slots(eqn.outvars),
         )
-        return writes
+        self.steps.append(step)
+        return step.writes
 
 
 def _find_source(atom: Any, sources: Mapping[Any, Source]) -> Source:
     if isinstance(atom, Literal):
         return atom
     return sources.get(atom)
-
-
-def _make_local(step: Step, indices: Mapping[int, int]) -> LocalStep:
-    """Returns a step of a program, which knows each slot by its index in the program."""
-    reads = []
-    for source in step.reads:
-        if isinstance(source, int):
-            reads.append(indices[source])
-        else:
-            reads.append(source)
-    return LocalStep(step.eqn, tuple(reads))
-
-
-def _slots_of(sources: Sequence[Source]) -> list[int]:
-    return [source for source in sources if isinstance(source, int)]
 
 
 def _may_share(eqn: JaxprEqn) -> bool:
@@ -326,7 +275,7 @@ def _may_share(eqn: JaxprEqn) -> bool:
     return not any(map(is_ref, (*eqn.invars, *eqn.outvars)))
 
 
-def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
+def _cut(steps: Sequence[Step]) -> list[list[Step]]:
     """Cuts a list of steps into parts: segments, and steps of their own."""
     parts: list[list[Step]] = []
     size = 0  # of the results of the last part, in bytes
@@ -338,11 +287,11 @@ def _cut(steps: Sequence[Step]) -> list[tuple[Step, ...]]:
         else:
             parts.append([step])
             size = step_size
-    return list(map(tuple, parts))
+    return parts
 
 
 def _may_join(step: Step, part: Sequence[Step]) -> bool:
-    if len(part) >= _MOST_STEPS or step.eqn.primitive.name in CONTRACTIONS:
+    if len(part) >= _MOST_STEPS or is_product(step.eqn):
         return False
     return _may_share(step.eqn) and _may_share(part[0].eqn)
 
@@ -356,13 +305,3 @@ def _count_bytes(eqn: JaxprEqn) -> int:
         if isinstance(size, int):
             total += size * getattr(aval.dtype, "itemsize", 8)
     return total
-
-
-def _find_last_parts(parts: Sequence[Sequence[Step]]) -> dict[int, int]:
-    """Returns the index of the last part that needs a slot, because it writes or reads it."""
-    last_parts = {}
-    for index, part in enumerate(parts):
-        for step in part:
-            for slot in (*step.writes, *step.read_slots):
-                last_parts[slot] = index
-    return last_parts

@@ -128,13 +128,8 @@ class TracedNonfinite(Place):
                 "became finite before the loss and the gradients: "
                 "fine for a mask, not for a norm"
             )
-        grads = []
-        others = []
-        for name in self.reaches:
-            if name.startswith("grads"):
-                grads.append(name)
-            else:
-                others.append(name)
+        grads = [name for name in self.reaches if name.startswith("grads")]
+        others = [name for name in self.reaches if name not in grads]
         if len(grads) > 3:
             grads = [f"{len(grads)} of the gradients"]
         return f"reaches {', '.join(others + grads)}"
