@@ -80,7 +80,10 @@ def transformer(kind, dtype=jnp.float32):
 
 
 kinds = cases(
-    "kind", ["unrolled", "scanned", "remat", "scanned remat"], fast=["scanned remat"]
+    "kind",
+    ["unrolled", "scanned", "remat", "scanned remat"],
+    fast=["scanned remat"],
+    shared=True,
 )
 
 
