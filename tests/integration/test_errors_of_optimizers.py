@@ -12,6 +12,12 @@ from jaxscale import loss_scaled, multi_steps, presets
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def applying_all(inner, loss_scale=None, **options):
+    """An optimizer that skips nothing."""
+    return loss_scaled(inner, loss_scale, skip_nonfinite=False, **options)
+
+
 HALF = {"w": W.astype(jnp.bfloat16)}
 MASTERS = jaxscale.master_weights(SGD)
 RANDOM = jaxscale.stochastic_rounding(SGD)
@@ -112,6 +118,46 @@ CASES = {
             "ValueError: `loss_scaled(max_norm=...)` must be a finite number, got "
             "True. ... such as 1.0, or None"
         ),
+    ),
+    "a norm of 0": (
+        lambda: loss_scaled(SGD, max_norm=0),
+        "ValueError: `loss_scaled(max_norm= ... above 0, got 0",
+    ),
+    "a norm that is NaN": (
+        lambda: jaxscale.skip_nonfinite(SGD, max_norm=float("nan")),
+        "ValueError: `skip_nonfinite(max_norm= ... finite number, got nan",
+    ),
+    "a number as a flag": (
+        lambda: jaxscale.skip_nonfinite(SGD, track_leaves=1),
+        "ValueError: `skip_nonfinite(track_leaves= ... one of False, True, got 1",
+    ),
+    "a number as a rule for spikes": (
+        lambda: loss_scaled(SGD, spikes=128),
+        "TypeError: `loss_scaled(spikes=...)` must be a `SpikeRule` or None",
+    ),
+    "a number as whether to skip": (
+        lambda: loss_scaled(SGD, skip_nonfinite=0),
+        "ValueError: skip_nonfinite= ... got 0",
+    ),
+    "a scale that moves without a verdict": (
+        lambda: applying_all(SGD, "dynamic"),
+        "ValueError: a DynamicLossScale",
+    ),
+    "leaves without a verdict": (
+        lambda: applying_all(SGD, 8, track_leaves=True),
+        "ValueError: track_leaves=True",
+    ),
+    "spikes without a verdict": (
+        lambda: applying_all(SGD, spikes=jaxscale.SpikeRule()),
+        "ValueError: with a `SpikeRule`",
+    ),
+    "a window without a verdict": (
+        lambda: applying_all(multi_steps(SGD, 2)),
+        "ValueError: a window of `multi_steps`",
+    ),
+    "a window around no verdict": (
+        lambda: multi_steps(applying_all(SGD), 2),
+        "ValueError: `multi_steps ... =False",
     ),
     "on_skip is no function": (
         lambda: loss_scaled(SGD, on_skip=True),
