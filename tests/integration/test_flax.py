@@ -10,7 +10,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
-from flax.training import train_state
 from overflowing import BAD_LOSS, GOOD, OVERFLOW
 from overflowing import loss_fn as half_loss
 from tables import (
@@ -87,16 +86,6 @@ def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     assert_same_bits(without_counters(kept), without_counters(expected))
     assert kept.opt_state.total_notfinite == 1
     assert kept.opt_state.total_steps == 2
-
-
-def test_it_applies_what_flax_applies():
-    ours = create()
-    theirs = create(train_state.TrainState)
-    for grads in GRADIENTS:
-        ours = ours.apply_gradients(grads=grads)
-        theirs = theirs.apply_gradients(grads=grads)
-    assert_same_bits(ours.params, theirs.params)
-    assert ours.step == theirs.step == 4
 
 
 def test_value_and_extra_arguments_are_forwarded():

@@ -192,7 +192,7 @@ INSIDE = r"inside of another one.*`loss_scaled\(outer\(inner\)\)`"
 @cases(
     "name, around",
     each(FRONT_ENDS, AROUND),
-    fast=[("plain", "flatten"), ("linen", "chain"), ("objects", "partition")],
+    fast=[("plain", "flatten"), ("objects", "partition")],
 )
 def test_a_wrapper_around_the_wrapped_optimizer_is_told_how_to_be_written(name, around):
     wrap = AROUND[around]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -85,9 +86,18 @@ def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
     assert not jnp.array_equal(params["w"], TWO["w"])
 
 
-@cases("keep", [unchanged, jaxscale.master_weights, jaxscale.stochastic_rounding])
-@cases("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite])
-def test_everything_is_kept_where_updates_are_not_finite(wrap, keep):
+@cases(
+    "keep, wrap",
+    product(
+        [unchanged, jaxscale.master_weights, jaxscale.stochastic_rounding],
+        [jaxscale.loss_scaled, jaxscale.skip_nonfinite],
+    ),
+    fast=[
+        (unchanged, jaxscale.skip_nonfinite),
+        (jaxscale.master_weights, jaxscale.loss_scaled),
+    ],
+)
+def test_everything_is_kept_where_updates_are_not_finite(keep, wrap):
     """The gradients are finite, and Adam's moments take them. The learning rate is inf."""
     inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
     tx = keep(wrap(inner, check_updates=True))
