@@ -456,8 +456,6 @@ EXPLICIT = {
     resharded: TENSOR_PARALLEL,
 }
 WRAPPERS = {
-    "autocast": jaxscale.autocast,
-    "scale_backward": jaxscale.scale_backward,
     "scale_backward of autocast": scaled_autocast,
     "autocast of scale_backward": autocast_scaled,
 }
@@ -483,11 +481,7 @@ def place_explicit(fun, mesh):
 )
 @cases(
     "fun, way",
-    [
-        *each(EXPLICIT, ["autocast", "scale_backward"]),
-        # Each with both of them.
-        *itertools.product(EXPLICIT, list(WRAPPERS)[2:]),
-    ],
+    itertools.product(EXPLICIT, WRAPPERS),
     fast=[
         (remat_in_shard_map, "scale_backward of autocast"),
         (tensor_parallel, "autocast of scale_backward"),

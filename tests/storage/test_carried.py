@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, fused_step
 
 import jaxscale
 import jaxscale.nnx
@@ -47,10 +47,7 @@ def make(wrapper, **options):
 
 
 def step_of(tx):
-    def step(params, state, grads):
-        return jaxscale.apply_gradients(tx, grads, state, params)
-
-    return step
+    return functools.partial(fused_step, tx)
 
 
 def run(wrapper, number=3, params=PARAMS):
