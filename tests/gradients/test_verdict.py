@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tables import cases
+from tables import cases, each
 from training import x64
 
 import jaxscale
@@ -78,14 +78,14 @@ def one_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
-def filled(dtype, value=1.0):
+def filled(dtype):
     """A tree of numbers of a dtype, or of all dtypes in turn."""
     dtypes = itertools.cycle([dtype])
     if dtype in MIXED:
         dtypes = itertools.cycle(DTYPES)
     tree = {}
     for name, shape in SHAPES.items():
-        tree[name] = np.full(shape, value, jnp.dtype(next(dtypes)))
+        tree[name] = np.ones(shape, jnp.dtype(next(dtypes)))
     return tree
 
 
@@ -102,7 +102,7 @@ def spoil(leaf, i):
 @pytest.mark.standard_promotion
 @cases(
     "name, dtype",
-    [*itertools.product(VERDICTS, MIXED), *itertools.product(REDUCTIONS, DTYPES)],
+    [*itertools.product(VERDICTS, MIXED), *each(REDUCTIONS, DTYPES)],
     fast=[
         ("public", MIXED[1]),
         ("of the largest", "complex64"),
@@ -123,17 +123,15 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
 
 
 @pytest.mark.standard_promotion
-@cases(
-    "name, dtype",
-    itertools.product(REDUCTIONS, DTYPES),
-    fast=[("of the largest", "complex64")],
-)
-def test_the_largest_finite_number_passes(name, dtype, one_device):
-    verdict = jax.jit(VERDICTS[name])
+@cases("name", REDUCTIONS, fast=["of the largest"])
+def test_the_largest_finite_number_of_each_dtype_passes(name, one_device):
+    verdict = jax.jit(REDUCTIONS[name])
     with x64():
-        largest = float(jnp.finfo(dtype).max)
-        assert verdict(filled(dtype, largest))
-        assert verdict(filled(dtype, -largest))
+        tree = filled(MIXED[0])
+        for sign in (1.0, -1.0):
+            for leaf in tree.values():
+                leaf[...] = sign * float(jnp.finfo(leaf.dtype).max)
+            assert verdict(tree), sign
 
 
 class Reductions(NamedTuple):

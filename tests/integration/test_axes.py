@@ -16,7 +16,8 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases
+from tables import cases, pairs
+from training import amplified
 
 import jaxscale
 from jaxscale._jax import vary
@@ -32,13 +33,19 @@ SHARDED = P("d")
 SIZES = jnp.array([1.0, 4.0, 0.5, 2.0]).repeat(2)[:, None]
 X = SIZES * jnp.linspace(-1.0, 1.0, 8 * 4).reshape(8, 4)
 Y = SIZES[:, 0] * jnp.linspace(1.0, 3.0, 8)
-BATCHES = [(X * factor, Y) for factor in (1.0, 0.5, 0.75, 1.5, 40.0, 1.0, 0.5, 1.0)]
-HOT = 4  # the batch that stands out
+# What the gradients of each example are multiplied by.
+ONES = jnp.ones(8)
+# One of them stands out.
+GOOD = [(X * size, Y, ONES) for size in (1.0, 0.5, 0.75, 1.5, 40.0, 1.0, 0.5, 1.0)]
+# One device has an overflow, or a bad loss.
+OVERFLOW = X, Y, ONES.at[5].set(jnp.inf)
+BAD_LOSS = X.at[2, 1].set(jnp.nan), Y, ONES
+BATCHES = [*GOOD[:2], OVERFLOW, BAD_LOSS, *GOOD[2:]]
 
 
 def mean_loss(weights, batch):
-    x, y = batch
-    return jnp.mean((x @ weights - y) ** 2)
+    x, y, factors = batch
+    return amplified(jnp.mean((x @ weights - y) ** 2), jnp.max(factors))
 
 
 # How parameters lie. A layout makes the loss and the gradients of a device, and of them all.
@@ -70,8 +77,7 @@ def loss_of_experts(params, batch):
     for device in range(COUNT):
         own = slice(2 * device, 2 * device + 2)
         part = {"shared": params["shared"], "expert": params["expert"][device][None]}
-        x, y = batch
-        losses.append(loss_of_expert(part, (x[own], y[own])))
+        losses.append(loss_of_expert(part, [rows[own] for rows in batch]))
     return sum(losses) / COUNT
 
 
@@ -230,6 +236,15 @@ OPTIMIZERS = {
     "multi_steps": lambda **options: jaxscale.multi_steps(
         jaxscale.loss_scaled(SGD, max_norm=0.5, **options), 2
     ),
+    "windows dropped": lambda **options: jaxscale.multi_steps(
+        jaxscale.loss_scaled(SGD, **options), 2, drop="window"
+    ),
+    "named inside": lambda **options: jaxscale.loss_scaled(
+        jaxscale.skip_nonfinite(SGD, **options)
+    ),
+    "named outside": functools.partial(
+        jaxscale.loss_scaled, jaxscale.multi_steps(SGD, 1), track_leaves=True
+    ),
     "polyak_sgd": functools.partial(jaxscale.skip_nonfinite, optax.polyak_sgd(0.1)),
     "reduce_on_plateau": functools.partial(
         jaxscale.loss_scaled, optax.chain(SGD, PLATEAU)
@@ -258,13 +273,19 @@ def is_equal_to_one(form, layout, name):
     return name not in MIXING and (form == "shard_map" or name not in BY_NORM)
 
 
+@functools.cache
+def end_on_one(layout, name):
+    return train_on_one(LAYOUTS[layout], OPTIMIZERS[name](), batches_for(name))
+
+
+def batches_for(name):
+    # Later steps of a search would make much of little that is rounded.
+    return {"lbfgs": BATCHES[:3], "no skips": GOOD}.get(name, BATCHES)
+
+
 @cases(
     "form, layout, name",
-    [
-        row
-        for row in itertools.product(FORMS, LAYOUTS, OPTIMIZERS)
-        if is_equal_to_one(*row)
-    ],
+    pairs(FORMS, LAYOUTS, OPTIMIZERS, where=is_equal_to_one),
     fast=[
         ("shard_map", "experts", "max_norm"),
         ("shard_map", "ZeRO", "multi_steps"),
@@ -273,25 +294,22 @@ def is_equal_to_one(form, layout, name):
     ],
 )
 def test_many_devices_end_where_one_ends(form, layout, name):
-    layout = LAYOUTS[layout]
-    make = OPTIMIZERS[name]
-    # Later steps of a search would make much of little that is rounded.
-    batches = BATCHES[:3] if name == "lbfgs" else BATCHES
-    expected = train_on_one(layout, make(), batches)
-    actual = FORMS[form](layout, make(axis_name="d"), batches=batches)
+    tx = OPTIMIZERS[name](axis_name="d")
+    actual = FORMS[form](LAYOUTS[layout], tx, batches=batches_for(name))
 
     def assert_close(leaf, other):
         np.testing.assert_allclose(leaf, other, rtol=2e-4, atol=1e-5)
 
-    jax.tree.map(assert_close, actual, expected)
+    jax.tree.map(assert_close, actual, end_on_one(layout, name))
 
 
-def test_the_batch_that_stands_out_is_skipped_and_the_plateau_is_seen():
+def test_bad_batches_and_the_one_that_stands_out_are_skipped_and_the_plateau_is_seen():
     """So that the rows above are no runs in which nothing happens."""
-    layout = LAYOUTS["replicated"]
-    _, state = train_on_one(layout, OPTIMIZERS["spikes"]())
+    _, state = end_on_one("replicated", "spikes")
     assert state.spikes.total_spikes == 1
-    _, state = train_on_one(layout, OPTIMIZERS["reduce_on_plateau"]())
+    assert state.total_notfinite == 2
+    assert state.total_notfinite_loss == 1
+    _, state = end_on_one("replicated", "reduce_on_plateau")
     assert state.inner_state[1].scale < 1
 
 
@@ -317,7 +335,7 @@ def clip_by_largest_part(layout, grads):
 def test_without_types_all_clip_by_the_largest_norm_of_a_device(form, layout, name):
     """So copies stay copies, which `train` sees."""
     layout = LAYOUTS[layout]
-    FORMS[form](layout, OPTIMIZERS[name](axis_name="d"))
+    FORMS[form](layout, OPTIMIZERS[name](axis_name="d"), batches=GOOD)
     start = layout.params
     tx = OPTIMIZERS[name](axis_name="d")
     params, _ = FORMS[form](layout, tx, batches=BATCHES[:1])
@@ -355,6 +373,11 @@ PARTING = {
         "replicated",
         jaxscale.multi_steps(SGD, 2),
         r"value=\.\.\.\)` varies along 'd'.*`axis_name='d'`",
+    ),
+    "a loss of one device, without a window": (
+        "replicated",
+        jaxscale.loss_scaled(SGD),
+        r"pass `axis_name='d'`",
     ),
 }
 

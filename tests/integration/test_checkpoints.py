@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from bad_input import assert_says
 from compilations import COMPILED
 from flax import serialization
 from flax.training import checkpoints, train_state
@@ -24,6 +25,7 @@ from tables import (
     assert_same_bits,
     avals,
     cases,
+    each,
     gradients,
     spoiled,
     step,
@@ -170,16 +172,19 @@ WAYS = {
 LACK_KEYS = ("equinox", "flax_bytes")
 
 
+CASES = [*OPTIMIZERS, "train_state"]
+# Each case in two ways, each way with several cases. Typed keys are special in all of them.
+ROWS = [
+    *each(CASES, WAYS),
+    *each(CASES, list(WAYS)[::-1]),
+    *itertools.product([NOISY], WAYS),
+    *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
+]
+
+
 @cases(
     "case, way",
-    [
-        row
-        for row in (
-            *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
-            *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
-        )
-        if row not in {(NOISY, way) for way in LACK_KEYS}
-    ],
+    [row for row in ROWS if row not in itertools.product([NOISY], LACK_KEYS)],
     fast=[("train_state", "raw_orbax")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
@@ -258,10 +263,10 @@ def test_a_run_goes_on_as_if_nothing_had_changed(inner):
 
 BARE = optax.adam(0.1)
 WRAPPED = jaxscale.loss_scaled(BARE)
-REPLACE = r"tx\.init\(params\)\._replace\(inner_state=state\)"
+REPLACE = "tx.init(params)._replace(inner_state=state)"
 ONE_ALONE = (
-    r"in the target: {}; only .*: {}"
-    r".*If only one .*`target\._replace\(inner_state=.*\"inner_state\""
+    "ValueError: in the target: {} ... ; only ... {} ... If only one ... "
+    '`target._replace(inner_state= ... "inner_state"'
 )
 
 
@@ -286,31 +291,29 @@ def read_a_wrapped_state():
     read(BARE.init(WIDE), write(WRAPPED.init(WIDE)))
 
 
-MESSAGES = {
+WRONG = {
     "a bare state for a training step": (
         step_with_a_bare_state,
-        f"train_step.*{REPLACE}",
+        f"TypeError: train_step ... {REPLACE}",
     ),
     "a bare state in a TrainState": (
         apply_with_a_bare_state,
-        rf"got tuple\. To go on with.*{REPLACE}",
+        f"TypeError: got tuple. To go on with ... {REPLACE}",
     ),
     "a saved bare state": (
         read_a_bare_state,
-        ONE_ALONE.format("/opt/scaling, /opt/inner_state, .*", "/opt/0"),
+        ONE_ALONE.format("/opt/scaling, /opt/inner_state,", "/opt/0"),
     ),
     "a saved wrapped state": (
         read_a_wrapped_state,
-        ONE_ALONE.format("/0", "/.*/inner_state"),
+        ONE_ALONE.format("/0", "/inner_state"),
     ),
 }
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_adoption_error_messages(name):
-    call, message = MESSAGES[name]
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
+@cases("name", WRONG)
+def test_who_has_the_other_state_is_told_how_to_go_on(name):
+    assert_says(*WRONG[name])
 
 
 # Flax warns of its own checkpoints

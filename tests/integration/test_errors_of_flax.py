@@ -13,9 +13,8 @@ from bad_input import (
     OPT_STATE,
     SGD,
     TX,
-    BadInput,
     W,
-    assert_raises,
+    assert_says,
     flax_state,
     never_traced,
     without_return,
@@ -147,293 +146,252 @@ def init_compiled(model):
     return jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 2)))
 
 
-def wrapped_inside(library, *variables):
-    return [
-        f"`autocast(fun)` is called inside of a {library} module",
-        "makes or changes variables of that module",
-        *variables,
-        "`jaxscale.autocast(model.apply)`",
-    ]
+def wrapped_inside(library, variable):
+    return (
+        f"ValueError: `autocast(fun)` is called inside of a {library} module ... makes or changes "
+        f"variables of that module ... {variable} ... `jaxscale.autocast(model.apply)`"
+    )
 
 
 CASES = {
-    "linen: a wrapped layer": BadInput(
+    "linen: a wrapped layer": (
         lambda: init(WRAPPING),
-        ValueError,
         wrapped_inside("Linen", "['params']['layer']['kernel']"),
     ),
-    "linen: a wrapped layer, compiled": BadInput(
-        lambda: init_compiled(WRAPPING), ValueError, wrapped_inside("Linen", "kernel")
+    "linen: a wrapped layer, compiled": (
+        lambda: init_compiled(WRAPPING),
+        wrapped_inside("Linen", "kernel"),
     ),
-    "linen: a wrapped function of a layer": BadInput(
-        lambda: init(WrappingInside()), ValueError, wrapped_inside("Linen", "kernel")
+    "linen: a wrapped function of a layer": (
+        lambda: init(WrappingInside()),
+        wrapped_inside("Linen", "kernel"),
     ),
-    "linen: wrapped statistics": BadInput(
+    "linen: wrapped statistics": (
         normalize_inside,
-        ValueError,
         wrapped_inside("Linen", "['batch_stats']['layer']['mean']"),
     ),
-    "haiku: a wrapped layer": BadInput(
+    "haiku: a wrapped layer": (
         lambda: init(wrapping_in_haiku),
-        ValueError,
         wrapped_inside("Haiku", "['linear']['w']"),
     ),
-    "haiku: a wrapped state": BadInput(
+    "haiku: a wrapped state": (
         lambda: init(counting_in_haiku),
-        ValueError,
         wrapped_inside("Haiku", "['count']"),
     ),
-    "unknown field": BadInput(
-        lambda: apply_fields(batch_stat=1), ValueError, ["batch_stat", "extra_args"]
+    "unknown field": (
+        lambda: apply_fields(batch_stat=1),
+        "ValueError: batch_stat ... extra_args",
     ),
-    "unknown always": BadInput(
+    "unknown always": (
         lambda: apply_fields(always_replace=["rng"]),
-        ValueError,
-        ["always_replace", "rng"],
+        "ValueError: always_replace ... rng",
     ),
-    "one name for several": BadInput(
+    "one name for several": (
         lambda: apply_fields(always_replace="rng"),
-        TypeError,
-        ["always_replace=", "'rng'", "Pass a tuple", "('rng',)"],
+        "TypeError: always_replace= ... 'rng' ... Pass a tuple ... ('rng',)",
     ),
-    "no names": BadInput(
+    "no names": (
         lambda: apply_fields(always_replace=[3]),
-        TypeError,
-        ["always_replace=", "[3]", "Pass a tuple"],
+        "TypeError: always_replace= ... [3] ... Pass a tuple",
     ),
-    "no verdict": BadInput(
+    "no verdict": (
         lambda: flax.TrainState.create(apply_fn=None, params=W, tx=SGD),
-        ValueError,
-        ["TrainState.create(tx=", "LossScaledState", "loss_scaled"],
+        "ValueError: TrainState.create(tx= ... LossScaledState ... loss_scaled",
     ),
-    "a field of another structure": BadInput(
+    "a field of another structure": (
         lambda: apply_fields(stats={"mean": W}),
-        ValueError,
-        ["TrainState.apply_gradients(stats=...)"],
+        "ValueError: TrainState.apply_gradients(stats=...)",
     ),
-    "a field of another shape": BadInput(
+    "a field of another shape": (
         lambda: apply_fields(stats={"mean": jnp.ones(3), "count": jnp.array(0)}),
-        ValueError,
-        ["TrainState.apply_gradients(stats=...)"],
+        "ValueError: TrainState.apply_gradients(stats=...)",
     ),
-    "a field of another dtype": BadInput(
+    "a field of another dtype": (
         lambda: apply_fields(
             stats={"mean": W.astype("float16"), "count": jnp.array(0)}
         ),
-        TypeError,
-        ["TrainState.apply_gradients(stats=...)"],
+        "TypeError: TrainState.apply_gradients(stats=...)",
     ),
-    "linen: an optimizer of other parameters": BadInput(
+    "linen: an optimizer of other parameters": (
         lambda: linen_from(
             flax_state(SKIPPING_ADAM).replace(params={"w": jnp.ones(5)})
         ),
-        ValueError,
-        [
-            "flax.train_step(...)(state.opt_state=",
-            "other parameters",
-            "(5,) at ",
-            "got ",
-            "(2",
-        ],
+        (
+            "ValueError: flax.train_step(...)(state.opt_state= ... other "
+            "parameters ... (5,) at ... got ... (2"
+        ),
     ),
-    "linen: a hook that returns a field": BadInput(
+    "linen: a hook that returns a field": (
         lambda: run_linen(linen_loss, after=lambda state: state.stats),
-        TypeError,
-        [
-            "flax.train_step(after=...)`",
-            "`TrainState` that it got",
-            "got dict",
-            "state.replace",
-        ],
+        (
+            "TypeError: flax.train_step(after=...)` ... `TrainState` that it got "
+            "... got dict ... state.replace"
+        ),
     ),
-    "linen: a hook that changes a shape": BadInput(
+    "linen: a hook that changes a shape": (
         lambda: run_linen(linen_loss, after=lambda state: state.replace(stats=W)),
-        ValueError,
-        ["flax.train_step(after=...)` needs two trees", "['stats']"],
+        "ValueError: flax.train_step(after=...)` needs two trees ... ['stats']",
     ),
-    "linen: Flax's own": BadInput(
+    "linen: Flax's own": (
         lambda: linen_from(FLAX_OWN),
-        TypeError,
-        ["flax.train_step", "`jaxscale.flax.TrainState`, got TrainState", "Flax's own"],
+        (
+            "TypeError: flax.train_step ... `jaxscale.flax.TrainState`, got "
+            "TrainState ... Flax's own"
+        ),
     ),
-    "linen: a state of an optimizer": BadInput(
+    "linen: a state of an optimizer": (
         lambda: linen_from(OPT_STATE),
-        TypeError,
-        ["flax.train_step", "got LossScaledState"],
+        "TypeError: flax.train_step ... got LossScaledState",
     ),
-    "linen: an unknown field": BadInput(
+    "linen: an unknown field": (
         lambda: return_fields({"batch_stats": 1}),
-        ValueError,
-        [
-            "flax.train_step(loss_fn, has_state=True)",
-            "got batch_stats among",
-            ": ema, stats.",
-        ],
+        (
+            "ValueError: flax.train_step(loss_fn, has_state=True) ... got "
+            "batch_stats among ... : ema, stats."
+        ),
     ),
-    "linen: a collection instead of its field": BadInput(
+    "linen: a collection instead of its field": (
         lambda: return_fields(W),
-        TypeError,
-        [
-            "flax.train_step(loss_fn, has_state=True)",
-            "a dict from the names",
-            "Array",
-            "stats",
-        ],
+        (
+            "TypeError: flax.train_step(loss_fn, has_state=True) ... a dict from "
+            "the names ... Array ... stats"
+        ),
     ),
-    "linen: a field of another dtype": BadInput(
+    "linen: a field of another dtype": (
         lambda: return_fields({"stats": {"mean": W, "count": jnp.array(4.0)}}),
-        TypeError,
-        ["flax.train_step(stats=", "equal dtypes", "count"],
+        "TypeError: flax.train_step(stats= ... equal dtypes ... count",
     ),
-    "linen: a field that is always replaced and not returned": BadInput(
+    "linen: a field that is always replaced and not returned": (
         lambda: return_fields({}, always_replace=("ema",)),
-        ValueError,
-        ["flax.train_step(always_replace=...)` got ema among", "`loss_fn` must return"],
+        (
+            "ValueError: flax.train_step(always_replace=...)` got ema among ... "
+            "`loss_fn` must return"
+        ),
     ),
-    "linen: fields to replace, and no state": BadInput(
+    "linen: fields to replace, and no state": (
         lambda: flax.train_step(never_traced, always_replace=("key",)),
-        ValueError,
-        ["flax.train_step(always_replace=('key',))` needs has_state=True"],
+        ("ValueError: flax.train_step(always_replace=('key',))` needs has_state=True"),
     ),
-    "linen: no fields": BadInput(
+    "linen: no fields": (
         lambda: run_linen(lambda params, state: linen_loss(params), has_state=True),
-        TypeError,
-        ["flax.train_step(loss_fn, has_state=True)", "(loss, state), got an array"],
+        (
+            "TypeError: flax.train_step(loss_fn, has_state=True) ... (loss, "
+            "state), got an array"
+        ),
     ),
-    "linen: retries without a scale": BadInput(
+    "linen: retries without a scale": (
         lambda: linen_from(flax_state(SKIPPING), retries=1),
-        ValueError,
-        [
-            "flax.train_step(retries=1)",
-            "loss scale that can be lowered",
-            "NoOpLossScale",
-        ],
+        (
+            "ValueError: flax.train_step(retries=1) ... loss scale that can be "
+            "lowered ... NoOpLossScale"
+        ),
     ),
-    "nnx: a hook that returns the model": BadInput(
+    "nnx: a hook that returns the model": (
         lambda: run_nnx(nnx_loss, W, after=lambda model: model),
-        TypeError,
-        [
-            "nnx.train_step(after=...)` changes the model in place",
-            "return None, got Linear",
-        ],
+        (
+            "TypeError: nnx.train_step(after=...)` changes the model in place ... "
+            "return None, got Linear"
+        ),
     ),
-    "nnx: a hook that adds a variable": BadInput(
+    "nnx: a hook that adds a variable": (
         lambda: run_nnx(nnx_loss, W, after=add_a_variable),
-        ValueError,
-        [
-            "nnx.train_step(after=...)` must keep the variables",
-            "added or removed extra. Make",
-        ],
+        (
+            "ValueError: nnx.train_step(after=...)` must keep the variables ... "
+            "added or removed extra. Make"
+        ),
     ),
-    "nnx: the transformation": BadInput(
+    "nnx: the transformation": (
         lambda: nnx_from(MODEL, TX),
-        TypeError,
-        ["must be an `nnx.Optimizer`", "GradientTransformation", "wrt="],
+        ("TypeError: must be an `nnx.Optimizer` ... GradientTransformation ... wrt="),
     ),
-    "nnx: swapped": BadInput(
+    "nnx: swapped": (
         lambda: nnx_from(OPTIMIZER, MODEL),
-        TypeError,
-        ["nnx.train_step(...)(model, optimizer", "got Linear"],
+        "TypeError: nnx.train_step(...)(model, optimizer ... got Linear",
     ),
-    "nnx: an auxiliary output": BadInput(
+    "nnx: an auxiliary output": (
         lambda: run_nnx(nnx_loss_and_output, W),
-        TypeError,
-        [
-            "nnx.train_step(loss_fn)",
-            "got (an array, an array). Pass has_aux=True",
-            " the loss.",
-        ],
+        (
+            "TypeError: nnx.train_step(loss_fn) ... got (an array, an array). Pass "
+            "has_aux=True ... the loss."
+        ),
     ),
-    "nnx: compiled by JAX": BadInput(
+    "nnx: compiled by JAX": (
         lambda: jax.jit(nnx_train_step(never_traced))(MODEL, OPTIMIZER, W),
-        TypeError,
-        ["nnx.train_step", "`nnx.jit(step)` for `jax.jit"],
+        "TypeError: nnx.train_step ... `nnx.jit(step)` for `jax.jit",
     ),
-    "nnx: the step for plain functions": BadInput(
+    "nnx: the step for plain functions": (
         lambda: jaxscale.train_step(never_traced, TX, transform=nnx.value_and_grad),
-        TypeError,
-        ["train_step(transform=", "Use `jaxscale.nnx.train_step`"],
+        "TypeError: train_step(transform= ... Use `jaxscale.nnx.train_step`",
     ),
-    "nnx: an optimizer of another model": BadInput(
+    "nnx: an optimizer of another model": (
         lambda: nnx_from(nnx_pair(SKIPPING_ADAM)[0], nnx_pair(SKIPPING_ADAM, 5)[1]),
-        ValueError,
-        [
-            "`nnx.train_step(...)(optimizer=",
-            "of another optimizer or of other parameters",
-        ],
+        (
+            "ValueError: `nnx.train_step(...)(optimizer= ... of another optimizer "
+            "or of other parameters"
+        ),
     ),
-    "nnx: what is not trained": BadInput(
+    "nnx: what is not trained": (
         lambda: run_nnx(never_traced, W, argnums=1),
-        ValueError,
-        [
-            "nnx.train_step(argnums=1)",
-            "wrt=<class 'flax",
-            "Param'>",
-            "tx, wrt=nnx.LoRAParam",
-        ],
+        (
+            "ValueError: nnx.train_step(argnums=1) ... wrt=<class 'flax ... "
+            "Param'> ... tx, wrt=nnx.LoRAParam"
+        ),
     ),
-    "nnx: no batch": BadInput(
+    "nnx: no batch": (
         lambda: run_nnx(nnx_loss),
-        TypeError,
-        [
-            "nnx.train_step(loss_fn)`: `loss_fn` takes (model, x): missing",
-            "with (Linear)",
-        ],
+        (
+            "TypeError: nnx.train_step(loss_fn)`: `loss_fn` takes (model, x): "
+            "missing ... with (Linear)"
+        ),
     ),
-    "nnx: a loss without return": BadInput(
+    "nnx: a loss without return": (
         lambda: run_nnx(without_return),
-        TypeError,
-        [
-            "`nnx.train_step(loss_fn)`",
-            "got NoneType. Does `loss_fn` end without `return loss`",
-        ],
+        (
+            "TypeError: `nnx.train_step(loss_fn)` ... got NoneType. Does `loss_fn` "
+            "end without `return loss`"
+        ),
     ),
-    "linen: a loss without return": BadInput(
+    "linen: a loss without return": (
         lambda: run_linen(without_return),
-        TypeError,
-        [
-            "`flax.train_step(loss_fn)`",
-            "got NoneType. Does `loss_fn` end without `return loss`",
-        ],
+        (
+            "TypeError: `flax.train_step(loss_fn)` ... got NoneType. Does "
+            "`loss_fn` end without `return loss`"
+        ),
     ),
-    "a scalar gradient in a TrainState": BadInput(
+    "a scalar gradient in a TrainState": (
         lambda: apply_fields(grads={"w": jnp.ones(())}),
-        ValueError,
-        ["`TrainState.apply_gradients(grads=...)`: the gradient at w has the shape ()"],
+        (
+            "ValueError: `TrainState.apply_gradients(grads=...)`: the gradient at "
+            "w has the shape ()"
+        ),
     ),
-    "other keys in a TrainState": BadInput(
+    "other keys in a TrainState": (
         lambda: apply_fields(grads={"v": W}),
-        ValueError,
-        [
-            "`TrainState.apply_gradients(grads=...)` must have the structure",
-            "gradients: v; ",
-            "parameters: w.",
-        ],
+        (
+            "ValueError: `TrainState.apply_gradients(grads=...)` must have the "
+            "structure ... gradients: v; ... parameters: w."
+        ),
     ),
-    "linen: the optimizer beside the loss": BadInput(
+    "linen: the optimizer beside the loss": (
         lambda: flax.train_step(never_traced, TX),
-        TypeError,
-        [
-            (
-                "`flax.train_step(loss_fn)` takes the loss alone, got a "
-                "GradientTransformationExtraArgs"
-            ),
-            "TrainState.create(",
-            "tx=tx)",
-        ],
+        (
+            "TypeError: `flax.train_step(loss_fn)` takes the loss alone, got a "
+            "GradientTransformationExtraArgs ... TrainState.create( ... tx=tx)"
+        ),
     ),
-    "nnx: the optimizer beside the loss": BadInput(
+    "nnx: the optimizer beside the loss": (
         lambda: nnx_train_step(never_traced, OPTIMIZER),
-        TypeError,
-        [
-            "`nnx.train_step(loss_fn)` takes the loss alone, got an Optimizer",
-            "`loss = step(model, optimizer, ...)`",
-        ],
+        (
+            "TypeError: `nnx.train_step(loss_fn)` takes the loss alone, got an "
+            "Optimizer ... `loss = step(model, optimizer, ...)`"
+        ),
     ),
-    "nnx: retries without a scale": BadInput(
+    "nnx: retries without a scale": (
         lambda: run_nnx(never_traced, W, tx=SGD, retries=2),
-        ValueError,
-        ["nnx.train_step(retries=2)", "got a bare optimizer", "loss_scaled(outer"],
+        (
+            "ValueError: nnx.train_step(retries=2) ... got a bare optimizer ... "
+            "loss_scaled(outer"
+        ),
     ),
 }
 
@@ -443,7 +401,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing:UserWarning")
 @cases("name", CASES)
 def test_bad_input(name):
-    assert_raises(CASES[name])
+    assert_says(*CASES[name])
 
 
 class SowingInside(linen.Module):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from bad_input import SCALING, BadInput, W, assert_raises, without_return
+from bad_input import SCALING, W, assert_says, without_return
 from forged import forged
 from tables import cases
 
@@ -67,137 +67,120 @@ def another_transform(fun, has_aux):
 
 
 CASES = {
-    "no scale": BadInput(
+    "no scale": (
         lambda: value_and_grad(jnp.sum, optax.adam(0.1).init(W)),
-        ValueError,
-        [
-            "value_and_grad",
-            "exactly one",
-            "none in ScaleByAdamState at [0]",
-            "loss_scaled",
-        ],
+        (
+            "ValueError: value_and_grad ... exactly one ... none in "
+            "ScaleByAdamState at [0] ... loss_scaled"
+        ),
     ),
-    "no scale at all": BadInput(
-        lambda: grad(jnp.sum, None), ValueError, ["grad", "none in the NoneType"]
+    "no scale at all": (
+        lambda: grad(jnp.sum, None),
+        "ValueError: grad ... none in the NoneType",
     ),
-    "empty tree": BadInput(lambda: grad(jnp.sum, ()), ValueError, ["an empty tree"]),
-    "a policy": BadInput(
+    "empty tree": (lambda: grad(jnp.sum, ()), "ValueError: an empty tree"),
+    "a policy": (
         lambda: grad(jnp.sum, jaxscale.DynamicLossScale()),
-        ValueError,
-        ["none in the DynamicLossScale", "`init`"],
+        "ValueError: none in the DynamicLossScale ... `init`",
     ),
-    "swapped": BadInput(
+    "swapped": (
         lambda: value_and_grad(SCALING, jnp.sum),
-        ValueError,
-        ["function to differentiate comes first"],
+        "ValueError: function to differentiate comes first",
     ),
-    "gradients alone": BadInput(
+    "gradients alone": (
         lambda: value_and_grad(jnp.sum, SCALING, transform=jax.grad)(W),
-        TypeError,
-        [
-            "value_and_grad(transform=",
-            "(loss, grads)",
-            "got gradients alone",
-            "Pass `jax.value_and_grad`",
-        ],
+        (
+            "TypeError: value_and_grad(transform= ... (loss, grads) ... got "
+            "gradients alone ... Pass `jax.value_and_grad`"
+        ),
     ),
-    "gradients of a pair alone": BadInput(
+    "gradients of a pair alone": (
         lambda: value_and_grad(loss_of_a_pair, SCALING, transform=jax.grad)(
             (W, (W, W))
         ),
-        TypeError,
-        ["value_and_grad(transform=", "got gradients alone"],
+        "TypeError: value_and_grad(transform= ... got gradients alone",
     ),
-    "gradients alone, at a scale of 1": BadInput(
+    "gradients alone, at a scale of 1": (
         lambda: value_and_grad(jnp.sum, NOT_SCALED, transform=jax.grad)(W),
-        TypeError,
-        ["value_and_grad(transform=", "got gradients alone"],
+        "TypeError: value_and_grad(transform= ... got gradients alone",
     ),
-    "gradients with the loss": BadInput(
+    "gradients with the loss": (
         lambda: grad(jnp.sum, SCALING, transform=jax.value_and_grad)(W),
-        TypeError,
-        [
-            "`grad(transform=",
-            "got the loss as well",
-            "Pass `jax.grad`, or call `jaxscale.value_and_grad`",
-        ],
+        (
+            "TypeError: `grad(transform= ... got the loss as well ... Pass "
+            "`jax.grad`, or call `jaxscale.value_and_grad`"
+        ),
     ),
-    "another transform": BadInput(
+    "another transform": (
         lambda: grad(jnp.sum, SCALING, transform=another_transform)(W),
-        TypeError,
-        ["`grad(transform=", "differentiate as `jax.grad`", "got ArrayImpl"],
+        (
+            "TypeError: `grad(transform= ... differentiate as `jax.grad` ... got "
+            "ArrayImpl"
+        ),
     ),
-    "traced gradients alone": BadInput(
+    "traced gradients alone": (
         lambda: diagnostics.trace(jnp.sum, SCALING, transform=jax.grad)(W),
-        TypeError,
-        ["trace(transform=", "got gradients alone"],
+        "TypeError: trace(transform= ... got gradients alone",
     ),
-    "loss is no scalar": BadInput(
+    "loss is no scalar": (
         lambda: grad(returns_its_argument, SCALING)(W),
-        TypeError,
-        ["grad(fun)", "float32[2]", "mean"],
+        "TypeError: grad(fun) ... float32[2] ... mean",
     ),
-    "loss is an integer": BadInput(
-        lambda: value_and_grad(integer_loss, SCALING)(W), TypeError, ["int32[]"]
+    "loss is an integer": (
+        lambda: value_and_grad(integer_loss, SCALING)(W),
+        "TypeError: int32[]",
     ),
-    "loss is a pair": BadInput(
-        lambda: grad(loss_and_output, SCALING)(W), TypeError, ["tuple", "has_aux=True"]
+    "loss is a pair": (
+        lambda: grad(loss_and_output, SCALING)(W),
+        "TypeError: tuple ... has_aux=True",
     ),
-    "loss is missing": BadInput(
-        lambda: grad(no_loss, SCALING)(W), TypeError, ["NoneType"]
-    ),
-    "aux is missing": BadInput(
+    "loss is missing": (lambda: grad(no_loss, SCALING)(W), "TypeError: NoneType"),
+    "aux is missing": (
         lambda: grad(jnp.sum, SCALING, has_aux=True)(W),
-        TypeError,
-        ["has_aux=True", "pair"],
+        "TypeError: has_aux=True ... pair",
     ),
-    "an axis for all_finite": BadInput(
+    "an axis for all_finite": (
         lambda: jaxscale.all_finite(W, axis_name="d"),
-        NameError,
-        ["`axis_name='d'`", "leave it out"],
+        "NameError: `axis_name='d'` ... leave it out",
     ),
-    "a loss without return": BadInput(
+    "a loss without return": (
         lambda: value_and_grad(without_return, SCALING)(W),
-        TypeError,
-        [
-            "`value_and_grad(fun)`",
-            "floating scalar, got NoneType. Does `fun` end without `return loss`",
-        ],
+        (
+            "TypeError: `value_and_grad(fun)` ... floating scalar, got NoneType. "
+            "Does `fun` end without `return loss`"
+        ),
     ),
-    "scale_backward of a loss in half precision": BadInput(
+    "scale_backward of a loss in half precision": (
         lambda: jax.grad(scale_backward(half_loss))(W),
-        TypeError,
-        [
-            "`scale_backward(fun)`: the output is float16",
-            "Return it `.astype(jnp.float32)`.\n",
-        ],
+        (
+            "TypeError: `scale_backward(fun)`: the output is float16 ... Return it "
+            "`.astype(jnp.float32)`.\n"
+        ),
     ),
-    "scale_backward of a model in half precision": BadInput(
+    "scale_backward of a model in half precision": (
         lambda: jax.grad(model_of_half_loss)(W),
-        TypeError,
-        ["Return it `.astype(jnp.float32)`, or let `fun` include the loss.\n"],
+        (
+            "TypeError: Return it `.astype(jnp.float32)`, or let `fun` include the "
+            "loss.\n"
+        ),
     ),
-    "autocast of scale_backward of a loss in half precision": BadInput(
+    "autocast of scale_backward of a loss in half precision": (
         lambda: jax.grad(jaxscale.autocast(scale_backward(half_loss_of_product)))(W),
-        TypeError,
-        [
-            "`scale_backward(fun)`: the output is float16",
-            "Return it `.astype(jnp.float32)`.\n",
-        ],
+        (
+            "TypeError: `scale_backward(fun)`: the output is float16 ... Return it "
+            "`.astype(jnp.float32)`.\n"
+        ),
     ),
-    "scale_backward: an axis under jit": BadInput(
+    "scale_backward: an axis under jit": (
         lambda: jax.jit(jax.grad(scale_backward(loss_from_half, axis_name="d")))(W),
-        NameError,
-        [
-            "`scale_backward(axis_name='d')`",
-            "`shard_map` or `pmap`",
-            "none of that name. Under `jit` alone leave it out",
-        ],
+        (
+            "NameError: `scale_backward(axis_name='d')` ... `shard_map` or `pmap` "
+            "... none of that name. Under `jit` alone leave it out"
+        ),
     ),
-    "scale_backward: an axis under jit, no retries": BadInput(
+    "scale_backward: an axis under jit, no retries": (
         lambda: jax.jit(jax.grad(WITHOUT_RETRIES))(W),
-        NameError,
-        ["`scale_backward(axis_name='d')`", "leave it out"],
+        "NameError: `scale_backward(axis_name='d')` ... leave it out",
     ),
 }
 
@@ -205,7 +188,7 @@ CASES = {
 @pytest.mark.standard_promotion
 @cases("name", CASES)
 def test_bad_input(name):
-    assert_raises(CASES[name])
+    assert_says(*CASES[name])
 
 
 class Transform(NamedTuple):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_input import OPT_STATE, SCALING, BadInput, W, assert_raises, flax_state, raises
+from bad_input import OPT_STATE, SCALING, W, assert_says, flax_state, raises
 from tables import POLICIES, cases
 
 import jaxscale
@@ -13,167 +13,151 @@ from jaxscale import presets
 pytestmark = pytest.mark.standard_promotion
 
 CASES = {
-    "growth is 1": BadInput(
+    "growth is 1": (
         lambda: jaxscale.DynamicLossScale(growth_factor=1),
-        ValueError,
-        ["growth_factor=", "above 1", "1.0", "2.0"],
+        "ValueError: growth_factor= ... above 1 ... 1.0 ... 2.0",
     ),
-    "growth is text": BadInput(
+    "growth is text": (
         lambda: jaxscale.DynamicLossScale(growth_factor="2"),
-        TypeError,
-        ["growth_factor", "'2'", "str"],
+        "TypeError: growth_factor ... '2' ... str",
     ),
-    "backoff is 1": BadInput(
+    "backoff is 1": (
         lambda: jaxscale.DynamicLossScale(backoff_factor=1),
-        ValueError,
-        ["backoff_factor", "1.0", "0.5"],
+        "ValueError: backoff_factor ... 1.0 ... 0.5",
     ),
-    "backoff is 0": BadInput(
+    "backoff is 0": (
         lambda: jaxscale.DynamicLossScale(backoff_factor=0),
-        ValueError,
-        ["backoff_factor", "0.0"],
+        "ValueError: backoff_factor ... 0.0",
     ),
-    "backoff is NaN": BadInput(
+    "backoff is NaN": (
         lambda: jaxscale.DynamicLossScale(backoff_factor=np.nan),
-        ValueError,
-        ["backoff_factor", "nan"],
+        "ValueError: backoff_factor ... nan",
     ),
-    "interval is 0": BadInput(
+    "interval is 0": (
         lambda: jaxscale.DynamicLossScale(growth_interval=0),
-        ValueError,
-        ["growth_interval", "at least 1", "0"],
+        "ValueError: growth_interval ... at least 1 ... 0",
     ),
-    "interval is a float": BadInput(
+    "interval is a float": (
         lambda: jaxscale.DynamicLossScale(growth_interval=1e6),
-        TypeError,
-        ["growth_interval", "1000000.0", "int"],
+        "TypeError: growth_interval ... 1000000.0 ... int",
     ),
-    "interval is a bool": BadInput(
+    "interval is a bool": (
         lambda: jaxscale.DynamicLossScale(growth_interval=True),
-        ValueError,
-        ["growth_interval", "True"],
+        "ValueError: growth_interval ... True",
     ),
-    "interval is too large": BadInput(
+    "interval is too large": (
         lambda: jaxscale.DynamicLossScale(growth_interval=2**31),
-        ValueError,
-        ["growth_interval", "int32"],
+        "ValueError: growth_interval ... int32",
     ),
-    "hysteresis is 0": BadInput(
-        lambda: jaxscale.DynamicLossScale(hysteresis=0), ValueError, ["hysteresis", "0"]
+    "hysteresis is 0": (
+        lambda: jaxscale.DynamicLossScale(hysteresis=0),
+        "ValueError: hysteresis ... 0",
     ),
-    "bounds unordered": BadInput(
+    "bounds unordered": (
         lambda: jaxscale.DynamicLossScale(min_scale=8, max_scale=4),
-        ValueError,
-        ["min_scale <= init_scale <= max_scale", "8.0", "4.0"],
+        "ValueError: min_scale <= init_scale <= max_scale ... 8.0 ... 4.0",
     ),
-    "init below min": BadInput(
+    "init below min": (
         lambda: jaxscale.DynamicLossScale(init_scale=0.5),
-        ValueError,
-        ["min_scale <= init_scale", "0.5"],
+        "ValueError: min_scale <= init_scale ... 0.5",
     ),
-    "max beyond float32": BadInput(
+    "max beyond float32": (
         lambda: jaxscale.DynamicLossScale(max_scale=1e39),
-        ValueError,
-        ["max_scale", "normal range", "1e+39"],
+        "ValueError: max_scale ... normal range ... 1e+39",
     ),
-    "min is 0": BadInput(
+    "min is 0": (
         lambda: jaxscale.DynamicLossScale(min_scale=0),
-        ValueError,
-        ["min_scale", "normal range", "0.0"],
+        "ValueError: min_scale ... normal range ... 0.0",
     ),
-    "init is an array": BadInput(
+    "init is an array": (
         lambda: jaxscale.DynamicLossScale(init_scale=jnp.ones(())),
-        TypeError,
-        ["init_scale", "Array"],
+        "TypeError: init_scale ... Array",
     ),
-    "fixed below 1": BadInput(
+    "fixed below 1": (
         lambda: jaxscale.FixedLossScale(0.5),
-        ValueError,
-        ["loss_scale=", "at least 1", "0.5"],
+        "ValueError: loss_scale= ... at least 1 ... 0.5",
     ),
-    "fixed bool": BadInput(
-        lambda: jaxscale.FixedLossScale(True), ValueError, ["loss_scale=", "True"]
+    "fixed bool": (
+        lambda: jaxscale.FixedLossScale(True),
+        "ValueError: loss_scale= ... True",
     ),
-    "spec bool": BadInput(
+    "spec bool": (
         lambda: jaxscale.as_loss_scale(True),
-        TypeError,
-        ["True", "None", "number", '"dynamic"', "LossScale"],
+        'TypeError: True ... None ... number ... "dynamic" ... LossScale',
     ),
-    "spec numpy bool": BadInput(
-        lambda: jaxscale.as_loss_scale(np.bool_(True)), TypeError, ["True"]
+    "spec numpy bool": (
+        lambda: jaxscale.as_loss_scale(np.bool_(True)),
+        "TypeError: True",
     ),
-    "spec text": BadInput(
-        lambda: jaxscale.as_loss_scale("static"), ValueError, ["'static'", '"dynamic"']
+    "spec text": (
+        lambda: jaxscale.as_loss_scale("static"),
+        "ValueError: 'static' ... \"dynamic\"",
     ),
-    "spec array": BadInput(
-        lambda: jaxscale.as_loss_scale(jnp.ones(())), TypeError, ["Array", "number"]
+    "spec array": (
+        lambda: jaxscale.as_loss_scale(jnp.ones(())),
+        "TypeError: Array ... number",
     ),
-    "spec class": BadInput(
+    "spec class": (
         lambda: jaxscale.as_loss_scale(jaxscale.DynamicLossScale),
-        TypeError,
-        ["mean `DynamicLossScale()`"],
+        "TypeError: mean `DynamicLossScale()`",
     ),
-    "unknown key": BadInput(
+    "unknown key": (
         lambda: jaxscale.DynamicLossScale.from_config({"init": 8}),
-        TypeError,
-        ["DynamicLossScale", "'init'"],
+        "TypeError: DynamicLossScale ... 'init'",
     ),
-    "base class": BadInput(
+    "base class": (
         lambda: jaxscale.LossScale.from_config({}),
-        TypeError,
-        ["abstract class LossScale"],
+        "TypeError: abstract class LossScale",
     ),
-    "gradients for the largest": BadInput(
+    "gradients for the largest": (
         lambda: jaxscale.DynamicLossScale().adjust(SCALING, True, {"w": W}),
-        TypeError,
-        ["`DynamicLossScale.adjust(largest=", "scalar, ", "got dict", "`update"],
+        (
+            "TypeError: `DynamicLossScale.adjust(largest= ... scalar, ... got dict "
+            "... `update"
+        ),
     ),
-    "verdict is no bool": BadInput(
+    "verdict is no bool": (
         lambda: jaxscale.DynamicLossScale().adjust(SCALING, 1.0),
-        TypeError,
-        ["adjust(grads_finite", "float", "all_finite"],
+        "TypeError: adjust(grads_finite ... float ... all_finite",
     ),
-    "verdict is no scalar": BadInput(
+    "verdict is no scalar": (
         lambda: jaxscale.DynamicLossScale().adjust(SCALING, jnp.array([True])),
-        TypeError,
-        ["bool[1]"],
+        "TypeError: bool[1]",
     ),
-    "a state of ours for PyTorch's": BadInput(
+    "a state of ours for PyTorch's": (
         lambda: presets.from_torch(OPT_STATE),
-        TypeError,
-        [
-            "`presets.from_torch(state_dict)` must be a dict, got LossScaledState. Pass",
-            "state_dict()",
-            "from_state_dict",
-        ],
+        (
+            "TypeError: `presets.from_torch(state_dict)` must be a dict, got "
+            "LossScaledState. Pass ... state_dict() ... from_state_dict"
+        ),
     ),
-    "a state of ours for Keras'": BadInput(
+    "a state of ours for Keras'": (
         lambda: presets.from_keras(OPT_STATE),
-        TypeError,
-        [
-            "`presets.from_keras(config)` must be a dict, got LossScaledState. "
-            "Pass what `get_config",
-        ],
+        (
+            "TypeError: `presets.from_keras(config)` must be a dict, got "
+            "LossScaledState. Pass what `get_config"
+        ),
     ),
-    "a state of ours for TensorFlow's": BadInput(
+    "a state of ours for TensorFlow's": (
         lambda: presets.from_tensorflow(OPT_STATE),
-        TypeError,
-        ["`presets.from_tensorflow(config)` must be a dict, got LossScaledState"],
+        (
+            "TypeError: `presets.from_tensorflow(config)` must be a dict, got "
+            "LossScaledState"
+        ),
     ),
-    "a state of ours for Flax'": BadInput(
+    "a state of ours for Flax'": (
         lambda: presets.from_flax(OPT_STATE),
-        TypeError,
-        [
-            "`presets.from_flax` got a LossScaledState, which has no growth_factor",
-            "Pass the scaler",
-        ],
+        (
+            "TypeError: `presets.from_flax` got a LossScaledState, which has no "
+            "growth_factor ... Pass the scaler"
+        ),
     ),
 }
 
 
 @cases("name", CASES)
 def test_bad_input(name):
-    assert_raises(CASES[name])
+    assert_says(*CASES[name])
 
 
 OWN = POLICIES | {

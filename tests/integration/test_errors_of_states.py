@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bad_input import OPT_STATE, SCALING, TX, BadInput, W, assert_raises
+from bad_input import OPT_STATE, SCALING, TX, W, assert_says
 from flax import nnx
 from tables import cases
 
@@ -27,120 +27,108 @@ def restore_version(version):
 
 
 CASES = {
-    "predicate is an int": BadInput(
-        lambda: tree_where(1, W, W), TypeError, ["tree_where(pred", "int"]
+    "predicate is an int": (
+        lambda: tree_where(1, W, W),
+        "TypeError: tree_where(pred ... int",
     ),
-    "other structure": BadInput(
+    "other structure": (
         lambda: tree_where(True, {"a": 1, "b": 2}, {"a": 1, "c": 2}),
-        ValueError,
-        ["first: ['b']", "second: ['c']"],
+        "ValueError: first: ['b'] ... second: ['c']",
     ),
-    "other shape": BadInput(
+    "other shape": (
         lambda: tree_where(True, {"a": W}, {"a": jnp.ones(3)}),
-        ValueError,
-        ["shapes", "['a']", "(2,)", "(3,)"],
+        "ValueError: shapes ... ['a'] ... (2,) ... (3,)",
     ),
-    "other dtype": BadInput(
+    "other dtype": (
         lambda: tree_where(True, W, W.astype(jnp.float16)),
-        TypeError,
-        ["dtypes", "float32", "float16"],
+        "TypeError: dtypes ... float32 ... float16",
     ),
-    "a number that is not an integer": BadInput(
+    "a number that is not an integer": (
         lambda: tree_where(True, {"x": [1.5]}, {"x": [jnp.int32(3)]}),
-        TypeError,
-        ["tree_where", "['x'][0] is 1.5", "int32", "does not hold", "Pass"],
+        (
+            "TypeError: tree_where ... ['x'][0] is 1.5 ... int32 ... does not hold "
+            "... Pass"
+        ),
     ),
-    "a number that would wrap": BadInput(
+    "a number that would wrap": (
         lambda: tree_where(True, jnp.uint8(3), -1),
-        TypeError,
-        ["tree_where", "the root is -1", "uint8"],
+        "TypeError: tree_where ... the root is -1 ... uint8",
     ),
-    "a weak float for an integer": BadInput(
+    "a weak float for an integer": (
         lambda: tree_where(True, jnp.asarray(2.0), jnp.int32(3)),
-        TypeError,
-        ["dtypes", "the root", "float32", "int32"],
+        "TypeError: dtypes ... the root ... float32 ... int32",
     ),
-    "other type": BadInput(
+    "other type": (
         lambda: tree_where(True, {"d": jnp.float16}, {"d": jnp.float32}),
-        TypeError,
-        ["not arrays", "['d']", "float16", "float32"],
+        "TypeError: not arrays ... ['d'] ... float16 ... float32",
     ),
-    "a type as a verdict": BadInput(
+    "a type as a verdict": (
         lambda: tree_where(np.bool_, W, W),
-        TypeError,
-        ["tree_where(pred=", "scalar bool, got type"],
+        "TypeError: tree_where(pred= ... scalar bool, got type",
     ),
-    "check of nothing": BadInput(
+    "check of nothing": (
         lambda: jaxscale.check(SCALING),
-        ValueError,
-        ["check", "LossScaledState", "none"],
+        "ValueError: check ... LossScaledState ... none",
     ),
-    "check under jit": BadInput(
+    "check under jit": (
         lambda: jax.jit(jaxscale.check)(OPT_STATE),
-        TypeError,
-        ["check", "jit", "metrics"],
+        "TypeError: check ... jit ... metrics",
     ),
-    "metrics of a bare optimizer of NNX": BadInput(
+    "metrics of a bare optimizer of NNX": (
         lambda: jaxscale.metrics(bare_optimizer_of_nnx()),
-        ValueError,
-        ["metrics", "none in ", "at ['opt_state']", "Wrap the optimizer"],
+        ("ValueError: metrics ... none in ... at ['opt_state'] ... Wrap the optimizer"),
     ),
-    "metrics with a number for a prefix": BadInput(
+    "metrics with a number for a prefix": (
         lambda: jaxscale.metrics(OPT_STATE, prefix=1),
-        TypeError,
-        ["`metrics(prefix=", "got 1", '"train/"'],
+        'TypeError: `metrics(prefix= ... got 1 ... "train/"',
     ),
-    "check of optax's state": BadInput(
+    "check of optax's state": (
         lambda: jaxscale.check(optax.adam(0.1).init(W)),
-        ValueError,
-        ["check", "none in ScaleByAdamState at [0]", "loss_scaled"],
+        "ValueError: check ... none in ScaleByAdamState at [0] ... loss_scaled",
     ),
-    "check of fewer than no steps": BadInput(
+    "check of fewer than no steps": (
         lambda: jaxscale.check(OPT_STATE, max_consecutive=-1),
-        ValueError,
-        ["`check(max_consecutive=...)` must be an integer, at least 0, got -1"],
+        (
+            "ValueError: `check(max_consecutive=...)` must be an integer, at least "
+            "0, got -1"
+        ),
     ),
-    "check of half a step": BadInput(
+    "check of half a step": (
         lambda: jaxscale.check(OPT_STATE, max_consecutive=0.5),
-        TypeError,
-        ["`check(max_consecutive=", "got 0.5"],
+        "TypeError: `check(max_consecutive= ... got 0.5",
     ),
-    "an optimizer as a target": BadInput(
+    "an optimizer as a target": (
         lambda: jaxscale.from_state_dict(TX, SAVED),
-        TypeError,
-        [
-            "`from_state_dict(target)` must be a state, got the optimizer itself",
-            "`tx.init(params)`",
-        ],
+        (
+            "TypeError: `from_state_dict(target)` must be a state, got the "
+            "optimizer itself ... `tx.init(params)`"
+        ),
     ),
-    "an optimizer to save": BadInput(
+    "an optimizer to save": (
         lambda: jaxscale.to_state_dict(TX),
-        TypeError,
-        ["`to_state_dict(tree)` must be a state, got the optimizer itself"],
+        ("TypeError: `to_state_dict(tree)` must be a state, got the optimizer itself"),
     ),
-    "a version that is an array": BadInput(
+    "a version that is an array": (
         lambda: restore_version(np.ones(3)),
-        ValueError,
-        [
-            "`from_state_dict(state_dict)` must have a version from 1 to 1, got array([1., 1., 1.])"
-        ],
+        (
+            "ValueError: `from_state_dict(state_dict)` must have a version from 1 "
+            "to 1, got array([1., 1., 1.])"
+        ),
     ),
-    "a version of text": BadInput(
+    "a version of text": (
         lambda: restore_version("1"),
-        ValueError,
-        ["must have a version from 1 to 1, got '1'"],
+        "ValueError: must have a version from 1 to 1, got '1'",
     ),
-    "a version that is not a whole number": BadInput(
+    "a version that is not a whole number": (
         lambda: restore_version(1.5),
-        ValueError,
-        ["must have a version from 1 to 1, got 1.5"],
+        "ValueError: must have a version from 1 to 1, got 1.5",
     ),
 }
 
 
 @cases("name", CASES)
 def test_bad_input(name):
-    assert_raises(CASES[name])
+    assert_says(*CASES[name])
 
 
 def test_a_version_as_a_file_of_arrays_holds_it_is_read():

@@ -13,9 +13,8 @@ from bad_input import (
     PAIR,
     SGD,
     TX,
-    BadInput,
     W,
-    assert_raises,
+    assert_says,
     flax_state,
     never_traced,
     product_sum,
@@ -78,320 +77,300 @@ def state_before_params(params, state):
 
 
 CASES = {
-    "step: spikes over a state without them": BadInput(
+    "step: spikes over a state without them": (
         lambda: step_from(W, OPT_STATE, tx=jaxscale.loss_scaled(SGD, spikes=RULE)),
-        ValueError,
-        [
-            "`train_step(...)(opt_state=...)` is the state of an optimizer without `spikes`. ",
-            "jaxscale.from_state_dict(tx.init(params), ",
-        ],
+        (
+            "ValueError: `train_step(...)(opt_state=...)` is the state of an "
+            "optimizer without `spikes`. ... "
+            "jaxscale.from_state_dict(tx.init(params),"
+        ),
     ),
-    "step: arguments swapped": BadInput(
+    "step: arguments swapped": (
         lambda: train_step(TX, jnp.sum),
-        TypeError,
-        ["train_step(loss_fn)", "a function that returns the loss, got GradientTransf"],
+        (
+            "TypeError: train_step(loss_fn) ... a function that returns the loss, "
+            "got GradientTransf"
+        ),
     ),
-    "step: optimizer is not called": BadInput(
+    "step: optimizer is not called": (
         lambda: train_step(jnp.sum, optax.adamw),
-        TypeError,
-        ["train_step(tx, ", "got <function adamw", "as in `optax.adamw(1e-3)`"],
+        (
+            "TypeError: train_step(tx, ... got <function adamw ... as in "
+            "`optax.adamw(1e-3)`"
+        ),
     ),
-    "step: retries below 0": BadInput(
+    "step: retries below 0": (
         lambda: train_step(jnp.sum, TX, retries=-1),
-        ValueError,
-        ["train_step(retries=", "at least 0, got -1"],
+        "ValueError: train_step(retries= ... at least 0, got -1",
     ),
-    "step: the two sets of parameters of lookahead": BadInput(
+    "step: the two sets of parameters of lookahead": (
         lambda: step_from(optax.LookaheadParams.init_synced(PAIR), OPT_STATE),
-        TypeError,
-        ["`params` is a LookaheadParams", "(params.fast, ...)", "apply_gradients"],
+        (
+            "TypeError: `params` is a LookaheadParams ... (params.fast, ...) ... "
+            "apply_gradients"
+        ),
     ),
-    "step: retries of a bare optimizer": BadInput(
+    "step: retries of a bare optimizer": (
         lambda: train_step(jnp.sum, SGD, retries=1),
-        ValueError,
-        [
-            "train_step(retries=1)",
-            "needs a loss scale",
-            "a bare optimizer",
-            "loss_scaled(outer(inner))",
-        ],
+        (
+            "ValueError: train_step(retries=1) ... needs a loss scale ... a bare "
+            "optimizer ... loss_scaled(outer(inner))"
+        ),
     ),
-    "step: retries at a fixed scale": BadInput(
+    "step: retries at a fixed scale": (
         lambda: train_step(jnp.sum, jaxscale.loss_scaled(SGD, 8), retries=1),
-        ValueError,
-        ["train_step(retries=1)", "can be lowered, got one with a FixedLossScale"],
+        (
+            "ValueError: train_step(retries=1) ... can be lowered, got one with a "
+            "FixedLossScale"
+        ),
     ),
-    "step: has_state is a number": BadInput(
+    "step: has_state is a number": (
         lambda: train_step(jnp.sum, TX, has_state=1),
-        ValueError,
-        ["train_step(has_state=", "False, True, got 1"],
+        "ValueError: train_step(has_state= ... False, True, got 1",
     ),
-    "step: argnums": BadInput(
+    "step: argnums": (
         lambda: train_step(jnp.sum, TX, argnums=(0, 1)),
-        ValueError,
-        ["train_step(argnums=(0, 1))", "first argument", "one tree"],
+        "ValueError: train_step(argnums=(0, 1)) ... first argument ... one tree",
     ),
-    "step: a TrainState": BadInput(
+    "step: a TrainState": (
         lambda: step_from({"w": W}, flax_state()),
-        TypeError,
-        ["train_step(...)(opt_state=", "TrainState", "Pass its `opt_state`"],
+        (
+            "TypeError: train_step(...)(opt_state= ... TrainState ... Pass its "
+            "`opt_state`"
+        ),
     ),
-    "step: arguments of the step swapped": BadInput(
+    "step: arguments of the step swapped": (
         lambda: step_from(OPT_STATE, W),
-        TypeError,
-        [
-            "train_step(...)(opt_state=",
-            "Array",
-            "order of arguments is (params, opt_state, .",
-        ],
+        (
+            "TypeError: train_step(...)(opt_state= ... Array ... order of "
+            "arguments is (params, opt_state, ."
+        ),
     ),
-    "step: the state of another optimizer": BadInput(
+    "step: the state of another optimizer": (
         lambda: step_from(W, jaxscale.loss_scaled(optax.adam(0.1)).init(W)),
-        ValueError,
-        ["train_step(...)(opt_state=", "another optimizer", "`init` of this"],
+        (
+            "ValueError: train_step(...)(opt_state= ... another optimizer ... "
+            "`init` of this"
+        ),
     ),
-    "step: the state of other parameters": BadInput(
+    "step: the state of other parameters": (
         lambda: step_from({"w": W}, SKIPPING_ADAM.init(PAIR), SKIPPING_ADAM),
-        ValueError,
-        ["train_step(...)(opt_state=", "of other parameters"],
+        "ValueError: train_step(...)(opt_state= ... of other parameters",
     ),
-    "step: the state of parameters of another shape": BadInput(
+    "step: the state of parameters of another shape": (
         lambda: step_from(
             {"w": W}, SKIPPING_ADAM.init({"w": jnp.ones(3)}), SKIPPING_ADAM
         ),
-        ValueError,
-        [
-            "train_step(...)(opt_state=",
-            "of other parameters",
-            "(2,) at [0].mu['w'], got ",
-            "(3,). Pass",
-        ],
+        (
+            "ValueError: train_step(...)(opt_state= ... of other parameters ... "
+            "(2,) at [0].mu['w'], got ... (3,). Pass"
+        ),
     ),
-    "step: no batch": BadInput(
+    "step: no batch": (
         lambda: run(product_sum),
-        TypeError,
-        [
-            (
-                "train_step(loss_fn)`: `loss_fn` takes (w, x): missing a required argument: 'x'. "
-                "The step called it with (an array): what is trained, and whatever else the step "
-                "was given."
-            ),
-        ],
+        (
+            "TypeError: train_step(loss_fn)`: `loss_fn` takes (w, x): missing a "
+            "required argument: 'x'. The step called it with (an array): what is "
+            "trained, and whatever else the step was given."
+        ),
     ),
-    "step: no has_state": BadInput(
+    "step: no has_state": (
         lambda: run(product_sum, {"mean": W}, W),
-        TypeError,
-        [
-            "takes (w, x): too many positional",
-            "with (an array, dict, an array)",
-            "Pass has_state=True",
-        ],
+        (
+            "TypeError: takes (w, x): too many positional ... with (an array, "
+            "dict, an array) ... Pass has_state=True"
+        ),
     ),
-    "step: has_state that is too much": BadInput(
+    "step: has_state that is too much": (
         lambda: run(product_sum, W, W, has_state=True),
-        TypeError,
-        [
-            "train_step(loss_fn)",
-            "too many positional",
-            "what is trained, the state, and whatever",
-            "given.",
-        ],
+        (
+            "TypeError: train_step(loss_fn) ... too many positional ... what is "
+            "trained, the state, and whatever ... given."
+        ),
     ),
-    "step: another keyword": BadInput(
+    "step: another keyword": (
         lambda: train_step(product_sum, TX)(W, OPT_STATE, W, key=W),
-        TypeError,
-        [
-            "takes (w, x): got an unexpected keyword argument 'key'",
-            "(an array, an array, key=...)",
-        ],
+        (
+            "TypeError: takes (w, x): got an unexpected keyword argument 'key' ... "
+            "(an array, an array, key=...)"
+        ),
     ),
-    "step: no batch, in autocast": BadInput(
+    "step: no batch, in autocast": (
         lambda: run(jaxscale.autocast(product_sum)),
-        TypeError,
-        [
-            "train_step(loss_fn)`: `loss_fn` takes (w, x): missing a required argument: 'x'"
-        ],
+        (
+            "TypeError: train_step(loss_fn)`: `loss_fn` takes (w, x): missing a "
+            "required argument: 'x'"
+        ),
     ),
-    "step: no batch, compiled": BadInput(
+    "step: no batch, compiled": (
         lambda: run(eqx.filter_jit(jax.jit(product_sum))),
-        TypeError,
-        [
-            "train_step(loss_fn)`: `loss_fn` takes (w, x): missing a required argument: 'x'"
-        ],
+        (
+            "TypeError: train_step(loss_fn)`: `loss_fn` takes (w, x): missing a "
+            "required argument: 'x'"
+        ),
     ),
-    "step: an optimizer with a line search": BadInput(
+    "step: an optimizer with a line search": (
         lambda: run(jnp.sum, tx=LBFGS),
-        TypeError,
-        [
-            "`tx.update` needs",
-            "'grad' and 'value_fn'",
-            "`train_step` gives it the loss",
-            "write the loop",
-            "apply_gradients",
-        ],
+        (
+            "TypeError: `tx.update` needs ... 'grad' and 'value_fn' ... "
+            "`train_step` gives it the loss ... write the loop ... apply_gradients"
+        ),
     ),
-    "step: an optimizer with gradients of its own": BadInput(
+    "step: an optimizer with gradients of its own": (
         lambda: run(jnp.sum, tx=SAM),
-        ValueError,
-        ["`tx.update` needs", "grad_fn must be provided", "write the loop"],
+        (
+            "ValueError: `tx.update` needs ... grad_fn must be provided ... write "
+            "the loop"
+        ),
     ),
-    "step: the state of another policy": BadInput(
+    "step: the state of another policy": (
         lambda: step_from(W, OPT_STATE, SKIPPING),
-        TypeError,
-        [
-            "train_step(...)(opt_state=",
-            "another optimizer",
-            "LossScaleState",
-            "NoOpLossScale",
-        ],
+        (
+            "TypeError: train_step(...)(opt_state= ... another optimizer ... "
+            "LossScaleState ... NoOpLossScale"
+        ),
     ),
-    "step: a wrapped state of a bare optimizer": BadInput(
+    "step: a wrapped state of a bare optimizer": (
         lambda: step_from(W, OPT_STATE, SGD),
-        TypeError,
-        ["train_step(...)(opt_state=", "`tx` is a bare optimizer", "inner_state"],
+        (
+            "TypeError: train_step(...)(opt_state= ... `tx` is a bare optimizer "
+            "... inner_state"
+        ),
     ),
-    "step: no state": BadInput(
+    "step: no state": (
         lambda: run(never_traced, has_state=True),
-        TypeError,
-        ["train_step(has_state=True)", "(params, opt_state, state, ...)"],
+        ("TypeError: train_step(has_state=True) ... (params, opt_state, state, ...)"),
     ),
-    "step: state that is not returned": BadInput(
+    "step: state that is not returned": (
         lambda: run(without_state, W, has_state=True),
-        TypeError,
-        [
-            "train_step(loss_fn, has_state=True)",
-            "must return (loss, state), got an array",
-        ],
+        (
+            "TypeError: train_step(loss_fn, has_state=True) ... must return (loss, "
+            "state), got an array"
+        ),
     ),
-    "step: an output that is not asked for": BadInput(
+    "step: an output that is not asked for": (
         lambda: run(with_output),
-        TypeError,
-        [
-            "train_step(loss_fn)",
-            "must return a loss, got (an array, dict)",
-            "has_aux",
-            "has_state",
-        ],
+        (
+            "TypeError: train_step(loss_fn) ... must return a loss, got (an array, "
+            "dict) ... has_aux ... has_state"
+        ),
     ),
-    "step: state and output in a row": BadInput(
+    "step: state and output in a row": (
         lambda: run(state_and_output_in_a_row, W, has_state=True, has_aux=True),
-        TypeError,
-        [
-            "has_state=True, has_aux=True",
-            "return (loss, (state, aux)), got (an array, an array",
-        ],
+        (
+            "TypeError: has_state=True, has_aux=True ... return (loss, (state, "
+            "aux)), got (an array, an array"
+        ),
     ),
-    "step: a state that changes its shape": BadInput(
+    "step: a state that changes its shape": (
         lambda: run(with_shorter_state, W, has_state=True),
-        ValueError,
-        ["train_step(has_state=True)` needs leaves of equal shapes", "(1,) and (2,)"],
+        (
+            "ValueError: train_step(has_state=True)` needs leaves of equal shapes "
+            "... (1,) and (2,)"
+        ),
     ),
-    "hook: no function": BadInput(
+    "hook: no function": (
         lambda: train_step(jnp.sum, TX, on_grads="data"),
-        TypeError,
-        ["train_step(on_grads=...)` must be a function", "got str"],
+        "TypeError: train_step(on_grads=...)` must be a function ... got str",
     ),
-    "hook: no state": BadInput(
+    "hook: no state": (
         lambda: train_step(jnp.sum, TX, after=never_traced),
-        ValueError,
-        ["train_step(after=...)` needs has_state=True"],
+        "ValueError: train_step(after=...)` needs has_state=True",
     ),
-    "hook: nothing returned": BadInput(
+    "hook: nothing returned": (
         lambda: run(jnp.sum, on_grads=no_gradients),
-        ValueError,
-        [
-            "train_step(on_grads=",
-            "gradients like those that it got, ",
-            "returned PyTreeDef(None)",
-            "all",
-        ],
+        (
+            "ValueError: train_step(on_grads= ... gradients like those that it "
+            "got, ... returned PyTreeDef(None) ... all"
+        ),
     ),
-    "hook: a norm in the place of the gradients": BadInput(
+    "hook: a norm in the place of the gradients": (
         lambda: run(jnp.sum, on_grads=jnp.linalg.norm),
-        ValueError,
-        ["train_step(on_grads=", "at the root it got the shape (2,)", "returned ()"],
+        (
+            "ValueError: train_step(on_grads= ... at the root it got the shape "
+            "(2,) ... returned ()"
+        ),
     ),
-    "hook: gradients in half precision": BadInput(
+    "hook: gradients in half precision": (
         lambda: run(jnp.sum, on_grads=half_gradients),
-        TypeError,
-        ["train_step(on_grads=", "got float32 and returned float16", "Cast"],
+        (
+            "TypeError: train_step(on_grads= ... got float32 and returned float16 "
+            "... Cast"
+        ),
     ),
-    "hook: another structure after": BadInput(
+    "hook: another structure after": (
         lambda: run(with_state, W, has_state=True, after=state_before_params),
-        ValueError,
-        ["train_step(after=...)` needs two trees of one structure"],
+        "ValueError: train_step(after=...)` needs two trees of one structure",
     ),
-    "step: an argument of the optimizer": BadInput(
+    "step: an argument of the optimizer": (
         lambda: train_step(jnp.sum, TX, axis_name="batch"),
-        TypeError,
-        [
-            "train_step(...)",
-            "`value_and_grad`",
-            "'axis_name'",
-            "go to `jaxscale.loss_scaled`",
-        ],
+        (
+            "TypeError: train_step(...) ... `value_and_grad` ... 'axis_name' ... "
+            "go to `jaxscale.loss_scaled`"
+        ),
     ),
-    "step: a TrainState for parameters": BadInput(
+    "step: a TrainState for parameters": (
         lambda: step_from(flax_state(), W),
-        TypeError,
-        ["train_step(...)(params, ", "TrainState", "Use `jaxscale.flax.train_step`"],
+        (
+            "TypeError: train_step(...)(params, ... TrainState ... Use "
+            "`jaxscale.flax.train_step`"
+        ),
     ),
-    "step: an Equinox module": BadInput(
+    "step: an Equinox module": (
         lambda: step_from({"w": W, "f": jnp.sin}, OPT_STATE),
-        TypeError,
-        [
-            "train_step(...)(params, ",
-            "not arrays, such as",
-            "transform=eqx.filter_value_and_grad",
-        ],
+        (
+            "TypeError: train_step(...)(params, ... not arrays, such as ... "
+            "transform=eqx.filter_value_and_grad"
+        ),
     ),
-    "step: an output that is missing": BadInput(
+    "step: an output that is missing": (
         lambda: run(jnp.sum, has_aux=True),
-        TypeError,
-        [
-            "train_step(loss_fn, has_aux=True)",
-            "(loss, aux), got an array. Return it so, or leave",
-        ],
+        (
+            "TypeError: train_step(loss_fn, has_aux=True) ... (loss, aux), got an "
+            "array. Return it so, or leave"
+        ),
     ),
-    "step: an NNX module": BadInput(
+    "step: an NNX module": (
         lambda: step_from(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), OPT_STATE),
-        TypeError,
-        ["train_step(...)(params, ", "BatchNorm", "Use `jaxscale.nnx.train_step`"],
+        (
+            "TypeError: train_step(...)(params, ... BatchNorm ... Use "
+            "`jaxscale.nnx.train_step`"
+        ),
     ),
-    "step: a loss with a shape": BadInput(
+    "step: a loss with a shape": (
         lambda: run(lambda w: w),
-        TypeError,
-        [
-            "train_step(loss_fn)`: `loss_fn` must return a floating scalar, got float32[2]"
-        ],
+        (
+            "TypeError: train_step(loss_fn)`: `loss_fn` must return a floating "
+            "scalar, got float32[2]"
+        ),
     ),
-    "step: a transform without the loss": BadInput(
+    "step: a transform without the loss": (
         lambda: run(jnp.sum, transform=jax.grad),
-        TypeError,
-        ["train_step(transform=", "gradients alone. Pass `jax.value_and_grad`"],
+        (
+            "TypeError: train_step(transform= ... gradients alone. Pass "
+            "`jax.value_and_grad`"
+        ),
     ),
-    "step: a loss without return": BadInput(
+    "step: a loss without return": (
         lambda: run(without_return),
-        TypeError,
-        [
-            "`train_step(loss_fn)`",
-            "got NoneType. Does `loss_fn` end without `return loss`",
-        ],
+        (
+            "TypeError: `train_step(loss_fn)` ... got NoneType. Does `loss_fn` end "
+            "without `return loss`"
+        ),
     ),
-    "step: a count as the loss": BadInput(
+    "step: a count as the loss": (
         lambda: run(lambda w: jnp.sum(w > 0)),
-        TypeError,
-        [
-            "`train_step(loss_fn)`",
-            "got int32[]. ",
-            "no gradient. Return a loss",
-            "not a count",
-        ],
+        (
+            "TypeError: `train_step(loss_fn)` ... got int32[]. ... no gradient. "
+            "Return a loss ... not a count"
+        ),
     ),
-    "step: a Python integer as the loss": BadInput(
+    "step: a Python integer as the loss": (
         lambda: run(lambda w: 3),
-        TypeError,
-        ["`train_step(loss_fn)`", "got int[]. ", "no gradient. Return a loss"],
+        (
+            "TypeError: `train_step(loss_fn)` ... got int[]. ... no gradient. "
+            "Return a loss"
+        ),
     ),
 }
 
@@ -400,7 +379,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
 @cases("name", CASES)
 def test_bad_input(name):
-    assert_raises(CASES[name])
+    assert_says(*CASES[name])
 
 
 def with_data(fun):

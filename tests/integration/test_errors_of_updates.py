@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from bad_input import OPT_STATE, PAIR, SGD, TX, BadInput, W, assert_raises
+from bad_input import OPT_STATE, PAIR, SGD, TX, W, assert_says
 from tables import cases
 
 import jaxscale
@@ -45,331 +45,287 @@ def update_under_jit(**options):
 
 
 CASES = {
-    "a state without a scale under a fixed one": BadInput(
+    "a state without a scale under a fixed one": (
         lambda: loss_scaled(SGD, 8).update(W, SKIPPING.init(W), W),
-        TypeError,
-        ["another optimizer: its scaling is a UnitLossScaleState", "FixedLossScale"],
+        (
+            "TypeError: another optimizer: its scaling is a UnitLossScaleState ... "
+            "FixedLossScale"
+        ),
     ),
-    "update: spikes over a state without them": BadInput(
+    "update: spikes over a state without them": (
         lambda: SPIKES.update(W, SKIPPING.init(W), W),
-        ValueError,
-        [
-            "update(state=...)` is the state of an optimizer without `spikes`. ",
-            "`opt_state = jaxscale.from_state_dict(tx.init(params), ",
-        ],
+        (
+            "ValueError: update(state=...)` is the state of an optimizer without "
+            "`spikes`. ... `opt_state = jaxscale.from_state_dict(tx.init(params),"
+        ),
     ),
-    "a norm and leaves over a state without them": BadInput(
+    "a norm and leaves over a state without them": (
         lambda: apply_gradients(NORM_AND_LEAVES, W, SKIPPING.init(W), W),
-        ValueError,
-        [
-            "`apply_gradients(opt_state=...)` is the state of an optimizer without ",
-            "jaxscale.from_state_dict(tx.init(params), ",
-        ],
+        (
+            "ValueError: `apply_gradients(opt_state=...)` is the state of an "
+            "optimizer without ... jaxscale.from_state_dict(tx.init(params),"
+        ),
     ),
-    "another window of spikes": BadInput(
+    "another window of spikes": (
         lambda: SPIKES.update(W, SHORTER.init(W), W),
-        ValueError,
-        [
-            "update(state=...)` is the state of an optimizer with `SpikeRule(window=32)`",
-            "where this one has window=128. ",
-            "jaxscale.from_state_dict(tx.init(params), ",
-        ],
+        (
+            "ValueError: update(state=...)` is the state of an optimizer with "
+            "`SpikeRule(window=32)` ... where this one has window=128. ... "
+            "jaxscale.from_state_dict(tx.init(params),"
+        ),
     ),
-    "a population without vmap": BadInput(
+    "a population without vmap": (
         lambda: TX.update({"w": jnp.ones((4, 2))}, MEMBERS, {"w": W}),
-        ValueError,
-        ["update(state=", "shape (4,): call it under `jax.vmap`"],
+        "ValueError: update(state= ... shape (4,): call it under `jax.vmap`",
     ),
-    "a text as the loss": BadInput(
+    "a text as the loss": (
         lambda: TX.update({"w": W}, OPT_STATE, value="1.0"),
-        TypeError,
-        ["value=", "one number, got '1.0'"],
+        "TypeError: value= ... one number, got '1.0'",
     ),
-    "arguments swapped": BadInput(
+    "arguments swapped": (
         lambda: apply_gradients(TX, W, {"w": W}, OPT_STATE),
-        TypeError,
-        [
-            "apply_gradients(opt_state=",
-            "got dict",
-            "order of arguments is (tx, grads, opt_state, par",
-        ],
+        (
+            "TypeError: apply_gradients(opt_state= ... got dict ... order of "
+            "arguments is (tx, grads, opt_state, par"
+        ),
     ),
-    "arguments of update swapped": BadInput(
+    "arguments of update swapped": (
         lambda: TX.update(W, {"w": W}, OPT_STATE),
-        TypeError,
-        ["state=", "LossScaledState", "dict", "(grads, opt_state, params)"],
+        (
+            "TypeError: state= ... LossScaledState ... dict ... (grads, opt_state, "
+            "params)"
+        ),
     ),
-    "keep is a tree": BadInput(
+    "keep is a tree": (
         lambda: apply_gradients(TX, W, OPT_STATE, W, keep={"new": W}),
-        TypeError,
-        ["apply_gradients(keep=", "a pair (new, old), got dict"],
+        "TypeError: apply_gradients(keep= ... a pair (new, old), got dict",
     ),
-    "keep of two shapes": BadInput(
+    "keep of two shapes": (
         lambda: apply_gradients(TX, W, OPT_STATE, W, keep=(W, W[0])),
-        ValueError,
-        ["apply_gradients(keep=...)` needs leaves of equal shapes"],
+        "ValueError: apply_gradients(keep=...)` needs leaves of equal shapes",
     ),
-    "value with aux": BadInput(
+    "value with aux": (
         lambda: TX.update(W, OPT_STATE, W, value=(W[0], W)),
-        TypeError,
-        ["value=", "one number", "((), (2,))", "has_aux"],
+        "TypeError: value= ... one number ... ((), (2,)) ... has_aux",
     ),
-    "a step that changes the structure of its state": BadInput(
-        lambda: CHANGING.update(W, CHANGING.init(W), W), ValueError, ["inner.update"]
+    "a step that changes the structure of its state": (
+        lambda: CHANGING.update(W, CHANGING.init(W), W),
+        "ValueError: inner.update",
     ),
-    "a compiled step that changes the structure": BadInput(
+    "a compiled step that changes the structure": (
         lambda: jax.jit(CHANGING.update)(W, CHANGING.init(W), W),
-        ValueError,
-        ["inner.update"],
+        "ValueError: inner.update",
     ),
-    "state of another scale, with a window": BadInput(
+    "state of another scale, with a window": (
         lambda: multi_steps(TX, 2).update(W, WINDOW.init(W), W),
-        TypeError,
-        ["update(state=", "UnitLossScaleState", "DynamicLossScale is a LossScaleState"],
+        (
+            "TypeError: update(state= ... UnitLossScaleState ... DynamicLossScale "
+            "is a LossScaleState"
+        ),
     ),
-    "state of optax": BadInput(
+    "state of optax": (
         lambda: SCALED_ADAM.update(W, BARE_ADAM.init(W), W),
-        TypeError,
-        ["update(state=", "got tuple", "`tx.init(params)._replace(inner_state=state)`"],
+        (
+            "TypeError: update(state= ... got tuple ... "
+            "`tx.init(params)._replace(inner_state=state)`"
+        ),
     ),
-    "wrapped state of a bare optimizer": BadInput(
+    "wrapped state of a bare optimizer": (
         lambda: apply_gradients(SGD, W, OPT_STATE, W),
-        TypeError,
-        [
-            "apply_gradients(opt_state=",
-            "is a `LossScaledState`",
-            "bare",
-            "Pass",
-            "loss_scaled",
-            "inner_state",
-        ],
+        (
+            "TypeError: apply_gradients(opt_state= ... is a `LossScaledState` ... "
+            "bare ... Pass ... loss_scaled ... inner_state"
+        ),
     ),
-    "optimizer is not called": BadInput(
+    "optimizer is not called": (
         lambda: apply_gradients(optax.adamw, W, BARE_ADAM.init(W), W),
-        TypeError,
-        ["apply_gradients(tx", "got <function adamw", "as in `optax.adamw(1e-3)`"],
+        (
+            "TypeError: apply_gradients(tx ... got <function adamw ... as in "
+            "`optax.adamw(1e-3)`"
+        ),
     ),
-    "value is a function": BadInput(
+    "value is a function": (
         lambda: TX.update(W, OPT_STATE, W, value=jnp.mean),
-        TypeError,
-        ["value=", "got the function mean. Pass what it returned"],
+        "TypeError: value= ... got the function mean. Pass what it returned",
     ),
-    "a gradient is None": BadInput(
+    "a gradient is None": (
         lambda: WINDOW.update({"a": W, "b": None}, WINDOW.init({"a": W, "b": W})),
-        ValueError,
-        ["multi_steps", "updates=", "got None at b. Call `init`", "or pass zeros"],
+        (
+            "ValueError: multi_steps ... updates= ... got None at b. Call `init` "
+            "... or pass zeros"
+        ),
     ),
-    "a state without a window": BadInput(
+    "a state without a window": (
         lambda: multi_steps(TX, 2).update(W, OPT_STATE, W),
-        TypeError,
-        ["multi_steps", "state=", "init"],
+        "TypeError: multi_steps ... state= ... init",
     ),
-    "an axis under jit": BadInput(
+    "an axis under jit": (
         lambda: update_under_jit(axis_name="d"),
-        NameError,
-        [
-            "`axis_name='d'`",
-            "`shard_map` or `pmap`",
-            "none of that name. Under `jit` alone leave it out",
-        ],
+        (
+            "NameError: `axis_name='d'` ... `shard_map` or `pmap` ... none of that "
+            "name. Under `jit` alone leave it out"
+        ),
     ),
-    "two axes under jit": BadInput(
+    "two axes under jit": (
         lambda: update_under_jit(axis_name=("d", "e"), max_norm=1.0),
-        NameError,
-        ["`axis_name=('d', 'e')`", "Under `jit` alone leave it out"],
+        "NameError: `axis_name=('d', 'e')` ... Under `jit` alone leave it out",
     ),
-    "an axis of a largest gradient under jit": BadInput(
+    "an axis of a largest gradient under jit": (
         lambda: update_under_jit(loss_scale="adaptive", axis_name="d"),
-        NameError,
-        ["`axis_name='d'`", "leave it out"],
+        "NameError: `axis_name='d'` ... leave it out",
     ),
-    "gradients under other keys": BadInput(
+    "gradients under other keys": (
         lambda: apply_gradients(TX, {"w": W, "c": W}, TX.init(PAIR), PAIR),
-        ValueError,
-        [
-            "`apply_gradients(grads=...)` must have the structure",
-            "gradients: c; ",
-            "parameters: b. Pass",
-        ],
+        (
+            "ValueError: `apply_gradients(grads=...)` must have the structure ... "
+            "gradients: c; ... parameters: b. Pass"
+        ),
     ),
-    "gradients of a part": BadInput(
+    "gradients of a part": (
         lambda: apply_gradients(TX, {"w": W}, TX.init(PAIR), PAIR),
-        ValueError,
-        [
-            "`apply_gradients(grads=",
-            "gradients: none; ",
-            "parameters: b. ",
-            "None or zeros",
-        ],
+        (
+            "ValueError: `apply_gradients(grads= ... gradients: none; ... "
+            "parameters: b. ... None or zeros"
+        ),
     ),
-    "gradients of a part of a bare optimizer": BadInput(
+    "gradients of a part of a bare optimizer": (
         lambda: apply_gradients(SGD, {"w": W}, SGD.init(PAIR), PAIR),
-        ValueError,
-        ["`apply_gradients(grads=", "only among the parameters: b."],
+        "ValueError: `apply_gradients(grads= ... only among the parameters: b.",
     ),
-    "a gradient of another shape": BadInput(
+    "a gradient of another shape": (
         lambda: apply_gradients(TX, {"w": jnp.ones(3), "b": W}, TX.init(PAIR), PAIR),
-        ValueError,
-        [
-            (
-                "`apply_gradients(grads=...)`: the gradient at w has the shape (3,), and "
-                "its parameter (2,). Pass"
-            ),
-        ],
+        (
+            "ValueError: `apply_gradients(grads=...)`: the gradient at w has the "
+            "shape (3,), and its parameter (2,). Pass"
+        ),
     ),
-    "a scalar gradient": BadInput(
+    "a scalar gradient": (
         lambda: apply_gradients(TX, jnp.ones(()), OPT_STATE, W),
-        ValueError,
-        [
-            "`apply_gradients(grads=",
-            "at the root has the shape (), and its parameter (2,)",
-            "nothing is broadcast",
-        ],
+        (
+            "ValueError: `apply_gradients(grads= ... at the root has the shape (), "
+            "and its parameter (2,) ... nothing is broadcast"
+        ),
     ),
-    "a scalar gradient, with moments": BadInput(
+    "a scalar gradient, with moments": (
         lambda: apply_gradients(SKIPPING_ADAM, jnp.ones(()), SKIPPING_ADAM.init(W), W),
-        ValueError,
-        ["has the shape (), and its parameter (2,)"],
+        "ValueError: has the shape (), and its parameter (2,)",
     ),
-    "a scalar gradient of a bare optimizer": BadInput(
+    "a scalar gradient of a bare optimizer": (
         lambda: apply_gradients(SGD, jnp.ones(()), SGD.init(W), W),
-        ValueError,
-        ["`apply_gradients(grads=", "has the shape (), and its parameter (2,)"],
+        (
+            "ValueError: `apply_gradients(grads= ... has the shape (), and its "
+            "parameter (2,)"
+        ),
     ),
-    "a scalar gradient for update": BadInput(
+    "a scalar gradient for update": (
         lambda: TX.update(jnp.ones(()), OPT_STATE, W),
-        ValueError,
-        [
-            "`loss_scaled(...).update(updates=...)`",
-            "has the shape (), and its parameter (2,)",
-        ],
+        (
+            "ValueError: `loss_scaled(...).update(updates=...)` ... has the shape "
+            "(), and its parameter (2,)"
+        ),
     ),
-    "gradients by example of a number": BadInput(
+    "gradients by example of a number": (
         lambda: apply_gradients(TX, W, TX.init(W[0]), W[0]),
-        ValueError,
-        [
-            "update of shape (2,) for the parameter at the root, which has ()",
-            "by example",
-        ],
+        (
+            "ValueError: update of shape (2,) for the parameter at the root, which "
+            "has () ... by example"
+        ),
     ),
-    "a complex loss": BadInput(
+    "a complex loss": (
         lambda: TX.update(W, OPT_STATE, W, value=1 + 1j),
-        TypeError,
-        ["value=", "one number, got a complex one, (1+1j). ", "loss.real"],
+        ("TypeError: value= ... one number, got a complex one, (1+1j). ... loss.real"),
     ),
-    "a complex array as the loss": BadInput(
+    "a complex array as the loss": (
         lambda: jax.jit(TX.update)(W, OPT_STATE, W, value=jnp.array(1j)),
-        TypeError,
-        ["value=", "got a complex one", "loss.real"],
+        "TypeError: value= ... got a complex one ... loss.real",
     ),
-    "update: other keys": BadInput(
+    "update: other keys": (
         lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR), PAIR),
-        ValueError,
-        [
-            "`loss_scaled(...).update(updates=...)` must have the structure",
-            "gradients: c; ",
-            "parameters: b. Pass",
-        ],
+        (
+            "ValueError: `loss_scaled(...).update(updates=...)` must have the "
+            "structure ... gradients: c; ... parameters: b. Pass"
+        ),
     ),
-    "update: a part": BadInput(
+    "update: a part": (
         lambda: SCALED_ADAM.update({"w": W}, SCALED_ADAM.init(PAIR), PAIR),
-        ValueError,
-        ["update(updates=", "gradients: none; ", "parameters: b. ", "None or zeros"],
+        (
+            "ValueError: update(updates= ... gradients: none; ... parameters: b. "
+            "... None or zeros"
+        ),
     ),
-    "update: another shape": BadInput(
+    "update: another shape": (
         lambda: SCALED_ADAM.update(
             {"w": jnp.ones(3), "b": W}, SCALED_ADAM.init(PAIR), PAIR
         ),
-        ValueError,
-        [
-            (
-                "update(updates=...)`: the gradient at w has the shape (3,), and its "
-                "parameter (2,). Pass"
-            ),
-        ],
+        (
+            "ValueError: update(updates=...)`: the gradient at w has the shape "
+            "(3,), and its parameter (2,). Pass"
+        ),
     ),
-    "update: other keys in a window": BadInput(
+    "update: other keys in a window": (
         lambda: WINDOW_OF_ADAM.update(
             {"w": W, "c": W}, WINDOW_OF_ADAM.init(PAIR), PAIR
         ),
-        ValueError,
-        ["update(updates=", "gradients: c; ", "parameters: b."],
+        "ValueError: update(updates= ... gradients: c; ... parameters: b.",
     ),
-    "update: a list for a tuple": BadInput(
+    "update: a list for a tuple": (
         lambda: SCALED_ADAM.update([W, W], SCALED_ADAM.init((W, W)), (W, W)),
-        ValueError,
-        ["update(updates=", "structure of the parameters, a tuple, got a list. Pass"],
+        (
+            "ValueError: update(updates= ... structure of the parameters, a tuple, "
+            "got a list. Pass"
+        ),
     ),
-    "update: a list in place of a tuple further in": BadInput(
+    "update: a list in place of a tuple further in": (
         lambda: SCALED_ADAM.update(
             {"w": [W]}, SCALED_ADAM.init({"w": (W,)}), {"w": (W,)}
         ),
-        ValueError,
-        [
-            "update(updates=",
-            "That of the gradients is ",
-            ", and that of the parameters ",
-            "Pass",
-        ],
+        (
+            "ValueError: update(updates= ... That of the gradients is ... , and "
+            "that of the parameters ... Pass"
+        ),
     ),
-    "update: other keys, without parameters": BadInput(
+    "update: other keys, without parameters": (
         lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR)),
-        ValueError,
-        [
-            "update(state=...)` is the state ",
-            "of other parameters",
-            "'c'",
-            "got",
-            "'b'",
-            "Pass the gradients with respect to the parameters that `init` was given",
-        ],
+        (
+            "ValueError: update(state=...)` is the state ... of other parameters "
+            "... 'c' ... got ... 'b' ... Pass the gradients with respect to the "
+            "parameters that `init` was given"
+        ),
     ),
-    "update: another shape, without parameters": BadInput(
+    "update: another shape, without parameters": (
         lambda: SCALED_ADAM.update(jnp.ones(3), SCALED_ADAM.init(W)),
-        ValueError,
-        [
-            "update(state=...)`",
-            "an array of shape (3,) at ",
-            ", got one of shape (2,). Pass the gradients",
-        ],
+        (
+            "ValueError: update(state=...)` ... an array of shape (3,) at ... , "
+            "got one of shape (2,). Pass the gradients"
+        ),
     ),
-    "update: the state of other parameters": BadInput(
+    "update: the state of other parameters": (
         lambda: SCALED_ADAM.update(PAIR, SCALED_ADAM.init({"w": W}), PAIR),
-        ValueError,
-        [
-            "update(state=...)` is the state of another optimizer or of other parameters",
-            "'b'",
-            "Pass the state that `init`",
-        ],
+        (
+            "ValueError: update(state=...)` is the state of another optimizer or "
+            "of other parameters ... 'b' ... Pass the state that `init`"
+        ),
     ),
-    "the state of other parameters": BadInput(
+    "the state of other parameters": (
         lambda: apply_gradients(SCALED_ADAM, PAIR, SCALED_ADAM.init({"w": W}), PAIR),
-        ValueError,
-        [
-            (
-                "`apply_gradients(opt_state=...)` is the state of another optimizer or of "
-                "other parameters"
-            ),
-        ],
+        (
+            "ValueError: `apply_gradients(opt_state=...)` is the state of another "
+            "optimizer or of other parameters"
+        ),
     ),
-    "the state of other shapes, bare": BadInput(
+    "the state of other shapes, bare": (
         lambda: apply_gradients(BARE_ADAM, jnp.ones(3), BARE_ADAM.init(W), jnp.ones(3)),
-        ValueError,
-        [
-            "`apply_gradients(opt_state=...)`",
-            "shape (3,) at ",
-            "mu, got one of shape (2,)",
-        ],
+        (
+            "ValueError: `apply_gradients(opt_state=...)` ... shape (3,) at ... "
+            "mu, got one of shape (2,)"
+        ),
     ),
-    "no gradients": BadInput(
+    "no gradients": (
         lambda: apply_gradients(SCALED_ADAM, None, SCALED_ADAM.init(W), W),
-        ValueError,
-        [
-            (
-                "`apply_gradients(grads=...)` must have the structure of the parameters, an "
-                "array, got a NoneType"
-            ),
-        ],
+        (
+            "ValueError: `apply_gradients(grads=...)` must have the structure of "
+            "the parameters, an array, got a NoneType"
+        ),
     ),
 }
 
@@ -378,7 +334,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
 @cases("name", CASES)
 def test_bad_input(name):
-    assert_raises(CASES[name])
+    assert_says(*CASES[name])
 
 
 @pytest.mark.standard_promotion

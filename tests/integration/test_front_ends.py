@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from front_ends import BATCHES, FRONT_ENDS, PARAMS, STATS, averaged, loss_fn
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, avals, cases, each, pairs
 
 import jaxscale
 
@@ -100,7 +100,7 @@ def test_statistics_may_have_a_say(name, judged):
 
 @cases(
     "name, window, retries",
-    product(FRONT_ENDS, (1, 2), (0, 3)),
+    pairs(FRONT_ENDS, (1, 2), (0, 3)),
     fast=[("linen", 2, 3)],
 )
 def test_hooks_get_the_gradients_and_what_a_step_has_made(name, window, retries):
@@ -122,6 +122,44 @@ def test_hooks_get_the_gradients_and_what_a_step_has_made(name, window, retries)
     assert num_steps == len(BATCHES) // window
     assert stats["count"] == len(BATCHES)
     assert run.metrics()["total_notfinite"] == 1
+
+
+def trained(name, tx, **options):
+    """A run of a front end, after all batches."""
+    run = FRONT_ENDS[name](tx, **options)
+    for x in BATCHES:
+        run.step(x)
+    return run
+
+
+@cases("name", ["plain", "equinox", "objects"], fast=["objects"])
+def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(name):
+    sgd = optax.sgd(0.1)
+    with pytest.warns(UserWarning, match="is a bare optimizer") as caught:
+        bare = trained(name, sgd)
+    assert len(caught) == 1
+    # Whoever says that it is meant gets no warning.
+    meant = trained(name, jaxscale.loss_scaled(sgd, None, skip_nonfinite=False))
+    assert_same_bits(meant.now(), bare.now())
+    bare.step(BAD)
+    params, _ = bare.now()
+    assert not jaxscale.all_finite(params)
+
+
+HALF = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+KEEP = [jaxscale.master_weights, jaxscale.stochastic_rounding]
+
+
+@cases("name, keep", product(FRONT_ENDS, KEEP), fast=[("linen", KEEP[0])])
+def test_half_precision_parameters_move_as_those_of_a_function_of_a_tree(name, keep):
+    # Most of these steps alone are below half a unit of a weight.
+    tx = jaxscale.loss_scaled(keep(optax.adam(3e-4)))
+    params, _ = trained(name, tx, params=HALF).now()
+    expected, _ = trained("plain", tx, params=HALF).now()
+    assert avals(params) == avals(HALF)
+    for key, leaf in params.items():
+        np.testing.assert_allclose(*map(np.float32, (leaf, expected[key])), rtol=2**-6)
+        assert np.mean(leaf != HALF[key]) > 0.25
 
 
 def all_of(label):
@@ -153,8 +191,8 @@ INSIDE = r"inside of another one.*`loss_scaled\(outer\(inner\)\)`"
 
 @cases(
     "name, around",
-    product(FRONT_ENDS, AROUND),
-    fast=[("plain", "flatten"), ("linen", "chain"), ("objects", "partition")],
+    each(FRONT_ENDS, AROUND),
+    fast=[("plain", "flatten"), ("objects", "partition")],
 )
 def test_a_wrapper_around_the_wrapped_optimizer_is_told_how_to_be_written(name, around):
     wrap = AROUND[around]

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from scaled_networks import autocast_scaled, scaled_autocast
-from tables import assert_same_bits, cases, fused_step, step
+from tables import assert_same_bits, cases, each, step
 
 import jaxscale
 
@@ -67,83 +66,6 @@ def over_devices(fun, in_specs, out_specs, **options):
         fun, mesh=LINE, in_specs=in_specs, out_specs=out_specs, **options
     )
     return jax.jit(mapped)
-
-
-named = functools.partial(jaxscale.loss_scaled, axis_name="data")
-AGREEING = {
-    "clipped": named(optax.adam(0.1), max_norm=1.0),
-    "tracked": named(optax.adam(0.1), track_leaves=True),
-    "window": jaxscale.multi_steps(named(optax.sgd(0.1)), 2, drop="window"),
-    "named inside": jaxscale.loss_scaled(
-        jaxscale.skip_nonfinite(optax.sgd(1.0), axis_name="data")
-    ),
-    "named outside": named(jaxscale.multi_steps(optax.sgd(1.0), 1)),
-}
-
-
-PAIR = {"a": jnp.ones(16), "b": jnp.ones(8)}
-# Of `a`, each device has two elements, of `b` one.
-GOOD = {"a": PAIR["a"].at[4:6].set([3, 4]), "b": PAIR["b"] * 0}
-# An overflow on device 2, and another on device 5.
-BAD = {"a": GOOD["a"].at[5].set(jnp.nan), "b": GOOD["b"].at[5].set(jnp.inf)}
-
-
-class AgreeingRun(NamedTuple):
-    """Parameters and state after a good step, and after a bad one."""
-
-    params: Any
-    state: Any
-    kept_params: Any
-    state_after_bad: Any
-
-
-def run_over_sharded_pair(tx, check, step_of_tx):
-    state = tx.init(PAIR)
-    specs = SHARDED, laid_out(state, SHARDED)
-    one_device = functools.partial(step_of_tx, tx)
-    run = over_devices(one_device, (*specs, SHARDED), specs, check_vma=check)
-    params, state = run(PAIR, state, GOOD)
-    return AgreeingRun(params, state, *run(params, state, BAD))
-
-
-@cases(
-    "name, check, step_of_tx",
-    itertools.product(AGREEING, [True, False], [fused_step, step]),
-    fast=[("clipped", True, fused_step)],
-)
-def test_shard_map_over_sharded_parameters_agrees(name, check, step_of_tx):
-    run = run_over_sharded_pair(AGREEING[name], check, step_of_tx)
-    assert_same_on_host(run.kept_params, run.params)
-    after = run.state_after_bad
-    assert_equal_on_all([leaf for leaf in jax.tree.leaves(after) if not leaf.ndim])
-    assert after.total_notfinite == 1
-    assert after.scaling.loss_scale == 2.0**14
-
-
-check_and_step = cases(
-    "check, step_of_tx",
-    itertools.product([True, False], [fused_step, step]),
-    fast=[(True, fused_step)],
-)
-
-
-@check_and_step
-def test_devices_agree_on_one_norm(check, step_of_tx):
-    """That of all parts, or without types the largest of a part."""
-    run = run_over_sharded_pair(AGREEING["clipped"], check, step_of_tx)
-    assert_equal_on_all(run.state.grad_norm)
-    norm_of_all = np.sqrt(np.float32(3**2 + 4**2 + 14))
-    assert run.state.grad_norm == (norm_of_all if check else 5.0)
-
-
-@cases(
-    "check, step_of_tx",
-    itertools.product([True, False], [fused_step, step]),
-    fast=[(False, step)],
-)
-def test_devices_agree_on_the_leaves_that_overflowed(check, step_of_tx):
-    run = run_over_sharded_pair(AGREEING["tracked"], check, step_of_tx)
-    assert run.state_after_bad.nonfinite_leaves == {"a": True, "b": True}
 
 
 LAYOUTS = {
@@ -206,9 +128,7 @@ class PlacedRun:
         return after
 
 
-@cases(
-    "layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")]
-)
+@cases("layout, leaf", each(LAYOUTS, PLACES), fast=[("sharded twice", "in")])
 def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, leaf):
     run = PlacedRun(layout)
     run.params, run.state = run.step(run.x, run.push)
@@ -306,10 +226,11 @@ WAYS = {
 }
 
 
-every_way = cases("way", WAYS, fast=["shard_map, hook"])
+every_way = cases("way", WAYS, fast=["shard_map, hook"], shared=True)
 BAD_X = X.at[13, 12].set(jnp.inf)  # on one device, where all weights are positive
 
 
+@functools.cache
 def step_over_devices(way, retries):
     """One step from `PARAMS`, by a batch and the first scale."""
     run, options, axis_name = WAYS[way]
@@ -356,58 +277,18 @@ def loss_of_bias(bias, x):
     return loss_fn(PARAMS | {"bias": bias}, x)
 
 
-OWN_BIAS = {
-    # name: the loss, what is trained beside a bias of the device's own, and the error
-    "all differ": (
-        loss_of_bias,
-        lambda bias: bias,
-        r"train_step\(retries=3\).*'data' may.*axis_name='data'",
-    ),
-    "some differ": (
-        loss_fn,
-        lambda bias: PARAMS | {"bias": bias},
-        r"gradients vary along 'data', and that at in does not.*axis_name='data'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OWN_BIAS)
-def test_devices_whose_parameters_differ_are_told_to_pass_the_axis(name):
-    loss, with_others, message = OWN_BIAS[name]
+def test_devices_whose_parameters_differ_are_told_to_pass_the_axis():
     tx = hot()
-    train_step = jaxscale.train_step(loss, tx, retries=3)
+    train_step = jaxscale.train_step(loss_of_bias, tx, retries=3)
 
     def step_of_one(bias, x):
-        params = with_others(bias)
-        _, _, loss = train_step(params, tx.init(params), x)
+        _, _, loss = train_step(bias, tx.init(bias), x)
         return loss[None]
 
     run = over_devices(step_of_one, (SHARDED, SHARDED), SHARDED)
+    message = r"train_step\(retries=3\).*'data' may.*axis_name='data'"
     with pytest.raises(ValueError, match=message):
         run(jnp.ones(8 * 32), X)
-
-
-def update_with_bad_loss_on_one(axis_name):
-    """The state after a step in which the loss of one device is not finite."""
-    tx = hot(axis_name=axis_name)
-
-    def update(state, losses):
-        _, state = tx.update(PARAMS, state, PARAMS, value=losses[0])
-        return state
-
-    losses = jnp.ones(8).at[3].set(jnp.inf)
-    return over_devices(update, (P(), SHARDED), P())(tx.init(PARAMS), losses)
-
-
-def test_devices_whose_losses_differ_are_told_to_pass_the_axis():
-    with pytest.raises(ValueError, match=r"pass `axis_name='data'`"):
-        update_with_bad_loss_on_one(None)
-
-
-def test_a_bad_loss_on_one_device_counts_once():
-    state = update_with_bad_loss_on_one("data")
-    assert state.total_notfinite_loss == 1
-    assert state.scaling.loss_scale == 2.0**24
 
 
 # How many all-reduces the verdict costs, counted in the compiled program.
@@ -575,23 +456,9 @@ EXPLICIT = {
     resharded: TENSOR_PARALLEL,
 }
 WRAPPERS = {
-    "autocast": jaxscale.autocast,
-    "scale_backward": jaxscale.scale_backward,
     "scale_backward of autocast": scaled_autocast,
     "autocast of scale_backward": autocast_scaled,
 }
-explicit_axes = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="axes are not Explicit by default"
-)
-every_function_and_way = cases(
-    "fun, way",
-    itertools.product(EXPLICIT, WRAPPERS),
-    fast=[
-        (tensor_parallel, "autocast"),
-        (remat_in_shard_map, "scale_backward of autocast"),
-        (looked_up, "autocast of scale_backward"),
-    ],
-)
 
 
 @pytest.fixture
@@ -609,28 +476,31 @@ def place_explicit(fun, mesh):
     return jax.device_put((WEIGHTS, X), shardings)
 
 
-@explicit_axes
-@every_function_and_way
-def test_gradients_on_a_mesh_with_explicit_axes_come_close(fun, way, explicit_mesh):
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="axes are not Explicit by default"
+)
+@cases(
+    "fun, way",
+    itertools.product(EXPLICIT, WRAPPERS),
+    fast=[
+        (remat_in_shard_map, "scale_backward of autocast"),
+        (tensor_parallel, "autocast of scale_backward"),
+    ],
+)
+def test_on_a_mesh_with_explicit_axes_gradients_come_close_and_shardings_stay(
+    fun, way, explicit_mesh
+):
     w, x = place_explicit(fun, explicit_mesh)
+    wrapped = WRAPPERS[way](fun)
     expected = jax.jit(jax.value_and_grad(fun))(w, x)
-    actual = jax.jit(jax.value_and_grad(WRAPPERS[way](fun)))(w, x)
+    actual = jax.jit(jax.value_and_grad(wrapped))(w, x)
     # of the same shardings, too
     assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01 * float(jnp.abs(b).max()))
 
-
-@explicit_axes
-@every_function_and_way
-def test_a_step_on_a_mesh_with_explicit_axes_keeps_the_shardings(
-    fun, way, explicit_mesh
-):
-    w, x = place_explicit(fun, explicit_mesh)
-    wrapped = WRAPPERS[way](fun)
     tx = jaxscale.loss_scaled(optax.adam(1e-3))
     train_step = jax.jit(jaxscale.train_step(wrapped, tx))
     new_w, _, loss = train_step(w, tx.init(w), x)
     assert jax.tree.map(jax.typeof, new_w) == jax.tree.map(jax.typeof, w)
-    value, _ = jax.jit(jax.value_and_grad(wrapped))(w, x)
-    assert float(loss) == float(value)
+    assert float(loss) == float(actual[0])

@@ -15,7 +15,11 @@ import pytest
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("counts"),  # in one worker, as all need what takes the time
+]
 
 PARAMS = {f"w{i}": jnp.ones((64, 64)) for i in range(6)}
 TX = jaxscale.loss_scaled(optax.adamw(1e-3))

@@ -14,7 +14,7 @@ import optax
 import pytest
 import replay_tables
 import simulator
-from tables import cases
+from tables import cases, pairs
 
 import jaxscale
 from jaxscale import presets
@@ -154,7 +154,7 @@ POLICIES = replay_tables.POLICIES | STARTS
 
 @cases(
     "name, retries, binades",
-    product(POLICIES, [0, 8], [0, 8]),
+    pairs(POLICIES, [0, 8], [0, 8]),
     fast=[("`DynamicLossScale()`", 0, 0)],
 )
 def test_a_healthy_run_is_never_warned_of(name, retries, binades):

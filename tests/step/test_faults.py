@@ -1,7 +1,6 @@
 """Faults at random: after each batch a run has the bits of one on its good batches alone."""
 
 import functools
-from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import optax
 import pytest
 import tables
 from references import trajectory
-from tables import INNERS, PARAMS, assert_same_bits, cases, step
+from tables import INNERS, PARAMS, assert_same_bits, cases, each, step
 from training import amplified
 
 import jaxscale
@@ -136,8 +135,9 @@ def run_with_faults(name, rate):
 
 every_run = cases(
     "name, rate",
-    product(RUNS, [0.02, 0.1, 0.5]),
+    each(RUNS, [0.02, 0.1, 0.5]),
     fast=[("dynamic, clipped adamw", rate) for rate in (0.02, 0.1, 0.5)],
+    shared=True,
 )
 
 

@@ -13,11 +13,15 @@ import pytest
 import tables
 from tables import (
     GRADS,
+    PARAMS,
     TWO,
     assert_same_bits,
     cases,
     fused_step,
+    pairs,
     take_form_for_accelerators,
+    unchanged,
+    wide,
 )
 
 import jaxscale
@@ -82,17 +86,28 @@ def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
     assert not jnp.array_equal(params["w"], TWO["w"])
 
 
-@cases("wrap", [jaxscale.loss_scaled, jaxscale.skip_nonfinite])
-def test_the_state_is_kept_where_updates_are_not_finite(wrap):
+@cases(
+    "keep, wrap",
+    product(
+        [unchanged, jaxscale.master_weights, jaxscale.stochastic_rounding],
+        [jaxscale.loss_scaled, jaxscale.skip_nonfinite],
+    ),
+    fast=[
+        (unchanged, jaxscale.skip_nonfinite),
+        (jaxscale.master_weights, jaxscale.loss_scaled),
+    ],
+)
+def test_everything_is_kept_where_updates_are_not_finite(keep, wrap):
     """The gradients are finite, and Adam's moments take them. The learning rate is inf."""
     inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
-    tx = wrap(inner, check_updates=True)
-    before = tx.init(TWO)
+    tx = keep(wrap(inner, check_updates=True))
+    before = tx.init(PARAMS)
     compiled_step = jax.jit(functools.partial(fused_step, tx))
-    params, after = compiled_step(TWO, before, GRADS)
+    params, after = compiled_step(PARAMS, before, wide(PARAMS))
     assert not after.step_applied
-    assert_same_bits(params, TWO)
+    assert_same_bits(params, PARAMS)
     assert_same_bits(after.inner_state, before.inner_state)
+    assert_same_bits(after.weights, before.weights)
 
 
 @cases("wrap", [jaxscale.loss_scaled, lambda tx: jaxscale.multi_steps(tx, 1)])
@@ -117,7 +132,7 @@ def test_multi_steps_takes_a_loss_that_its_optimizer_does_not():
 
 @cases(
     "max_norm, window, size",
-    product([1e39, math.inf, 3.4e38, 1e-300], [False, True], [1.0, 1e30, 0.0]),
+    pairs([1e39, math.inf, 3.4e38, 1e-300], [False, True], [1.0, 1e30, 0.0]),
     fast=[(math.inf, False, 1e30), (1e-300, False, 1.0)],
 )
 def test_max_norm_may_be_any_positive_number(max_norm, window, size):
@@ -143,7 +158,7 @@ def test_max_norm_may_be_any_positive_number(max_norm, window, size):
 
 @cases(
     "length, dtype, num_bad",
-    product([10, 22], ["float32", "bfloat16", "complex64"], [0, 1]),
+    pairs([10, 22], ["float32", "bfloat16", "complex64"], [0, 1]),
     fast=[(10, "float32", 0), (10, "float32", 1)],
 )
 def test_a_mean_of_the_largest_numbers_is_finite(length, dtype, num_bad):
@@ -246,7 +261,7 @@ def trained_with(tx, sizes, params, jit=True):
 
 @cases(
     "freeze, guard, window, jit",
-    product(FREEZING, GUARDS, (1, 2), (False, True)),
+    pairs(FREEZING, GUARDS, (1, 2), (False, True)),
     fast=[("partition", "norm", 1, True), ("set to zero first", "spikes", 2, True)],
 )
 def test_gradients_that_the_optimizer_never_reads_do_not_count(

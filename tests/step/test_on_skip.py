@@ -217,42 +217,45 @@ def shard(function, out_specs, **options):
     )
 
 
-@cases("checked", [True, False], fast=[True])
-def test_it_is_called_once_by_all_devices(checked):
-    options = {}
-    if not checked:
-        options["check_vma" if hasattr(jax, "shard_map") else "check_rep"] = False
-    host = Host()
-    run = shard(step_of_all_devices(host), out_specs=P(), **options)
-    jax.block_until_ready(run(jnp.asarray(GRADS_OF_DEVICES)))
-    assert host.skips() == [(1, None)]
+def in_shard_map(host, **options):
+    return shard(step_of_all_devices(host), out_specs=P(), **options)
 
 
-@pytest.mark.slow
-def test_it_is_called_once_by_all_devices_for_each_member():
-    host = Host()
-    members = [GRADS_OF_DEVICES, np.ones(DEVICES, np.float32), GRADS_OF_DEVICES]
-    steps_of_members = jax.vmap(step_of_all_devices(host), in_axes=1)
-    run = shard(steps_of_members, out_specs=P())
-    jax.block_until_ready(run(jnp.stack(members, axis=1)))
-    assert host.skips() == [(1, 0), (1, 2)]
+def in_shard_map_unchecked(host):
+    check = "check_vma" if hasattr(jax, "shard_map") else "check_rep"
+    return in_shard_map(host, **{check: False})
 
 
-@pytest.mark.slow
+def of_members(host):
+    return shard(jax.vmap(step_of_all_devices(host), in_axes=1), out_specs=P())
+
+
+GRADS_OF_MEMBERS = [GRADS_OF_DEVICES, np.ones(DEVICES, np.float32), GRADS_OF_DEVICES]
+# What runs a step over devices, its gradients, and the skips that the host is told of.
+OVER_DEVICES = {
+    "shard_map": (in_shard_map, GRADS_OF_DEVICES, [(1, None)]),
+    "shard_map, unchecked": (in_shard_map_unchecked, GRADS_OF_DEVICES, [(1, None)]),
+    "members": (of_members, np.stack(GRADS_OF_MEMBERS, 1), [(1, 0), (1, 2)]),
+    "pmap": (
+        lambda host: jax.pmap(step_of_all_devices(host), axis_name="d"),
+        GRADS_OF_DEVICES,
+        [(1, None)],
+    ),
+    "pmap without a name": (
+        lambda host: jax.pmap(one_step(host)),
+        np.full(DEVICES, INF, np.float32),
+        [(1, None)],
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
-def test_it_is_called_once_by_all_devices_of_pmap():
+@cases("name", OVER_DEVICES, fast=["shard_map"])
+def test_it_is_called_once_by_all_devices(name):
+    run_over_devices, grads, skips = OVER_DEVICES[name]
     host = Host()
-    run = jax.pmap(step_of_all_devices(host), axis_name="d")
-    jax.block_until_ready(run(jnp.asarray(GRADS_OF_DEVICES)))
-    assert host.skips() == [(1, None)]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
-def test_it_is_called_once_by_all_devices_of_pmap_without_a_name():
-    host = Host()
-    jax.block_until_ready(jax.pmap(one_step(host))(jnp.full(DEVICES, INF)))
-    assert host.skips() == [(1, None)]
+    jax.block_until_ready(run_over_devices(host)(jnp.asarray(grads)))
+    assert host.skips() == skips
 
 
 @pytest.mark.skipif(

@@ -137,45 +137,6 @@ def test_another_reading_of_the_gradients_would_be_counted():
 
 
 loss_scaled_off = partial(jaxscale.loss_scaled, skip_nonfinite=False)
-NO_RULE = r"\(spikes=\.\.\.\)` must be a `SpikeRule` or None"
-WRONG_VALUES = {  # by what the error says
-    "max_norm=.*above 0, got 0": {"max_norm": 0},
-    "max_norm=.*finite number, got nan": {"max_norm": float("nan")},
-    "max_norm=.*finite number, got True": {"max_norm": True},
-    "track_leaves=.*one of False, True, got 1": {"track_leaves": 1},
-    NO_RULE: {"spikes": 128},
-}
-
-
-@cases("message", WRONG_VALUES)
-def test_wrong_values_are_refused(message):
-    error = TypeError if message == NO_RULE else ValueError
-    for wrap in WRAPPERS:
-        with pytest.raises(error, match=message):
-            wrap(INNER, **WRONG_VALUES[message])
-
-
-WITHOUT_A_VERDICT = {  # by what the error says
-    "skip_nonfinite=.*got 0": partial(jaxscale.loss_scaled, INNER, skip_nonfinite=0),
-    "a DynamicLossScale": partial(loss_scaled_off, INNER),
-    "track_leaves=True": partial(loss_scaled_off, INNER, 8, track_leaves=True),
-    "with a `SpikeRule`": partial(loss_scaled_off, INNER, None, spikes=RULE),
-    "a window of `multi_steps`": partial(
-        loss_scaled_off, jaxscale.multi_steps(INNER, 2), None
-    ),
-    "`multi_steps.*=False": partial(
-        jaxscale.multi_steps, loss_scaled_off(INNER, None), 2
-    ),
-}
-
-
-@cases("message", WITHOUT_A_VERDICT)
-def test_what_needs_a_verdict_is_refused_without_one(message):
-    wrap = WITHOUT_A_VERDICT[message]
-    with pytest.raises(ValueError, match=message):
-        wrap()
-
-
 # With everything switched off, what is left is the program of the bare optimizer, and the state.
 
 NET = {"w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), "b": jnp.zeros(4)}

@@ -16,7 +16,7 @@ import pytest
 from jaxprs import numbers_reduced
 from methods import pass_gradients
 from overflowing import BAD_LOSS, BATCHES, GOOD, OVERFLOW, WINDOWS, hot, loss_fn, run
-from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, cases, wide
+from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, cases, each, wide
 from tables import step as one_step
 
 import jaxscale
@@ -40,7 +40,7 @@ def copy(grads):
 UNCHANGING = {"no hook": None, "looks": look, "copies": copy}
 OPTIMIZERS = {
     f"{policy}, {inner}": jaxscale.loss_scaled(INNERS[inner], POLICIES[policy])
-    for policy, inner in product(POLICIES, INNERS)
+    for policy, inner in each(POLICIES, INNERS)
 } | overflowing.OPTIMIZERS
 OPTIMIZERS["largest"] = jaxscale.loss_scaled(
     INNERS["adam"], POLICIES["adaptive"], max_norm=1.0
@@ -117,9 +117,8 @@ def test_it_is_the_loop_of_three_lines(name, hook):
         assert metrics["total_notfinite"] >= metrics["total_notfinite_loss"] > 0
 
 
-@pytest.mark.filterwarnings("ignore:.train_step.*is a bare optimizer")
 @cases("inner", INNERS, fast=["sgd", "masked"])
-def test_a_bare_optimizer_applies_every_step(inner):
+def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(inner):
     tx = bare = INNERS[inner]
     if isinstance(tx, optax.MultiSteps):
         bare = tx.gradient_transformation()
@@ -129,35 +128,30 @@ def test_a_bare_optimizer_applies_every_step(inner):
         params, opt_state = one_step(bare, params, opt_state, grads)
         return params, opt_state, loss
 
-    trained = run(jaxscale.train_step(loss_fn, tx), tx.init(PARAMS))
-    assert_same_bits(trained, run(plain, bare.init(PARAMS)))
-    assert not jaxscale.all_finite(trained[0])
-
-
-@cases("inner", INNERS, fast=["sgd", "masked"])
-def test_a_bare_optimizer_is_warned_of_once(inner):
-    tx = INNERS[inner]
+    expected = run(plain, bare.init(PARAMS))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = jaxscale.train_step(loss_fn, tx)
         # Some need the parameters to say that they hold no loss scale.
         assert len(caught) == (inner not in ("masked", "multi_transform"))
-        for _ in range(2):
-            step(PARAMS, tx.init(PARAMS), GOOD)
+        trained = run(step, tx.init(PARAMS))
+    assert_same_bits(trained, expected)
+    assert not jaxscale.all_finite(trained[0])
     (warning,) = caught
     assert re.match(BARE, str(warning.message))
-    assert warning.filename == __file__
 
-
-@cases("inner", INNERS, fast=["sgd", "masked"])
-def test_whoever_says_that_it_is_meant_gets_no_warning(inner):
-    tx = jaxscale.loss_scaled(INNERS[inner], None, skip_nonfinite=False)
-    opt_state = tx.init(PARAMS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step = jaxscale.train_step(loss_fn, tx)
-        params, _, _ = run(step, opt_state)
+    # Whoever says that it is meant gets no warning.
+    meant = jaxscale.loss_scaled(tx, None, skip_nonfinite=False)
+    params, _, _ = run(jaxscale.train_step(loss_fn, meant), meant.init(PARAMS))
     assert not jaxscale.all_finite(params)
+
+
+@cases("inner", ["sgd", "masked"])
+def test_a_bare_optimizer_is_warned_of_at_a_line_of_the_user(inner):
+    tx = INNERS[inner]
+    with pytest.warns(UserWarning, match=BARE) as caught:
+        jaxscale.train_step(loss_fn, tx)(PARAMS, tx.init(PARAMS), GOOD)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_step_asks_init_only_for_parameters_of_other_types():
@@ -262,7 +256,7 @@ def spoil(grads):
     return grads | {"b": grads["b"] / 0}
 
 
-each_judged = cases("name, retries", product(JUDGED, [0, 2]), fast=[("tracked", 2)])
+each_judged = cases("name, retries", each(JUDGED, [0, 2]), fast=[("tracked", 2)])
 
 
 @each_judged

@@ -1,21 +1,18 @@
 """Half-precision parameters in populations, loops, on devices and in the front ends."""
 
 import functools
-import pickle
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, fused_step
 
 import jaxscale
-import jaxscale.flax
 import jaxscale.nnx
 
 pytestmark = pytest.mark.standard_promotion
@@ -50,10 +47,7 @@ def make(wrapper, **options):
 
 
 def step_of(tx):
-    def step(params, state, grads):
-        return jaxscale.apply_gradients(tx, grads, state, params)
-
-    return step
+    return functools.partial(fused_step, tx)
 
 
 def run(wrapper, number=3, params=PARAMS):
@@ -65,33 +59,7 @@ def run(wrapper, number=3, params=PARAMS):
     return params, state
 
 
-@cases("wrapper", WRAPPERS)
-def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
-    tx = make(wrapper)
-    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
-    params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS)
-    types = jax.tree.map(jax.typeof, state)
-    for _ in range(3):
-        params, state = step(params, state, GRADS)
-    assert step._cache_size() == 1
-    assert jax.tree.map(jax.typeof, state) == types
-
-    def body(carry, _):
-        return step_of(tx)(*carry, GRADS), None
-
-    (looped, _), _ = jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=3)
-    assert_same_bits(looped, params)
-
-
-@cases("wrapper", WRAPPERS)
-def test_a_pickle_goes_on_with_the_same_bits(wrapper):
-    params, state = run(wrapper)
-    saved = pickle.loads(pickle.dumps((params, state)))
-    step = step_of(make(wrapper))
-    assert_same_bits(step(*saved, GRADS), step(params, state, GRADS))
-
-
-@cases("wrapper", RANDOM)
+@cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_population_draw_differently(wrapper):
     tx = make(wrapper)
     population = jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS)
@@ -102,17 +70,6 @@ def test_members_of_a_population_draw_differently(wrapper):
     first, _ = jax.jit(step)(population, state, GRADS)
     for member in (1, 2):
         assert (first["w"][member] != first["w"][0]).mean() > 0.2
-
-
-@cases("wrapper", ["remainder", "float32"])
-def test_a_population_is_so_many_runs(wrapper):
-    tx = make(wrapper)
-    population = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
-    state = jax.vmap(tx.init)(population)
-    step = jax.vmap(step_of(tx), in_axes=(0, 0, None))
-    population, _ = jax.jit(step)(population, state, GRADS)
-    second, _ = run(wrapper, 1, jax.tree.map(lambda p: 2 * p, PARAMS))
-    assert_same_bits(jax.tree.map(lambda p: p[1], population), second)
 
 
 # Devices.
@@ -163,7 +120,9 @@ MESH = Mesh(DEVICES[:, 0], ("data",))
 
 
 @cases(
-    "wrapper, checked", [(name, flag) for name in WRAPPERS for flag in (True, False)]
+    "wrapper, checked",
+    [(name, flag) for name in WRAPPERS for flag in (True, False)],
+    fast=[("remainder", True), ("random, compact", False)],
 )
 def test_replicas_stay_equal(wrapper, checked):
     def body(params, grads):
@@ -189,7 +148,7 @@ def test_replicas_stay_equal(wrapper, checked):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 8), reason="zeros like a shard do not vary as it does"
 )
-@cases("wrapper", RANDOM)
+@cases("wrapper", RANDOM, fast=["random, compact"])
 def test_shards_draw_differently(wrapper):
     params = {"w": jnp.concatenate([PARAMS["w"][:16]] * 4), "h": PARAMS["h"]}
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 1.0), params)
@@ -227,7 +186,7 @@ def own_nnx_step(model, optimizer, x, y):
     return loss
 
 
-@cases("wrapper", WRAPPERS)
+@cases("wrapper", WRAPPERS, fast=["remainder"])
 def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
     ends = []
     for step in (own_nnx_step, nnx.jit(jaxscale.nnx.train_step(nnx_loss))):
@@ -249,7 +208,17 @@ def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
         )
 
 
-@cases("wrapper", ["remainder", "float32"])
+def test_a_train_state_is_read_and_written_in_float32():
+    tx = make("remainder")
+    create = jaxscale.flax.TrainState.create
+    state = create(apply_fn=None, params=PARAMS, tx=tx)
+    state = state.apply_gradients(grads=GRADS)
+    masters = jaxscale.master_params(state, state.params)
+    params, again = jaxscale.with_master_params(state, masters)
+    assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
+
+
+@cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_nnx_starts_from_float32_parameters(wrapper):
     model = Perceptron(nnx.Rngs(0))
     tx = WRAPPERS[wrapper](optax.adamw(1e-3))
@@ -264,56 +233,6 @@ def test_nnx_starts_from_float32_parameters(wrapper):
     masters = jaxscale.master_params(optimizer.opt_state, now)
     assert_same_bits(jax.tree.leaves(masters), jax.tree.leaves(wide))
     own_nnx_step(model, optimizer, X, Y)
-
-
-@cases("wrapper", WRAPPERS)
-def test_linen_learns(wrapper):
-    model = linen.Dense(1, param_dtype=jnp.bfloat16)
-    params = model.init(jax.random.key(0), X)["params"]
-    tx = jaxscale.loss_scaled(WRAPPERS[wrapper](optax.adamw(1e-3)))
-    state = jaxscale.flax.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    def loss_fn(params, x, y):
-        out = model.apply({"params": params}, x)
-        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
-
-    step = jax.jit(jaxscale.flax.train_step(loss_fn))
-    losses = []
-    for _ in range(20):
-        state, loss = step(state, X, Y)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-    masters = jaxscale.master_params(state, state.params)
-    assert masters["kernel"].dtype == jnp.float32
-    assert state.params["kernel"].dtype == jnp.bfloat16
-    if wrapper == "remainder":
-        params, again = jaxscale.with_master_params(state, masters)
-        assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
-
-
-@cases("wrapper", WRAPPERS)
-def test_equinox_learns(wrapper):
-    def narrow(leaf):
-        return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
-
-    model = jax.tree.map(narrow, eqx.nn.MLP(8, 1, 16, 1, key=jax.random.key(0)))
-    tx = jaxscale.loss_scaled(WRAPPERS[wrapper](optax.adamw(1e-3)))
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-
-    def loss_fn(model, x, y):
-        out = jax.vmap(model)(x.astype(jnp.bfloat16))
-        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
-
-    step = eqx.filter_jit(
-        jaxscale.train_step(loss_fn, tx, transform=eqx.filter_value_and_grad)
-    )
-    losses = []
-    for _ in range(20):
-        model, state, loss = step(model, state, X, Y)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0]
-    masters = jaxscale.master_params(state, eqx.filter(model, eqx.is_inexact_array))
-    assert masters.layers[0].weight.dtype == jnp.float32
 
 
 class Strict:
@@ -339,7 +258,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-@cases("wrapper", WRAPPERS)
+@cases("wrapper", WRAPPERS, fast=["remainder", "random"])
 def test_a_class_that_looks_at_its_children_learns(wrapper):
     params = Strict(PARAMS["w"], jnp.ones(64, jnp.bfloat16))
     grads = Strict(GRADS["w"], GRADS["h"])

@@ -3,6 +3,7 @@
 An error names the call, the argument, the value and the way out.
 """
 
+import builtins
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -53,6 +54,16 @@ def raises(error: type[Exception], *words: str) -> Iterator[None]:
 def assert_raises(case: BadInput):
     with raises(case.error, *case.words):
         case.call()
+
+
+def assert_says(call: Callable[[], object], message: str):
+    """What a user does wrong is an error. "TypeError: one ... two" has these words, in this order.
+
+    A "\\n" is the end of a line, or of the message.
+    """
+    error, _, words = message.partition(": ")
+    with raises(getattr(builtins, error), *words.split(" ... ")):
+        call()
 
 
 def never_traced(*args):

@@ -68,12 +68,12 @@ class Run:
         return counters(self._optimizer or self._carry)
 
 
-def plain(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
+def plain(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **options):
     """A function of a tree."""
     if hooks:
         options |= {"after": averaged, "on_grads": frozen}
     step = jax.jit(jaxscale.train_step(cast(loss_fn), tx, has_state=True, **options))
-    carry = PARAMS, tx.init(PARAMS), STATS
+    carry = params, tx.init(params), STATS
     return Run(step, carry, lambda params, _, stats: (params, stats))
 
 
@@ -86,7 +86,7 @@ class Module(eqx.Module):
         return {"first": self.first, "last": self.last}
 
 
-def equinox(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
+def equinox(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **options):
     """A module that is differentiated by a transformation of its library."""
 
     def loss(model, stats, x):
@@ -101,7 +101,7 @@ def equinox(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     if hooks:
         options |= {"after": after, "on_grads": freeze}
     options |= {"transform": eqx.filter_value_and_grad, "has_state": True}
-    model = Module(**PARAMS)
+    model = Module(**params)
     step = eqx.filter_jit(jaxscale.train_step(cast(loss), tx, **options))
     carry = model, tx.init(eqx.filter(model, eqx.is_inexact_array)), STATS
     return Run(step, carry, lambda model, _, stats: (model.as_dict(), stats))
@@ -111,7 +111,7 @@ class State(jaxscale.flax.TrainState):
     batch_stats: dict
 
 
-def linen(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
+def linen(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **options):
     """A `TrainState` with statistics in a field."""
 
     def loss(params, fields, x):
@@ -124,13 +124,13 @@ def linen(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
     if hooks:
         options |= {"after": after, "on_grads": frozen}
     step = jax.jit(jaxscale.flax.train_step(cast(loss), has_state=True, **options))
-    state = State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=STATS)
+    state = State.create(apply_fn=None, params=params, tx=tx, batch_stats=STATS)
     return Run(step, (state,), lambda state: (state.params, state.batch_stats))
 
 
 class Network(nnx.Module):
-    def __init__(self):
-        for name, leaf in PARAMS.items():
+    def __init__(self, params):
+        for name, leaf in params.items():
             setattr(self, name, nnx.Param(leaf))
         for name, leaf in STATS.items():
             setattr(self, name, nnx.BatchStat(leaf))
@@ -146,7 +146,7 @@ class Network(nnx.Module):
             getattr(self, name)[...] = value
 
 
-def objects(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
+def objects(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **options):
     """A module of NNX, which changes in place."""
 
     def loss(model, x):
@@ -159,7 +159,7 @@ def objects(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, **options):
 
     if hooks:
         options |= {"after": after, "on_grads": frozen}
-    model = Network()
+    model = Network(params)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     step = nnx.jit(jaxscale.nnx.train_step(cast(loss), **options))
     return Run(lambda x: (step(model, optimizer, x),), (), model.as_dicts, optimizer)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -72,24 +73,52 @@ PASSIVE |= {
 PASSIVE |= {"float0": np.zeros((2,), jax.dtypes.float0)}
 
 
-def cases(names, table, fast=()):
+def cases(names, table, fast=(), shared=False):
     """Parametrizes a law by the rows of a table, a tuple for several names.
 
-    The fast loop has the rows in `fast` alone, or all of them if none is named.
+    The fast loop has the rows in `fast` alone, which `pairs` and `each` may have left out, or all
+    of the table if none is named. If several laws are about one run of a row, they are `shared`:
+    `--dist loadgroup` runs them in one worker.
     """
     table = list(table)
-    assert set(fast) <= set(table), "a row that runs fast is one of the table"
+    table += [row for row in fast if row not in table]
     parameters = []
     for row in table:
         values = row
         if not isinstance(row, tuple):
             values = (row,)
+        row_id = "-".join(getattr(value, "__name__", str(value)) for value in values)
         marks = []
         if fast and row not in fast:
-            marks = [pytest.mark.slow]
-        row_id = "-".join(getattr(value, "__name__", str(value)) for value in values)
+            marks.append(pytest.mark.slow)
+        if shared:
+            marks.append(pytest.mark.xdist_group(f"{names}: {row_id}"))
         parameters.append(pytest.param(*values, marks=marks, id=row_id))
     return pytest.mark.parametrize(names, parameters)
+
+
+def pairs(*columns, where=lambda *row: True):
+    """A table in which each two values of two columns meet in a row, with far fewer than all rows.
+
+    What goes wrong goes wrong with two of them; nearly nothing needs three at once. `where` says of
+    a row whether it may be one.
+    """
+    pairs_of = {}
+    for row in itertools.product(*columns):
+        if where(*row):
+            pairs_of[row] = set(itertools.combinations(enumerate(row), 2))
+    left = set().union(*pairs_of.values())
+    table = []
+    while left:
+        table.append(max(pairs_of, key=lambda row: len(left & pairs_of[row])))
+        left -= pairs_of[table[-1]]
+    return table
+
+
+def each(*columns):
+    """A table in which each value of each column stands in a row: as many as the longest has."""
+    rows = zip(*map(itertools.cycle, columns), strict=True)
+    return list(itertools.islice(rows, max(map(len, columns))))
 
 
 def unchanged(fun):
