@@ -43,7 +43,7 @@ _MOST_BYTES = 2**28
 
 # What holds equations and is not a call: the interpreter opens some of it. A kernel fails only once
 # it is compiled.
-_ALONE = HOLDERS - _jax.CALLS.keys() | {"pallas_call"}
+_ALONE = (HOLDERS - _jax.CALLS) | {"pallas_call"}
 
 
 class Segment(NamedTuple):
