@@ -52,7 +52,7 @@ def dot_dimensions(eqn: JaxprEqn) -> Sequence[tuple[Sequence[int], Sequence[int]
 
     For other equations there are none.
     """
-    if eqn.primitive is not dot_general_p:
+    if eqn.primitive.name != dot_general_p.name:
         return ()
     return tuple(zip(*eqn.params["dimension_numbers"], strict=True))
 
