@@ -21,12 +21,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-PICTURES = (
-    "gradients.png",
-    "half_params.png",
-    "quickstart.png",
-    "rl.png",
-)  # those of `examples`
+# Those of `examples`.
+PICTURES = ("gradients.png", "half_params.png", "quickstart.png", "rl.png")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"(?<![\w./-])jaxscale(?:\.[A-Za-z_]\w*)+")
 PATH = re.compile(r"`((?:examples|tests|jaxscale|\.github|\.ci)/[\w./-]+)`")

@@ -30,7 +30,8 @@ _PROGRAM = {
     Form.CUSTOM_JVP: "call_jaxpr",
     Form.CUSTOM_VJP: "call_jaxpr",
 }
-CALLS = primitives_of(*_PROGRAM, Form.OBJECT)
+CALL_FORMS = {*_PROGRAM, Form.OBJECT}
+CALLS = primitives_of(*CALL_FORMS)
 # These could as well be two calls.
 DIVISIBLE = PLAIN_CALLS - {Form.CUSTOM_JVP}
 

@@ -14,9 +14,8 @@ class Op(enum.Flag):
     PRODUCT = enum.auto()  # multiplies matrices, or convolves
     ELEMENTWISE = enum.auto()  # treats each element by itself
     REDUCTION = enum.auto()  # makes one number of many
-    MOVE = (
-        enum.auto()
-    )  # moves or chooses elements: to round before it is to round after it
+    # Moves or chooses elements: to round before it is to round after it.
+    MOVE = enum.auto()
     # Gives numbers that it is given: other ones of them, without a sign, or rounded.
     PASSES_ON = enum.auto()
     ARITHMETIC = enum.auto()  # combines two numbers, as an operator of Python does
@@ -28,12 +27,16 @@ class Op(enum.Flag):
     # are multiples of the smallest subnormal.
     LOSES_NOTHING = enum.auto()
     MAKES_NOTHING = enum.auto()  # finite numbers stay finite
-    NAMES = (
-        enum.auto()
-    )  # gives a value a name, by which a policy of `jax.checkpoint` keeps it
+    # Gives a value a name, by which a policy of `jax.checkpoint` keeps it.
+    NAMES = enum.auto()
     RETURNS_INPUTS = enum.auto()  # returns each input, when all of them are computed
     STOPS_TANGENTS = enum.auto()  # returns its input without its derivative
     CASTS = enum.auto()  # returns its input in another dtype
+    COMPARES = enum.auto()  # says which of two numbers is larger
+    # Its bits mean something in one dtype only.
+    READS_BITS = enum.auto()
+    # Takes a ref outside of `jit`, too.
+    ON_REFS = enum.auto()
     # Holds programs that are written for the precision that they have: a kernel, or an algorithm of
     # JAX's own.
     KERNEL = enum.auto()
@@ -62,8 +65,9 @@ _ROWS = {
         exp exp2 expm1 log log1p
         sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
         logistic erf erfc erf_inv
-        eq eq_to ge gt is_finite le le_to lt lt_to ne
+        eq eq_to is_finite le_to lt_to ne
         and or not xor""",
+    _ELEMENT | Op.COMPARES: "ge gt le lt",
     _ELEMENT | Op.PASSES_ON | _EXACT: "abs clamp select_n",
     _ELEMENT | Op.PASSES_ON | Op.ARITHMETIC | _EXACT: "max min",
     _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
@@ -96,12 +100,14 @@ _ROWS = {
     # What is computed once:
     Op.PASSES_ON: "reduce_precision",
     Op.PASSES_ON | Op.RETURNS_INPUTS | _EXACT: "optimization_barrier",
-    _EXACT: """
-        sort cummax cummin empty_ref
-        new_ref mutable_array get swap freeze free_ref""",
+    _EXACT: "sort cummax cummin empty_ref",
+    # `new_ref` was `mutable_array` before JAX 0.8.
+    Op.ON_REFS | _EXACT: "new_ref mutable_array get swap freeze free_ref",
+    Op.ON_REFS | Op.LOSES_NOTHING: "addupdate",
+    Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
     Op.LOSES_NOTHING: """
-        scatter-add cumsum reduce_window_sum select_and_scatter_add addupdate
-        reduce_window_max iota bitcast_convert_type""",
+        scatter-add cumsum reduce_window_sum select_and_scatter_add
+        reduce_window_max iota""",
     # What holds programs, and is in no form that `forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",

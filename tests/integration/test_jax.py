@@ -62,11 +62,8 @@ MAY_NAME_PRIMITIVES = {
     "_storage/noise.py": "`threefry2x32` is an implementation of keys",
     "_trees/gradient_leaves.py": "`name` is an attribute",
     "diagnostics/_pictures.py": "`log` is a scale of Matplotlib",
-    "diagnostics/_trace/evaluate.py": "evaluates operations on refs itself",
-    "diagnostics/_trace/interpreter.py": "looks through barriers",
-    "diagnostics/_trace/needs.py": "reads loops and branches",
+    "diagnostics/_trace/evaluate.py": "names the functions of two kinds of `scatter`",
     "diagnostics/_trace/places.py": "`call` is an option of NumPy",
-    "diagnostics/_trace/plan.py": "runs what holds programs alone",
     "presets/_rule.py": "`clamp` is a policy's",
 }
 

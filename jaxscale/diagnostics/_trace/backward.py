@@ -27,7 +27,7 @@ from .interpreter import (
     Value,
     Visit,
 )
-from .needs import BACKWARD, FORWARD, EquationKey, open_equation
+from .needs import BACKWARD, FORWARD, EquationKey, read_holder
 from .places import Constants, find_line
 from .plan import Planner
 from .program import compile_fast
@@ -283,9 +283,7 @@ class TracedBackward:
             words += f" of about {self._total}"
         location = self._location
         loops = [
-            eqn
-            for eqn in location.around
-            if isinstance(open_equation(eqn), Scan | While)
+            eqn for eqn in location.around if isinstance(read_holder(eqn), Scan | While)
         ]
         # A loop that is entered has no index before its first operation.
         for loop, iteration in zip(loops, location.iteration, strict=False):
@@ -295,7 +293,7 @@ class TracedBackward:
 
 def _say_iteration(eqn: JaxprEqn, iteration: int) -> str:
     """Returns how far a loop has come, and its line."""
-    loop = open_equation(eqn)
+    loop = read_holder(eqn)
     words = f"iteration {iteration + 1}"
     if isinstance(loop, Scan):  # a `while` has no known length
         done = iteration + 1

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jax
-from ..._jax import JaxprEqn, context, is_half, is_ref, new_ref
+from ..._jax import JaxprEqn, Op, context, is_half, is_ref, new_ref, primitives_that
 from .needs import results
 
-# Primitives that take refs outside of `jit`, under their names in any version of JAX.
-ON_REFS = {"new_ref", "mutable_array", "get", "swap", "addupdate", "freeze", "free_ref"}
-
+_ON_REFS = primitives_that(Op.ON_REFS)
+_READ_BITS = primitives_that(Op.READS_BITS)
 _SCATTERS = {
     "scatter": jax.lax.scatter,
     "scatter-add": jax.lax.scatter_add,
-    "scatter_add": jax.lax.scatter_add,
 }
 
 
@@ -67,7 +65,7 @@ def evaluate(
         return _bind_copies(eqn, inputs, params)
 
     has_refs = any(map(is_ref, results(eqn)))
-    if has_refs and eqn.primitive.name not in ON_REFS:
+    if has_refs and eqn.primitive.name not in _ON_REFS:
         # others, such as a `shard_map`, take refs only in `jit`
         return jax.jit(bind)(*inputs)
     return bind(*inputs)
@@ -108,7 +106,7 @@ def _is_wider(value: Any, atom: Any) -> bool:
 def evaluate_in_float32(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Returns the outputs of an equation in float32, or raises an `IncomparableError`."""
     name = eqn.primitive.name
-    if name == "bitcast_convert_type":  # its bits mean something in one dtype only
+    if name in _READ_BITS:
         return evaluate(eqn, inputs)
     inputs = list(map(_widen, inputs))
     params = {key: _widen_parameter(value) for key, value in eqn.params.items()}

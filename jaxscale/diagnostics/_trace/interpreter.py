@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import ClosedJaxpr, JaxprEqn, Scan, While, context, is_ref
+from ..._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Op,
+    Scan,
+    While,
+    context,
+    is_ref,
+    primitives_that,
+)
 from .damage import has_nonfinite
 from .evaluate import compute
 from .needs import (
@@ -16,13 +25,15 @@ from .needs import (
     EquationKey,
     Needs,
     key_of,
-    open_equation,
+    read_holder,
     results,
     split,
     unite,
 )
 from .plan import Planner, Segment
 from .program import Rounded, Source, Step, as_array, zeros_of
+
+_RETURN_INPUTS = primitives_that(Op.RETURNS_INPUTS)
 
 # The equations at which an inf or a NaN was made, or first used.
 Origins = frozenset[EquationKey]
@@ -175,7 +186,7 @@ class Interpreter:
         """Runs an equation that is in no segment: it may be a loop or a `cond`."""
         around = (*location.around_step(step), step.eqn)
         inside = location._replace(around=around)
-        match open_equation(step.eqn):
+        match read_holder(step.eqn):
             case Scan() as loop:
                 return self._run_scan(loop, entries, step.needs, inside)
             case While() as loop:
@@ -232,7 +243,7 @@ class Interpreter:
         are_scaled = [visit.scaled] * len(arrays)
         # Each output is one input. `jax.checkpoint` in its new form puts a barrier around what it
         # computes again and its cotangents.
-        if step.eqn.primitive.name == "optimization_barrier":
+        if step.eqn.primitive.name in _RETURN_INPUTS:
             are_scaled = [value.scaled for value in inputs]
         values = []
         for array, is_scaled, origins in zip(

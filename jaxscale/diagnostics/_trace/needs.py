@@ -14,6 +14,7 @@ from ... import _jax
 from ..._autocast.table import OPAQUE
 from ..._jax import (
     ClosedJaxpr,
+    Form,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -38,15 +39,15 @@ EquationKey = tuple[int, ...]
 # The needs of several values or results, in their order.
 Needs = tuple[int, ...]
 
-_READERS: dict[str, Callable[[JaxprEqn], Any]] = {
-    **dict.fromkeys(_jax.CALLS, _jax.callee),
-    "scan": _jax.scan,
-    "while": _jax.while_loop,
-    "cond": _jax.branches,
+_READERS: dict[Form, Callable[[JaxprEqn], Any]] = {
+    **dict.fromkeys(_jax.CALL_FORMS, _jax.callee),
+    Form.SCAN: _jax.scan,
+    Form.WHILE: _jax.while_loop,
+    Form.BRANCHES: _jax.branches,
 }
 
 # An equation of these runs as one if its parameters are not known, or if it is that of devices.
-HOLDERS = _READERS.keys() | {"shard_map", "pmap", "xla_pmap"}
+HOLDERS = _jax.FORMS.keys()
 
 
 def key_of(eqn: JaxprEqn, around: Around) -> EquationKey:
@@ -54,11 +55,11 @@ def key_of(eqn: JaxprEqn, around: Around) -> EquationKey:
     return tuple(map(id, (*around, eqn)))
 
 
-def open_equation(
+def read_holder(
     eqn: JaxprEqn,
 ) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
     """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
-    reader = _READERS.get(_jax.operation(eqn))
+    reader = _READERS.get(_jax.form_of(eqn))
     if reader is None:
         return None
     try:
@@ -168,7 +169,7 @@ class Analysis:
     def _find_input_needs(self, eqn: JaxprEqn, needs: Needs) -> Needs:
         """Returns what the inputs of an equation are needed for."""
         whole = unite(eqn, needs)
-        match open_equation(eqn):
+        match read_holder(eqn):
             case ClosedJaxpr() as called:
                 return self.analyse(called.jaxpr, needs).inputs
             case Scan() as loop:

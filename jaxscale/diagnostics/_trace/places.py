@@ -38,7 +38,7 @@ _LIBRARIES = (
     "chex", "jmp", "einops", "jaxtyping", "beartype", "typeguard", "numpy",
 )  # fmt: skip
 _ARITHMETIC = primitives_that(Op.ARITHMETIC)
-_COMPARISONS = {"gt", "ge", "lt", "le"}
+_COMPARISONS = primitives_that(Op.COMPARES)
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from ... import _jax
-from ..._jax import ClosedJaxpr, JaxprEqn, Literal, is_ref
+from ..._jax import ClosedJaxpr, JaxprEqn, Literal, Op, is_ref, primitives_that
 from .damage import is_product
 from .evaluate import compute
 from .needs import (
@@ -22,7 +22,7 @@ from .needs import (
     EquationKey,
     Needs,
     key_of,
-    open_equation,
+    read_holder,
     unite,
 )
 from .places import Constants
@@ -43,7 +43,7 @@ _MOST_BYTES = 2**28
 
 # What holds equations and is not a call: the interpreter opens some of it. A kernel fails only once
 # it is compiled.
-_ALONE = (HOLDERS - _jax.CALLS) | {"pallas_call"}
+_ALONE = (HOLDERS - _jax.CALLS) | primitives_that(Op.KERNEL)
 
 
 class Segment(NamedTuple):
@@ -234,7 +234,7 @@ class _FlatProgram:
             if not unite(eqn, eqn_needs):
                 continue
             reads = [_find_source(atom, sources) for atom in eqn.invars]
-            called = open_equation(eqn)
+            called = read_holder(eqn)
             if isinstance(called, ClosedJaxpr):
                 outputs = self.add(called, reads, eqn_needs, (*around, eqn))
             else:
