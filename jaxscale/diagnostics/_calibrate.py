@@ -48,9 +48,9 @@ def calibrate(
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
     max_passes: int = 10,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
-    jit: Callable[..., Any] = jax.jit,
+    jit: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
     """Returns the largest power-of-two loss scale that does not overflow on some batches.
@@ -68,10 +68,11 @@ def calibrate(
       max_scale: the largest scale to try, a power of two. With a float16 loss none above 2**15 is
         tried, because its cotangent cannot hold it.
       max_passes: the most backward passes to make. By default one batch takes up to 5.
-      transform: what differentiates: `jax.value_and_grad`, `equinox.filter_value_and_grad` or
-        `flax.nnx.value_and_grad`.
+      transform: what differentiates: `None` for `jax.value_and_grad`, or
+        `equinox.filter_value_and_grad` or `flax.nnx.value_and_grad`.
       has_aux: whether `fun` returns a pair of the loss and an auxiliary output.
-      jit: the function that compiles: `jax.jit`, `equinox.filter_jit` or `flax.nnx.jit`.
+      jit: the function that compiles: `None` for `jax.jit`, or `equinox.filter_jit` or
+        `flax.nnx.jit`.
       **kwargs: passed to `transform`, such as `allow_int`.
 
     Returns:
@@ -109,9 +110,10 @@ def calibrate(
         )
 
     also = " and jit=equinox.filter_jit"
+    transform = transform or jax.value_and_grad
     check_floating("calibrate", (params,), transform, kwargs, also)
 
-    @jit
+    @(jit or jax.jit)
     def run_pass(state: Any, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         differentiated = value_and_grad(
             fun, state, transform=transform, has_aux=has_aux, **kwargs

@@ -11,6 +11,7 @@ import operator
 import os
 import pathlib
 import pkgutil
+import pydoc
 import re
 import runpy
 import subprocess
@@ -307,6 +308,12 @@ def test_help_starts_with_what_most_people_need():
     assert jaxscale.__all__[:4] == FIRST
     named = set(re.findall(r"`(?:jaxscale\.)?(\w+)[`(.]", doc))
     assert set(jaxscale.__all__) <= named
+
+
+def test_help_shows_no_addresses():
+    for module in PARTS:
+        text = pydoc.plain(pydoc.render_doc(module))
+        assert not re.findall(r".* at 0x.*", text), module
 
 
 def test_all_is_what_is_public():

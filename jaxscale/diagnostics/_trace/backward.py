@@ -38,7 +38,7 @@ def trace(
     fun: Callable[..., Any],
     scaling: Any,
     *,
-    transform: Callable[..., Any] = jax.value_and_grad,
+    transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[..., TraceReport]:
@@ -94,6 +94,8 @@ def trace(
             "Pass the state of one member of the population."
         )
 
+    differentiate = transform or jax.value_and_grad
+
     def trace_fun(*args: Any, **fun_kwargs: Any) -> TraceReport:
         leaves = jax.tree.leaves((args, fun_kwargs, loss_scale))
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -101,9 +103,9 @@ def trace(
                 "`trace` reads values, so it cannot run inside `jit` or another transformation. "
                 "Call it where the training step is called, with the same arguments."
             )
-        check_floating("trace", args, transform, kwargs)
+        check_floating("trace", args, differentiate, kwargs)
         traced = TracedBackward(
-            fun, args, fun_kwargs, transform=transform, has_aux=has_aux, **kwargs
+            fun, args, fun_kwargs, transform=differentiate, has_aux=has_aux, **kwargs
         )
         return traced.run(loss_scale).report()
 
