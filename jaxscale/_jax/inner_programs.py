@@ -93,6 +93,7 @@ def find_dependent_outputs(
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
     """Yields the programs that an equation holds, in the order of its parameters."""
     if hijax.holds_program(eqn):
+        # Users are told of an unknown form where the equation is opened.
         with contextlib.suppress(UnknownFormError):
             yield program_of_object(eqn)
     yield from _own_programs(eqn)
