@@ -45,15 +45,19 @@ def step_is_finite(loss_scale, size):
 def test_it_is_the_largest_at_which_a_training_step_is_finite(size):
     # Five passes are enough to tell 25 scales and none apart.
     calibration = calibrate([batch(size)], max_passes=5)
-    assert calibration.init_scale == min(2.0**24, 2.0 ** (15 - size))
+    largest = 2.0 ** (15 - size)
+    assert calibration.init_scale == min(2.0**24, largest)
     assert step_is_finite(calibration.init_scale, size)
-    if calibration.overflows_at is None:
-        assert calibration.init_scale == 2.0**24
-        words = "No loss scale up to 2**24, the largest to try, overflows (batches: 1"
+    # One power of two more only fits if the largest scale to try, 2**24, did.
+    assert step_is_finite(2 * calibration.init_scale, size) == (largest > 2.0**24)
+    if largest >= 2.0**24:
+        assert calibration.overflows_at is None
+        words = (
+            "No loss scale up to 2**24, the largest to try, overflows (batches: 1, b"
+        )
         assert words in str(calibration)
     else:
         assert calibration.overflows_at == 2 * calibration.init_scale
-        assert not step_is_finite(calibration.overflows_at, size)
     assert calibration.is_largest
     assert calibration.batches == 1
 

@@ -70,7 +70,8 @@ def edges_of(dtype):
 
 def around_float16():
     """The neighbors of numbers at which float16 rounds differently at some scale."""
-    return neighbors([edge / scale for edge in edges_of("float16") for scale in SCALES])
+    edges = [*edges_of("float16"), 2.0**16]
+    return neighbors([edge / scale for edge in edges for scale in SCALES])
 
 
 def every(dtype):
@@ -208,7 +209,8 @@ def test_what_is_not_a_gradient_is_left_out():
 
 @cases("name", ODD)
 def test_what_only_has_a_dtype_is_told_by_its_type(name):
-    with pytest.raises(ValueError, match=f"got only `{type(ODD[name]).__name__}`"):
+    kind = type(ODD[name]).__name__
+    with pytest.raises(ValueError, match=rf"got only `{kind}`\. Pass"):
         diagnostics.histogram({"odd": ODD[name]})
 
 
@@ -219,13 +221,16 @@ def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
     def fun(params, batch, *, more=()):
         for value in (params["odd"], batch["odd"], *more):
             assert value is odd
-        return jnp.sum(params["w"] * batch["x"]).astype(jnp.float16)
+        loss = jnp.sum(params["w"] * batch["x"]).astype(jnp.float16)
+        return loss, {"odd": odd}
 
     params = {"w": jnp.ones(2), "odd": odd}
     batch = {"x": jnp.array([1.0, 2.0]), "odd": odd}
-    options = {"transform": eqx.filter_value_and_grad}
+    options = {"transform": eqx.filter_value_and_grad, "has_aux": True}
     traced = diagnostics.trace(fun, jaxscale.FixedLossScale(8.0).init(), **options)
     assert not traced(params, batch, more=[odd]).found
+    bad_batch = batch | {"x": jnp.array([1.0, jnp.inf])}
+    assert traced(params, bad_batch).nonfinite_arguments == ("args[1]['x']",)
     calibration = diagnostics.calibrate(
         fun, params, [batch], jit=eqx.filter_jit, **options
     )

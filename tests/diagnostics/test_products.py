@@ -31,6 +31,10 @@ def twice(w, x):
     return block(w, block(w, x))
 
 
+def looped(w, x):
+    return jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: x @ w, x)
+
+
 def ragged(w, x):
     return jax.lax.ragged_dot(x, w[None], jnp.array([2]))
 
@@ -39,21 +43,41 @@ def ragged(w, x):
 FORMS = half_programs.PROGRAMS | {
     "jit, called twice": (twice, (W, X)),
     "ragged": (ragged, (W, X)),
+    "while": (looped, (W, X)),
+    "vmap": (jax.vmap(product, (None, 0)), (W, X[None])),
 }
 del FORMS["numbers_and_text"]  # returns what is not an array, so nothing can trace it
+# How many there are in some of them, all in one precision. A loop counts once, each branch counts.
+NUMBERS = {
+    "jit, called twice": 2,
+    "ragged": 1,
+    "while": 1,
+    "vmap": 1,
+    "lstm": 8,
+    "branches": 3,
+    "remat_in_scan": 1,
+    "custom_jvp": 2,
+    "custom_vjp": 2,
+    "over_devices": 2,
+    "convolutions": 2,
+}
+FAST = ["branches", "custom_jvp", "lstm", "ragged", "while", "jit, called twice"]
 
 
 @pytest.mark.standard_promotion
-@cases("name", FORMS, fast=["branches", "custom_jvp", "lstm", "ragged"])
+@cases("name", FORMS, fast=FAST)
 def test_products_count_in_their_precision_wherever_they_are(name):
     fun, args = FORMS[name]
-    for each in (fun, jaxscale.autocast(fun), jaxscale.autocast(fun, jnp.bfloat16)):
-        expected = collections.Counter(half_programs.products(each, *args))
-        assert products(each, *args).counts == expected
-
-
-def test_a_function_that_is_called_twice_counts_twice():
-    assert products(twice, W, X).counts == {"float32": 2}
+    for dtype in ("float32", "float16", "bfloat16"):
+        each = fun
+        if dtype != "float32":
+            each = jaxscale.autocast(fun, jnp.dtype(dtype))
+        found = products(each, *args)
+        assert found.counts == collections.Counter(half_programs.products(each, *args))
+        if name in NUMBERS:
+            assert found.counts == {dtype: NUMBERS[name]}
+            assert bool(found.not_half) == (dtype == "float32")
+            assert not any(line.reason for line in found.lines)
 
 
 def test_without_products_there_is_nothing_to_count():
@@ -156,6 +180,7 @@ def test_the_report_tells_both_apart():
     summary, others = str(found).split("\n")
     assert summary == "3 matrix products and convolutions: 2 in float16, 1 in float32."
     assert others.startswith("  float32: 1 at ")
+    assert "return x @ w" in others
     assert [(line.number, bool(line.reason)) for line in found.lines] == [
         (1, False),
         (1, False),

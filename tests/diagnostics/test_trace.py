@@ -411,6 +411,7 @@ def test_equal_reports_have_equal_hashes():
     # It fails if anything in a report is an array or a list.
     for name in FIRST:
         hash(first_report(name))
+    assert hash(report_of_underflows.__wrapped__()) == hash(report_of_underflows())
 
 
 def test_functions_of_the_library_have_the_lines_of_their_own_calls():
@@ -451,6 +452,12 @@ BAD_INPUT = {
     "pass has_aux=True": lambda: trace(lambda w: (w, w), X),
     r"got int32\[3\] at args\[0\]\['w'\]\.": lambda: trace(
         jnp.sum, {"w": jnp.arange(3)}
+    ),
+    r"floating parameters, got `.*` at args\[0\]\['odd'\]": lambda: trace(
+        jnp.sum, {"odd": jnp.float16}
+    ),
+    r"got `ShapeDtypeStruct` at args\[0\]\['odd'\]": lambda: trace(
+        jnp.sum, {"odd": jax.ShapeDtypeStruct((2,), jnp.float32)}
     ),
     r"got `function` at args\[0\]\['act'\].*transform=equinox.filter_value_and": lambda: (
         trace(jnp.sum, {"w": X, "act": summed})

@@ -226,6 +226,7 @@ def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(name):
             place for place in in_full if place.scaled and place.cause != "given"
         ]
         first = backward.first_overflow(loss_scale)
+        assert backward.how_far().startswith("operation ")
         assert known_at_once([first]) == known_at_once([*overflows, None]), loss_scale
     assert first
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from misused import look_up
 from tables import cases
@@ -18,9 +19,12 @@ from jaxscale._doctor import cli, compiled, measure
 from jaxscale._doctor.culprit import Culprit
 from jaxscale._doctor.finding import Finding
 from jaxscale._doctor.gradients import Comparison, LeafError
+from jaxscale._doctor.measure import examine
 from jaxscale._doctor.origins import Sum
+from jaxscale._doctor.record import make_record
 from jaxscale._doctor.remedy import Relief, Remedy
 from jaxscale._doctor.start import Start
+from jaxscale._doctor.target import load
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -91,6 +95,15 @@ NESTED_FIELDS = {
 @cases("kind", NESTED_FIELDS)
 def test_the_json_keeps_the_names_of_its_fields(kind):
     assert kind._fields == tuple(NESTED_FIELDS[kind].split())
+
+
+def test_the_json_names_what_is_infinite(doctor):
+    exam = examine(load("doctored:fine"), None, is_quick=True)
+    culprit = Culprit(exam.ceiling, "overflow", largest=np.inf, error=0.25, made_by="")
+    exam = exam._replace(check=exam.check._replace(culprit=culprit))
+    record = json.loads(json.dumps(make_record(exam, []), allow_nan=False))
+    assert list(record["culprit"]) == NESTED_FIELDS[Culprit].split()
+    assert record["culprit"]["largest"] == "Infinity"
 
 
 @cases("columns", [44, 60, 88, 1000], fast=[44])

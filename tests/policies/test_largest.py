@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, avals, cases
 from training import trainer, x64
 
 import jaxscale
@@ -199,6 +199,32 @@ def test_of_micro_batches_each_is_looked_at(unit):
             assert_same_bits(state.scaling, scaling)
     assert state.scaling.peak > -256
     assert state.total_notfinite == 2
+
+
+class Needing(jaxscale.DynamicLossScale):
+    """A policy that must be given the largest gradient."""
+
+    needs_largest = True
+
+    def adjust(self, state, grads_finite, *, largest):
+        assert avals(largest) == "float32[]"
+        return super().adjust(state, grads_finite)
+
+
+class NotNeeding(jaxscale.DynamicLossScale):
+    """A policy that must not be given it."""
+
+    def adjust(self, state, grads_finite):
+        return super().adjust(state, grads_finite)
+
+
+@pytest.mark.standard_promotion
+@cases("cls", [Needing, NotNeeding])
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_step_gives_a_policy_the_largest_gradient_if_it_needs_it(cls, retries):
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), cls())
+    step = make_whole_step(tx, retries=retries)
+    jax.eval_shape(step, (PARAMS, tx.init(PARAMS)), BATCHES[0])
 
 
 @cases("axis", ["data", None], fast=["data"])

@@ -361,6 +361,7 @@ def always_applies(policy):
 GRADS = {
     "finite": {"w": jnp.ones(2)},
     "a NaN": {"w": jnp.array([1.0, jnp.nan])},
+    "none": {"w": None},
 }
 
 
@@ -371,7 +372,9 @@ def test_policies_keep_avals_and_follow_the_verdict(policy, grads):
     grads = GRADS[grads]
     state = policy.init()
     verdict = jaxscale.all_finite(grads)
-    size = jnp.max(jnp.abs(grads["w"]))  # which those that do not need it ignore
+    size = None  # which those that do not need it ignore
+    if grads["w"] is not None:
+        size = jnp.max(jnp.abs(grads["w"]))
     expected = policy.adjust(state, verdict, size)
     # No buffer is in a state twice, which could not be donated.
     donating = jax.jit(policy.update, donate_argnums=0)
@@ -388,12 +391,12 @@ def test_policies_keep_avals_and_follow_the_verdict(policy, grads):
 def test_an_unusable_restored_scale_is_the_first_one(policy, finite):
     policy = ALL[policy]
     first = policy.init()
-    expected = policy.adjust(first, finite, 1.0)
     if always_applies(policy):
         return  # whose state stays as it is
-    for scale in (0.0, 1e-40, -1.0, np.inf, np.nan):
-        after = policy.adjust(first._replace(loss_scale=scale), finite, 1.0)
-        assert_same_bits(after, expected)
+    scales = (first.loss_scale.item(), 0.0, 1e-40, -1.0, np.inf, np.nan)
+    for size, scale in itertools.product((1.0, 0.0), scales):
+        after = policy.adjust(first._replace(loss_scale=scale), finite, size)
+        assert_same_bits(after, policy.adjust(first, finite, size))
         assert avals(after) == avals(first)  # also of a number of Python
 
 

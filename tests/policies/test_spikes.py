@@ -5,6 +5,7 @@ as sums of 128 entries in float32 are rounded. Where a stream is scaled by a pow
 arithmetic is exact, and bits are compared.
 """
 
+import json
 import math
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from spike_reference import ReferenceRule
 from spike_runs import (
     OLMO,
     STREAMS,
+    TESTS,
     judge_all,
     judge_one,
     state_after,
@@ -26,6 +28,7 @@ from tables import assert_same_bits, avals, cases
 
 from jaxscale import SpikeRule, presets
 
+RECORDED = TESTS / "benchmarks" / "results" / "spikes-cpu.json"
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
 
 
@@ -142,6 +145,32 @@ def test_any_steps_are_judged_as_by_the_reference(runs, seed, options):
     assert last.loss_count == len(reference.losses)
     assert last.norm_count == len(reference.norms)
     assert_windows_are(last, reference, rtol=1e-3)
+
+
+def list_recorded_runs():
+    """The losses and norms of each plain run of `benchmarks/spikes.py`, one after the other.
+
+    There is one for each seed and each player: a GAN has two.
+    """
+    for row in json.loads(RECORDED.read_text())["rows"]:
+        plain = row["ways"]["plain"]
+        for of_seed in zip(plain["losses"], plain["norms"], strict=True):
+            for of_player in zip(*of_seed, strict=True):
+                run = np.array(of_player, np.float32)
+                # a run that diverged ends with NaN
+                yield run[:, np.isfinite(run).all(0)]
+
+
+def test_recorded_runs_are_judged_as_by_the_reference():
+    num_spikes = 0
+    for losses, norms in list_recorded_runs():
+        reference = ReferenceRule()
+        expected = reference.find_spikes(np.float64(losses), np.float64(norms))
+        assert min(reference.margins) > 1e-4
+        is_spike, _ = judge_all(SpikeRule(), losses, norms)
+        assert is_spike.tolist() == expected
+        num_spikes += sum(expected)
+    assert num_spikes > 10
 
 
 # OLMo-core lets steps that are not finite into its windows; this rule does not. So only runs are

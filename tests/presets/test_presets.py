@@ -269,6 +269,9 @@ REJECTED = {
     "no dynamic": Bad(
         presets.tf_keras, {"dynamic": False}, "dynamic=False.*initial_scale"
     ),
+    "a step of 0": Bad(
+        presets.torch, {"growth_interval": 0}, r"torch\(growth_interval.*least 1, got 0"
+    ),
     "fairseq threshold": Bad(
         presets.fairseq, {"threshold": np.inf}, r"fairseq\(threshold=.*finite"
     ),
@@ -300,6 +303,9 @@ REJECTED = {
     ),
     "gradual search": Bad(
         presets.GradualLossScale, {"search_factor": 1}, "search_factor.*above 1"
+    ),
+    "bounds": Bad(
+        presets.openseq2seq_backoff, {"scale_min": 2.0**25}, "min_scale <= init_scale"
     ),
     "no clamp": Bad(
         presets.PresetLossScale, {"clamp": "always"}, "clamp.*'moves'.*'always'"
