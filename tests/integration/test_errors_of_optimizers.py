@@ -115,8 +115,8 @@ CASES = {
     "a flag as a norm": (
         lambda: loss_scaled(SGD, max_norm=True),
         (
-            "ValueError: `loss_scaled(max_norm=...)` must be a finite number, got "
-            "True. ... such as 1.0, or None"
+            "ValueError: `loss_scaled(max_norm=...)` must be a finite number, got True.  "
+            "... such as 1.0, or None"
         ),
     ),
     "a norm of 0": (
