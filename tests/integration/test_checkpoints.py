@@ -25,7 +25,6 @@ from tables import (
     assert_same_bits,
     avals,
     cases,
-    each,
     gradients,
     spoiled,
     step,
@@ -172,19 +171,16 @@ WAYS = {
 LACK_KEYS = ("equinox", "flax_bytes")
 
 
-CASES = [*OPTIMIZERS, "train_state"]
-# Each case in two ways, each way with several cases. Typed keys are special in all of them.
-ROWS = [
-    *each(CASES, WAYS),
-    *each(CASES, list(WAYS)[::-1]),
-    *itertools.product([NOISY], WAYS),
-    *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
-]
-
-
 @cases(
     "case, way",
-    [row for row in ROWS if row not in itertools.product([NOISY], LACK_KEYS)],
+    [
+        row
+        for row in (
+            *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
+            *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
+        )
+        if row not in {(NOISY, way) for way in LACK_KEYS}
+    ],
     fast=[("train_state", "raw_orbax")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
@@ -265,7 +261,7 @@ BARE = optax.adam(0.1)
 WRAPPED = jaxscale.loss_scaled(BARE)
 REPLACE = "tx.init(params)._replace(inner_state=state)"
 ONE_ALONE = (
-    "ValueError: in the target: {} ... ; only ... {} ... If only one ... "
+    "ValueError: in the target: {}; only  ... : {} ... If only one  ... "
     '`target._replace(inner_state= ... "inner_state"'
 )
 
@@ -302,11 +298,11 @@ WRONG = {
     ),
     "a saved bare state": (
         read_a_bare_state,
-        ONE_ALONE.format("/opt/scaling, /opt/inner_state,", "/opt/0"),
+        ONE_ALONE.format("/opt/scaling, /opt/inner_state,  ... ", "/opt/0"),
     ),
     "a saved wrapped state": (
         read_a_wrapped_state,
-        ONE_ALONE.format("/0", "/inner_state"),
+        ONE_ALONE.format("/0", "/ ... /inner_state"),
     ),
 }
 

@@ -217,8 +217,8 @@ CASES = {
             flax_state(SKIPPING_ADAM).replace(params={"w": jnp.ones(5)})
         ),
         (
-            "ValueError: flax.train_step(...)(state.opt_state= ... other "
-            "parameters ... (5,) at ... got ... (2"
+            "ValueError: flax.train_step(...)(state.opt_state= ... other parameters ... "
+            "(5,) at  ... got  ... (2"
         ),
     ),
     "linen: a hook that returns a field": (
@@ -312,7 +312,7 @@ CASES = {
         lambda: run_nnx(nnx_loss_and_output, W),
         (
             "TypeError: nnx.train_step(loss_fn) ... got (an array, an array). Pass "
-            "has_aux=True ... the loss."
+            "has_aux=True ...  the loss."
         ),
     ),
     "nnx: compiled by JAX": (
@@ -368,8 +368,8 @@ CASES = {
     "other keys in a TrainState": (
         lambda: apply_fields(grads={"v": W}),
         (
-            "ValueError: `TrainState.apply_gradients(grads=...)` must have the "
-            "structure ... gradients: v; ... parameters: w."
+            "ValueError: `TrainState.apply_gradients(grads=...)` must have the structure "
+            "... gradients: v;  ... parameters: w."
         ),
     ),
     "linen: the optimizer beside the loss": (

@@ -1,5 +1,8 @@
 """Wrong arguments of `loss_scaled` and `multi_steps`, which make optimizers."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -30,6 +33,14 @@ REFUSED = {
     "momo_adam": optax.contrib.momo_adam(),
     "rmsprop(centered=True)": optax.rmsprop(0.1, centered=True),
     "lbfgs": optax.lbfgs(),
+}
+# What both wrappers refuse, by what the error says.
+WRONG_OPTIONS = {
+    "ValueError: max_norm= ... above 0, got 0": {"max_norm": 0},
+    "ValueError: max_norm= ... finite number, got nan": {"max_norm": math.nan},
+    "ValueError: max_norm= ... finite number, got True": {"max_norm": True},
+    "ValueError: track_leaves= ... one of False, True, got 1": {"track_leaves": 1},
+    "TypeError: (spikes=...)` must be a `SpikeRule` or None": {"spikes": 128},
 }
 CASES = {
     "inner is a number": (
@@ -115,32 +126,16 @@ CASES = {
     "a flag as a norm": (
         lambda: loss_scaled(SGD, max_norm=True),
         (
-            "ValueError: `loss_scaled(max_norm=...)` must be a finite number, got "
-            "True. ... such as 1.0, or None"
+            "ValueError: `loss_scaled(max_norm=...)` must be a finite number, got True.  "
+            "... such as 1.0, or None"
         ),
-    ),
-    "a norm of 0": (
-        lambda: loss_scaled(SGD, max_norm=0),
-        "ValueError: `loss_scaled(max_norm= ... above 0, got 0",
-    ),
-    "a norm that is NaN": (
-        lambda: jaxscale.skip_nonfinite(SGD, max_norm=float("nan")),
-        "ValueError: max_norm= ... finite number, got nan",
-    ),
-    "a number as a flag": (
-        lambda: jaxscale.skip_nonfinite(SGD, track_leaves=1),
-        "ValueError: track_leaves= ... one of False, True, got 1",
-    ),
-    "a number as a rule for spikes": (
-        lambda: loss_scaled(SGD, spikes=128),
-        "TypeError: `loss_scaled(spikes=...)` must be a `SpikeRule` or None",
     ),
     "a number as whether to skip": (
         lambda: loss_scaled(SGD, skip_nonfinite=0),
         "ValueError: skip_nonfinite= ... got 0",
     ),
     "a scale that moves without a verdict": (
-        lambda: applying_all(SGD, "dynamic"),
+        lambda: loss_scaled(SGD, skip_nonfinite=False),
         "ValueError: a DynamicLossScale",
     ),
     "leaves without a verdict": (
@@ -323,6 +318,12 @@ CASES = {
 @cases("name", CASES)
 def test_bad_input(name):
     assert_says(*CASES[name])
+
+
+@cases("message", WRONG_OPTIONS)
+def test_both_wrappers_refuse_wrong_options(message):
+    for wrap in (loss_scaled, jaxscale.skip_nonfinite):
+        assert_says(functools.partial(wrap, SGD, **WRONG_OPTIONS[message]), message)
 
 
 @cases("name", REFUSED)

@@ -112,8 +112,8 @@ CASES = {
     "gradients for the largest": (
         lambda: jaxscale.DynamicLossScale().adjust(SCALING, True, {"w": W}),
         (
-            "TypeError: `DynamicLossScale.adjust(largest= ... scalar, ... got dict "
-            "... `update"
+            "TypeError: `DynamicLossScale.adjust(largest= ... scalar,  ... got dict ... "
+            "`update"
         ),
     ),
     "verdict is no bool": (

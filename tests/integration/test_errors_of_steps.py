@@ -80,9 +80,8 @@ CASES = {
     "step: spikes over a state without them": (
         lambda: step_from(W, OPT_STATE, tx=jaxscale.loss_scaled(SGD, spikes=RULE)),
         (
-            "ValueError: `train_step(...)(opt_state=...)` is the state of an "
-            "optimizer without `spikes`. ... "
-            "jaxscale.from_state_dict(tx.init(params),"
+            "ValueError: `train_step(...)(opt_state=...)` is the state of an optimizer "
+            "without `spikes`.  ... jaxscale.from_state_dict(tx.init(params), "
         ),
     ),
     "step: arguments swapped": (
@@ -95,7 +94,7 @@ CASES = {
     "step: optimizer is not called": (
         lambda: train_step(jnp.sum, optax.adamw),
         (
-            "TypeError: train_step(tx, ... got <function adamw ... as in "
+            "TypeError: train_step(tx,  ... got <function adamw ... as in "
             "`optax.adamw(1e-3)`"
         ),
     ),
@@ -162,8 +161,8 @@ CASES = {
             {"w": W}, SKIPPING_ADAM.init({"w": jnp.ones(3)}), SKIPPING_ADAM
         ),
         (
-            "ValueError: train_step(...)(opt_state= ... of other parameters ... "
-            "(2,) at [0].mu['w'], got ... (3,). Pass"
+            "ValueError: train_step(...)(opt_state= ... of other parameters ... (2,) at "
+            "[0].mu['w'], got  ... (3,). Pass"
         ),
     ),
     "step: no batch": (
@@ -280,8 +279,8 @@ CASES = {
     "hook: nothing returned": (
         lambda: run(jnp.sum, on_grads=no_gradients),
         (
-            "ValueError: train_step(on_grads= ... gradients like those that it "
-            "got, ... returned PyTreeDef(None) ... all"
+            "ValueError: train_step(on_grads= ... gradients like those that it got,  ... "
+            "returned PyTreeDef(None) ... all"
         ),
     ),
     "hook: a norm in the place of the gradients": (
@@ -312,14 +311,14 @@ CASES = {
     "step: a TrainState for parameters": (
         lambda: step_from(flax_state(), W),
         (
-            "TypeError: train_step(...)(params, ... TrainState ... Use "
+            "TypeError: train_step(...)(params,  ... TrainState ... Use "
             "`jaxscale.flax.train_step`"
         ),
     ),
     "step: an Equinox module": (
         lambda: step_from({"w": W, "f": jnp.sin}, OPT_STATE),
         (
-            "TypeError: train_step(...)(params, ... not arrays, such as ... "
+            "TypeError: train_step(...)(params,  ... not arrays, such as ... "
             "transform=eqx.filter_value_and_grad"
         ),
     ),
@@ -333,7 +332,7 @@ CASES = {
     "step: an NNX module": (
         lambda: step_from(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), OPT_STATE),
         (
-            "TypeError: train_step(...)(params, ... BatchNorm ... Use "
+            "TypeError: train_step(...)(params,  ... BatchNorm ... Use "
             "`jaxscale.nnx.train_step`"
         ),
     ),
@@ -361,15 +360,15 @@ CASES = {
     "step: a count as the loss": (
         lambda: run(lambda w: jnp.sum(w > 0)),
         (
-            "TypeError: `train_step(loss_fn)` ... got int32[]. ... no gradient. "
-            "Return a loss ... not a count"
+            "TypeError: `train_step(loss_fn)` ... got int32[].  ... no gradient. Return a "
+            "loss ... not a count"
         ),
     ),
     "step: a Python integer as the loss": (
         lambda: run(lambda w: 3),
         (
-            "TypeError: `train_step(loss_fn)` ... got int[]. ... no gradient. "
-            "Return a loss"
+            "TypeError: `train_step(loss_fn)` ... got int[].  ... no gradient. Return a "
+            "loss"
         ),
     ),
 }

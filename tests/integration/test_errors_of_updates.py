@@ -55,23 +55,23 @@ CASES = {
     "update: spikes over a state without them": (
         lambda: SPIKES.update(W, SKIPPING.init(W), W),
         (
-            "ValueError: update(state=...)` is the state of an optimizer without "
-            "`spikes`. ... `opt_state = jaxscale.from_state_dict(tx.init(params),"
+            "ValueError: update(state=...)` is the state of an optimizer without `spikes`.  "
+            "... `opt_state = jaxscale.from_state_dict(tx.init(params), "
         ),
     ),
     "a norm and leaves over a state without them": (
         lambda: apply_gradients(NORM_AND_LEAVES, W, SKIPPING.init(W), W),
         (
-            "ValueError: `apply_gradients(opt_state=...)` is the state of an "
-            "optimizer without ... jaxscale.from_state_dict(tx.init(params),"
+            "ValueError: `apply_gradients(opt_state=...)` is the state of an optimizer "
+            "without  ... jaxscale.from_state_dict(tx.init(params), "
         ),
     ),
     "another window of spikes": (
         lambda: SPIKES.update(W, SHORTER.init(W), W),
         (
             "ValueError: update(state=...)` is the state of an optimizer with "
-            "`SpikeRule(window=32)` ... where this one has window=128. ... "
-            "jaxscale.from_state_dict(tx.init(params),"
+            "`SpikeRule(window=32)` ... where this one has window=128.  ... "
+            "jaxscale.from_state_dict(tx.init(params), "
         ),
     ),
     "a population without vmap": (
@@ -178,14 +178,14 @@ CASES = {
         lambda: apply_gradients(TX, {"w": W, "c": W}, TX.init(PAIR), PAIR),
         (
             "ValueError: `apply_gradients(grads=...)` must have the structure ... "
-            "gradients: c; ... parameters: b. Pass"
+            "gradients: c;  ... parameters: b. Pass"
         ),
     ),
     "gradients of a part": (
         lambda: apply_gradients(TX, {"w": W}, TX.init(PAIR), PAIR),
         (
-            "ValueError: `apply_gradients(grads= ... gradients: none; ... "
-            "parameters: b. ... None or zeros"
+            "ValueError: `apply_gradients(grads= ... gradients: none;  ... parameters: b.  "
+            "... None or zeros"
         ),
     ),
     "gradients of a part of a bare optimizer": (
@@ -233,7 +233,7 @@ CASES = {
     ),
     "a complex loss": (
         lambda: TX.update(W, OPT_STATE, W, value=1 + 1j),
-        ("TypeError: value= ... one number, got a complex one, (1+1j). ... loss.real"),
+        ("TypeError: value= ... one number, got a complex one, (1+1j).  ... loss.real"),
     ),
     "a complex array as the loss": (
         lambda: jax.jit(TX.update)(W, OPT_STATE, W, value=jnp.array(1j)),
@@ -242,15 +242,15 @@ CASES = {
     "update: other keys": (
         lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR), PAIR),
         (
-            "ValueError: `loss_scaled(...).update(updates=...)` must have the "
-            "structure ... gradients: c; ... parameters: b. Pass"
+            "ValueError: `loss_scaled(...).update(updates=...)` must have the structure ... "
+            "gradients: c;  ... parameters: b. Pass"
         ),
     ),
     "update: a part": (
         lambda: SCALED_ADAM.update({"w": W}, SCALED_ADAM.init(PAIR), PAIR),
         (
-            "ValueError: update(updates= ... gradients: none; ... parameters: b. "
-            "... None or zeros"
+            "ValueError: update(updates= ... gradients: none;  ... parameters: b.  ... None "
+            "or zeros"
         ),
     ),
     "update: another shape": (
@@ -266,7 +266,7 @@ CASES = {
         lambda: WINDOW_OF_ADAM.update(
             {"w": W, "c": W}, WINDOW_OF_ADAM.init(PAIR), PAIR
         ),
-        "ValueError: update(updates= ... gradients: c; ... parameters: b.",
+        "ValueError: update(updates= ... gradients: c;  ... parameters: b.",
     ),
     "update: a list for a tuple": (
         lambda: SCALED_ADAM.update([W, W], SCALED_ADAM.init((W, W)), (W, W)),
@@ -280,23 +280,23 @@ CASES = {
             {"w": [W]}, SCALED_ADAM.init({"w": (W,)}), {"w": (W,)}
         ),
         (
-            "ValueError: update(updates= ... That of the gradients is ... , and "
-            "that of the parameters ... Pass"
+            "ValueError: update(updates= ... That of the gradients is  ... , and that of "
+            "the parameters  ... Pass"
         ),
     ),
     "update: other keys, without parameters": (
         lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR)),
         (
-            "ValueError: update(state=...)` is the state ... of other parameters "
-            "... 'c' ... got ... 'b' ... Pass the gradients with respect to the "
-            "parameters that `init` was given"
+            "ValueError: update(state=...)` is the state  ... of other parameters ... 'c' "
+            "... got ... 'b' ... Pass the gradients with respect to the parameters that "
+            "`init` was given"
         ),
     ),
     "update: another shape, without parameters": (
         lambda: SCALED_ADAM.update(jnp.ones(3), SCALED_ADAM.init(W)),
         (
-            "ValueError: update(state=...)` ... an array of shape (3,) at ... , "
-            "got one of shape (2,). Pass the gradients"
+            "ValueError: update(state=...)` ... an array of shape (3,) at  ... , got one of "
+            "shape (2,). Pass the gradients"
         ),
     ),
     "update: the state of other parameters": (
@@ -316,8 +316,8 @@ CASES = {
     "the state of other shapes, bare": (
         lambda: apply_gradients(BARE_ADAM, jnp.ones(3), BARE_ADAM.init(W), jnp.ones(3)),
         (
-            "ValueError: `apply_gradients(opt_state=...)` ... shape (3,) at ... "
-            "mu, got one of shape (2,)"
+            "ValueError: `apply_gradients(opt_state=...)` ... shape (3,) at  ... mu, got "
+            "one of shape (2,)"
         ),
     ),
     "no gradients": (

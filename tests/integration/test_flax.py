@@ -10,6 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
+from flax.training import train_state
 from overflowing import BAD_LOSS, GOOD, OVERFLOW
 from overflowing import loss_fn as half_loss
 from tables import (
@@ -86,6 +87,51 @@ def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     assert_same_bits(without_counters(kept), without_counters(expected))
     assert kept.opt_state.total_notfinite == 1
     assert kept.opt_state.total_steps == 2
+
+
+def test_it_applies_what_flax_applies():
+    ours = create()
+    theirs = create(train_state.TrainState)
+    for grads in GRADIENTS:
+        ours = ours.apply_gradients(grads=grads)
+        theirs = theirs.apply_gradients(grads=grads)
+    assert_same_bits(ours.params, theirs.params)
+    assert ours.step == theirs.step == 4
+
+
+# The optimizer's window, and the step of the `TrainState` after each of some micro-batches.
+COUNTED = {
+    "none": (lambda tx: jaxscale.loss_scaled(tx), [1, 2, 2, 3, 4, 5]),
+    "ours": (
+        lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx), 2),
+        [0, 1, 1, 2, 2, 3],
+    ),
+    "Optax'": (
+        lambda tx: jaxscale.loss_scaled(optax.MultiSteps(tx, 2)),
+        [0, 1, 1, 1, 2, 2],
+    ),
+}
+
+
+@pytest.mark.standard_promotion
+@cases("window", COUNTED)
+def test_the_step_counts_steps_of_the_optimizer_with_any_window(window):
+    wrap, expected = COUNTED[window]
+    tx = wrap(optax.adam(0.1))
+    params = {"w": jnp.zeros(2)}
+    state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    @jax.jit
+    def update(state, size):
+        return state.apply_gradients(grads={"w": jnp.full(2, size)})
+
+    steps = []
+    for size in (1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0):
+        state = update(state, size)
+        steps.append(int(state.step))
+        ((_, count),) = optax.tree.get_all_with_path(state.opt_state, "count")
+        assert count == state.step
+    assert steps == expected
 
 
 def test_value_and_extra_arguments_are_forwarded():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from front_ends import BATCHES, FRONT_ENDS, PARAMS, STATS, averaged, loss_fn
-from tables import assert_same_bits, avals, cases, each, pairs
+from tables import assert_same_bits, avals, cases, pairs
 
 import jaxscale
 
@@ -191,8 +191,8 @@ INSIDE = r"inside of another one.*`loss_scaled\(outer\(inner\)\)`"
 
 @cases(
     "name, around",
-    each(FRONT_ENDS, AROUND),
-    fast=[("plain", "flatten"), ("objects", "partition")],
+    product(FRONT_ENDS, AROUND),
+    fast=[("plain", "flatten"), ("linen", "chain"), ("objects", "partition")],
 )
 def test_a_wrapper_around_the_wrapped_optimizer_is_told_how_to_be_written(name, around):
     wrap = AROUND[around]

@@ -13,7 +13,7 @@ from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from scaled_networks import autocast_scaled, scaled_autocast
-from tables import assert_same_bits, cases, each, step
+from tables import assert_same_bits, cases, fused_step, step
 
 import jaxscale
 
@@ -66,6 +66,53 @@ def over_devices(fun, in_specs, out_specs, **options):
         fun, mesh=LINE, in_specs=in_specs, out_specs=out_specs, **options
     )
     return jax.jit(mapped)
+
+
+def named(inner, **options):
+    return jaxscale.loss_scaled(inner, axis_name="data", **options)
+
+
+AGREEING = {
+    "clipped": named(optax.adam(0.1), max_norm=1.0),
+    "tracked": named(optax.adam(0.1), track_leaves=True),
+    "window": jaxscale.multi_steps(named(optax.sgd(0.1)), 2, drop="window"),
+    "named inside": jaxscale.loss_scaled(
+        jaxscale.skip_nonfinite(optax.sgd(1.0), axis_name="data")
+    ),
+    "named outside": named(jaxscale.multi_steps(optax.sgd(1.0), 1)),
+}
+PAIR = {"a": jnp.ones(16), "b": jnp.ones(8)}
+# Of `a`, each device has two elements, of `b` one.
+GOOD = {"a": PAIR["a"].at[4:6].set([3, 4]), "b": PAIR["b"] * 0}
+# An overflow on device 2, and another on device 5.
+BAD = {"a": GOOD["a"].at[5].set(jnp.nan), "b": GOOD["b"].at[5].set(jnp.inf)}
+
+
+@cases(
+    "name, check, step_of_tx",
+    itertools.product(AGREEING, [True, False], [fused_step, step]),
+    fast=[("clipped", True, fused_step), ("tracked", False, step)],
+)
+def test_shard_map_over_sharded_parameters_agrees(name, check, step_of_tx):
+    tx = AGREEING[name]
+    start = tx.init(PAIR)
+    specs = SHARDED, laid_out(start, SHARDED)
+    one_device = functools.partial(step_of_tx, tx)
+    run = over_devices(one_device, (*specs, SHARDED), specs, check_vma=check)
+    params, state = run(PAIR, start, GOOD)
+    if name == "clipped":
+        assert_equal_on_all(state.grad_norm)
+        # The norm of all parts, or without types the largest of a part.
+        norm_of_all = np.sqrt(np.float32(3**2 + 4**2 + 14))
+        assert state.grad_norm == (norm_of_all if check else 5.0)
+
+    kept, after = run(params, state, BAD)
+    assert_same_on_host(kept, params)
+    assert_equal_on_all([leaf for leaf in jax.tree.leaves(after) if not leaf.ndim])
+    assert after.total_notfinite == 1
+    assert after.scaling.loss_scale == 2.0**14
+    if name == "tracked":
+        assert after.nonfinite_leaves == {"a": True, "b": True}
 
 
 LAYOUTS = {
@@ -128,7 +175,9 @@ class PlacedRun:
         return after
 
 
-@cases("layout, leaf", each(LAYOUTS, PLACES), fast=[("sharded twice", "in")])
+@cases(
+    "layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")]
+)
 def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, leaf):
     run = PlacedRun(layout)
     run.params, run.state = run.step(run.x, run.push)
@@ -277,16 +326,33 @@ def loss_of_bias(bias, x):
     return loss_fn(PARAMS | {"bias": bias}, x)
 
 
-def test_devices_whose_parameters_differ_are_told_to_pass_the_axis():
+OWN_BIAS = {
+    # name: the loss, what is trained beside a bias of the device's own, and the error
+    "all differ": (
+        loss_of_bias,
+        lambda bias: bias,
+        r"train_step\(retries=3\).*'data' may.*axis_name='data'",
+    ),
+    "some differ": (
+        loss_fn,
+        lambda bias: PARAMS | {"bias": bias},
+        r"gradients vary along 'data', and that at in does not.*axis_name='data'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_BIAS)
+def test_devices_whose_parameters_differ_are_told_to_pass_the_axis(name):
+    loss, with_others, message = OWN_BIAS[name]
     tx = hot()
-    train_step = jaxscale.train_step(loss_of_bias, tx, retries=3)
+    train_step = jaxscale.train_step(loss, tx, retries=3)
 
     def step_of_one(bias, x):
-        _, _, loss = train_step(bias, tx.init(bias), x)
+        params = with_others(bias)
+        _, _, loss = train_step(params, tx.init(params), x)
         return loss[None]
 
     run = over_devices(step_of_one, (SHARDED, SHARDED), SHARDED)
-    message = r"train_step\(retries=3\).*'data' may.*axis_name='data'"
     with pytest.raises(ValueError, match=message):
         run(jnp.ones(8 * 32), X)
 
@@ -456,6 +522,8 @@ EXPLICIT = {
     resharded: TENSOR_PARALLEL,
 }
 WRAPPERS = {
+    "autocast": jaxscale.autocast,
+    "scale_backward": jaxscale.scale_backward,
     "scale_backward of autocast": scaled_autocast,
     "autocast of scale_backward": autocast_scaled,
 }
@@ -483,8 +551,9 @@ def place_explicit(fun, mesh):
     "fun, way",
     itertools.product(EXPLICIT, WRAPPERS),
     fast=[
+        (tensor_parallel, "autocast"),
         (remat_in_shard_map, "scale_backward of autocast"),
-        (tensor_parallel, "autocast of scale_backward"),
+        (looked_up, "autocast of scale_backward"),
     ],
 )
 def test_on_a_mesh_with_explicit_axes_gradients_come_close_and_shardings_stay(

@@ -1,6 +1,7 @@
 """Faults at random: after each batch a run has the bits of one on its good batches alone."""
 
 import functools
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 import tables
 from references import trajectory
-from tables import INNERS, PARAMS, assert_same_bits, cases, each, step
+from tables import INNERS, PARAMS, assert_same_bits, cases, step
 from training import amplified
 
 import jaxscale
@@ -135,7 +136,7 @@ def run_with_faults(name, rate):
 
 every_run = cases(
     "name, rate",
-    each(RUNS, [0.02, 0.1, 0.5]),
+    product(RUNS, [0.02, 0.1, 0.5]),
     fast=[("dynamic, clipped adamw", rate) for rate in (0.02, 0.1, 0.5)],
     shared=True,
 )

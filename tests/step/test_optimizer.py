@@ -111,7 +111,15 @@ WAYS = {
 }
 # A wrapper, an inner optimizer, a way to run, and the dtype that parameters and gradients are
 # cast to: here none.
-AS_THEY_ARE = [(*row, None) for row in pairs(WRAPPERS, INNERS, WAYS)]
+FAST_AS_THEY_ARE = [
+    ("dynamic", "adam", "eager", None),
+    ("dynamic", "noisy", "accelerator", None),
+    ("everything", "adam", "apply", None),
+    ("remainders", "momentum", "train_step", None),
+    ("at random", "momentum", "vmap", None),
+]
+AS_THEY_ARE = pairs(WRAPPERS, INNERS, WAYS, [None])
+AS_THEY_ARE += [row for row in FAST_AS_THEY_ARE if row not in AS_THEY_ARE]
 # Rows with a dtype. Their steps get the loss as `value`.
 CAST = [
     *(("dynamic", inner, "apply", "bfloat16") for inner in OTHERS),
@@ -123,13 +131,6 @@ CAST = [
         for row in product(["update", "apply"], ("complex64", "float64"))
     ),
     ("dynamic", "lbfgs", "update", "float64"),
-]
-FAST_AS_THEY_ARE = [
-    ("dynamic", "adam", "eager", None),
-    ("dynamic", "noisy", "accelerator", None),
-    ("everything", "adam", "apply", None),
-    ("remainders", "momentum", "train_step", None),
-    ("at random", "momentum", "vmap", None),
 ]
 FAST_CAST = [("dynamic", "adamw", "update", "complex64")]
 ROW = "wrapper, inner, way, dtype"

@@ -256,7 +256,7 @@ def spoil(grads):
     return grads | {"b": grads["b"] / 0}
 
 
-each_judged = cases("name, retries", each(JUDGED, [0, 2]), fast=[("tracked", 2)])
+each_judged = cases("name, retries", product(JUDGED, [0, 2]), fast=[("tracked", 2)])
 
 
 @each_judged

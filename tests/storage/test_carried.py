@@ -1,7 +1,9 @@
 """Half-precision parameters in populations, loops, on devices and in the front ends."""
 
 import functools
+import pickle
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tables import assert_same_bits, cases, fused_step
 
 import jaxscale
+import jaxscale.flax
 import jaxscale.nnx
 
 pytestmark = pytest.mark.standard_promotion
@@ -59,6 +62,32 @@ def run(wrapper, number=3, params=PARAMS):
     return params, state
 
 
+@cases("wrapper", WRAPPERS, fast=["remainder", "random, compact"])
+def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
+    tx = make(wrapper)
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    params, state = jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS)
+    types = jax.tree.map(jax.typeof, state)
+    for _ in range(3):
+        params, state = step(params, state, GRADS)
+    assert step._cache_size() == 1
+    assert jax.tree.map(jax.typeof, state) == types
+
+    def body(carry, _):
+        return step_of(tx)(*carry, GRADS), None
+
+    (looped, _), _ = jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), length=3)
+    assert_same_bits(looped, params)
+
+
+@cases("wrapper", WRAPPERS, fast=["random, compact"])
+def test_a_pickle_goes_on_with_the_same_bits(wrapper):
+    params, state = run(wrapper)
+    saved = pickle.loads(pickle.dumps((params, state)))
+    step = step_of(make(wrapper))
+    assert_same_bits(step(*saved, GRADS), step(params, state, GRADS))
+
+
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_population_draw_differently(wrapper):
     tx = make(wrapper)
@@ -70,6 +99,17 @@ def test_members_of_a_population_draw_differently(wrapper):
     first, _ = jax.jit(step)(population, state, GRADS)
     for member in (1, 2):
         assert (first["w"][member] != first["w"][0]).mean() > 0.2
+
+
+@cases("wrapper", ["remainder", "float32"], fast=["remainder"])
+def test_a_population_is_so_many_runs(wrapper):
+    tx = make(wrapper)
+    population = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    state = jax.vmap(tx.init)(population)
+    step = jax.vmap(step_of(tx), in_axes=(0, 0, None))
+    population, _ = jax.jit(step)(population, state, GRADS)
+    second, _ = run(wrapper, 1, jax.tree.map(lambda p: 2 * p, PARAMS))
+    assert_same_bits(jax.tree.map(lambda p: p[1], population), second)
 
 
 # Devices.
@@ -208,14 +248,33 @@ def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
         )
 
 
-def test_a_train_state_is_read_and_written_in_float32():
-    tx = make("remainder")
+def dtypes_of(tree):
+    return {leaf.dtype for leaf in jax.tree.leaves(tree)}
+
+
+@cases("wrapper", WRAPPERS, fast=["remainder"])
+def test_a_train_state_is_read_and_written_in_float32(wrapper):
     create = jaxscale.flax.TrainState.create
-    state = create(apply_fn=None, params=PARAMS, tx=tx)
+    state = create(apply_fn=None, params=PARAMS, tx=make(wrapper))
     state = state.apply_gradients(grads=GRADS)
     masters = jaxscale.master_params(state, state.params)
-    params, again = jaxscale.with_master_params(state, masters)
-    assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
+    assert dtypes_of(masters) == {jnp.dtype("float32")}
+    assert dtypes_of(state.params) == dtypes_of(PARAMS)
+    if wrapper == "remainder":
+        params, again = jaxscale.with_master_params(state, masters)
+        assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
+
+
+@cases("wrapper", WRAPPERS, fast=["remainder"])
+def test_a_module_of_equinox_is_read_in_float32(wrapper):
+    mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
+    params = eqx.filter(mlp, eqx.is_inexact_array)
+    tx = make(wrapper)
+    grads = jax.tree.map(jnp.ones_like, params)
+    params, state = fused_step(tx, params, tx.init(params), grads)
+    masters = jaxscale.master_params(state, params)
+    assert jax.tree.structure(masters) == jax.tree.structure(params)
+    assert masters.layers[0].weight.dtype == jnp.float32
 
 
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])

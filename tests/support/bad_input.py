@@ -59,7 +59,8 @@ def assert_raises(case: BadInput):
 def assert_says(call: Callable[[], object], message: str):
     """What a user does wrong is an error. "TypeError: one ... two" has these words, in this order.
 
-    A "\\n" is the end of a line, or of the message.
+    Words that end in a space have two before the dots. A "\\n" is the end of a line, or of the
+    message.
     """
     error, _, words = message.partition(": ")
     with raises(getattr(builtins, error), *words.split(" ... ")):

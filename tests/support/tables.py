@@ -76,14 +76,16 @@ PASSIVE |= {"float0": np.zeros((2,), jax.dtypes.float0)}
 def cases(names, table, fast=(), shared=False):
     """Parametrizes a law by the rows of a table, a tuple for several names.
 
-    The fast loop has the rows in `fast` alone, which `pairs` and `each` may have left out, or all
-    of the table if none is named. If several laws are about one run of a row, they are `shared`:
+    The fast loop has the rows in `fast` alone, which `pairs` may have left out, or all of the table
+    if none is named. If several laws are about one run of a row, they are `shared`:
     `--dist loadgroup` runs them in one worker.
     """
-    table = list(table)
-    table += [row for row in fast if row not in table]
+    rows = list(table)
+    whole = getattr(table, "whole", rows)
+    assert set(fast) <= set(whole), "a row that runs fast is one of the table"
+    rows += [row for row in fast if row not in rows]
     parameters = []
-    for row in table:
+    for row in rows:
         values = row
         if not isinstance(row, tuple):
             values = (row,)
@@ -95,6 +97,14 @@ def cases(names, table, fast=(), shared=False):
             marks.append(pytest.mark.xdist_group(f"{names}: {row_id}"))
         parameters.append(pytest.param(*values, marks=marks, id=row_id))
     return pytest.mark.parametrize(names, parameters)
+
+
+class Thinned(list):
+    """A part of the rows of a whole table."""
+
+    def __init__(self, rows, whole):
+        super().__init__(rows)
+        self.whole = whole
 
 
 def pairs(*columns, where=lambda *row: True):
@@ -112,7 +122,7 @@ def pairs(*columns, where=lambda *row: True):
     while left:
         table.append(max(pairs_of, key=lambda row: len(left & pairs_of[row])))
         left -= pairs_of[table[-1]]
-    return table
+    return Thinned(table, whole=pairs_of)
 
 
 def each(*columns):
