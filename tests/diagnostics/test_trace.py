@@ -518,6 +518,15 @@ def test_what_a_product_loses_is_what_numpy_counts(x, y):
         assert lost.lost_sum == pytest.approx(lost_sum, rel=1e-12)
 
 
+def test_what_was_subnormal_before_is_not_lost_again():
+    ones = np.ones(8, HALF)
+    subnormal = ones * HALF(2.0**-20)
+    assert find_lost(PRODUCT, [subnormal, ones], [subnormal], least=0.5) is None
+    # The same numbers, made of others that were not.
+    normal = ones * HALF(2.0**-10)
+    assert find_lost(PRODUCT, [normal, normal], [subnormal], least=0.5).subnormals == 8
+
+
 def test_a_value_is_lost_once_where_it_is_lost():
     @summed
     def loss_fn(w):

@@ -1,7 +1,9 @@
 """Passes of one program: as it is written, in float32, shaken, and how far they are."""
 
+import functools
 import itertools
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +121,28 @@ def test_of_a_while_loop_no_end_is_known(progress):
     assert re.search(r"iteration \d at ", "\n".join(progress))
 
 
+# What a pass keeps.
+
+
+def test_numbers_are_kept_no_longer_than_something_reads_them():
+    def chain(x):
+        y = jax.lax.stop_gradient(x)
+        for _ in range(200):
+            y = jnp.sin(y)
+        return mean_square(x + y)
+
+    results = []
+    numbers_alive = []
+
+    def look(visit):
+        results.append(weakref.ref(visit.outputs[0]))
+        numbers_alive.append(sum(result() is not None for result in results))
+
+    TracedBackward(chain, (half(1, 1),), {}).run(1.0, look=look)
+    assert len(results) > 200
+    assert max(numbers_alive) < 100
+
+
 # In float32.
 
 
@@ -220,6 +244,34 @@ def test_numbers_of_the_source_are_exact_in_float32(fun):
     assert backward.run(1.0).report().loss == 2 * rounded
     in_float32 = backward.run(1.0, everything).report()
     assert in_float32.loss == 2 * np.float32(exact)
+
+
+def test_like_calls_have_their_own_numbers_and_keep_what_is_read_of_them():
+    # A program begins at each product. Like programs are compiled once.
+    @functools.partial(jax.jit, static_argnums=1)
+    def layer(x, scale):
+        y = scale(x @ x)
+        return y, jnp.sin(y)
+
+    def small(y):
+        return y * 1e-9
+
+    def double(y):
+        return y * 2e-9
+
+    @summed
+    def loss_fn(w, x):
+        _, a = layer(x, small)
+        _, b = layer(x, double)
+        c, d = layer(x, small)
+        return w + (a + b + (c + d) @ x)
+
+    x = np.eye(2, dtype=HALF)
+    backward = TracedBackward(loss_fn, (HALF(0), x), {})
+    run = backward.run(1.0)
+    assert run.report().loss == 0
+    in_float32 = backward.run(1.0, run.findings.equations.__contains__)
+    assert in_float32.report().loss == pytest.approx(2 * 5e-9, rel=1e-6)
 
 
 def test_what_is_only_rounding_changes_when_float32_is_shaken():
