@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._jax import Jaxpr, JaxprEqn, Literal, called_program
 from .callers import Owner, owner_of
-from .casts import has_products, reads_half
+from .casts import has_products, is_cast
 from .values import is_float32, is_full_precision
 
 
@@ -70,7 +70,7 @@ def _sources_after(
     if called is not None:
         return _trace_sources(called.jaxpr, inputs, owner_of(eqn, owner))
     of_all_inputs = set().union(*inputs)
-    if reads_half(eqn, owner) or has_products(eqn, owner):
+    if is_cast(eqn, owner) or has_products(eqn, owner):
         of_all_inputs = {
             _Source(source.number, through_product=True) for source in of_all_inputs
         }

@@ -27,11 +27,26 @@ OF_LIBRARY = "a step of a library that is written for float32"
 
 
 def is_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
-    """Returns whether an equation is a product of float32 arrays, without a demand of its own.
+    """Returns whether `autocast` casts the inputs of an equation to half precision.
 
-    It is not a step of a library's algorithm; `around` is as in `owner_of`.
+    `around` is as in `owner_of`.
     """
-    return is_float32_product(eqn) and not _why_left(eqn, around)
+    return eqn.primitive.name in table.PRODUCTS and not why_not_cast(eqn, around)
+
+
+def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
+    """Returns why `autocast` runs an equation as it is written, or `""` if it casts its inputs."""
+    if is_full_precision(eqn):
+        return "marked by `jaxscale.full_precision`"
+    if not is_float32_product(eqn):
+        return "not of float32 arrays"
+    if not _is_of_matrices(eqn):
+        return NOT_OF_MATRICES
+    if owner_of(eqn, around) is Owner.LIBRARY:
+        return OF_LIBRARY
+    if _jax.demands_precision(eqn):
+        return OWN_PRECISION
+    return ""
 
 
 def is_float32_product(eqn: JaxprEqn) -> bool:
@@ -77,31 +92,6 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
             else:
                 has_free = True
     return has_sum and has_free
-
-
-def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
-    """Returns why `autocast` leaves a product in float32 alone, or `""` if it does not."""
-    if is_full_precision(eqn):
-        return "marked by `jaxscale.full_precision`"
-    if not is_float32_product(eqn):
-        return "not of float32 arrays"
-    return _why_left(eqn, around)
-
-
-def _why_left(eqn: JaxprEqn, around: Owner) -> str:
-    """Returns why a product of float32 arrays stays in float32, or `""` if it does not."""
-    if not _is_of_matrices(eqn):
-        return NOT_OF_MATRICES
-    if owner_of(eqn, around) is Owner.LIBRARY:
-        return OF_LIBRARY
-    if _jax.demands_precision(eqn):
-        return OWN_PRECISION
-    return ""
-
-
-def reads_half(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
-    """Returns whether an equation casts its inputs to half precision, whatever they are."""
-    return is_cast(eqn, around) and not is_full_precision(eqn)
 
 
 def is_attention_scores(eqn: JaxprEqn, around: Owner) -> bool:

@@ -17,7 +17,7 @@ from .._jax import (
 )
 from . import table
 from .callers import Owner, owner_of
-from .casts import reads_half
+from .casts import is_cast
 from .parts import Part, cut
 
 
@@ -48,7 +48,7 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
         precision. The others are not rounded.
       owner: of the products that do not say it themselves.
     """
-    products = {id(eqn) for eqn in jaxpr.eqns if reads_half(eqn, owner)}
+    products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, owner)}
     parts = cut(jaxpr, products)
     rounded = _find_rounded(jaxpr, parts, products, rounded_outputs, owner)
     meeting = _find_meeting(jaxpr, parts, products)

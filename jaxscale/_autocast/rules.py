@@ -166,8 +166,9 @@ def pass_barrier(frame: Frame, eqn: JaxprEqn) -> Outputs:
     return bind(eqn, inputs)
 
 
+# For equations outside of segments. There a move that is cheap, too, is a move.
 SIMPLE_RULES: dict[str, Rule] = {
-    **dict.fromkeys(table.CHEAP | table.AS_WRITTEN, run_as_written),
+    **dict.fromkeys((table.CHEAP - table.MOVES) | table.AS_WRITTEN, run_as_written),
     **dict.fromkeys(table.PRODUCTS, multiply_matrices),
     **dict.fromkeys(table.MOVES, move),
     **dict.fromkeys(table.NAMES, give_name),

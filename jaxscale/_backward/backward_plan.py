@@ -60,7 +60,8 @@ class BackwardPlan:
       sources: for each input of the head that is a cast of an input of the program, that input.
       head_by: the inputs of the head with respect to which it is differentiated.
       head_sources: for each of these, the program input that it equals or is a cast of.
-      tail_by: the inputs of the program with respect to which the tail is differentiated.
+      tail_by: the inputs of the program with respect to which the tail is differentiated, beside
+        the entries.
       entries: the outputs of the head where cotangents of the tail may enter it.
       entry_types: the type of each entry, once the program has run forward.
       axes: the named axes along which the program communicates.
@@ -149,22 +150,9 @@ class BackwardPlan:
         options: Options,
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none."""
-        inexact = filter(_jax.holds_inexact, cotangents)  # as in `run_forward`
-        # The rule of `note_zeros` fills this list: one bool for each entry with a tangent, whether
-        # its cotangent is zero. If JAX knows that all are, it never runs the rule, and the list
-        # stays empty.
-        with noting() as noted:
-            pulled = pull_tail(list(map(_instantiate, inexact)))
-        num_entries = len(pulled) - len(self.tail_by)
-        of_tail = pulled[num_entries:]
-        gradients = dict(zip(self.tail_by, of_tail, strict=True))
-        are_zeros = noted or [True] * num_entries
-        nonzero = []
-        entering = pulled[:num_entries]
-        for cotangent, is_zero in zip(entering, are_zeros, strict=True):
-            nonzero.append(None if is_zero else cotangent)
-        # `None` where it is known to be zero
-        at_entries = _jax.spread(have_tangents, nonzero, itertools.repeat(None))
+        entering, gradients = self._pull_through_tail(pull_tail, cotangents)
+        # `None` where an entry has no tangent, or its cotangent is known to be zero
+        at_entries = _jax.spread(have_tangents, entering, itertools.repeat(None))
         if self.head_by and any(cotangent is not None for cotangent in at_entries):
             # Only a signal: inside of `noting`, `_warn_unscaled` of an inner `scale_backward` knows
             # that this one scales it. The list is not read.
@@ -181,6 +169,29 @@ class BackwardPlan:
                 gradient = cast(gradients[var], var.aval.dtype)
             results.append(gradient)
         return tuple(results)
+
+    def _pull_through_tail(
+        self, pull: Any, cotangents: Any
+    ) -> tuple[list[Any], dict[Any, Any]]:
+        """Pulls cotangents of the program's outputs back through the tail.
+
+        Returns the cotangent of each entry with a tangent, `None` if it is known to be zero, and
+        the gradients for `tail_by`.
+        """
+        inexact = filter(_jax.holds_inexact, cotangents)  # as in `run_forward`
+        # The rule of `note_zeros` fills this list: one bool for each entry with a tangent, whether
+        # its cotangent is zero. If JAX knows that all are, it never runs the rule, and the list
+        # stays empty.
+        with noting() as noted:
+            pulled = pull(list(map(_instantiate, inexact)))
+        # What `run_forward` differentiates the tail by: entries, then `tail_by`.
+        num_entries = len(pulled) - len(self.tail_by)
+        are_zeros = noted or [True] * num_entries
+        entering = []
+        for cotangent, is_zero in zip(pulled[:num_entries], are_zeros, strict=True):
+            entering.append(None if is_zero else cotangent)
+        gradients = dict(zip(self.tail_by, pulled[num_entries:], strict=True))
+        return entering, gradients
 
     def _pull_through_head(
         self, pull: Any, at_entries: list[Any], options: Options
@@ -203,7 +214,8 @@ class BackwardPlan:
             return list(pull(scaled_at_entries))
 
         dtypes = [var.aval.dtype for var in self.head_sources]
-        # `guard` says what happens if the gradients are differentiated in reverse mode.
+        # A pass that may be repeated is in a loop, which JAX does not differentiate in reverse mode.
+        # `guard` says so, or warns that such a derivative is not scaled.
         if options.retries:
             pass_options = PassOptions(
                 options.scale, options.retries, self.may_flush, axes
@@ -229,7 +241,8 @@ class BackwardPlan:
         axes_of_every_input = frozenset.intersection(*of_inputs)
         # If an input is the same along an axis, but another input or a cotangent varies along it,
         # JAX sums the gradient for that input over the axis. All terms must have one scale.
-        axes = set(axes_of_any - axes_of_every_input)
+        axes_summed_over = axes_of_any - axes_of_every_input
+        axes = set(axes_summed_over)
         # Along an axis where devices exchange numbers they must repeat a pass together, unless
         # types show that nothing differs along it.
         for axis in (*self.axes, *axis_names(axis_name)):

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import _jax
 from .._autocast.callers import Owner, owner_of
-from .._autocast.casts import has_products, reads_half
+from .._autocast.casts import has_products, is_cast
 from .._autocast.plan import has_gradient
 from .._jax import ClosedJaxpr, JaxprEqn, Search, variables
 from .parts import find_divisible, refs_of
@@ -90,7 +90,7 @@ class HalfFinder:
             return any(map(self.holds_half, inner.jaxpr.eqns))
         if _holds_half.inside(eqn):
             return True
-        return self._casts and (reads_half(eqn, owner) or has_products(eqn, owner))
+        return self._casts and (is_cast(eqn, owner) or has_products(eqn, owner))
 
 
 def counts_products(program: ClosedJaxpr, under_autocast: bool) -> bool:

@@ -43,18 +43,8 @@ class _Attempt(NamedTuple):
     """A pass, and what is to come after it."""
 
     result: BackwardResult
-    lower: Any  # the scale state of the next pass
-    again: jax.Array  # bool[], whether to make that
-
-
-class _Round(NamedTuple):
-    """What the loop over the passes of a traced step carries from one to the next."""
-
-    # the scale state of the next pass, if there is one, or else of the last
-    scaling: Any
-    number: jax.Array  # i32[], how many passes were repeated
+    scaling: Any  # the scale state of the next pass; that of this one, unless it overflowed
     again: jax.Array  # bool[], whether there is a next pass
-    results: list[jax.Array]  # the arrays in the result of the last pass
 
 
 class TracedPass(NamedTuple):
@@ -86,46 +76,68 @@ def repeat_backward(
         result = backward(scaling)
         verdict: Any = result.verdict  # known for every optimizer whose scale moves
         overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
-        lower = _lower_scale(policy, scaling, overflow, verdict, traced)
-        again = overflow & _is_lower(lower, scaling)
-        return _Attempt(result, lower, again)
+        next_scaling = _lower_scale(policy, scaling, overflow, verdict, traced)
+        again = overflow & _is_lower(next_scaling, scaling)
+        return _Attempt(result, next_scaling, again)
 
-    first = scaling
+    if traced:
+        check_axes = functools.partial(_check_devices_retry_together, call, retries)
+        last, number = _repeat_in_program(try_pass, scaling, check_axes)
+    else:
+        last, number = _repeat_now(try_pass, scaling)
+    last_verdict: Any = last.result.verdict
+    # If even the last pass failed, the scale was not to blame.
+    kept = tree_where(last_verdict.grads_finite, last.scaling, scaling)
+    return last.result._replace(retries=Retries(number, kept))
+
+
+def _repeat_now(
+    try_pass: Callable[[Any, Any], _Attempt], scaling: Any
+) -> tuple[_Attempt, jax.Array]:
+    """Returns the last pass, and how many were repeated."""
     number = jnp.zeros((), jnp.int32)
-    if not traced:
-        attempt = try_pass(scaling, number)
-        while attempt.again:
-            scaling = attempt.lower
-            number = number + 1
-            attempt = try_pass(scaling, number)
-        return _with_retries(attempt.result, number, scaling, first)
+    attempt = try_pass(scaling, number)
+    while attempt.again:
+        number = number + 1
+        attempt = try_pass(attempt.scaling, number)
+    return attempt, number
 
+
+def _repeat_in_program(
+    try_pass: Callable[[Any, Any], _Attempt],
+    scaling: Any,
+    check_axes: Callable[[frozenset[Any]], None],
+) -> tuple[_Attempt, jax.Array]:
+    """Does what `_repeat_now` does, in a loop of the program that is traced.
+
+    The loop carries how many passes were repeated, and the arrays of the last `_Attempt`.
+    """
+    number = jnp.zeros((), jnp.int32)
     # Traced once, for its types and for the loop.
     flat = Flat(try_pass, (scaling, number), {}, "arrays_of_pass")
     arrays_of_pass = jax.jit(flat)
     types = jax.make_jaxpr(arrays_of_pass)(*flat.arrays).out_avals
-    _check_devices_retry_together(call, retries, varying(types[-1]))
-    # The last outputs are a scale state and a flag, as the inputs are a scale state and a number.
-    num_results = len(types) - len(flat.arrays)
+    check_axes(varying(types[-1]))  # those of `again`
 
-    def make_round(last: _Round) -> _Round:
-        arrays = arrays_of_pass(*jax.tree.leaves((last.scaling, last.number)))
-        attempt = flat.restored(arrays)
-        again = attempt.again
-        return _Round(
-            # strict promotion adds no bool to an integer
-            number=last.number + again.astype(jnp.int32),
-            scaling=tree_where(again, attempt.lower, last.scaling),
-            again=again,
-            results=arrays[:num_results],
-        )
+    def is_due(carry: Any) -> jax.Array:
+        _, arrays = carry
+        return flat.restored(arrays).again
 
-    no_results = [blank(aval) for aval in types[:num_results]]
-    start = _Round(scaling, number, jnp.array(True), no_results)
-    last = jax.lax.while_loop(lambda last: last.again, make_round, start)
-    last_arrays = [*last.results, *jax.tree.leaves(last.scaling), last.again]
-    attempt = flat.restored(last_arrays)
-    return _with_retries(attempt.result, last.number, last.scaling, first)
+    def make_pass(carry: Any) -> Any:
+        number, arrays = carry
+        before = flat.restored(arrays)
+        arrays = arrays_of_pass(*jax.tree.leaves((before.scaling, number)))
+        # Strict promotion adds no bool to an integer.
+        repeated = flat.restored(arrays).again.astype(jnp.int32)
+        return number + repeated, arrays
+
+    # Before the first pass there is no result. The last arrays are a scale state and a flag, as the
+    # inputs are a scale state and a number.
+    no_result = map(blank, types[: -len(flat.arrays)])
+    before_first = [*no_result, *jax.tree.leaves(scaling), jnp.array(True)]
+    start = (number, before_first)
+    number, arrays = jax.lax.while_loop(is_due, make_pass, start)
+    return flat.restored(arrays), number
 
 
 def _check_devices_retry_together(
@@ -139,16 +151,6 @@ def _check_devices_retry_together(
         f"`{call}(retries={retries})`: the devices along {names} may disagree on whether to "
         f"retry. Pass `axis_name={names}` to `loss_scaled`."
     )
-
-
-def _with_retries(
-    result: BackwardResult, number: Any, last: Any, first: Any
-) -> BackwardResult:
-    """Adds to a result what came of repeating its pass, given two scale states."""
-    verdict: Any = result.verdict
-    # If even the last pass failed, the scale was not to blame.
-    scaling = tree_where(verdict.grads_finite, last, first)
-    return result._replace(retries=Retries(number, scaling))
 
 
 def trace_once(backward: Callable[[Any], BackwardResult], scaling: Any) -> TracedPass:
@@ -176,8 +178,8 @@ def _lower_scale(
     """Lowers the scale after an overflow, if the policy ever does; otherwise it stays."""
 
     def goes_on(carry: Any) -> jax.Array:
-        state, moves, number = carry
-        is_due = overflow & moves & ~_is_lower(state, scaling)
+        state, has_moved, number = carry
+        is_due = overflow & has_moved & ~_is_lower(state, scaling)
         return is_due & (number < _MAX_BACKOFFS_PER_OVERFLOW)
 
     def back_off(carry: Any) -> Any:
@@ -203,5 +205,7 @@ def _differs(state: Any, other: Any) -> jax.Array:
 
 
 def _is_lower(state: Any, than: Any) -> jax.Array:
-    # So that a scale which is NaN, as a checkpoint of another scaler may have it, is higher.
-    return ~(state.loss_scale >= than.loss_scale)
+    """Returns whether a scale is lower than another. One that is NaN is higher than any number."""
+    # A checkpoint of another scaler may have NaN, which the policy replaces.
+    is_replaced = jnp.isnan(than.loss_scale) & ~jnp.isnan(state.loss_scale)
+    return is_replaced | (state.loss_scale < than.loss_scale)

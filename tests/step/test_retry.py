@@ -283,6 +283,21 @@ def test_leaves_of_any_type_pass_through_the_loop(mode):
     assert_same_bits(kept, OF_ANY_TYPE)
 
 
+@cases("mode", ["jit", "eager"], fast=["jit"])
+@cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
+def test_a_scale_that_is_nan_is_replaced_by_one_retry(policy, mode):
+    """As a checkpoint of another scaler may have it."""
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), POLICIES[policy])
+    state = tx.init(PARAMS)
+    scaling = state.scaling._replace(loss_scale=jnp.float32(jnp.nan))
+    step = jaxscale.train_step(poisoned, tx, retries=3)
+    if mode == "jit":
+        step = jax.jit(step)
+    _, state, _ = step(PARAMS, state._replace(scaling=scaling), GOOD)
+    assert jnp.isfinite(state.scaling.loss_scale)
+    assert (state.step_applied, state.total_retries) == (True, 1)
+
+
 def test_counters_stay_at_their_largest_value():
     most = jnp.array(np.iinfo(np.int32).max)
     state = hot().init(PARAMS)
