@@ -214,7 +214,7 @@ class BackwardPlan:
             return list(pull(scaled_at_entries))
 
         dtypes = [var.aval.dtype for var in self.head_sources]
-        # A pass that may be repeated is in a loop, which JAX does not differentiate in reverse mode.
+        # A pass that may be repeated is in a loop, of which JAX has no derivative in reverse mode.
         # `guard` says so, or warns that such a derivative is not scaled.
         if options.retries:
             pass_options = PassOptions(

@@ -73,7 +73,12 @@ class FixedLossScale(LossScale):
         return self.hold(state), jnp.array(True)
 
     def hold(self, state: LossScaleState) -> LossScaleState:
-        """Returns a state with this scale in the place of another, as a resumed run may have."""
+        """Returns a state with this scale in the place of another, as a resumed run may have.
+
+        A subclass with an `adjust` of its own moves the scale, so it keeps what the state has.
+        """
+        if type(self).adjust is not FixedLossScale.adjust:
+            return state
         return state._replace(loss_scale=jnp.float32(self.loss_scale))
 
 

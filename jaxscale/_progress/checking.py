@@ -13,7 +13,12 @@ from .._policies.adaptive_units import UNSEEN
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
-from .._step.optimizer import holds_loss_scaled, possible_states, say_inside
+from .._step.optimizer import (
+    as_optimizer,
+    holds_loss_scaled,
+    possible_states,
+    say_inside,
+)
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.checks import int32
 from .._trees.leaf import check_in_reach, parts_in_reach
@@ -95,6 +100,8 @@ def check(
     """
     most = int32("check", "max_consecutive", max_consecutive, least=0)
     state = find_optimizer_state("check", restore_types(tree))
+    if tx is not None:
+        as_optimizer("check", tx)
     tx = tx or getattr(tree, "tx", None)
     if _is_inside_of_another(tree, tx):
         warnings.warn(say_inside("check"), stacklevel=2)

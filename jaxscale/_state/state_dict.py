@@ -19,9 +19,10 @@ from .saved_numbers import check_number, fill, is_abstract, place_of, restore_le
 from .scale import UnitLossScaleState, is_policy_state, unwrap
 from .storage import CompactState, WeightsState
 
-# Raise it if older code could not read a new dictionary by its own rules. A new field is not such a
-# case.
-_VERSION = 1
+# A new version is for what older code would read wrong, not for any new field. Version 2 has the bits
+# beside half-precision parameters, which readers of version 1 would drop. What has none is written
+# as version 1, so that they can read it.
+_WITH_WEIGHTS = 2
 # The fields of a saved state whose scale is 1, and has never moved.
 _UNMOVED_FIELDS = {"loss_scale": 1, "growth_tracker": 0, "hysteresis_tracker": 0}
 # Fields of our own states that have no default: the optimizer's states, and the number of
@@ -42,7 +43,7 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
         `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`.
 
     Returns:
-      `{"version": 1, ...}`: fields by their names, dicts by their keys as strings,
+      `{"version": 1, ...}`, or 2 if bits beside half-precision parameters are in it: fields by their names, dicts by their keys as strings,
       tuples and lists by `"0"`, `"1"` and so on. Arrays are copied, typed keys become their
       key data, `None` stays `None`, and empty containers become `{}`. An array in a variable
       of Flax NNX is written without the variable.
@@ -57,7 +58,13 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
       >>> list(jaxscale.to_state_dict(jaxscale.FixedLossScale(8).init()))
       ['version', 'loss_scale', 'growth_tracker', 'hysteresis_tracker']
     """
-    return {"version": _VERSION} | _save("", _arrays("to_state_dict(tree)", tree))
+    nodes = jax.tree.leaves(tree, is_leaf=_is_weights)
+    version = _WITH_WEIGHTS if any(map(_is_weights, nodes)) else 1
+    return {"version": version} | _save("", _arrays("to_state_dict(tree)", tree))
+
+
+def _is_weights(node: Any) -> bool:
+    return isinstance(node, WeightsState)
 
 
 def _save(path: str, node: Any) -> Any:
@@ -256,9 +263,9 @@ def _is_variable(values: dict[str, Any], children: dict[str, Any] | None) -> boo
 def _check_version(version: Any) -> None:
     # Orbax and NumPy's files make an array of it.
     is_integer = np.shape(version) == () and np.asarray(version).dtype.kind in "iu"
-    if not is_integer or int(version) not in range(1, _VERSION + 1):
+    if not is_integer or int(version) not in range(1, _WITH_WEIGHTS + 1):
         raise ValueError(
-            f"`from_state_dict(state_dict)` must have a version from 1 to {_VERSION}, got "
+            f"`from_state_dict(state_dict)` must have a version from 1 to {_WITH_WEIGHTS}, got "
             f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
         )
 

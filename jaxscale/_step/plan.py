@@ -116,14 +116,16 @@ class StepPlan:
             return
         if isinstance(optimizer, WrappedOptimizer):
             got = f"one with {with_article(type(optimizer.policy).__name__)}"
+            way_out = "Take a policy that lowers it, as `loss_scaled(tx)` does"
         elif optimizer.hides_loss_scaled():
             got = "one that `loss_scaled` wraps inside of another"
+            way_out = "Make it the outermost, `tx = jaxscale.loss_scaled(outer(inner))`"
         else:
             got = "a bare optimizer"
+            way_out = "Wrap it, `tx = jaxscale.loss_scaled(tx)`"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
-            f"{got}. Wrap the optimizer outermost, `tx = jaxscale.loss_scaled(outer(inner))`, or "
-            "leave `retries` out."
+            f"{got}. {way_out}, or leave `retries` out."
         )
 
     def warn_if_bare(

@@ -43,7 +43,9 @@ class _Attempt(NamedTuple):
     """A pass, and what is to come after it."""
 
     result: BackwardResult
-    scaling: Any  # the scale state of the next pass; that of this one, unless it overflowed
+    scaling: (
+        Any  # the scale state of the next pass; that of this one, unless it overflowed
+    )
     again: jax.Array  # bool[], whether there is a next pass
 
 

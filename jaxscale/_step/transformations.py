@@ -180,9 +180,9 @@ def loss_scaled(
             "`loss_scaled(on_skip=...)` must be a function of a dict of numbers, or None, got "
             f"{on_skip!r}. To print them, pass `on_skip=print`."
         )
-    if isinstance(max_norm, bool):
+    if isinstance(max_norm, bool) or max_norm == 0:
         raise ValueError(
-            f"`loss_scaled(max_norm=...)` must be a finite number, got {max_norm}. Pass the "
+            f"`loss_scaled(max_norm=...)` must be a positive number, got {max_norm}. Pass the "
             "largest norm that is not clipped, such as 1.0, or None to clip nothing."
         )
     if max_norm is not None and max_norm != math.inf:

@@ -92,7 +92,9 @@ def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps")
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{message}. It counts {unit}: pass an int.") from None
-    if not least <= number <= jnp.iinfo(jnp.int32).max:
+    if number < least:
+        raise ValueError(f"{message}.")
+    if number > jnp.iinfo(jnp.int32).max:
         raise ValueError(f"{message}. It is counted in an int32.")
     return number
 

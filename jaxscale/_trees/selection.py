@@ -161,6 +161,11 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
     second_structure = jax.tree.structure(second)
     if first_structure == second_structure:
         return
+    if first is None or second is None:
+        raise ValueError(
+            f"`{call}` needs two trees of one structure, got None for one of them. If a function "
+            "makes it, does that end without `return`?"
+        )
     raise ValueError(
         f"`{call}` needs two trees of one structure. Leaves only in the first: "
         f"{_name_others(first, second)}; only in the second: {_name_others(second, first)}. "

@@ -26,7 +26,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
     """Returns the policy and the state of a PyTorch `GradScaler.state_dict()`.
 
     The policy is that of `torch` with the saved scale as `init_scale`; the state has the saved
-    tracker. A disabled scaler has an empty `state_dict`.
+    tracker. A disabled scaler has an empty `state_dict`. Call this once for each optimizer: two
+    states that share their arrays cannot both be donated.
 
     Example:
       >>> from jaxscale import presets
@@ -49,6 +50,11 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
         )
     saved = {name: to_python_number(value) for name, value in state_dict.items()}
     tracker = saved.pop("_growth_tracker")
+    if not saved["scale"]:
+        raise ValueError(
+            "`presets.from_torch(state_dict)`: its scale is 0, as PyTorch's becomes where every step "
+            "overflows. Start with a new one: `loss_scaled(tx, presets.torch())`."
+        )
     policy = torch(init_scale=saved.pop("scale"), **saved)
     return _resume(policy, tracker)
 

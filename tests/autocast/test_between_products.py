@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from half_programs import equations
-from tables import cases
+from tables import cases, pairs
 
 import jaxscale
 from jaxscale import _jax
@@ -161,7 +161,7 @@ ENTRIES = {
 
 @cases(
     "family, form, dtype, entry",
-    itertools.product(FAMILIES, FORMS, ["float16", "bfloat16"], ENTRIES),
+    pairs(FAMILIES, FORMS, ["float16", "bfloat16"], ENTRIES),
     fast=[(family, "plain", "float16", "autocast") for family in FAMILIES]
     + [
         ("arccos_of_clip", form, "bfloat16", "autocast")

@@ -85,11 +85,6 @@ def exam(model):
     return examine(load(f"{model}:overflow"), None)
 
 
-@pytest.fixture
-def no_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-
 def draw_page_of(exam, grads, loss_scale=1.0, shown_scale=None, **others):
     """Returns the page of the same exam, but with other gradients."""
     counted = count_numbers(grads, loss_scale)
@@ -129,7 +124,7 @@ def test_it_holds_everything_and_asks_for_nothing(exam):
     assert shown.texts["article"][0].split()[0] == "Problem"
 
 
-def test_the_faulty_line_is_marked_among_those_around_it(exam, no_matplotlib):
+def test_the_faulty_line_is_marked_among_those_around_it(exam, no_pictures):
     """Not by its colour alone. All keep their indentation, but what they have in common."""
     findings = diagnose(exam)
     shown = Page(draw_page(exam, findings))
@@ -146,7 +141,7 @@ def test_the_faulty_line_is_marked_among_those_around_it(exam, no_matplotlib):
     assert make_record(exam, findings)["findings"][0]["source"] == recorded
 
 
-def test_what_is_quoted_is_code(exam, no_matplotlib):
+def test_what_is_quoted_is_code(exam, no_pictures):
     """In titles and details, of problems and of what is only worth knowing."""
     finding = Finding(True, "`a title`", ("write `a detail`",))
     shown = Page(draw_page(exam, [finding, finding._replace(is_problem=False)]))
@@ -154,7 +149,7 @@ def test_what_is_quoted_is_code(exam, no_matplotlib):
     assert shown.texts["code"].count("a detail") == 2
 
 
-def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
+def test_whatever_it_is_given_is_escaped(exam, model, no_pictures):
     findings = [
         *diagnose(exam),
         Finding(True, EVIL, (EVIL, f"`{EVIL}` and an odd `"), EVIL),
@@ -171,7 +166,7 @@ def test_whatever_it_is_given_is_escaped(exam, model, no_matplotlib):
     assert EVIL in shown.texts["code"]
 
 
-def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
+def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_pictures):
     grads = {"small": jnp.array([2.0**-30, 1.0]), "fine": jnp.ones(2)}
     calibration = diagnostics.Calibration(2.0**8, *[None] * 5)
     shown = draw_page_of(exam, grads, 2.0**8, shown_scale=1.0, calibration=calibration)
@@ -205,20 +200,20 @@ def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_matplotlib):
     ],
     ids=["in float16", "in float8"],
 )
-def test_only_the_formats_of_the_model_are_judged(dtypes, judged, exam, no_matplotlib):
+def test_only_the_formats_of_the_model_are_judged(dtypes, judged, exam, no_pictures):
     shown = draw_page_of(exam, {"w": jnp.array([2.0**-20, 2.0**-30])}, dtypes=dtypes)
     headings = ["layer", *judged, "w"]
     assert shown.texts["th"][: len(headings)] == headings
 
 
-def test_a_table_without_anything_to_tell_is_a_sentence(exam, no_matplotlib):
+def test_a_table_without_anything_to_tell_is_a_sentence(exam, no_pictures):
     shown = draw_page_of(exam, [np.ones(2, np.float32)] * 40, loss_scale=4.0)
     assert "table" not in shown.texts
     assert f"{FINITE} 2**2: 40 of 40 leaves." in shown.flowing
     assert "Layers that lose nothing in float16 or bfloat16: 40 of 40." in shown.flowing
 
 
-def test_a_table_shows_the_rows_that_tell_something(exam, no_matplotlib):
+def test_a_table_shows_the_rows_that_tell_something(exam, no_pictures):
     bad = np.full(2, np.nan, np.float32)
     fine = np.full(2, 1.0, np.float32)
     tiny = np.full(2, 2.0**-40, np.float32)
@@ -245,7 +240,7 @@ def test_nothing_is_drawn_of_nothing(exam):
     assert shown.texts["tbody"][-1].split() == ["w22-"]  # path, numbers, NaN, max |g|
 
 
-def test_without_matplotlib_there_is_text(exam, no_matplotlib):
+def test_without_matplotlib_there_is_text(exam, no_pictures):
     shown = Page(draw_page(exam, []))
     assert "the picture needs matplotlib, which was not installed" in shown.text
     assert say_missing().endswith(

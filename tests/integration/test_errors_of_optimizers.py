@@ -36,9 +36,9 @@ REFUSED = {
 }
 # What both wrappers refuse, by what the error says.
 WRONG_OPTIONS = {
-    "ValueError: max_norm= ... above 0, got 0": {"max_norm": 0},
+    "ValueError: max_norm= ... positive number, got 0": {"max_norm": 0},
     "ValueError: max_norm= ... finite number, got nan": {"max_norm": math.nan},
-    "ValueError: max_norm= ... finite number, got True": {"max_norm": True},
+    "ValueError: max_norm= ... positive number, got True": {"max_norm": True},
     "ValueError: track_leaves= ... one of False, True, got 1": {"track_leaves": 1},
     "TypeError: (spikes=...)` must be a `SpikeRule` or None": {"spikes": 128},
 }
@@ -126,7 +126,7 @@ CASES = {
     "a flag as a norm": (
         lambda: loss_scaled(SGD, max_norm=True),
         (
-            "ValueError: `loss_scaled(max_norm=...)` must be a finite number, got True.  "
+            "ValueError: `loss_scaled(max_norm=...)` must be a positive number, got True.  "
             "... such as 1.0, or None"
         ),
     ),

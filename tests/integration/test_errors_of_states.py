@@ -114,16 +114,16 @@ CASES = {
         lambda: restore_version(np.ones(3)),
         (
             "ValueError: `from_state_dict(state_dict)` must have a version from 1 "
-            "to 1, got array([1., 1., 1.])"
+            "to 2, got array([1., 1., 1.])"
         ),
     ),
     "a version of text": (
         lambda: restore_version("1"),
-        "ValueError: must have a version from 1 to 1, got '1'",
+        "ValueError: must have a version from 1 to 2, got '1'",
     ),
     "a version that is not a whole number": (
         lambda: restore_version(1.5),
-        "ValueError: must have a version from 1 to 1, got 1.5",
+        "ValueError: must have a version from 1 to 2, got 1.5",
     ),
 }
 

@@ -113,7 +113,7 @@ CASES = {
         lambda: train_step(jnp.sum, SGD, retries=1),
         (
             "ValueError: train_step(retries=1) ... needs a loss scale ... a bare "
-            "optimizer ... loss_scaled(outer(inner))"
+            "optimizer. Wrap it"
         ),
     ),
     "step: retries at a fixed scale": (

@@ -113,7 +113,6 @@ COUNTED = {
 }
 
 
-@pytest.mark.standard_promotion
 @cases("window", COUNTED)
 def test_the_step_counts_steps_of_the_optimizer_with_any_window(window):
     wrap, expected = COUNTED[window]

@@ -24,7 +24,12 @@ from tables import cases
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.docs]
+# All in one process, which runs the notebook once.
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.docs,
+    pytest.mark.xdist_group("notebook"),
+]
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PATH = ROOT / "examples" / "gpu.ipynb"

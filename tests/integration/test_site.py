@@ -25,7 +25,12 @@ from tables import cases
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.docs]
+# All in one process, which builds the site once.
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.docs,
+    pytest.mark.xdist_group("site"),
+]
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SITE = ROOT / ".github" / "site"

@@ -16,7 +16,8 @@ import programs
 import pytest
 import targets
 
-pytestmark = pytest.mark.standard_promotion
+# All in one process, which installs the compiler once.
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.xdist_group("tpu")]
 
 SCRIPT = pathlib.Path(programs.__file__)
 CLIPPED_BARE = programs.BARE + programs.CLIPPED

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from references import trajectory
 from tables import POLICIES, assert_same_bits, avals, cases
@@ -476,3 +477,23 @@ def test_a_policy_of_ones_own_needs_no_more_than_init_and_adjust():
     policy = Halving.from_config(Halving(8.0).get_config())
     state, should_apply = policy.update(policy.init(), None)
     assert (state.loss_scale, should_apply) == (4, True)
+
+
+@cases("way", ["eager", "train_step"])
+def test_a_fixed_policy_with_an_adjust_of_its_own_moves(way):
+    class Annealed(jaxscale.FixedLossScale):
+        def adjust(self, state, grads_finite, largest=None):
+            return state._replace(loss_scale=state.loss_scale / 2)
+
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), Annealed(128.0))
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    scales = []
+    for _ in range(3):
+        if way == "eager":
+            _, state = tx.update(params, state, params)
+        else:
+            step = jaxscale.train_step(lambda params: jnp.sum(params["w"]), tx)
+            _, state, _ = step(params, state)
+        scales.append(float(state.scaling.loss_scale))
+    assert scales == [64, 32, 16]

@@ -320,7 +320,7 @@ REJECTED = {
         presets.from_torch, {"state_dict": {"scale": 1.0}}, "_growth_tracker"
     ),
     "torch scale 0": Bad(
-        presets.from_torch, {"state_dict": TORCH | {"scale": 0.0}}, "init_scale"
+        presets.from_torch, {"state_dict": TORCH | {"scale": 0.0}}, "its scale is 0"
     ),
     "torch hysteresis": Bad(
         presets.to_torch, {"policy": presets.megatron(), "state": None}, "hysteresis=2"

@@ -220,6 +220,14 @@ def test_version_1_is_written():
     assert {type(leaf) for leaf in jax.tree.leaves(state_dict)} == {np.ndarray}
 
 
+def test_bits_beside_parameters_are_written_as_version_2():
+    """Readers of version 1 would drop them."""
+    for wrap, version in ((jaxscale.master_weights, 2), (jaxscale.skip_nonfinite, 1)):
+        tx = wrap(optax.sgd(0.1))
+        saved_state = jaxscale.to_state_dict({"opt_state": tx.init(PARAMS)})
+        assert saved_state["version"] == version
+
+
 # The names of their fields are written to checkpoints, so they can never change.
 POLICIES = {
     "noop": (
@@ -524,10 +532,10 @@ SPIKES = jaxscale.loss_scaled(
 BAD_VALUES = {
     "a later version": (
         FRESH,
-        saved(version=2),
-        "from 1 to 1, got 2. If a later .* upgrade jaxscale",
+        saved(version=3),
+        "from 1 to 2, got 3. If a later .* upgrade jaxscale",
     ),
-    "version 0": (FRESH, saved(version=0), "from 1 to 1, got 0"),
+    "version 0": (FRESH, saved(version=0), "from 1 to 2, got 0"),
     "another tree": (FRESH, {"opt_state": {"w": np.ones(2)}}, "dictionary: /opt_state"),
     "a part as the target": (
         FRESH.scaling,

@@ -208,13 +208,9 @@ def step_of_all_devices(host):
 
 
 def shard(function, out_specs, **options):
-    shard_map = getattr(jax, "shard_map", None)
-    if shard_map is None:
-        from jax.experimental.shard_map import shard_map
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
-    return jax.jit(
-        shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=out_specs, **options)
-    )
+    options |= {"mesh": mesh, "in_specs": P("d"), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(function, **options))
 
 
 def in_shard_map(host, **options):
@@ -222,8 +218,7 @@ def in_shard_map(host, **options):
 
 
 def in_shard_map_unchecked(host):
-    check = "check_vma" if hasattr(jax, "shard_map") else "check_rep"
-    return in_shard_map(host, **{check: False})
+    return in_shard_map(host, check_vma=False)
 
 
 def of_members(host):
@@ -258,9 +253,6 @@ def test_it_is_called_once_by_all_devices(name):
     assert host.skips() == skips
 
 
-@pytest.mark.skipif(
-    not hasattr(jax, "shard_map"), reason="types do not say what varies"
-)
 def test_devices_that_skip_by_themselves_are_several_runs():
     host = Host()
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, cases, each, fused_step, pairs
+from tables import assert_same_bits, cases, each, fused_step, pairs, wide
 from tables import step as plain_step
 
 import jaxscale
@@ -50,10 +50,6 @@ PULLS = [
 ]
 
 
-def widen(tree):
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-
 def gradients(params, pull):
     """Gradients that depend on what the model reads, exactly computed."""
     return jax.tree.map(lambda p, x: p.astype(jnp.float32) * 2.0**-4 + x, params, pull)
@@ -78,8 +74,8 @@ FORMS = [plain_step, fused_step, whole_step]
 def rounded(masters):
     """float32 parameters as the model reads them."""
 
-    def narrow(wide, like):
-        return wide if like.dtype == jnp.float32 else nearest(wide, like.dtype)
+    def narrow(exact, like):
+        return exact if like.dtype == jnp.float32 else nearest(exact, like.dtype)
 
     return jax.tree.map(narrow, masters, PARAMS)
 
@@ -95,7 +91,7 @@ def run(tx, form=fused_step, params=PARAMS, pulls=PULLS):
 def reference(name):
     """float32 parameters, in a run whose gradients are those of the rounded ones."""
     tx = jaxscale.skip_nonfinite(OPTIMIZERS[name])
-    masters = widen(PARAMS)
+    masters = wide(PARAMS)
     state = tx.init(masters)
     for pull in PULLS:
         grads = gradients(rounded(masters), pull)
@@ -276,11 +272,11 @@ def test_weights_that_were_replaced_are_not_set_back(storage, form):
     masters = jaxscale.master_params(state, replaced)
     new, _ = form(tx, replaced, state, PULLS[0])
     for name in PARAMS:
-        given = widen(replaced)[name]
+        given = wide(replaced)[name]
         half = np.abs(given) * (2.0**-8 if name == "w" else 2.0**-11)
         assert (np.abs(masters[name] - given) <= half).all()
         # the update itself is smaller than half a unit
-        assert (np.abs(widen(new)[name] - given) <= 2 * half + 1e-5).all()
+        assert (np.abs(wide(new)[name] - given) <= 2 * half + 1e-5).all()
 
 
 @cases("wrapper", WRAPPERS)
@@ -379,7 +375,7 @@ def test_a_leaf_without_a_gradient_keeps_what_is_beside_it(wrapper):
 
 
 def test_float32_parameters_cost_nothing():
-    params = widen(PARAMS)
+    params = wide(PARAMS)
     expected = jax.jit(jaxscale.skip_nonfinite(optax.adamw(1e-3)).update)
     tx = jaxscale.master_weights(optax.adamw(1e-3))
     state = tx.init(params)
@@ -438,7 +434,7 @@ def test_training_without_copies_is_told_once(name):
 
 
 SILENT = {
-    "float32": (jaxscale.skip_nonfinite(optax.adam(1e-3)), widen(HALF)),
+    "float32": (jaxscale.skip_nonfinite(optax.adam(1e-3)), wide(HALF)),
     "no moments": (jaxscale.skip_nonfinite(optax.sgd(1e-3)), HALF),
     "frozen": (
         jaxscale.skip_nonfinite(
@@ -487,7 +483,7 @@ def test_float32_parameters_go_in_and_come_out_bit_for_bit(storage):
 def test_master_params_are_the_parameters_where_nothing_is_beside_them():
     for wrapper in (jaxscale.stochastic_rounding, jaxscale.skip_nonfinite):
         state = wrapper(optax.sgd(0.1)).init(PARAMS)
-        assert_same_bits(jaxscale.master_params(state, PARAMS), widen(PARAMS))
+        assert_same_bits(jaxscale.master_params(state, PARAMS), wide(PARAMS))
 
 
 # Derivatives.
@@ -520,7 +516,7 @@ def loss_of_pull(params, pull):
 
 
 def average_params(params, average):
-    return optax.incremental_update(widen(params), average, 0.1)
+    return optax.incremental_update(wide(params), average, 0.1)
 
 
 def halve(grads):
@@ -547,7 +543,7 @@ COMBINED = {
     "scale_backward": (
         jaxscale.skip_nonfinite,
         jaxscale.scale_backward(
-            lambda params, pull: loss_of_pull(widen(params), pull), retries=0
+            lambda params, pull: loss_of_pull(wide(params), pull), retries=0
         ),
         {},
     ),
@@ -567,11 +563,11 @@ def run_combined(name, wrap, params):
     tx = wrap(wrapper(optax.adamw(1e-2)))
     step = jaxscale.train_step(loss_fn, tx, **options)
     state = tx.init(params)
-    carried = [widen(params)] if "has_state" in options else []
+    carried = [wide(params)] if "has_state" in options else []
     for pull in PULLS:
         # Numbers of bfloat16, as the gradients of bfloat16 parameters are.
         grads = {name: nearest(pull[name], jnp.bfloat16) for name in params}
-        params, state, *carried, _ = step(params, state, *carried, widen(grads))
+        params, state, *carried, _ = step(params, state, *carried, wide(grads))
     return jaxscale.master_params(state, params), carried
 
 
@@ -579,7 +575,7 @@ def run_combined(name, wrap, params):
 def test_they_go_with_everything_that_a_step_takes(name):
     # The gradients do not depend on the parameters, so float32 ones get the same.
     params = {"w": PARAMS["w"], "f": PARAMS["f"]}
-    exact, _ = run_combined(name, lambda tx: tx, widen(params))
+    exact, _ = run_combined(name, lambda tx: tx, wide(params))
     ends = []
     for storage in STORAGES:
         wrap = functools.partial(jaxscale.master_weights, storage=storage)
