@@ -19,9 +19,9 @@ from .saved_numbers import check_number, fill, is_abstract, place_of, restore_le
 from .scale import UnitLossScaleState, is_policy_state, unwrap
 from .storage import CompactState, WeightsState
 
-# A new version is for what older code would read wrong, not for any new field. Version 2 has the bits
-# beside half-precision parameters, which readers of version 1 would drop. What has none is written
-# as version 1, so that they can read it.
+# A new version is for what older code would read wrong, not for any new field. Version 2 has the
+# bits beside half-precision parameters, which readers of version 1 would drop. What has none is
+# written as version 1, so that they can read it.
 _WITH_WEIGHTS = 2
 # The fields of a saved state whose scale is 1, and has never moved.
 _UNMOVED_FIELDS = {"loss_scale": 1, "growth_tracker": 0, "hysteresis_tracker": 0}
@@ -43,8 +43,8 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
         `jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`.
 
     Returns:
-      `{"version": 1, ...}`, or 2 if bits beside half-precision parameters are in it: fields by their names, dicts by their keys as strings,
-      tuples and lists by `"0"`, `"1"` and so on. Arrays are copied, typed keys become their
+      `{"version": 1, ...}`, or 2 if bits beside half-precision parameters are in it: fields by
+      their names, dicts by their keys as strings, tuples and lists by `"0"`, `"1"` and so on. Arrays are copied, typed keys become their
       key data, `None` stays `None`, and empty containers become `{}`. An array in a variable
       of Flax NNX is written without the variable.
 

@@ -52,8 +52,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> tuple[LossScale, LossScaleState
     tracker = saved.pop("_growth_tracker")
     if not saved["scale"]:
         raise ValueError(
-            "`presets.from_torch(state_dict)`: its scale is 0, as PyTorch's becomes where every step "
-            "overflows. Start with a new one: `loss_scaled(tx, presets.torch())`."
+            "`presets.from_torch(state_dict)`: its scale is 0, as PyTorch's becomes where every "
+            "step overflows. Start with a new one: `loss_scaled(tx, presets.torch())`."
         )
     policy = torch(init_scale=saved.pop("scale"), **saved)
     return _resume(policy, tracker)
