@@ -44,9 +44,9 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
 
     Returns:
       `{"version": 1, ...}`, or 2 if bits beside half-precision parameters are in it: fields by
-      their names, dicts by their keys as strings, tuples and lists by `"0"`, `"1"` and so on. Arrays are copied, typed keys become their
-      key data, `None` stays `None`, and empty containers become `{}`. An array in a variable
-      of Flax NNX is written without the variable.
+      their names, dicts by their keys as strings, tuples and lists by `"0"`, `"1"` and so on.
+      Arrays are copied, typed keys become their key data, `None` stays `None`, and empty
+      containers become `{}`. An array in a variable of Flax NNX is written without the variable.
 
     Raises:
       TypeError: if a leaf is not an array or a number, or is traced.
