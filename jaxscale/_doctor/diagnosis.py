@@ -34,6 +34,9 @@ from .wrong_gradients import (
     find_zeros,
 )
 
+# What share of a number half of the distance to its neighbour may be.
+_SPACING = {"bfloat16": "0.2%", "float16": "0.02%"}
+
 
 def diagnose(exam: Exam) -> list[Finding]:
     """Returns all findings: the problems first."""
@@ -47,6 +50,7 @@ def diagnose(exam: Exam) -> list[Finding]:
         *find_scale(exam),
         *find_inward_growth(exam),
         *find_outliers(exam),
+        *_find_half_parameters(exam),
         *find_refusal(exam),
         *_find_constants(exam, named),
         *find_harmless_nonfinite(exam, named),
@@ -114,6 +118,18 @@ def _find_constants(exam: Exam, named: set[str]) -> Iterator[Finding]:
             words = "Whether it does harm is not known."
         title = f"{say_rounded(constant)}, at {constant.where}."
         yield make_finding(title, words, place=constant.where)
+
+
+def _find_half_parameters(exam: Exam) -> Iterator[Finding]:
+    """Notes parameters in half precision, which lose what an optimizer adds to them."""
+    half = [name for name in exam.dtypes_of_parameters if name in _SPACING]
+    for name in half:
+        yield make_finding(
+            f"Parameters are stored in {name}, and small updates of them are rounded away.",
+            f"An update below {_SPACING[name]} of a parameter changes nothing, in each step anew. "
+            "`jaxscale.master_weights(optimizer)` keeps the bits that are left out, and "
+            "`jaxscale.stochastic_rounding(optimizer)` needs no bytes for it.",
+        )
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:

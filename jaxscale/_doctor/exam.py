@@ -36,6 +36,7 @@ class Exam(NamedTuple):
       loss: the loss, under `jaxscale.autocast` if that was used.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
       dtypes: the formats in which the loss is computed.
+      dtypes_of_parameters: in which they are stored.
       backward_rules: the name of each custom backward rule, by the source line that calls its
         function.
       loss_scale: the loss scale of `trace` and `leaves`: the one asked for. If `is_auto`, it is
@@ -84,6 +85,7 @@ class Exam(NamedTuple):
     loss: float
     loss_as_written: float | None
     dtypes: tuple[str, ...]
+    dtypes_of_parameters: tuple[str, ...]
     backward_rules: dict[str, str]
 
     # The loss scale.

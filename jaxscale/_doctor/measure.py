@@ -91,6 +91,7 @@ def examine(
         loss=loss,
         loss_as_written=loss_as_written,
         dtypes=tuple(sorted(map(str, dtypes))),
+        dtypes_of_parameters=_name_dtypes(target.params),
         backward_rules=_find_backward_rules(program),
         loss_scale=traced_scale,
         shown_scale=shown_scale,
@@ -116,6 +117,10 @@ def examine(
     exam = _Tracer(target, compiled, announce).complete(exam)
     zero = _find_zero_leaves(exam.check.grads or best.by_name)
     return exam._replace(zero=zero)
+
+
+def _name_dtypes(tree: Any) -> tuple[str, ...]:
+    return tuple(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
 
 
 def _trace_loss(

@@ -191,7 +191,7 @@ def _suggest_state(tree: Any) -> str:
             f"{type(tree).__name__}`, write `is_loss_scale_state = True`, without an annotation."
         )
     return (
-        "Wrap the optimizer, `tx = jaxscale.loss_scaled(tx)`, and pass the state that "
+        "Wrap the optimizer, as in `tx = jaxscale.loss_scaled(tx)`, and pass the state that "
         "`tx.init(params)` returned."
     )
 

@@ -185,8 +185,8 @@ def compact_state(
       TypeError: if `inner` is not a gradient transformation, or is wrapped by jaxscale; if `seed`
         is not an integer, such as a key.
       ValueError: if `seed` is below 0; at `init`, if `inner` is an optimizer that does not bear it:
-        prodigy, dadapt_adamw, momo, momo_adam, rmsprop with `centered=True`, lbfgs; or if `mask`
-        has another structure than the state.
+        prodigy, dadapt_adamw, mechanize, dog, dowg, momo, momo_adam, rmsprop with `centered=True`,
+        lbfgs; or if `mask` has another structure than the state.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

@@ -11,6 +11,8 @@ import optax
 from .._jax import is_for_people
 from .._state.find import is_loss_scaled
 from .._state.optimizer import LossScaledState
+from .._state.storage import CompactState
+from .._storage.rounding import HALF_DTYPES
 from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import list_some, with_article
 from .._trees.leaf import is_array_like
@@ -175,6 +177,35 @@ def _list_names(names: list[str]) -> str:
 
 def _is_none(leaf: Any) -> bool:
     return leaf is None
+
+
+def are_half(params: Any) -> bool:
+    """Returns whether any parameters are in half precision."""
+    return any(dtype in HALF_DTYPES for _, dtype in types_of(params).leaves)
+
+
+def check_not_narrower(inner_state: Any, expected: TreeTypes) -> None:
+    """Raises a `ValueError` if a state is half precision where its optimizer made float32.
+
+    Plain Optax makes such moments for half-precision parameters. They would stay as they are, and
+    take in next to nothing.
+    """
+    types = types_of(inner_state)
+    # In a part of it, the size of an array does not say whether `compact_state` means it.
+    nodes = jax.tree.leaves(inner_state, is_leaf=_is_compact)
+    if types.structure != expected.structure or any(map(_is_compact, nodes)):
+        return
+    for (_, dtype), (_, made) in zip(types.leaves, expected.leaves, strict=True):
+        if dtype in HALF_DTYPES and made == jnp.float32:
+            raise ValueError(
+                f"`opt_state.inner_state` has {dtype} where this optimizer keeps float32, as plain "
+                "Optax makes it for half-precision parameters. Take it over once: `opt_state "
+                "= jaxscale.from_state_dict(tx.init(params), jaxscale.to_state_dict(opt_state))`."
+            )
+
+
+def _is_compact(node: Any) -> bool:
+    return isinstance(node, CompactState)
 
 
 def check_has_parts(argument: str, state: LossScaledState, optimizer: Any) -> None:

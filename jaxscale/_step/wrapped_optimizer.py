@@ -244,6 +244,9 @@ class WrappedOptimizer:
                 "replaces those whose gradients are under a key `_overwrite_with_gradient`."
             )
 
+        if params is not None and matching.are_half(params):
+            expected = self.expected_types(params)
+            matching.check_not_narrower(state.inner_state, expected)
         inner_step = InnerStep(
             tx=self.inner,
             params=params,

@@ -30,6 +30,9 @@ _ESTIMATES = (
 _REFUSED = {
     "ProdigyState": ("prodigy", _ESTIMATES),
     "DAdaptAdamWState": ("dadapt_adamw", _ESTIMATES),
+    "MechanicState": ("mechanize", _ESTIMATES),
+    "DoGState": ("dog", _ESTIMATES),
+    "DoWGState": ("dowg", _ESTIMATES),
     "MomoState": ("momo", _ESTIMATES),
     "MomoAdamState": ("momo_adam", _ESTIMATES),
     "ScaleByRStdDevState": (
@@ -142,6 +145,10 @@ def _is_large(leaf: Any) -> bool:
 def _check_inner_state(state: Any) -> None:
     """Raises an error if a state is one that cannot be kept in bfloat16."""
     for node in _nodes(state):
+        if isinstance(node, CompactState):
+            raise TypeError(
+                "`compact_state(inner)`: `inner` is wrapped in `compact_state` already. Wrap once."
+            )
         if is_loss_scaled(node):
             raise TypeError(
                 "`compact_state(inner)`: `inner` is a `loss_scaled` optimizer, or one of "

@@ -10,7 +10,8 @@ from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.scale import unwrap
 from .._state.storage import WeightsState
 from .._trees.casts import cast
-from .leaves import describe_leaf, fits, flatten, make_state
+from .leaves import describe_leaf, fits, flatten, known_dtype_of, make_state
+from .rounding import HALF_DTYPES
 from .ways import Stored, way_beside
 from .weights import Applied
 
@@ -26,10 +27,13 @@ def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
     Args:
       opt_state: the state of the optimizer, or a tree that holds it, such as a `TrainState` or an
         `nnx.Optimizer.opt_state`.
-      params: the parameters. Those that were replaced since the last step are as they are now.
+      params: the parameters. One that was replaced since the last step is near what it is now: what
+        stood beside the old one is still added, at most half of its last bit. To put other float32
+        parameters in, use `with_master_params`.
 
     Returns:
-      A tree like `params`, in which bfloat16 and float16 leaves are float32. Where nothing is kept
+      A tree like `params`, in which bfloat16 and float16 leaves are float32, and all others as they
+      are. Where nothing is kept
       beside them, as with `jaxscale.stochastic_rounding`, they are cast.
 
     Raises:
@@ -56,8 +60,8 @@ def with_master_params(
 ) -> tuple[optax.Params, Any]:
     """Puts float32 parameters into a state, to go on from them without losing 16 bits.
 
-    The inverse of `master_params`, for `jaxscale.master_weights`. To begin from a float32
-    checkpoint::
+    The inverse of `master_params`, for `jaxscale.master_weights`: moments and counters stay. To
+    begin from a float32 checkpoint::
 
         half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), float32_params)
         params, opt_state = jaxscale.with_master_params(tx.init(half), float32_params)
@@ -67,8 +71,9 @@ def with_master_params(
       float32_params: the parameters in float32, with their structure.
 
     Returns:
-      The parameters in the dtypes that the state was made for, and the state. A leaf beside which
-      nothing is kept comes back as it was passed.
+      The parameters in the dtypes that the state was made for, and the state. (If that is a
+      `TrainState`, put the parameters in as well: `state.replace(params=params)`.) A leaf beside
+      which nothing is kept comes back as it was passed.
 
     Raises:
       ValueError: if there is not exactly one `LossScaledState` in `opt_state`, if it keeps no
@@ -120,7 +125,12 @@ def _widen_params(
                 f"{leaf.name} is {describe_leaf(leaf.param)}, and the state has "
                 f"{describe_leaf(leaf.beside)} for one of dtype {leaf.dtype}."
             )
-        wide.append(leaf.way.widen(leaf.param, leaf.beside))
+        # A module keeps Python's numbers as they are: some layers ask for their types.
+        if known_dtype_of(leaf.param) in HALF_DTYPES:
+            way: Any = leaf.way
+            wide.append(way.widen(leaf.param, leaf.beside))
+        else:
+            wide.append(leaf.param)
     return tree.unflatten(wide)
 
 

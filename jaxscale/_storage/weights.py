@@ -189,9 +189,10 @@ class _Kept(abc.ABC):
                 f"`{self.call}`: the state has {describe_leaf(leaf.beside)} beside the parameter "
                 f"at {leaf.name}, which is {describe_leaf(leaf.param)}. It is the state of other "
                 "parameters, or of another `storage` or `mask`. Pass the state that `init` made "
-                "for these; to start from float32 parameters, as `jaxscale.master_params` returns "
-                "them, pass what `jaxscale.with_master_params(tx.init(params), float32_params)` "
-                "returns."
+                "for these. To go on with this one, begin with `opt_state = opt_state._replace("
+                "weights=tx.init(params).weights)`; then `jaxscale.with_master_params(opt_state, "
+                "float32_params)` puts in the float32 parameters that `jaxscale.master_params` "
+                "returned before."
             )
         return tree
 

@@ -29,6 +29,9 @@ PLAIN = jaxscale.skip_nonfinite(SGD)
 REFUSED = {
     "prodigy": optax.contrib.prodigy(),
     "dadapt_adamw": optax.contrib.dadapt_adamw(),
+    "mechanize": optax.contrib.mechanize(SGD),
+    "dog": optax.contrib.dog(),
+    "dowg": optax.contrib.dowg(),
     "momo": optax.contrib.momo(),
     "momo_adam": optax.contrib.momo_adam(),
     "rmsprop(centered=True)": optax.rmsprop(0.1, centered=True),
@@ -290,6 +293,10 @@ CASES = {
             "ValueError: `from_state_dict(state_dict)` at /weights ... copies ... "
             "remainders ... with_"
         ),
+    ),
+    "a compact state in another": (
+        lambda: jaxscale.compact_state(jaxscale.compact_state(SGD)).init(W),
+        "TypeError: `compact_state(inner)` ... wrapped in `compact_state` already",
     ),
     "a compact state around a scale": (
         lambda: jaxscale.compact_state(TX),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, cases, each, fused_step, pairs, wide
+from tables import assert_same_bits, avals, cases, each, fused_step, pairs, wide
 from tables import step as plain_step
 
 import jaxscale
@@ -478,6 +478,32 @@ def test_float32_parameters_go_in_and_come_out_bit_for_bit(storage):
     # and the run goes on from there
     params, state = jax.jit(functools.partial(fused_step, tx))(params, state, PULLS[0])
     assert state.step_applied
+
+
+def test_master_params_keep_what_is_no_half_precision_array():
+    """A layer of Equinox asks whether its rate is Python's 0.0."""
+    params = {"w": PARAMS["w"], "rate": 0.0, "count": 3, "f": PARAMS["f"]}
+    state = jaxscale.master_weights(optax.sgd(0.1)).init(params)
+    for opt_state in (state, state._replace(weights=None)):
+        masters = jaxscale.master_params(opt_state, params)
+        assert type(masters["rate"]) is float
+        assert type(masters["count"]) is int
+        assert masters["w"].dtype == jnp.float32
+
+
+@cases("wrapper", WRAPPERS)
+def test_moments_of_plain_optax_are_refused_and_taken_over(wrapper):
+    tx = WRAPPERS[wrapper](optax.adam(1e-3))
+    old = optax.adam(1e-3).init(PARAMS)
+    state = tx.init(PARAMS)
+    mixed = state._replace(inner_state=old)
+    grads = wide(PARAMS)
+    for form in (plain_step, fused_step):
+        with pytest.raises(ValueError, match=r"has float16 where .*from_state_dict"):
+            form(tx, PARAMS, mixed, grads)
+    taken = jaxscale.from_state_dict(state, jaxscale.to_state_dict(mixed))
+    assert avals(taken) == avals(state)
+    fused_step(tx, PARAMS, taken, grads)
 
 
 def test_master_params_are_the_parameters_where_nothing_is_beside_them():
