@@ -49,6 +49,14 @@ class _Attempt(NamedTuple):
     again: jax.Array  # bool[], whether there is a next pass
 
 
+class _Backoff(NamedTuple):
+    """How far a policy has been told of one overflow."""
+
+    scaling: Any  # the scale state by now
+    has_moved: jax.Array  # bool[], whether the last telling changed anything in it
+    number: jax.Array  # i32[], how often it was told
+
+
 class TracedPass(NamedTuple):
     """A backward pass as a program."""
 
@@ -179,25 +187,21 @@ def _lower_scale(
 ) -> Any:
     """Lowers the scale after an overflow, if the policy ever does; otherwise it stays."""
 
-    def goes_on(carry: Any) -> jax.Array:
-        state, has_moved, number = carry
-        is_due = overflow & has_moved & ~_is_lower(state, scaling)
-        return is_due & (number < _MAX_BACKOFFS_PER_OVERFLOW)
+    def goes_on(now: _Backoff) -> jax.Array:
+        is_due = overflow & now.has_moved & ~_is_lower(now.scaling, scaling)
+        return is_due & (now.number < _MAX_BACKOFFS_PER_OVERFLOW)
 
-    def back_off(carry: Any) -> Any:
-        state, _, number = carry
-        next_state = adjust_scale(policy, state, jnp.array(False), verdict.largest)
+    def back_off(now: _Backoff) -> _Backoff:
+        lower = adjust_scale(policy, now.scaling, jnp.array(False), verdict.largest)
         # At its floor a scale stays, and so does everything else in its state.
-        return next_state, _differs(next_state, state), number + 1
+        return _Backoff(lower, _differs(lower, now.scaling), now.number + 1)
 
-    carry = (scaling, jnp.array(True), jnp.zeros((), jnp.int32))
+    now = _Backoff(scaling, jnp.array(True), jnp.zeros((), jnp.int32))
     if traced:
-        carry = jax.lax.while_loop(goes_on, back_off, carry)
-    else:
-        while goes_on(carry):
-            carry = back_off(carry)
-    state, _, _ = carry
-    return state
+        return jax.lax.while_loop(goes_on, back_off, now).scaling
+    while goes_on(now):
+        now = back_off(now)
+    return now.scaling
 
 
 def _differs(state: Any, other: Any) -> jax.Array:

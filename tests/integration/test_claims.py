@@ -26,6 +26,7 @@ from tables import cases
 import jaxscale
 import jaxscale.presets
 from jaxscale._progress import limits
+from jaxscale._storage import compact
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.docs]
 
@@ -250,11 +251,15 @@ def faults():
 
 
 def part(name):
-    """Returns times relative to plain Optax, by the dtype of the gradients, and kernels."""
-    times = {}
+    """Returns times relative to plain Optax, by the dtype of the gradients, and kernels.
+
+    Of the two forms of a step, the slower one counts.
+    """
+    times = {"float32": 0, "float16": 0}
     for row in RESULTS["step-cpu"]["rows"]:
-        if not row["clipped"]:
-            times[row["gradients"]] = row["methods"][name]["to_bare"]["median"]
+        if row["gradients"] in times:
+            time = row["methods"][name]["to_bare"]["median"]
+            times[row["gradients"]] = max(time, times[row["gradients"]])
     program = RESULTS["programs"]["rows"][0]
     assert (program["target"], program["layout"]) == ("H100", "optimizer alone")
     methods = program["methods"]
@@ -406,6 +411,9 @@ FLUSHED = "float16 flushes {:.1%} of these gradients"
 CLAIMS = {
     "bfloat16 has {} bits of precision: an update below {:.1%} of a weight": (
         lambda: [BFLOAT.nmant + 1, float(BFLOAT.eps) / 4],
+    ),
+    "Arrays of fewer than {:,} numbers stay in float32": (
+        lambda: [compact._LEAST_SIZE],
     ),
     "{} is right, and {} is the bfloat16 number next to it.": (
         lambda: [0.9, float(jnp.bfloat16(0.9))],
