@@ -77,9 +77,9 @@ def repeat_backward(
     """Repeats a pass until its gradients are finite, and returns the last one with its `retries`.
 
     A pass is made again if its loss is finite, its gradients are not, and the policy lowers the
-    scale. A bad loss says nothing about the scale. Neither does a batch that is bad at every scale
-    that was tried: the step then goes on with the scale state of the first pass, and otherwise with
-    that of the last.
+    scale. A bad loss says nothing about the scale. The step goes on with the scale state of the
+    last pass. If that failed as well, the batch is bad at every scale, which says nothing either:
+    then the step goes on with the scale state of the first.
     """
 
     def try_pass(scaling: Any, number: Any) -> _Attempt:
@@ -164,7 +164,7 @@ def _check_devices_retry_together(
 
 
 def trace_once(backward: Callable[[Any], BackwardResult], scaling: Any) -> TracedPass:
-    """Traces a pass for the types of a scale state, so that its program is known."""
+    """Traces a pass for the types of a scale state, so that its program is known before it runs."""
     flat = Flat(backward, (scaling,), {}, "arrays_of_pass")
     arrays_of_pass = jax.jit(flat)
     axes = collective_axes(jax.make_jaxpr(arrays_of_pass)(*flat.arrays))

@@ -47,7 +47,7 @@ KEPT = {
     "copies": functools.partial(jaxscale.master_weights, storage="float32"),
     "at random": jaxscale.stochastic_rounding,
 }
-for name, option in zip(KEPT, OPTIONS, strict=True):
+for name, option in zip(KEPT, itertools.cycle(OPTIONS), strict=False):
     WRAPPERS[name] = DYNAMIC, {option: OPTIONS[option]}
 OTHERS = {  # with more arguments, or other types
     "adamw": optax.adamw(1e-2),
