@@ -91,7 +91,7 @@ def value_and_gradients(fun, xs):
 @cases(
     "name, dtype",
     itertools.product(OPERATIONS | TAILS, ["float16", "bfloat16"]),
-    # Not tanh: with the flags of the fast tests, JAX 0.10 computes it in two ways in two programs.
+    # Not tanh: with the flags of the fast tests, XLA computes it in two ways in two programs.
     fast=[
         ("sigmoid", "float16"),
         ("mul", "float16"),
