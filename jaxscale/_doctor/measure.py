@@ -120,7 +120,7 @@ def examine(
 
 
 def _name_dtypes(tree: Any) -> tuple[str, ...]:
-    return tuple(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(tree)}))
+    return tuple(sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)}))
 
 
 def _trace_loss(

@@ -47,6 +47,10 @@ def fine():
     return half()
 
 
+def number():
+    return (lambda params, batch: params * batch), 1.0, 2.0
+
+
 def overflow():
     return half(60000.0)
 

@@ -38,6 +38,7 @@ HEALTHY = {
         ["Nothing is wrong.", "the largest that does not overflow"],
     ),
     "pair": Case(0, ["Nothing is wrong."]),
+    "number": Case(0, ["Nothing is wrong."]),
     "odd": Case(
         0,
         ["Nothing is wrong.", "1 of 2 leaves, as in float32: unused"],
