@@ -33,8 +33,8 @@ def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
 
     Returns:
       A tree like `params`, in which bfloat16 and float16 leaves are float32, and all others as they
-      are. Where nothing is kept
-      beside them, as with `jaxscale.stochastic_rounding`, they are cast.
+      are. Half-precision leaves beside which nothing is kept, as with
+      `jaxscale.stochastic_rounding`, are cast.
 
     Raises:
       ValueError: if there is not exactly one `LossScaledState` in `opt_state`, or if it is that of

@@ -68,7 +68,7 @@ def count():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)

@@ -113,6 +113,7 @@ def test_everything_is_kept_where_updates_are_not_finite(keep, wrap):
 WRAPPED = {
     "by itself": jaxscale.loss_scaled,
     "in a window": lambda tx: jaxscale.multi_steps(tx, 1),
+    "around a window": lambda tx: jaxscale.loss_scaled(jaxscale.multi_steps(tx, 1)),
     "in a window of Optax": lambda tx: jaxscale.loss_scaled(optax.MultiSteps(tx, 1)),
 }
 
