@@ -287,14 +287,24 @@ class Form(NamedTuple):
     way: Callable[..., Any]
     dtype: Any = None  # given to each layer
     autocast: Any = None
+    # Of parameters in bfloat16: what is put around the optimizer. None leaves them in float32.
+    storage: Callable[..., Any] | None = None
 
     def make(self, task, params, state):
         """Returns the carry that training begins with, and its step."""
         loss_fn = task.loss(self.dtype)
         if self.autocast is not None:
             loss_fn = jaxscale.autocast(loss_fn, self.autocast)
-        init, step = self.way(loss_fn, task.optimizer)
+        tx = task.optimizer
+        if self.storage is not None:
+            params = jax.tree.map(lambda leaf: leaf.astype(BF16), params)
+            tx = self.storage(tx)
+        init, step = self.way(loss_fn, tx)
         return (params, init(params), state), step
+
+
+def at_random(tx):
+    return jaxscale.stochastic_rounding(jaxscale.compact_state(tx))
 
 
 F16, BF16 = jnp.float16, jnp.bfloat16
@@ -308,6 +318,13 @@ FORMS = {
     "float16 by dtype=, Flax DynamicScale": Form(flax_dynamic_scale, dtype=F16),
     "float16 by dtype=, jaxscale": Form(scaled, dtype=F16),
     "float32, jaxscale": Form(skipping),
+    "bfloat16 parameters, optax": Form(plain, dtype=BF16, storage=lambda tx: tx),
+    "bfloat16 parameters, master_weights": Form(
+        skipping, dtype=BF16, storage=jaxscale.master_weights
+    ),
+    "bfloat16 parameters, stochastic_rounding, compact_state": Form(
+        skipping, dtype=BF16, storage=at_random
+    ),
     "bfloat16 by dtype=, jaxscale": Form(skipping, dtype=BF16),
     "float16 by dtype=, optax": Form(plain, dtype=F16),
     "float16 by dtype=, jmp": Form(with_jmp, dtype=F16),
@@ -328,6 +345,7 @@ TINY_FORMS = {
         "float16 by autocast, jaxscale",
         "float16 by dtype=, Flax DynamicScale",
         "float16 by dtype=, jmp",
+        "bfloat16 parameters, stochastic_rounding, compact_state",
     ],
     "ResNet": [FLOAT32, "float16 by autocast, jaxscale"],
 }
@@ -335,4 +353,10 @@ TINY_FORMS = {
 
 def forms_of(task, size):
     """Returns the names of the forms that a task is timed in."""
-    return TINY_FORMS[task] if size == "tiny" else list(FORMS)
+    if size == "tiny":
+        return TINY_FORMS[task]
+    # Where parameters are a small part of the memory, their dtype says little.
+    with_storage = task == "transformer"
+    return [
+        name for name, form in FORMS.items() if with_storage or form.storage is None
+    ]
