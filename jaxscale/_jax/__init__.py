@@ -16,7 +16,6 @@ from .failures import *
 from .forms import *
 from .hijax import *
 from .inner_programs import *
-from .lines_of_rules import *
 from .mesh_axes import *
 from .once import *
 from .opening import *

@@ -1,14 +1,14 @@
-"""What Python's frames tell: who calls, and which numbers JAX is casting."""
+"""What Python's frames tell: who calls, and by which expression."""
 
+import itertools
+import linecache
 import sys
+from collections import ChainMap
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
 from .source_lines import is_of_jax
-
-_INNERMOST = 3  # frames of JAX in which a number is looked for
 
 
 def is_called_by_jax() -> bool:
@@ -16,26 +16,32 @@ def is_called_by_jax() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "jax"
 
 
-def numbers_being_converted() -> tuple[list[float], FrameType | None]:
-    """Returns the numbers that JAX is casting, and its innermost frame, or `None` outside of JAX.
+def caller_of_jax() -> FrameType | None:
+    """Returns the frame that called JAX, for a function that NumPy calls inside of JAX.
 
-    It is for a function that NumPy calls. The numbers are local variables of JAX's frames, which a
-    new version may rename or hide.
+    It is `None` where NumPy was called by anything else.
     """
-    innermost = sys._getframe(2)
-    if not is_of_jax(innermost.f_code.co_filename):
-        return [], None
-    numbers: list[float] = []
-    frame: FrameType | None = innermost
-    for _ in range(_INNERMOST):
-        if frame is None:
-            break
-        numbers += map(float, filter(_is_number, frame.f_locals.values()))
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or not is_of_jax(frame.f_code.co_filename):
+        return None
+    while frame is not None and is_of_jax(frame.f_code.co_filename):
         frame = frame.f_back
-    return numbers, innermost
+    return frame
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.shape == () and value.dtype.kind in "fiu"
-    return isinstance(value, (float, int, np.number)) and not isinstance(value, bool)
+def expression_of(frame: FrameType) -> tuple[str, Mapping[str, Any]]:
+    """Returns the source of the expression that a frame evaluates, and the frame's variables.
+
+    The source is `""` where it is not known. It is one line, as brackets around it are left out.
+    """
+    variables = ChainMap(frame.f_locals, frame.f_globals)
+    positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    first, last, start, end = next(positions)
+    if first is None or last is None or start is None:
+        return "", variables
+    source = linecache.getlines(frame.f_code.co_filename)[first - 1 : last]
+    if source:
+        # Columns are counted in bytes.
+        source[-1] = source[-1].encode()[:end].decode()
+        source[0] = source[0].encode()[start:].decode()
+    return " ".join(map(str.strip, source)), variables

@@ -3,11 +3,13 @@
 import functools
 import itertools
 import re
+import types
 import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import planted
 import pytest
 from tables import cases
@@ -229,12 +231,46 @@ def product(w):
     return w * 1e-9
 
 
+def product_of_a_variable(w):
+    small = 1e-9
+    return jax.jit(lambda w: w * small)(w)
+
+
+def product_of_an_attribute(w):
+    return w * (NUMBERS.small / 2)
+
+
+def product_of_a_size(w):
+    batch = {"x": jnp.ones((100, 1000), HALF)}
+    return w / (batch["x"].shape[0] * batch["x"].shape[1] * 10**4)
+
+
+def product_over_lines(w):
+    return jnp.multiply(
+        w,
+        -1e-9,
+    )
+
+
+def product_in_a_library(w):
+    return optax.tree.scale(1e-9, w)
+
+
 def bound(w):
     return jnp.minimum(w, 1 - 1e-5)
 
 
+NUMBERS = types.SimpleNamespace(small=2e-9)
 # A number that is rounded in float16, where it becomes the second.
-ROUNDED = {product: (1e-9, 0.0), bound: (1 - 1e-5, 1.0)}
+ROUNDED = {
+    product: (1e-9, 0.0),
+    product_of_a_variable: (1e-9, 0.0),
+    product_of_an_attribute: (1e-9, 0.0),
+    product_of_a_size: (1e-9, 0.0),
+    product_over_lines: (-1e-9, 0.0),
+    product_in_a_library: (1e-9, 0.0),
+    bound: (1 - 1e-5, 1.0),
+}
 
 
 @cases("fun", ROUNDED)

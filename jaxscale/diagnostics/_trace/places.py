@@ -2,8 +2,9 @@
 
 JAX rounds a Python number while it traces: in float16 `x + 1e-9` is `x + 0`, and no equation
 shows that. NumPy does the rounding, and can call a function when it underflows or overflows. So
-the number and its line are known if a function is traced inside of `Constants.notice`. Nothing is
-called for a number that becomes 1, as the bound `1 - 1e-7` does: it is read in the line.
+the line is known if a function is traced inside of `Constants.notice`, and the number is read in
+the expression that called JAX. Nothing is called for a number that becomes 1, as the bound
+`1 - 1e-7` does: it is read in the line of the equation.
 """
 
 import ast
@@ -15,18 +16,19 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from ..._jax import (
     JaxprEqn,
     Literal,
     Op,
+    caller_of_jax,
+    expression_of,
     frames,
-    keep_lines_of_rules,
-    numbers_being_converted,
     primitives_that,
     scope_path,
 )
@@ -39,11 +41,13 @@ _LIBRARIES = (
 )  # fmt: skip
 _ARITHMETIC = primitives_that(Op.ARITHMETIC)
 _COMPARISONS = primitives_that(Op.COMPARES)
-_OPERATORS = {
+_OPERATORS: dict[type, Any] = {
+    ast.USub: operator.neg,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
 }
 
 
@@ -146,15 +150,9 @@ class Constants:
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, int], list[float]] = {}
 
-    @contextlib.contextmanager
-    def notice(self) -> Iterator[None]:
-        """Notes the numbers that are rounded to 0 or inf inside of this context.
-
-        The backward rules of the user's functions keep their lines, where such numbers may stand.
-        """
-        noting = np.errstate(over="call", under="call", call=self._note)
-        with noting, keep_lines_of_rules(is_users_file):
-            yield
+    def notice(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context inside of which numbers that are rounded to 0 or inf are noted."""
+        return np.errstate(over="call", under="call", call=self._note)
 
     def exact(self, eqn: JaxprEqn, around: Around, literal: Literal) -> float | None:
         """Returns the number that a 0, 1 or inf in an equation was made of, if it is known."""
@@ -165,26 +163,24 @@ class Constants:
         name = eqn.primitive.name
         line = find_line(eqn, around)
         if np.abs(value) == 1 and name in _ARITHMETIC | _COMPARISONS:
-            return _find_rounded(_numbers_in(line.text), value)
+            numbers = _numbers_in(line.text, {})
+            # What stands there as it is was not rounded.
+            return None if {1, -1} & set(numbers) else _find_rounded(numbers, value)
         # Derivatives compare with 0 and choose it, as that of `abs` does.
         if name in _ARITHMETIC and (value == 0 or np.isinf(value)):
-            noted = self._numbers.get((line.file, line.number), ())
-            return _find_rounded(tuple(noted), value)
+            return _find_rounded(self._numbers.get((line.file, line.number), ()), value)
         return None
 
     def _note(self, kind: str, flag: int) -> None:
-        """Notes the numbers that NumPy rounds now, and the user's line that it is called from."""
+        """Notes the numbers in the expression that called JAX, for the user's line around it."""
         del kind, flag
-        numbers, frame = numbers_being_converted()
+        frame = caller_of_jax()
+        numbers = () if frame is None else _numbers_in(*expression_of(frame))
         while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
-        if frame is None:
-            return
-        place = (frame.f_code.co_filename, frame.f_lineno)
-        numbers_of_line = self._numbers.setdefault(place, [])
-        for number in numbers:
-            if 0 < abs(number) < np.inf:
-                numbers_of_line.append(number)
+        if frame is not None:
+            place = (frame.f_code.co_filename, frame.f_lineno)
+            self._numbers.setdefault(place, []).extend(numbers)
 
 
 def _find_rounded(numbers: Sequence[float], value: np.ndarray) -> float | None:
@@ -198,37 +194,57 @@ def _find_rounded(numbers: Sequence[float], value: np.ndarray) -> float | None:
     return None
 
 
-@functools.cache
-def _numbers_in(text: str) -> tuple[float, ...]:
-    """Returns the numbers in a line of source, `1 - 1e-7` as one, if the line can be read."""
-    try:
-        waiting: list[ast.AST] = [ast.parse(text)]
-    except SyntaxError:  # a part of a statement
-        return ()
+def _numbers_in(text: str, variables: Mapping[str, Any]) -> Sequence[float]:
+    """Returns the numbers in some source, `1 - 1e-7` as one, if it can be read."""
+    waiting: list[ast.AST] = [_parse(text)]
     numbers = []
     while waiting:
         node = waiting.pop()
-        number = _read_number(node)
+        number = _read_number(node, variables)
         if number is None:
             waiting += ast.iter_child_nodes(node)
         else:
             numbers.append(number)
-    # What stands there as it is was not rounded.
-    if {1, -1} & set(numbers):
-        return ()
-    return tuple(numbers)
+    return numbers
 
 
-def _read_number(node: ast.AST) -> float | None:
-    """Returns the number that an expression of numbers alone is, or `None` for any other."""
+@functools.cache
+def _parse(text: str) -> ast.AST:
+    try:
+        return ast.parse(text)
+    except SyntaxError:  # a part of a statement
+        return ast.Pass()
+
+
+def _read_number(node: ast.AST, variables: Mapping[str, Any]) -> float | None:
+    """Returns the number that an expression is, or `None` for what is no number or not known."""
+    try:
+        value = _read_value(node, variables)
+        is_number = isinstance(value, (float, int, np.floating, np.integer))
+        return float(value) if is_number and not isinstance(value, bool) else None
+    except Exception:  # whatever the user's classes raise, and arithmetic
+        return None
+
+
+def _read_value(node: ast.AST, variables: Mapping[str, Any]) -> Any:
+    """Returns what a literal, a variable or a part of one is, or numbers are together.
+
+    No function is called.
+    """
+    value = None
     match node:
-        case ast.Constant(value=float() | int() as number):
-            return float(number)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            number = _read_number(operand)
-            return None if number is None else -number
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            numbers = _read_number(left), _read_number(right)
-            if None not in numbers and numbers[1] != 0:
-                return _OPERATORS[type(op)](*numbers)
-    return None
+        case ast.Constant(value=value):
+            pass
+        case ast.Name(id=name):
+            value = variables.get(name)
+        case ast.Attribute(value=owner, attr=name):
+            value = getattr(_read_value(owner, variables), name)
+        case ast.Subscript(value=owner, slice=index):
+            value = _read_value(owner, variables)[_read_value(index, variables)]
+        case ast.UnaryOp(op=op, operand=operand):
+            value = _OPERATORS[type(op)](_read_number(operand, variables))
+        case ast.BinOp(left=left, op=op, right=right):
+            numbers = _read_number(left, variables), _read_number(right, variables)
+            value = _OPERATORS[type(op)](*numbers)
+    # Of an array only what its type says, such as its size: the rest would be traced again.
+    return jax.typeof(value) if isinstance(value, jax.Array) else value

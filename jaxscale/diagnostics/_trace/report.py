@@ -82,8 +82,7 @@ class TracedNonfinite(Place):
       scaled: whether it depends on the loss scale. If not, no other scale can help.
       where: file and line, relative to the working directory, or `""`.
       file: the file of the innermost frame outside of JAX and libraries of layers, or `""`. For
-        an operation of a backward rule that a library wrote, or of one in a function that was
-        jitted and called before, it is that of the call.
+        an operation of a backward rule, it is that of the call.
       line: its line, or 0.
       source: the text of that line.
       called_from: files and lines that called it, innermost first.

@@ -202,12 +202,12 @@ def reciprocal_in_a_rule(x=POINTS, *, w=array([[1.0, 0.3], [-0.2, 1.0]])):
 
     def backward(saved, g):
         a, b = saved
-        r = 1 / (a * a + b * b)  # fault
+        r = 1 / (a * a + b * b)
         return g * b * r, -g * a * r
 
     angle.defvjp(forward, backward)
     a, b = (x @ w).T
-    return mean_square(angle(a, b))
+    return mean_square(angle(a, b))  # fault
 
 
 @faulty("backward", "tinygrad/tinygrad/pull/15363")
@@ -225,10 +225,10 @@ def count_in_a_rule(x=ones(70000), *, w=array(1.5), b=zeros(70000)):
     def backward(saved, g):
         x, y = saved
         mask = (x == y).astype(x.dtype)
-        return (g * mask / jnp.sum(mask),)  # fault
+        return (g * mask / jnp.sum(mask),)
 
     largest.defvjp(forward, backward)
-    y = largest(x * w + b).astype(jnp.float32)
+    y = largest(x * w + b).astype(jnp.float32)  # fault
     return jnp.square(y - 3)
 
 
