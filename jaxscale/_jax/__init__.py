@@ -17,6 +17,7 @@ from .forms import *
 from .hijax import *
 from .inner_programs import *
 from .mesh_axes import *
+from .once import *
 from .opening import *
 from .operations import *
 from .products import *

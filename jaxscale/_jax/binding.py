@@ -10,6 +10,8 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from . import hijax
 from .forms import OBJECT
+from .inner_programs import programs
+from .once import bind_once, is_differentiated
 
 
 def bind(
@@ -19,7 +21,10 @@ def bind(
     if params is None:
         params = eqn.params
     params = hijax.fitted(eqn, args, params)
-    outputs = _bind(eqn, args, params)
+    if is_differentiated(args) and not eqn.effects and not any(programs(eqn)):
+        outputs = bind_once(eqn.primitive, args, params)
+    else:
+        outputs = _bind(eqn, args, params)
     if eqn.primitive.multiple_results:
         return list(outputs)
     return [outputs]
@@ -51,4 +56,6 @@ def _as_array(value: Any) -> Any:
 def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     """Returns an array in another dtype. A program keeps this as one equation."""
     params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
+    if is_differentiated((array,)):
+        return bind_once(convert_element_type_p, (array,), params)
     return convert_element_type_p.bind(array, **params)

@@ -15,11 +15,15 @@ from jax.interpreters import ad, batching, mlir
 
 from .binding import cast
 from .derivatives import tangent_type
+from .once import bind_once, is_differentiated
 
 
 def stand_in(value: Any, source: Any, dtype: Any) -> Any:
     """Returns an array in a dtype, whose gradient goes to another array of the same values."""
-    return _STAND_IN.bind(value, source, dtype=np.dtype(dtype))
+    params = {"dtype": np.dtype(dtype)}
+    if is_differentiated((value, source)):
+        return bind_once(_STAND_IN, (value, source), params)
+    return _STAND_IN.bind(value, source, **params)
 
 
 def is_stand_in(eqn: JaxprEqn) -> bool:

@@ -1,0 +1,68 @@
+"""Operations that JAX differentiates once, however often they are in a program.
+
+Differentiating an equation takes JAX several times as long as copying it. What a jitted function
+does, JAX differentiates once for inputs of equal types, and remembers. Such a function may be
+inlined: then the program, and its derivative, are the same as without it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+# Inlines a function while the program around it is traced. Since JAX 0.12 `True` means later.
+_AT_ONCE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+
+def is_differentiated(args: Sequence[Any]) -> bool:
+    """Returns whether a function of some arguments is being differentiated in reverse."""
+    return _tracer_of_vjp() in map(type, args)
+
+
+@functools.cache
+def _tracer_of_vjp() -> type:
+    """Returns the class of what a function is given by `jax.vjp`."""
+    found: list[type] = []
+
+    def note(x: Any) -> Any:
+        found.append(type(x))
+        return x
+
+    with jax.ensure_compile_time_eval():
+        jax.vjp(note, np.float32(1))
+    return found[0]
+
+
+def bind_once(primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Binds a primitive whose inputs are differentiated, with a derivative that equal ones share.
+
+    It must hold no program, and have no effects.
+    """
+    if not all(map(_is_plain, args)):
+        return primitive.bind(*args, **params)
+    try:
+        bound = _bound(primitive, tuple(params.items()))
+    except TypeError:  # a parameter that has no hash
+        return primitive.bind(*args, **params)
+    return bound(*args)
+
+
+def _is_plain(array: Any) -> bool:
+    """Returns whether the type of an array says nothing of a mesh with Explicit axes.
+
+    A jitted function is traced with the mesh around it, which need not be that of its arguments.
+    """
+    aval = jax.typeof(array)
+    sharding = getattr(aval, "sharding", None)
+    return type(aval) is ShapedArray and (sharding is None or sharding.mesh.empty)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=_AT_ONCE)
