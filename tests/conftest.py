@@ -31,14 +31,10 @@ if (
 os.environ.setdefault("NPROC", "128")
 
 import itertools
-import shutil
-import tempfile
 
 import hypothesis
 import jax
 import pytest
-
-CACHE = pytest.StashKey[str]()  # the folder of programs that were compiled
 
 
 def pytest_addoption(parser):
@@ -58,29 +54,12 @@ def pytest_configure(config):
     options = {"max_examples": 60 if config.option.slow else 20, "derandomize": True}
     hypothesis.settings.register_profile("ours", deadline=None, **options)
     hypothesis.settings.load_profile("ours")
-    # Most of the time goes into compilation, and many tests compile the same program. What one
-    # has compiled, the others load, in both workers, until this run ends.
-    worker_input = getattr(config, "workerinput", None)
-    # from run to run, where one wants that
-    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    config.stash[CACHE] = (
-        worker_input["cache"] if worker_input else kept or tempfile.mkdtemp()
-    )
-    jax.config.update("jax_compilation_cache_dir", config.stash[CACHE])
+    # Most of the time goes into compilation. What was compiled is kept, for the other worker and
+    # for the next run; pytest's `--cache-clear` forgets it.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
+        compiled = config.cache.mkdir("compiled")
+        jax.config.update("jax_compilation_cache_dir", str(compiled))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    node.workerinput["cache"] = node.config.stash[CACHE]
-
-
-def pytest_unconfigure(config):
-    if (
-        not hasattr(config, "workerinput")
-        and "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    ):
-        shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
 def is_left_out(item):

@@ -327,7 +327,7 @@ def scaled(x):
 
 
 def scaled_backward(_, cotangent):
-    return (cotangent * HALF(60000) * HALF(60000),)  # fault
+    return (cotangent * HALF(60000) * HALF(60000),)
 
 
 scaled.defvjp(lambda x: (x, None), scaled_backward)
@@ -336,7 +336,7 @@ scaled.defvjp(lambda x: (x, None), scaled_backward)
 @advice("`mul`, in the backward pass, gives inf or NaN", ROWS)
 def rule_of_ones_own():
     def faulty(x, w):
-        return scaled(_multiply(x, w))
+        return scaled(_multiply(x, w))  # fault
 
     def cured(x, w):
         return x * w

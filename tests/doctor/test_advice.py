@@ -7,7 +7,7 @@ import re
 import jax
 import optax
 import pytest
-from advised import ADVICE, scaled_backward
+from advised import ADVICE
 from tables import cases
 from traced_losses import faulty_lines
 
@@ -24,10 +24,7 @@ DEFAULT = jaxscale.loss_scaled(SGD)
 
 def blamed_lines(name):
     """How the doctor may name the faulty lines of a pair, as a pattern."""
-    function = ADVICE[name].faulty
-    if name == "rule_of_ones_own":
-        function = scaled_backward
-    lines = faulty_lines(function)
+    lines = faulty_lines(ADVICE[name].faulty)
     assert lines, f"no line of {name} is marked as faulty"
     numbers = "|".join(map(str, lines))
     place = rf"at advised\.py:({numbers})"
