@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import sys
 
 # Before JAX is imported. Without the second flag XLA on CPU keeps float32 between two
 # float16 operations, and nothing would underflow.
@@ -14,13 +13,9 @@ os.environ["XLA_FLAGS"] = (
 # A CPU with float16 of its own fuses and rounds it in another way; up to AVX2 none has it.
 if platform.machine() in ("x86_64", "AMD64"):
     os.environ["XLA_FLAGS"] += " --xla_cpu_max_isa=AVX2"
-# Most of the time goes into compilation, a third of it into optimizations of LLVM. The slow run has
-# them, and so has one with a level in XLA_FLAGS. Workers have the flags of what started them.
-if (
-    "PYTEST_XDIST_WORKER" not in os.environ
-    and "--slow" not in sys.argv
-    and "_optimization_" not in os.environ["XLA_FLAGS"]
-):
+# Most of the time goes into compilation, a third of it into optimizations of LLVM. A run has them
+# with a level in XLA_FLAGS.
+if "_optimization_" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     # The newest JAX for Python 3.11 has two ways to make code of a fusion. The default takes more
     # than twice as long to compile. Other versions have one, and stop at this flag.

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -78,6 +79,9 @@ def after_exact_products(fun):
     return call
 
 
+OF_TANH = ["tanh", "squashed gaussian"]
+
+
 def value_and_gradients(fun, xs):
     """The value of a function and its gradients, if it has any."""
     # Compiled, as what is left of 1 - tanh(x) ** 2 depends on how XLA computes tanh.
@@ -91,7 +95,6 @@ def value_and_gradients(fun, xs):
 @cases(
     "name, dtype",
     itertools.product(OPERATIONS | TAILS, ["float16", "bfloat16"]),
-    # Not tanh: with the flags of the fast tests, XLA computes it in two ways in two programs.
     fast=[
         ("sigmoid", "float16"),
         ("mul", "float16"),
@@ -100,6 +103,8 @@ def value_and_gradients(fun, xs):
     ],
 )
 def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
+    if name in OF_TANH and "optimization_level=0" in os.environ["XLA_FLAGS"]:
+        pytest.skip("without LLVM, XLA computes a tanh in two ways in two programs")
     fun = (OPERATIONS | TAILS)[name]
     dtype = jnp.dtype(dtype)
     largest = np.finfo(np.float32).max
