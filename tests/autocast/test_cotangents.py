@@ -291,9 +291,7 @@ AROUND = {
     "name, around",
     itertools.product(MEETINGS, AROUND),
     fast=[
-        ("plain", "grad"),
         ("in_jit", "grad"),
-        ("sliced_by_scan", "grad"),
         ("constant_of_scan", "half_carries"),
     ],
 )

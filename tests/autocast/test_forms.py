@@ -336,7 +336,7 @@ def test_a_custom_root_is_solved_in_half_precision_and_its_linear_system_in_floa
 
 
 @in_both_forms
-@cases("differentiate", [jax.grad, jax.jacfwd])
+@cases("differentiate", [jax.grad, jax.jacfwd], fast=[jax.grad])
 def test_derivatives_of_a_custom_root_come_close(differentiate, is_new):
     with form(is_new):
         expected = differentiate(root)(W)

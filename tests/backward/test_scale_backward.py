@@ -197,8 +197,6 @@ MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `n
     itertools.product(PLACES, [-60, 40]),
     fast=[
         (beside_a_target, 40),
-        (around_model, 40),
-        (around_loss, -60),
         (inside_autocast, -60),
         (in_a_population, -60),
     ],
@@ -320,7 +318,7 @@ PASSES = {
 }
 
 
-@cases("name", PASSES)
+@cases("name", PASSES, fast=["NaN", "overflows"])
 def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(name):
     """A debugger of NaNs sees none in a pass that is repeated."""
     factor, scale, num_passes = PASSES[name]
@@ -429,7 +427,9 @@ def reported():
         passes.observer.reset(token)
 
 
-@cases("name", OUTLIERS)
+@cases(
+    "name", OUTLIERS, fast=["that do not matter", "beside what grows", "on two levels"]
+)
 def test_no_outlier_makes_gradients_silently_zero(name):
     row = OUTLIERS[name]
     runs = []
@@ -803,8 +803,6 @@ def test_a_cotangent_that_is_not_finite_makes_the_power_1():
     itertools.product(hosts.FORMS, ["auto", hosts.HIGH]),
     fast=[
         ("inside summed", hosts.HIGH),
-        ("by_pmap normalized", hosts.HIGH),
-        ("by_jit", hosts.HIGH),
         ("around called_in_calls", "auto"),
     ],
 )

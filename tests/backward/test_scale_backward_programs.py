@@ -122,10 +122,8 @@ def both_grads(around, loss):
     "loss, around",
     itertools.product(LOSSES, AROUND_BOTH),
     fast=[
-        (cross_entropy, "scale_backward of autocast"),
         (with_custom_jvp, "autocast of scale_backward"),
         (with_print, "scale_backward"),
-        (with_jit_of_integers, "scale_backward of autocast"),
     ],
 )
 def test_an_equation_without_outputs_is_one_like_others(loss, around, capfd):

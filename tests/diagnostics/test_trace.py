@@ -345,7 +345,9 @@ def rows_with(field):
     return [name for name, row in FIRST.items() if getattr(row, field) is not None]
 
 
-@cases("name", FIRST)
+@cases(
+    "name", FIRST, fast=["masked row", "backward rule", "log", "collected", "report"]
+)
 def test_the_first_inf_or_nan_is_named(name):
     first = first_report(name).first_nonfinite
     assert_fields(first, line=line(name), **FIRST[name].first)

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, primitives
 from jax.sharding import AxisType, PartitionSpec
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, each
 
 import jaxscale
 from jaxscale import _jax, diagnostics
@@ -441,9 +441,11 @@ WAYS = {
 }
 
 
-@cases("kind", AUTODIFF)
-@cases("compiled", [False, True])
-@cases("way", WAYS)
+@cases(
+    "way, compiled, kind",
+    itertools.product(WAYS, [False, True], AUTODIFF),
+    fast=each(WAYS, [False, True], AUTODIFF),
+)
 def test_programs_that_are_recomputed_have_the_same_derivatives(way, compiled, kind):
     with form(AUTODIFF[kind]):
         actual_fun = WAYS[way](squash_again)

@@ -317,7 +317,7 @@ FORMS = {
 }
 
 
-@cases("form", FORMS)
+@cases("form", FORMS, fast=["six falls to 2**15", "six falls", "NNX", "a population"])
 def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form):
     make_state, is_warned_of = FORMS[form]
     assert warns_of(make_state()) == is_warned_of

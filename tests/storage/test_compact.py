@@ -1,13 +1,14 @@
 """An optimizer's state in bfloat16: which arrays are compact, and what becomes of them."""
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, each
 
 import jaxscale
 
@@ -34,7 +35,9 @@ MOMENTS = {
 }
 
 
-@cases("name, compiled", [(name, form) for name in MOMENTS for form in (False, True)])
+@cases(
+    "name, compiled", product(MOMENTS, [False, True]), fast=each(MOMENTS, [False, True])
+)
 def test_large_float32_arrays_are_kept_in_bfloat16(name, compiled):
     inner, expected = MOMENTS[name]
     tx = jaxscale.compact_state(inner)

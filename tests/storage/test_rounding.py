@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tables import cases
+from tables import cases, each
 
 from jaxscale._storage import noise, rounding
 
@@ -168,7 +168,7 @@ def draws(numbers, dtype, number=100_000):
     return np.asarray(rounded)
 
 
-@cases("name, dtype", product(RANDOM, HALVES))
+@cases("name, dtype", product(RANDOM, HALVES), fast=each(RANDOM, HALVES))
 def test_rounding_at_random_is_right_on_average(name, dtype):
     numbers = RANDOM[name]
     rounded = draws(jnp.asarray(numbers), dtype).astype(np.float64)
