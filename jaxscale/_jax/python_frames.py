@@ -41,7 +41,7 @@ def expression_of(frame: FrameType) -> tuple[str, Mapping[str, Any]]:
         return "", variables
     source = linecache.getlines(frame.f_code.co_filename)[first - 1 : last]
     if source:
-        # Columns are counted in bytes.
-        source[-1] = source[-1].encode()[:end].decode()
-        source[0] = source[0].encode()[start:].decode()
+        # Columns are counted in bytes. The file may have changed since it was imported.
+        source[-1] = source[-1].encode()[:end].decode(errors="replace")
+        source[0] = source[0].encode()[start:].decode(errors="replace")
     return " ".join(map(str.strip, source)), variables

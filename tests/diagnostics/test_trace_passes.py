@@ -245,6 +245,11 @@ def product_of_a_size(w):
     return w / (batch["x"].shape[0] * batch["x"].shape[1] * 10**4)
 
 
+def product_of_an_element(w):
+    small = [1e-9, 2.0]
+    return w * small[-2]
+
+
 def product_over_lines(w):
     return jnp.multiply(
         w,
@@ -267,6 +272,7 @@ ROUNDED = {
     product_of_a_variable: (1e-9, 0.0),
     product_of_an_attribute: (1e-9, 0.0),
     product_of_a_size: (1e-9, 0.0),
+    product_of_an_element: (1e-9, 0.0),
     product_over_lines: (-1e-9, 0.0),
     product_in_a_library: (1e-9, 0.0),
     bound: (1 - 1e-5, 1.0),
@@ -280,6 +286,15 @@ def test_numbers_of_the_source_are_exact_in_float32(fun):
     assert backward.run(1.0).report().loss == 2 * rounded
     in_float32 = backward.run(1.0, everything).report()
     assert in_float32.loss == 2 * np.float32(exact)
+
+
+def test_a_number_that_a_function_returns_is_not_guessed():
+    def fun(w):
+        return w / (len(w) * 10**5)
+
+    report = TracedBackward(summed(fun), (half(1, 1),), {}).run(1.0).report()
+    assert report.loss == 0
+    assert report.constants == ()
 
 
 def test_like_calls_have_their_own_numbers_and_keep_what_is_read_of_them():

@@ -163,7 +163,7 @@ class Constants:
         name = eqn.primitive.name
         line = find_line(eqn, around)
         if np.abs(value) == 1 and name in _ARITHMETIC | _COMPARISONS:
-            numbers = _numbers_in(line.text, {})
+            numbers = _numbers_in(line.text)
             # What stands there as it is was not rounded.
             return None if {1, -1} & set(numbers) else _find_rounded(numbers, value)
         # Derivatives compare with 0 and choose it, as that of `abs` does.
@@ -175,7 +175,7 @@ class Constants:
         """Notes the numbers in the expression that called JAX, for the user's line around it."""
         del kind, flag
         frame = caller_of_jax()
-        numbers = () if frame is None else _numbers_in(*expression_of(frame))
+        numbers = () if frame is None else _operands(*expression_of(frame))
         while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
@@ -194,13 +194,31 @@ def _find_rounded(numbers: Sequence[float], value: np.ndarray) -> float | None:
     return None
 
 
-def _numbers_in(text: str, variables: Mapping[str, Any]) -> Sequence[float]:
-    """Returns the numbers in some source, `1 - 1e-7` as one, if it can be read."""
+def _operands(text: str, variables: Mapping[str, Any]) -> list[float]:
+    """Returns the numbers that an operation takes, whose source this is, as far as it can be read.
+
+    Parts of operands are left out: they were computed before.
+    """
+    nodes = list(ast.iter_child_nodes(_parse(text)))
+    if nodes and isinstance(nodes[0], ast.Expr):
+        nodes = list(ast.iter_child_nodes(nodes[0].value))
+    numbers = []
+    for node in nodes:
+        if isinstance(node, (ast.keyword, ast.List, ast.Tuple)):
+            nodes += ast.iter_child_nodes(node)
+        number = _read_number(node, variables)
+        if number is not None:
+            numbers.append(number)
+    return numbers
+
+
+def _numbers_in(text: str) -> list[float]:
+    """Returns the numbers in a line of source, `1 - 1e-7` as one, if it can be read."""
     waiting: list[ast.AST] = [_parse(text)]
     numbers = []
     while waiting:
         node = waiting.pop()
-        number = _read_number(node, variables)
+        number = _read_number(node, {})
         if number is None:
             waiting += ast.iter_child_nodes(node)
         else:
@@ -219,11 +237,18 @@ def _parse(text: str) -> ast.AST:
 def _read_number(node: ast.AST, variables: Mapping[str, Any]) -> float | None:
     """Returns the number that an expression is, or `None` for what is no number or not known."""
     try:
-        value = _read_value(node, variables)
-        is_number = isinstance(value, (float, int, np.floating, np.integer))
-        return float(value) if is_number and not isinstance(value, bool) else None
+        return float(_number(node, variables))
     except Exception:  # whatever the user's classes raise, and arithmetic
         return None
+
+
+def _number(node: ast.AST, variables: Mapping[str, Any]) -> Any:
+    value = _read_value(node, variables)
+    if isinstance(value, bool) or not isinstance(
+        value, (float, int, np.floating, np.integer)
+    ):
+        raise TypeError
+    return value
 
 
 def _read_value(node: ast.AST, variables: Mapping[str, Any]) -> Any:
@@ -242,9 +267,9 @@ def _read_value(node: ast.AST, variables: Mapping[str, Any]) -> Any:
         case ast.Subscript(value=owner, slice=index):
             value = _read_value(owner, variables)[_read_value(index, variables)]
         case ast.UnaryOp(op=op, operand=operand):
-            value = _OPERATORS[type(op)](_read_number(operand, variables))
+            value = _OPERATORS[type(op)](_number(operand, variables))
         case ast.BinOp(left=left, op=op, right=right):
-            numbers = _read_number(left, variables), _read_number(right, variables)
+            numbers = _number(left, variables), _number(right, variables)
             value = _OPERATORS[type(op)](*numbers)
     # Of an array only what its type says, such as its size: the rest would be traced again.
     return jax.typeof(value) if isinstance(value, jax.Array) else value
