@@ -6,6 +6,7 @@ these arrays, which are half as large as anything in the segment, and computes t
 only products read of it is rounded once, at its end. Nothing within it is rounded.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,13 +38,16 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
     for var in part.outputs:
         rounded.append(is_float32(var) and frame.is_only_rounded(var))
     arrays, tree = jax.tree.flatten(starts)
+    scopes = _jax.common_scopes(part.eqns)
+    outer = len(scopes)
+    scopes = frame.scopes + scopes
 
-    def compute(*arrays: Any) -> list[Any]:
-        with source(part.eqns[0], frame.scopes):
+    def compute(scopes: Any, *arrays: Any) -> list[Any]:
+        with source(part.eqns[0], scopes, outer):
             values = _start(part, jax.tree.unflatten(tree, arrays))
-        _run_equations(part.eqns, values, frame.scopes)
+        _run_equations(part.eqns, values, scopes, outer)
         outputs = []
-        with source(part.eqns[-1], frame.scopes):
+        with source(part.eqns[-1], scopes, outer):
             for var, is_rounded in zip(part.outputs, rounded, strict=True):
                 output = values[var]
                 if is_rounded:
@@ -51,17 +55,20 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
                 outputs.append(output)
         return outputs
 
-    with source(part.eqns[-1], frame.scopes, own=False):
-        if not any(map(_keeps_something, part.eqns)):
-            return compute(*arrays)  # the backward pass keeps nothing of it
-        types = tuple(map(jax.typeof, arrays))
-        key = (
-            _jax.key_of(part.eqns, part.inputs, part.outputs),
-            tree,
-            types,
-            tuple(rounded),
-        )
-        return _recomputed(frame, key, compute, types)(*arrays)
+    if not any(map(_keeps_something, part.eqns)):
+        return compute(scopes, *arrays)  # the backward pass keeps nothing of it
+    types = tuple(map(jax.typeof, arrays))
+    key = (
+        _jax.key_of(part.eqns, part.inputs, part.outputs, outer),
+        tree,
+        types,
+        tuple(rounded),
+    )
+    # Layers that differ in their names alone share a program: the scopes that are around all of a
+    # segment are those of its one equation, not of what is in it.
+    alone = functools.partial(compute, _jax.no_scopes())
+    with source(part.eqns[-1], scopes, len(part.eqns[-1].source_info.name_stack)):
+        return _recomputed(frame, key, alone, types)(*arrays)
 
 
 def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:
@@ -114,7 +121,7 @@ def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _run_equations(
-    eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: Any
+    eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: Any, outer: int
 ) -> None:
     """Evaluates equations as they are written, and adds their outputs to `values`."""
     for eqn in eqns:
@@ -123,7 +130,7 @@ def _run_equations(
             inputs.append(atom.val if isinstance(atom, Literal) else values[atom])
         outputs = inputs
         if operation(eqn) not in table.NAMES:  # what it starts from has the name
-            with context(eqn), source(eqn, scopes):
+            with context(eqn), source(eqn, scopes, outer):
                 outputs = bind(eqn, inputs)
         values |= zip(eqn.outvars, outputs, strict=True)
 

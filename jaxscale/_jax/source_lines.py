@@ -30,23 +30,37 @@ def context_key(eqn: JaxprEqn) -> Any:
     return eqn.ctx
 
 
-def source(eqn: JaxprEqn, scopes: Any, *, own: bool = True) -> Any:
+def source(eqn: JaxprEqn, scopes: Any, outer: int = 0) -> Any:
     """Returns a context in which what is bound has the line and the scopes of an equation.
 
-    Around its `own` scopes are those around the program, from `current_scopes`.
+    Before its own scopes stand `scopes`, in place of its `outer` ones.
     """
     info: Any = eqn.source_info
-    if own:
-        scopes = scopes + info.name_stack
+    scopes = scopes + info.name_stack[outer:]
     return source_info_util.user_context(info.traceback, name_stack=scopes)
 
 
+def common_scopes(eqns: Sequence[JaxprEqn]) -> Any:
+    """Returns the scopes that are around all of some equations."""
+    stacks: list[Any] = [eqn.source_info.name_stack for eqn in eqns]
+    length = 0
+    for scopes in zip(*(stack.stack for stack in stacks), strict=False):
+        if any(scope != scopes[0] for scope in scopes):
+            break
+        length += 1
+    return stacks[0][:length]
+
+
 def key_of(
-    eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outputs: Sequence[Any]
+    eqns: Sequence[JaxprEqn],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    outer: int = 0,
 ) -> Any:
     """Returns what is equal for equations that do the same, in the same lines and scopes.
 
-    `inputs` are the variables that they read, and `outputs` those of theirs that are read.
+    `inputs` are the variables that they read, and `outputs` those of theirs that are read. Their
+    `outer` scopes may differ.
     """
     numbers = {var: number for number, var in enumerate(inputs)}
     keys = []
@@ -60,7 +74,7 @@ def key_of(
         for var in eqn.outvars:
             numbers[var] = len(numbers)
         info: Any = eqn.source_info
-        place = (info.traceback, info.name_stack, eqn.ctx)
+        place = (info.traceback, info.name_stack[outer:], eqn.ctx)
         # in the order in which JAX made them, which is one
         params = tuple(eqn.params.items())
         keys.append((eqn.primitive, params, tuple(of_inputs), place))
@@ -71,6 +85,11 @@ def _literal_key(literal: Any) -> Any:
     value = np.asarray(literal.val)
     # as 0.0 == -0.0, and NaN equals nothing
     return literal.aval, value.dtype, value.tobytes()
+
+
+def no_scopes() -> Any:
+    """Returns the scopes of what stands in none."""
+    return source_info_util.new_name_stack()
 
 
 def current_scopes() -> Any:

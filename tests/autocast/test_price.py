@@ -70,14 +70,29 @@ def test_equal_equations_are_differentiated_once(monkeypatch):
     assert {"jit", "pjit"}.isdisjoint(map(_jax.operation, program.eqns))
 
 
-def test_segments_of_different_scopes_do_not_share_a_program():
-    programs = segments(jaxscale.autocast(layers(jnp.tanh, scopes=True)))
-    assert count_different(programs) == len(programs)
-    scopes = set()
-    for program in programs:
-        scopes.update(map(_jax.scope_path, program.eqns))
-    # The loss is in no scope, and part of the last segment.
-    assert scopes == {"", *(f"layer{i}" for i in range(LAYERS))}
+def test_layers_of_different_names_share_a_program_and_keep_their_names():
+    autocast_network = jaxscale.autocast(layers(jnp.tanh, scopes=True))
+    programs = segments(autocast_network)
+    # What ends one layer is in no scope, and begins none.
+    assert count_different(programs) == 2
+    lowered = jax.jit(jax.grad(autocast_network)).lower(X).as_text(debug_info=True)
+    for i in range(LAYERS):
+        assert f"jvp(layer{i})/tanh" in lowered
+
+
+def test_segments_over_different_names_do_not_share_a_program():
+    def network(x):
+        for i in range(3):
+            with jax.named_scope(f"a{i}"):
+                x = jnp.tanh(x @ W[0])
+            with jax.named_scope(f"b{i}"):
+                x = jnp.sin(x)
+        return x
+
+    programs = segments(jaxscale.autocast(network))
+    assert count_different(programs) == len(programs) == 3
+    for i, program in enumerate(programs):
+        assert {f"a{i}", f"b{i}"} <= set(map(_jax.scope_path, program.eqns))
 
 
 def test_equal_segments_are_traced_and_differentiated_once(monkeypatch):
