@@ -17,6 +17,7 @@ from .._jax import (
     JaxprEqn,
     Literal,
     Search,
+    at_line,
     bind,
     cast,
     context,
@@ -67,7 +68,7 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
     # Layers that differ in their names alone share a program: the scopes that are around all of a
     # segment are those of its one equation, not of what is in it.
     alone = functools.partial(compute, _jax.no_scopes())
-    with source(part.eqns[-1], scopes, len(part.eqns[-1].source_info.name_stack)):
+    with at_line(part.eqns[-1], scopes):
         return _recomputed(frame, key, alone, types)(*arrays)
 
 

@@ -36,7 +36,12 @@ def source(eqn: JaxprEqn, scopes: Any, outer: int = 0) -> Any:
     Before its own scopes stand `scopes`, in place of its `outer` ones.
     """
     info: Any = eqn.source_info
-    scopes = scopes + info.name_stack[outer:]
+    return at_line(eqn, scopes + info.name_stack[outer:])
+
+
+def at_line(eqn: JaxprEqn, scopes: Any) -> Any:
+    """Returns a context in which what is bound has the line of an equation, and these scopes."""
+    info: Any = eqn.source_info
     return source_info_util.user_context(info.traceback, name_stack=scopes)
 
 
