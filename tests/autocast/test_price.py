@@ -1,5 +1,6 @@
 """What tracing costs, checked by counting: what is traced, and which programs are shared."""
 
+import re
 from unittest import mock
 
 import jax
@@ -77,7 +78,8 @@ def test_layers_of_different_names_share_a_program_and_keep_their_names():
     assert count_different(programs) == 2
     lowered = jax.jit(jax.grad(autocast_network)).lower(X).as_text(debug_info=True)
     for i in range(LAYERS):
-        assert f"jvp(layer{i})/tanh" in lowered
+        # The last one is part of what differentiates the loss: more brackets are around it.
+        assert re.search(rf"jvp\(layer{i}\)*/tanh", lowered)
 
 
 def test_segments_over_different_names_do_not_share_a_program():
