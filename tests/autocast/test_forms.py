@@ -133,9 +133,9 @@ def test_both_forms_have_the_same_products_and_gradients(name, wrap):
         largest = float(jnp.abs(b).max())
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3 * largest)
     assert set(new.products) == set(old.products)
-    # For others JAX derives the rules in another way. Before JAX 0.12 its next form of remat
-    # computes as much again as without `autocast`, and the other one computes less.
-    if name in POLICIES and jax.__version_info__ >= (0, 12):
+    # For others JAX derives the rules in another way. In JAX 0.11 its next form of remat computes
+    # as much again as without `autocast`, and the other one computes less.
+    if name in POLICIES and jax.__version_info__[:2] != (0, 11):
         assert new.products == old.products
 
 

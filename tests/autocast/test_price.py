@@ -77,6 +77,7 @@ def test_layers_of_different_names_share_a_program_and_keep_their_names():
     # What ends one layer is in no scope, and begins none.
     assert count_different(programs) == 2
     lowered = jax.jit(jax.grad(autocast_network)).lower(X).as_text(debug_info=True)
+    assert not re.search(r'layer\d+[^"]*layer', lowered)
     for i in range(LAYERS):
         # The last one is part of what differentiates the loss: more brackets are around it.
         assert re.search(rf"jvp\(layer{i}\)*/tanh", lowered)
