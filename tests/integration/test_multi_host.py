@@ -43,6 +43,8 @@ def started(number, *options, command=(EXAMPLE, "--local")):
     # Compilation takes most of the time. Without the second flag float16 might be float32.
     flags += " --xla_backend_optimization_level=0 --xla_allow_excess_precision=false"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_LOG_COMPILES": "1"}
+    # Processes share a pipe. Unbuffered, a line and its end are two writes, which others cut apart.
+    environment |= {"PYTHONUNBUFFERED": ""}
     command = [sys.executable, *map(str, [*command, number, *options])]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(
