@@ -41,7 +41,7 @@ def pytest_addoption(parser):
         "--part",
         default="1/1",
         metavar="K/N",
-        help="with --slow: of the slow rows of laws that have fast rows only the Kth part of N",
+        help="run the Kth part of N of the tests, and those of pages as without it",
     )
 
 
@@ -64,30 +64,19 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def is_left_out(item):
-    return any(map(item.get_closest_marker, ("slow", "docs")))
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m slow` selects
 def pytest_collection_modifyitems(config, items):
-    if not config.option.slow:
-        config.hook.pytest_deselected(items=list(filter(is_left_out, items)))
-        items[:] = itertools.filterfalse(is_left_out, items)
     number, parts = map(int, config.option.part.split("/"))
-    if parts > 1:
-        laws = {law_of(item) for item in items if not is_left_out(item)}
 
-        def is_of_another_part(item):
-            is_one_row_more = is_left_out(item) and law_of(item) in laws
-            name = item.nodeid.encode()
-            return is_one_row_more and zlib.crc32(name) % parts != number - 1
+    def is_left_out(item):
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & {"slow", "docs"} and not config.option.slow:
+            return True
+        of_part = zlib.crc32(item.nodeid.encode()) % parts + 1
+        return of_part != number and "docs" not in marks
 
-        config.hook.pytest_deselected(items=list(filter(is_of_another_part, items)))
-        items[:] = itertools.filterfalse(is_of_another_part, items)
-
-
-def law_of(item):
-    return item.path, getattr(item, "originalname", item.name)
+    config.hook.pytest_deselected(items=list(filter(is_left_out, items)))
+    items[:] = itertools.filterfalse(is_left_out, items)
 
 
 @pytest.fixture(autouse=True)

@@ -24,17 +24,21 @@ PRODUCT = "product"
 EXPONENTIAL = "exponential"
 LOG_OF_SUM = "logarithm of a sum of exponentials"
 
-# The operations that make one of these by themselves.
-_MAKERS = {"reduce_prod": PRODUCT, "cumprod": PRODUCT, "logistic": SIGMOID}
 # They return some of the numbers that they take.
 _MOVES = primitives_that(Op.PASSES_ON)
-_MOVES_AND_ADD = _MOVES | {"add"}
-_SUMS = {"add", "add_any", "sub", "neg"}
-_LINEAR = _MOVES | _SUMS | {"reduce_sum"}
-_ARITHMETIC = _SUMS | {"mul", "div"}
-_EXPONENTIALS = {"exp", "exp2"}
-_LOGARITHMS = {"log", "log1p"}
-_REDUCTIONS_BEFORE_A_LOGARITHM = {"reduce_prod", "cumprod", "reduce_sum"}
+_LIMITS = primitives_that(Op.LIMITS)
+_ADDS = primitives_that(Op.ADDS)
+_SUMS = primitives_that(Op.ADDS | Op.REDUCTION)
+_DIVIDES = primitives_that(Op.DIVIDES)
+_MULTIPLIES = primitives_that(Op.MULTIPLIES)
+_PRODUCTS_OF_TWO = primitives_that(Op.MULTIPLIES | Op.ELEMENTWISE)
+_MATRIX_PRODUCTS = primitives_that(Op.PRODUCT)
+_EXPONENTIALS = primitives_that(Op.EXPONENTIAL)
+_LOGARITHMS = primitives_that(Op.LOGARITHM)
+_SIGMOIDS = primitives_that(Op.SIGMOID)
+_LINEAR = _MOVES | _ADDS | primitives_that(Op.SUBTRACTS)
+# A sum may have an epsilon added to it.
+_MOVES_AND_ADD = _MOVES | (_ADDS - _SUMS)
 
 _MANY = 64  # a sum of this many numbers, each with its full weight, is worth a word
 _MANY_FACTORS = 4  # products in a row: more than a formula has
@@ -70,25 +74,25 @@ class Operations:
             name = self._name(source)
             if name in _EXPONENTIALS:
                 return self._find_use(source)
-            origin = _MAKERS.get(name, "")
-            if name == "mul" and self._has_factors(source, _MANY_FACTORS, _MOST_MOVES):
-                origin = PRODUCT
-            if name == "div":
-                origin = self._find_quotient(source)
-            if origin:
-                return origin
+            if name in _SIGMOIDS:
+                return SIGMOID
+            if name in _MULTIPLIES and self._has_factors(source):
+                return PRODUCT
+            if name in _DIVIDES and (quotient := self._find_quotient(source)):
+                return quotient
         return ""
 
     def _find_use(self, exponential: EquationKey) -> str:
         """Returns what an exponential is a part of: a softmax, a `logsumexp` or neither."""
         use = EXPONENTIAL
         for total in self._walk_on(exponential, _MOVES):
-            if self._name(total) not in ("reduce_sum", "dot_general"):
+            if self._name(total) not in _SUMS | _MATRIX_PRODUCTS:
                 continue
             for reader in self._walk_on(total, _MOVES_AND_ADD):
-                if self._name(reader) == "div" and self._is_divided_by(reader, total):
+                name = self._name(reader)
+                if name in _DIVIDES and self._is_divided_by(reader, total):
                     return SOFTMAX
-                if self._name(reader) == "log":
+                if name in _LOGARITHMS:
                     use = LOG_OF_SUM
         return use
 
@@ -99,7 +103,7 @@ class Operations:
         """
         dividend, divisor = self._makers[quotient]
         is_divisor = total in self._walk_back(divisor, _MOVES_AND_ADD)
-        through = _MOVES | {"mul", "dot_general"}
+        through = _MOVES | _PRODUCTS_OF_TWO | _MATRIX_PRODUCTS
         return is_divisor and self._comes_from(dividend, _EXPONENTIALS, through)
 
     def _find_quotient(self, quotient: EquationKey) -> str:
@@ -109,14 +113,19 @@ class Operations:
         exp(x) / (1 + exp(x)).
         """
         dividend, divisor = self._makers[quotient]
-        if self._comes_from(divisor, {"reduce_sum"}, _MOVES_AND_ADD):
+        if self._comes_from(divisor, _SUMS, _MOVES_AND_ADD):
             if self._comes_from(dividend, _EXPONENTIALS, _MOVES):
                 return SOFTMAX
         elif self._comes_from(divisor, _EXPONENTIALS, _MOVES_AND_ADD):
             return SIGMOID
         return ""
 
-    def _has_factors(self, key: EquationKey, num_factors: int, num_moves: int) -> bool:
+    def _has_factors(
+        self,
+        key: EquationKey,
+        num_factors: int = _MANY_FACTORS,
+        num_moves: int = _MOST_MOVES,
+    ) -> bool:
         """Returns whether a product is of many factors, or of what a loop carries.
 
         Of the last `num_moves` operations up to here, `num_factors` are then products. In a loop, a
@@ -124,11 +133,14 @@ class Operations:
         """
         if key not in self._equations or not num_moves:
             return False
-        if self._name(key) == "mul":
+        name = self._name(key)
+        if name in _MULTIPLIES - _PRODUCTS_OF_TWO:
+            return True
+        if name in _PRODUCTS_OF_TWO:
             inputs = self._equation(key).invars
             if not any(isinstance(atom, Literal) for atom in inputs):
                 num_factors -= 1
-        elif self._name(key) not in _MOVES - {"max", "min", "clamp"}:
+        elif name not in _MOVES - _LIMITS:
             return False
         if not num_factors:
             return True
@@ -148,7 +160,7 @@ class Operations:
         return tuple(filter(None, unshifted))
 
     def is_read_by_logarithm(self, key: EquationKey) -> bool:
-        through = _MOVES | _ARITHMETIC | _REDUCTIONS_BEFORE_A_LOGARITHM
+        through = _LINEAR | _MULTIPLIES | _DIVIDES
         readers = self._walk_on(key, through)
         return any(self._name(reader) in _LOGARITHMS for reader in readers)
 
@@ -181,7 +193,7 @@ class Operations:
         if key not in self._equations or key in after:
             return
         path = (*after, key)
-        if self._name(key) == "reduce_sum":
+        if self._name(key) in _SUMS:
             yield path, weight
         for maker, its_weight in self._find_terms(key, weight):
             yield from self._find_sums(maker, its_weight, path)
@@ -207,14 +219,14 @@ class Operations:
         if name in _LINEAR:
             for maker in makers:
                 yield maker, weight
-        if name not in ("div", "mul"):
+        if name not in _DIVIDES | _PRODUCTS_OF_TWO:
             return
         first, second = map(_read_number, self._equation(key).invars)
-        if second and name == "div":
+        if second and name in _DIVIDES:
             yield makers[0], weight / second
         elif second:
             yield makers[0], weight * second
-        elif first and name == "mul":
+        elif first and name in _PRODUCTS_OF_TWO:
             yield makers[1], weight * first
 
     def _describe_sum(self, key: EquationKey, weight: float) -> Sum:

@@ -19,6 +19,14 @@ class Op(enum.Flag):
     # Gives numbers that it is given: other ones of them, without a sign, or rounded.
     PASSES_ON = enum.auto()
     ARITHMETIC = enum.auto()  # combines two numbers, as an operator of Python does
+    ADDS = enum.auto()
+    SUBTRACTS = enum.auto()
+    MULTIPLIES = enum.auto()
+    DIVIDES = enum.auto()
+    LIMITS = enum.auto()  # keeps numbers within bounds
+    EXPONENTIAL = enum.auto()
+    LOGARITHM = enum.auto()
+    SIGMOID = enum.auto()
     CHEAP = enum.auto()  # may be computed twice
     KEEPS_NOTHING = enum.auto()  # its derivative does not depend on what it reads
     NO_GRADIENT = enum.auto()  # nothing comes back through it
@@ -55,21 +63,31 @@ _CHEAP_MOVE = _LINEAR_MOVE | Op.CHEAP
 _ROWS = {
     Op.PRODUCT: "dot_general conv_general_dilated ragged_dot ragged_dot_general",
     # Elements, one by one. First arithmetic:
-    _ELEMENT | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add sub",
-    _ELEMENT | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add_any",
-    _ELEMENT | Op.KEEPS_NOTHING | _EXACT: "neg",
+    _ELEMENT | Op.ADDS | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add",
+    _ELEMENT
+    | Op.SUBTRACTS
+    | Op.ARITHMETIC
+    | Op.KEEPS_NOTHING
+    | Op.LOSES_NOTHING: "sub",
+    _ELEMENT | Op.ADDS | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add_any",
+    _ELEMENT | Op.SUBTRACTS | Op.KEEPS_NOTHING | _EXACT: "neg",
     _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING | Op.CASTS: "convert_element_type",
-    _ELEMENT | Op.ARITHMETIC: "mul div rem pow",
+    _ELEMENT | Op.ARITHMETIC | Op.MULTIPLIES: "mul",
+    _ELEMENT | Op.ARITHMETIC | Op.DIVIDES: "div",
+    _ELEMENT | Op.ARITHMETIC: "rem pow",
+    _ELEMENT | Op.EXPONENTIAL: "exp exp2",
+    _ELEMENT | Op.LOGARITHM: "log log1p",
+    _ELEMENT | Op.SIGMOID: "logistic",
     _ELEMENT: """
-        integer_pow square sqrt rsqrt cbrt
-        exp exp2 expm1 log log1p
+        integer_pow square sqrt rsqrt cbrt expm1
         sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
-        logistic erf erfc erf_inv
+        erf erfc erf_inv
         eq eq_to is_finite le_to lt_to ne
         and or not xor""",
     _ELEMENT | Op.COMPARES: "ge gt le lt",
-    _ELEMENT | Op.PASSES_ON | _EXACT: "abs clamp select_n",
-    _ELEMENT | Op.PASSES_ON | Op.ARITHMETIC | _EXACT: "max min",
+    _ELEMENT | Op.PASSES_ON | _EXACT: "abs select_n",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | _EXACT: "clamp",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "max min",
     _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
     _ELEMENT
     | Op.NO_GRADIENT
@@ -78,7 +96,7 @@ _ROWS = {
     | Op.STOPS_TANGENTS
     | _EXACT: "stop_gradient",
     # One number of many:
-    _REDUCE | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "reduce_sum",
+    _REDUCE | Op.ADDS | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "reduce_sum",
     # That of no number is inf.
     _REDUCE | Op.PASSES_ON | Op.LOSES_NOTHING: "reduce_max reduce_min",
     _REDUCE: "argmax argmin reduce_and reduce_or",
@@ -104,6 +122,8 @@ _ROWS = {
     # `new_ref` was `mutable_array` before JAX 0.8.
     Op.ON_REFS | _EXACT: "new_ref mutable_array get swap freeze free_ref",
     Op.ON_REFS | Op.LOSES_NOTHING: "addupdate",
+    Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
+    Op.MULTIPLIES: "cumprod",
     Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add
