@@ -53,7 +53,7 @@ def autocast(
     *All else* runs in float32: biases, activations, norms, softmax, losses, comparisons, and
     constants, which are not rounded either. What only moves the results of products to other
     products, such as a transpose, stays in half precision. Where gradients of several readers meet,
-    they are added in float32, unless all of them come from products.
+    as those of a weight that many layers share, they are added in float32.
 
     *What is kept* are the half-precision arrays that products read and return. What lies between
     two products is computed again in the backward pass, as if under `jax.checkpoint`, because its

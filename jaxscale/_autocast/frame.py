@@ -2,8 +2,8 @@
 
 A narrow value has two views: an array in half precision, and its cast to float32. Where cotangents
 come back to it from several readers, they meet in float32. So readers take the second view, or a
-form of the first whose gradient goes to the second. All products that read the value share one such
-form: what they send back is rounded to half precision anyway.
+form of the first whose gradient goes to the second. The same holds of a value in float32 and its
+copy in half precision, which all that round it share.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Frame:
       narrow: the variables that are declared as float32 and whose numbers half precision holds.
       meeting: the variables whose cotangents meet in float32, here or further back.
       wides: narrow values in float32.
-      halves: what products read.
+      halves: values in float32, rounded for products.
       segments: what its segments run as. Equal ones run as one function.
     """
 
@@ -89,25 +89,22 @@ class Frame:
         return list(map(self.read_wide, eqn.invars))
 
     def read_half(self, atom: Any) -> Any:
-        """Returns what products read of a value: half precision if it is declared as float32."""
-        if isinstance(atom, Literal):
-            return self.read_own_half(atom)
-        if atom not in self.halves:
-            self.halves[atom] = self.read_own_half(atom)
-        return self.halves[atom]
-
-    def read_own_half(self, atom: Any) -> Any:
-        """Returns a value as `read_half` does, for one reader that is not a product."""
+        """Returns a value as products read it: in half precision if it is declared as float32."""
         if not is_float32(atom):
             return self.read_wide(atom)
         if isinstance(atom, Literal):
             return _round_literal(atom, self.dtype)
-        if self.meets(atom):
-            views = self.read_views(atom)
-            return stand_in(views.half, views.wide, self.dtype)
-        if atom in self.narrow:
-            return self.values[atom]
-        return cast(self.values[atom], self.dtype, atom.aval.weak_type)
+        half = self._read_shared_half(atom)
+        if atom in self.meeting:
+            return stand_in(half, self.read_wide(atom), self.dtype)
+        return half
+
+    def _read_shared_half(self, var: Any) -> Any:
+        if var in self.narrow:
+            return self.read_narrow(var)
+        if var not in self.halves:
+            self.halves[var] = cast(self.values[var], self.dtype, var.aval.weak_type)
+        return self.halves[var]
 
     def read_narrow(self, var: Any) -> jax.Array:
         """Returns the half-precision array of a narrow value, for what has no gradient."""

@@ -129,7 +129,7 @@ def _read_scan_inputs(
                 args[i] = frame.read_views(atom)
         elif i < first_x:
             if half_carries[i - loop.consts]:
-                args[i] = frame.read_own_half(atom)
+                args[i] = frame.read_half(atom)
             else:
                 args[i] = as_declared(frame.read_wide(atom), variables[i])
     return args

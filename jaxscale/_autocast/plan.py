@@ -28,8 +28,9 @@ class Plan(NamedTuple):
       parts: the parts, in the order in which they run.
       products: the identities of the equations that read half precision.
       only_rounded: the variables that are only read to be rounded to half precision, as by a
-        product. To round one at once loses nothing.
-      meeting: the variables whose cotangents come from several readers, not all of them products.
+        product, and whose cotangent is rounded before it comes back. To round one at once loses
+        nothing.
+      meeting: the variables whose cotangents come from several readers, and are added in float32.
     """
 
     parts: Sequence[Part]
@@ -50,8 +51,8 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
     """
     products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, owner)}
     parts = cut(jaxpr, products)
-    rounded = _find_rounded(jaxpr, parts, products, rounded_outputs, owner)
-    meeting = _find_meeting(jaxpr, parts, products)
+    meeting = _find_meeting(jaxpr, parts)
+    rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, owner)
     return Plan(parts, products, rounded, meeting)
 
 
@@ -62,13 +63,12 @@ def has_gradient(eqn: JaxprEqn) -> bool:
     return any(holds_inexact(var.aval) for var in eqn.outvars)
 
 
-def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part], products: set[int]) -> set[Any]:
-    """Returns the variables whose cotangents come from several readers, not all products.
+def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part]) -> set[Any]:
+    """Returns the variables whose cotangents come from several readers.
 
     A segment is one reader: within it everything is in float32.
     """
     reads = collections.Counter(variables(jaxpr.outvars))
-    reads_of_products: collections.Counter[Any] = collections.Counter()
     for part in parts:
         if part.is_segment:
             reads.update(part.inputs)
@@ -76,28 +76,25 @@ def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part], products: set[int]) -> se
         (eqn,) = part.eqns
         if has_gradient(eqn):
             reads.update(variables(eqn.invars))
-        if id(eqn) in products:
-            reads_of_products.update(variables(eqn.invars))
-    meeting = set()
-    for var, number in reads.items():
-        if number > 1 and number > reads_of_products[var]:
-            meeting.add(var)
-    return meeting
+    return {var for var, number in reads.items() if number > 1}
 
 
 def _find_rounded(
     jaxpr: Jaxpr,
     parts: Sequence[Part],
     products: set[int],
+    meeting: set[Any],
     rounded_outputs: Sequence[bool],
     owner: Owner,
 ) -> set[Any]:
     """Returns the variables that are only read to be rounded, from the last reader to the first.
 
-    A move rounds what it reads if everything that reads its result rounds that.
+    A move rounds what it reads if everything that reads its result rounds that. Not so where
+    cotangents are added on their way back, as to a table of embeddings: their sum in float32 would
+    be rounded before the derivative of what made the table.
     """
     rounded: set[Any] = set()
-    others: set[Any] = set()
+    others = set(meeting)
     outputs = itertools.zip_longest(jaxpr.outvars, rounded_outputs, fillvalue=False)
     for atom, is_rounded in outputs:
         (rounded if is_rounded else others).update(variables([atom]))
@@ -127,5 +124,6 @@ def _rounds_inputs(
     if called is not None:
         inside = plan(called, tuple(only_rounded), owner_of(eqn, owner))
         return [var in inside.only_rounded for var in called.jaxpr.invars]
-    is_move = operation(eqn) in table.MOVES and not any(programs(eqn))
-    return [is_move and all(only_rounded)] * len(eqn.invars)
+    moves = operation(eqn) in table.MOVES - table.SUMMED_BACKWARD
+    rounds = moves and all(only_rounded) and not any(programs(eqn))
+    return [rounds] * len(eqn.invars)

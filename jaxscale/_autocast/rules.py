@@ -8,10 +8,10 @@ A rule evaluates one equation of a program and returns its outputs. The words:
 - A value is *narrow* if the program declares it as float32, and half precision holds its numbers.
   It was computed in half precision, or is rounded only for such readers (`ToRound`).
 - A narrow value has two *views*: the *half* is in half precision, the *wide* one is in float32.
-- Cotangents *meet* in a narrow value if several readers send one back and not all of them are
-  products, or if they meet in the value that it was computed from. They must be added in float32.
+- Cotangents *meet* in a value if several readers send one back, or if they meet in the value that
+  it was computed from. They must be added in float32.
 - So a reader of such a value takes the wide view, or a *stand-in*: the half with a gradient that
-  goes to the wide view. All products share one stand-in; each other reader has its *own half*.
+  goes to the wide view.
 - A *product* is a matrix product or a convolution.
 """
 
@@ -116,7 +116,7 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
         map(frame.is_only_rounded, filter(is_float32, eqn.outvars))
     )
     if sends_back_rounded or not (adds_up_backward or frame.reads_meeting(eqn)):
-        return bind(eqn, list(map(frame.read_own_half, eqn.invars)))
+        return bind(eqn, list(map(frame.read_half, eqn.invars)))
     outputs = []
     for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
         if is_float32(var):
@@ -126,20 +126,24 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _moves_narrow(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether half precision holds all float32 numbers that an equation moves."""
+    """Returns whether an equation moves narrow values, and no float32 numbers but such."""
+    if not frame.reads_narrow(eqn):
+        return False
     for atom in filter(is_float32, eqn.invars):
         if isinstance(atom, Literal):
             if not _is_held(atom.val, frame.dtype):
                 return False
         elif not frame.is_narrow(atom):
             return False
-    return frame.reads_narrow(eqn)
+    return True
 
 
 def _is_held(number: Any, dtype: np.dtype) -> bool:
     """Returns whether rounding to a half-precision dtype changes no bit of a number."""
     exact = np.asarray(number, np.float32)
-    return np.array_equal(exact.astype(dtype).astype(np.float32), exact, equal_nan=True)
+    with np.errstate(over="ignore"):  # one that overflows is another number
+        rounded = exact.astype(dtype).astype(np.float32)
+    return np.array_equal(rounded, exact, equal_nan=True)
 
 
 def give_name(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -160,7 +164,7 @@ def pass_barrier(frame: Frame, eqn: JaxprEqn) -> Outputs:
     inputs = []
     for atom in eqn.invars:
         if frame.is_narrow(atom):
-            inputs.append(frame.read_own_half(atom))
+            inputs.append(frame.read_half(atom))
         else:
             inputs.append(frame.read_wide(atom))
     return bind(eqn, inputs)

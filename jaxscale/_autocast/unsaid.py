@@ -52,7 +52,9 @@ _UNKNOWN_FORM = (
     f"with, {_jax.TESTED}"
 )
 
-_NO_PRODUCT = "there is no product of float32 matrices in it, and no convolution"
+_NO_PRODUCT = (
+    "there is no product of float32 matrices in its forward pass, and no convolution"
+)
 
 # What is said of a product that stays in float32.
 _SAID = {

@@ -414,6 +414,11 @@ AS_IT_SHOULD = {
     "marked activation": (jaxscale.full_precision(jnp.exp), X),
     "integers": (multiply_by_itself, jnp.ones((2, 2), "int32")),
     "nothing": (lambda x: x, X),
+    # float16 cannot hold the mask, which stays in float32
+    "a mask": (
+        lambda x: jax.nn.softmax(x @ x.T + jnp.triu(jnp.full((4, 4), -1e9), 1)) @ x,
+        X,
+    ),
 }
 
 

@@ -1,11 +1,11 @@
-"""The law of additions: which sums in half precision have a summand that is no product.
+"""Two laws: nothing is added in half precision, and only products read what was rounded to it.
 
-A product is rounded to half precision anyway, so nothing more is lost if two of them are added in
-it. Any other summand was exact before, and loses digits where the sum cancels.
+Where a sum cancels, a summand that was rounded has lost the digits that remain, and a sum of many
+stops growing. The same is lost if a sum in float32 is rounded, and then read in float32 again.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,21 +65,36 @@ MOVES = (
     "unstack",
 )
 
-# The origin of a value: it is 0, another number in the program, the result of a product, or comes
-# from elsewhere. A value made from several has the origin that is last in this list.
-ZERO, NUMBER, PRODUCT, OTHER = range(4)
+# The origin of a value: it is 0, another number in the program, the result of a product, comes from
+# elsewhere, or was rounded to half precision and came from elsewhere. A value made from several has
+# the origin that is last in this list.
+ZERO, NUMBER, PRODUCT, OTHER, ROUNDED = range(5)
 
 
-def find_foreign_additions(program: Any) -> list[str]:
-    """Returns the additions in half precision with a summand that comes from no product."""
+def find_additions(program: Any) -> list[str]:
+    """Returns the additions in half precision."""
+    return _find(program)[0]
+
+
+def find_roundings(program: Any) -> list[str]:
+    """Returns the places where what was rounded to half precision is read in float32 again."""
+    return _find(program)[1]
+
+
+class _Found(NamedTuple):
+    additions: dict[str, None]
+    roundings: dict[str, None]
+
+
+def _find(program: Any) -> tuple[list[str], list[str]]:
     jaxpr = getattr(program, "jaxpr", program)
-    found: dict[str, None] = {}
+    found = _Found({}, {})
     _walk(jaxpr, [OTHER] * len(jaxpr.invars), found)
-    return list(found)
+    return list(found.additions), list(found.roundings)
 
 
-def _walk(jaxpr: Any, inputs: Sequence[int], found: dict[str, None]) -> list[int]:
-    """Returns the origins of a program's outputs, and notes its foreign additions in `found`."""
+def _walk(jaxpr: Any, inputs: Sequence[int], found: _Found) -> list[int]:
+    """Returns the origins of a program's outputs, and notes what breaks a law in `found`."""
     origins = dict.fromkeys(jaxpr.constvars, OTHER)
     origins |= zip(jaxpr.invars, inputs, strict=True)
 
@@ -96,7 +111,7 @@ def _walk(jaxpr: Any, inputs: Sequence[int], found: dict[str, None]) -> list[int
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int]:
+def _origins_of(eqn: Any, inputs: list[int], found: _Found) -> list[int]:
     name = eqn.primitive.name
     programs = [_jax.closed(program).jaxpr for program in _jax.programs(eqn)]
     if programs:
@@ -105,6 +120,8 @@ def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int
         return [PRODUCT]
     if name == "optimization_barrier":  # each output is one of the inputs
         return inputs
+    if _jax.is_stand_in(eqn):
+        return inputs[:1]
     is_half = [_is_half(atom) for atom in eqn.outvars]
     # Indices and masks do not count: numbers do not come from them.
     floating = []
@@ -115,16 +132,23 @@ def _origins_of(eqn: Any, inputs: list[int], found: dict[str, None]) -> list[int
     if name in ADDITIONS and any(is_half):
         # A sum with 0 is exact.
         is_with_zero = len(floating) == 2 and ZERO in floating and "scatter" not in name
-        if origin == OTHER and not is_with_zero:
-            found[_describe(eqn, inputs)] = None
+        if origin >= PRODUCT and not is_with_zero:
+            found.additions[_describe(eqn, inputs)] = None
             origin = PRODUCT  # so that it is noted once
+    elif name == "convert_element_type":
+        was_half = _is_half(eqn.invars[0])
+        if origin == OTHER and is_half[0] and not was_half:
+            origin = ROUNDED
+        elif origin == ROUNDED and was_half and not is_half[0]:
+            found.roundings[_describe(eqn, inputs)] = None
+            origin = OTHER
     elif name not in MOVES and not all(is_half):
         origin = OTHER
     return [origin] * len(is_half)
 
 
 def _origins_of_call(
-    eqn: Any, programs: list[Any], inputs: list[int], found: dict[str, None]
+    eqn: Any, programs: list[Any], inputs: list[int], found: _Found
 ) -> list[int]:
     opened = _jax.open_equation(eqn)
     if not opened:
@@ -141,13 +165,11 @@ def _origins_of_call(
     return origins
 
 
-def _walk_turns(
-    held: _jax.Held, inputs: list[int], found: dict[str, None]
-) -> list[int]:
+def _walk_turns(held: _jax.Held, inputs: list[int], found: _Found) -> list[int]:
     """Walks through a program, of a loop until the origins of what it carries stay the same."""
     is_stable = not held.fed_back
     while not is_stable:
-        outputs = _walk(held.program.jaxpr, inputs, {})
+        outputs = _walk(held.program.jaxpr, inputs, _Found({}, {}))
         joined = list(inputs)
         for number, carried in held.fed_back:
             joined[carried] = max(joined[carried], outputs[number])
@@ -166,7 +188,7 @@ def _is_floating(atom: Any) -> bool:
 
 
 def _describe(eqn: Any, inputs: list[int]) -> str:
-    words = ("0", "a number", "a product", "elsewhere")
+    words = ("0", "a number", "a product", "elsewhere", "what was rounded")
     summands = ", ".join(words[origin] for origin in inputs)
     place = "?"
     for frame in getattr(eqn.source_info.traceback, "frames", ()):

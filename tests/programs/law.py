@@ -17,7 +17,7 @@ import entries
 import jax
 import jax.numpy as jnp
 import numpy as np
-from additions import find_foreign_additions
+from additions import find_additions, find_roundings
 from cases import Case, make_case
 from doctor_targets import target_of
 from entries import DOCTOR, ENTRIES, Result
@@ -122,9 +122,9 @@ class Trial:
         reference = self.reference_errors(entry.dtype, entry.half_carries)
         verdict = _compare(leaf_names(self.case), errors, reference)
         wrong += verdict.wrong
-        # With `half_carries` loops add what comes from no product, as was asked for.
+        # With `half_carries` loops round what they carry, and add to it, as was asked for.
         if not entry.half_carries:
-            wrong += find_foreign_additions(program)
+            wrong += [*find_additions(program), *find_roundings(program)]
         return Verdict(wrong, verdict.ratio)
 
 

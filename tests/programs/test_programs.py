@@ -13,7 +13,7 @@ import optax
 import plan
 import pytest
 import reference
-from additions import find_foreign_additions
+from additions import find_additions, find_roundings
 from jax.experimental.ode import odeint
 from law import Trial
 
@@ -248,7 +248,7 @@ def test_the_reference_leaves_carries_that_meet_no_product():
     assert total == jax.jit(count_up)(X)
 
 
-# The law of additions.
+# The laws of additions and of roundings.
 
 
 def foreign(x, w):
@@ -293,20 +293,35 @@ def in_float32(x, w):
     return x @ w + x
 
 
+def rounded(x, w):
+    """Both operands are rounded, one is moved, and both are read in float32."""
+    return half(half(jnp.sin(x)).T, jnp.float32).T @ half(half(w), jnp.float32)
+
+
+def rounded_in_a_loop(x, w):
+    def turn(carry, _):
+        return half(jnp.sin(half(carry, jnp.float32))), half(x) @ half(w)
+
+    return jax.lax.scan(turn, half(x), None, length=3)
+
+
 @pytest.mark.parametrize(
-    ("fun", "count"),
+    ("fun", "additions", "roundings"),
     [
-        (foreign, 1),
-        (of_products, 0),
-        (over_turns, 0),
-        (over_turns_from_afar, 1),
-        (with_zeros, 0),
-        (with_a_number, 1),
-        (in_a_branch, 1),
-        (in_float32, 0),
+        (foreign, 1, 0),
+        (of_products, 1, 0),
+        (over_turns, 1, 0),
+        (over_turns_from_afar, 1, 0),
+        (with_zeros, 0, 0),
+        (with_a_number, 2, 0),
+        (in_a_branch, 2, 0),
+        (in_float32, 0, 0),
+        (rounded, 0, 2),
+        (rounded_in_a_loop, 0, 1),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_additions_of_anything_but_products_are_found(fun, count):
-    additions = find_foreign_additions(jax.make_jaxpr(fun)(X, W))
-    assert len(additions) == count, additions
+def test_additions_and_roundings_are_found(fun, additions, roundings):
+    program = jax.make_jaxpr(fun)(X, W)
+    assert len(find_additions(program)) == additions
+    assert len(find_roundings(program)) == roundings
