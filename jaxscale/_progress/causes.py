@@ -19,16 +19,23 @@ from .texts import (
     AT_ANY_SCALE,
     DOCTOR,
     DOCTOR_WITHOUT_HALF,
+    OF_UPDATES,
     ON_CPU,
     WITHOUT_HALF,
     say_of_optimizer,
 )
 
 
-def explain_row(state: Any, policy: LossScale | None, place_of_nan: str | None) -> str:
+def explain_row(
+    state: Any,
+    policy: LossScale | None,
+    place_of_nan: str | None,
+    checks_updates: bool,
+) -> str:
     """Returns how many steps in a row were skipped, why, and in which leaves.
 
-    `place_of_nan` is where the state of the optimizer holds a NaN, if it does.
+    `place_of_nan` is where the state of the optimizer holds a NaN, if it does. With
+    `checks_updates` a step is also skipped for what the optimizer makes of its gradients.
     """
     text = (
         f"{state.notfinite_count} steps in a row were skipped ({state.total_notfinite} of "
@@ -41,6 +48,8 @@ def explain_row(state: Any, policy: LossScale | None, place_of_nan: str | None) 
     if place_of_nan is not None:
         return f"{text}. {say_of_optimizer(place_of_nan)}"
     cause = _likely_cause(state, policy)
+    if checks_updates and not blames_loss(state):
+        cause = f"{OF_UPDATES} Otherwise: {cause}"
     return f"{text}. {cause}{_name_bad_leaves(state.nonfinite_leaves)} {doctor}"
 
 

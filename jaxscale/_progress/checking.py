@@ -118,15 +118,17 @@ def check(
     )
     optimizer = find_wrapped_optimizer(tx)
     policy = None
+    checks_updates = False
     if optimizer is not None:
         policy = optimizer.policy
+        checks_updates = optimizer.check_updates
 
     worst = int(np.argmax(members.notfinite_count))
     if members.notfinite_count[worst] > most:
         member = jax.tree.map(lambda leaf: leaf[worst], members)
         place_of_nan = find_nan(inner_state, _place_of(worst, axes))
-        text = _name_member(worst, axes) + explain_row(member, policy, place_of_nan)
-        raise LossScaleStuckError(text)
+        text = explain_row(member, policy, place_of_nan, checks_updates)
+        raise LossScaleStuckError(_name_member(worst, axes) + text)
     _raise_if_blind(members, steps.reshape(-1), most, axes)
     for text in list_warnings(members, policy):
         warnings.warn(text, stacklevel=2)

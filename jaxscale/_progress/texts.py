@@ -76,6 +76,11 @@ ALL_FLUSHED = (
     "numbers flushed beside a few huge ones: look for a division by almost 0, such as by the norm "
     "of a row of padding."
 )
+OF_UPDATES = (
+    "If the scale did not fall in these steps, the gradients are finite, and the optimizer makes "
+    "an inf or a NaN of them, which `check_updates=True` skips: no scale helps, so use another "
+    "optimizer, or other settings of it."
+)
 AT_ANY_SCALE = (
     "a division by zero, the square root of 0, a mask of -inf (run one step under `with "
     "jax.disable_jit(), jax.debug_infs(True)`)"

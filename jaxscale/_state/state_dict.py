@@ -47,6 +47,8 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
       their names, dicts by their keys as strings, tuples and lists by `"0"`, `"1"` and so on.
       Arrays are copied, typed keys become their key data, `None` stays `None`, and empty
       containers become `{}`. An array in a variable of Flax NNX is written without the variable.
+      Write it by pickle or `flax.serialization.msgpack_serialize`; files of `np.savez` lose the
+      types of bfloat16 and float8 arrays.
 
     Raises:
       TypeError: if a leaf is not an array or a number, or is traced.

@@ -1,5 +1,7 @@
 """Checks of what a step is given, with the way out in each message."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -92,6 +94,22 @@ def _way_to_state(state: Any, order: str) -> str:
     if order:
         way = f"The order of arguments is {order}. {way}"
     return way
+
+
+@contextlib.contextmanager
+def explaining_functions(params: optax.Params) -> Iterator[None]:
+    """Explains a `TypeError` of an optimizer's `init` that gets functions among the parameters."""
+    try:
+        yield
+    except TypeError as error:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if callable(leaf):
+                raise TypeError(
+                    "`loss_scaled(...).init(params=...)` must be arrays, and that at "
+                    f"{leaf_name(path)} is a function. Of a module of Equinox, pass "
+                    "`eqx.filter(model, eqx.is_inexact_array)`."
+                ) from error
+        raise
 
 
 def check_loss(value: Any) -> None:

@@ -15,6 +15,7 @@ import optax
 from .._storage.compact import CompactOptimizer
 from .._storage.weights import MasterWeights, Rounded, StochasticRounding, Weights
 from .._trees.checks import describe_value, one_of
+from .call_update import call_update
 from .checks import as_transformation
 from .transformations import wrap
 from .wrapped_optimizer import find_wrapped_optimizer
@@ -45,9 +46,9 @@ def master_weights(
     updates of different dtypes. It is not needed: bad steps are skipped.)
 
     A weight that somebody replaced, by a checkpoint or an average, is never set back: the optimizer
-    goes on from what is there. Weights that were set to 0 start from 0. A skipped step keeps all
-    bits. Averages of weights should be made of `jaxscale.master_params`: in bfloat16, an average
-    with a factor of 0.999 never moves.
+    goes on from what is there, to half of its last bit. A skipped step keeps all bits. Averages of
+    weights should be made of `jaxscale.master_params`: in bfloat16, an average with a factor of
+    0.999 never moves.
 
     Args:
       inner: the optimizer, or one that `loss_scaled`, `skip_nonfinite` or `multi_steps` wrapped.
@@ -203,8 +204,20 @@ def compact_state(
             "its scale are not for rounding. Put `compact_state` inside: "
             "`jaxscale.loss_scaled(jaxscale.compact_state(optax.adamw(1e-3)))`."
         )
+    taken = as_transformation("compact_state(inner)", inner)
+
+    def update(
+        grads: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        return call_update(taken, grads, state, params, value, extra_args)
+
     optimizer = CompactOptimizer(
-        inner=as_transformation("compact_state(inner)", inner),
+        inner=optax.GradientTransformationExtraArgs(taken.init, update),
         seed=_check_seed("compact_state", seed),
         mask=mask,
     )

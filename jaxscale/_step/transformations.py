@@ -107,8 +107,9 @@ def loss_scaled(
         updates and its new state. Set it for optimizers that compute gradients inside `update`:
         `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also for those that
         may make a NaN of finite gradients, such as `optax.contrib.prodigy` of a first gradient of
-        0, and where a single huge gradient may set a second moment to inf for good. What was not
-        finite in the old state may stay so. It takes one more pass, over the updates and the state.
+        0, and where a single huge gradient may set a second moment to inf for good. Such a step is
+        skipped, and the scale stays where it is. What was not finite in the old state may stay so.
+        It takes one more pass, over the updates and the state.
       track_leaves: whether `nonfinite_leaves` of the state says which leaves the last overflow was
         in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This takes no extra pass.
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its

@@ -101,7 +101,8 @@ class WrappedOptimizer:
         # must be as wide from the start.
         wide_params = map_gradients(widen, params)
         # What is under a key `_overwrite_with_gradient` is replaced by a step, not optimized.
-        inner_state = self.inner.init(without_overwrites(wide_params))
+        with checks.explaining_functions(params):
+            inner_state = self.inner.init(without_overwrites(wide_params))
         checks.check_not_nested(inner_state)
         # Leaves that an optimizer makes from Python numbers are weakly typed. After a step they
         # would not be, so the second step would compile anew. A cast to its own dtype makes a leaf
@@ -297,12 +298,10 @@ class WrappedOptimizer:
             averages=self.window.averages,
             check_updates=self.check_updates,
         )
-        # From here on, `grads_finite` covers the updates as well, if they are checked.
         grads_finite = verdict.grads_finite
         stepped = ready.due
         if step.updates_finite is not None:
             stepped &= step.updates_finite
-            grads_finite &= step.updates_finite
 
         # 4. Scale.
         scaling_before = state.scaling
@@ -312,11 +311,16 @@ class WrappedOptimizer:
         moved = adjust_scale(self.policy, scaling_before, grads_finite, verdict.largest)
         # The scale does not move after a bad loss. With a window, `growth_unit` also has a say.
         may_move = self.window.lets_scale_move(verdict, grads_finite, stepped)
+        # Nor does it say anything of the scale what an optimizer makes of finite gradients.
+        if step.updates_finite is not None:
+            may_move &= step.updates_finite
         if is_spike is not None:
             may_move &= ~is_spike  # a spike says nothing about the scale
         scaling = tree_where(may_move, moved, scaling_before)
 
-        # 5. Counters.
+        # 5. Counters. From here on, `grads_finite` covers the updates as well, if they are checked.
+        if step.updates_finite is not None:
+            grads_finite &= step.updates_finite
         next_state = count_step(
             state, verdict, grads_finite, is_spike, scaling, result.retries
         )

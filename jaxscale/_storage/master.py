@@ -33,8 +33,8 @@ def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
 
     Returns:
       A tree like `params`, in which bfloat16 and float16 leaves are float32, and all others as they
-      are. Half-precision leaves beside which nothing is kept, as with
-      `jaxscale.stochastic_rounding`, are cast.
+      are: arrays of JAX as copies, so that a step may donate `params`. Half-precision leaves beside
+      which nothing is kept, as with `jaxscale.stochastic_rounding`, are cast.
 
     Raises:
       ValueError: if there is not exactly one `LossScaledState` in `opt_state`, or if it is that of
@@ -129,6 +129,8 @@ def _widen_params(
         if known_dtype_of(leaf.param) in HALF_DTYPES:
             way: Any = leaf.way
             wide.append(way.widen(leaf.param, leaf.beside))
+        elif isinstance(leaf.param, jax.Array):
+            wide.append(jnp.copy(leaf.param))
         else:
             wide.append(leaf.param)
     return tree.unflatten(wide)

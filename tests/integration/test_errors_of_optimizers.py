@@ -80,6 +80,13 @@ CASES = {
         lambda: loss_scaled(SGD, initial=4.0),
         "TypeError: loss_scaled() ... 'initial'",
     ),
+    "parameters with functions, as in a module of Equinox": (
+        lambda: loss_scaled(optax.adam(0.1)).init({"w": W, "activation": jnp.sin}),
+        (
+            "TypeError: loss_scaled(...).init(params= ... at activation is a function ... "
+            "eqx.filter(model, eqx.is_inexact_array)"
+        ),
+    ),
     "no window": (
         lambda: multi_steps(SGD, 0),
         "ValueError: multi_steps(every_k_schedule= ... at least 1 ... 0",

@@ -360,6 +360,16 @@ HOPELESS = {
         says=["The optimizer itself made a NaN", "estim_lr", "check_updates=True"],
         says_not=["bad data", "no loss scale can help", "range of its dtype", "doctor"],
     ),
+    "the optimizer makes a NaN of zeros, and is checked": Hopeless(
+        jaxscale.loss_scaled(optax.contrib.prodigy(), check_updates=True),
+        square_loss,
+        [0.0] * 60,
+        says=[
+            "If the scale did not fall",
+            "the optimizer makes an inf or a NaN of them",
+        ],
+        says_not=["no loss scale can help", "range of its dtype"],
+    ),
 }
 
 

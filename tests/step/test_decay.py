@@ -328,13 +328,13 @@ def test_the_scales_of_these_forms_are_at_the_limit():
     assert decayed_from(20).scaling.loss_scale == 2.0**14
 
 
-def test_updates_that_are_not_finite_after_retries_are_one_fall():
+def test_updates_that_are_not_finite_after_retries_are_no_further_fall():
     tx = jaxscale.loss_scaled(optax.scale(np.inf), check_updates=True)
     state = tx.init(W)._replace(total_steps=jnp.int32(FREE))
     step = jaxscale.train_step(probe, tx, retries=3)
     _, state, _ = step(W, state, jnp.float32(2.0**12), jnp.float32(1))
     assert state.backoff_count == 1
-    assert state.scaling.loss_scale == 2.0**11
+    assert state.scaling.loss_scale == 2.0**12
 
 
 @cases(
