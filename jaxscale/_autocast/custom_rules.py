@@ -61,7 +61,8 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     autocast = frame.autocast
     place = place_inside(frame, eqn)
     args = read_inputs(frame, eqn)
-    program = rewrite(frame, eqn, declared, args).program
+    rewritten = rewrite(frame, eqn, declared, args, Way(in_float32=True))
+    program = rewritten.program
     leaves, views = jax.tree.flatten(args)
     trace = _jax.remember_by_form(functools.partial(_trace_jvp, eqn, declared))
 
@@ -82,7 +83,7 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return outputs, derivatives
 
     fun.defjvp(jvp, symbolic_zeros=True)
-    return fun(*leaves)
+    return rewritten.mark(fun(*leaves))
 
 
 def _trace_jvp(
@@ -141,12 +142,13 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     autocast = frame.autocast
     place = place_inside(frame, eqn)
     args = read_inputs(frame, eqn)
-    way = Way()
+    way = Way(in_float32=True)
     at_boundary = is_boundary(eqn)
     if at_boundary:
         args = frame.read_inputs_wide(eqn)
         way = Way(fixed=(False,) * len(declared.out_avals))
-    program = rewrite(frame, eqn, declared, args, way).program
+    rewritten = rewrite(frame, eqn, declared, args, way)
+    program = rewritten.program
     leaves, views = jax.tree.flatten(args)
     # Not remembered by form: the backward pass needs the program that made its residuals, whatever
     # flags are set by then.
@@ -194,7 +196,7 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return _give_to_sources(gradients, perturbed, in_types)
 
     fun.defvjp(fwd, bwd, symbolic_zeros=True)
-    return fun(*leaves)
+    return rewritten.mark(fun(*leaves))
 
 
 def _trace_vjp(

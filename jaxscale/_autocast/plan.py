@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._jax import (
+    DIVISIBLE,
     Jaxpr,
     JaxprEqn,
     called_program,
@@ -120,7 +121,8 @@ def _rounds_inputs(
 
     `only_rounded` says for each of its outputs whether all of its readers round it.
     """
-    called = called_program(eqn)
+    # Not of a function with a derivative rule, which may read what it gets in float32.
+    called = called_program(eqn, DIVISIBLE)
     if called is not None:
         inside = plan(called, tuple(only_rounded), owner_of(eqn, owner))
         return [var in inside.only_rounded for var in called.jaxpr.invars]

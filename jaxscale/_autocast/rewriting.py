@@ -46,11 +46,14 @@ class Way(NamedTuple):
       fixed: the dtypes of the first outputs: whether each is half precision or what the program
         declares. The others come in the precision that they were computed in.
       rounded_outputs: as in `plan`.
+      in_float32: whether narrow outputs are given back in float32, and marked `ToRound`. So the
+        cotangents that a derivative rule of the user gets are not rounded.
       in_loop: whether the program is the body of a loop.
     """
 
     fixed: tuple[bool, ...] = ()
     rounded_outputs: tuple[bool, ...] = ()
+    in_float32: bool = False
     in_loop: bool = False
 
 
@@ -105,10 +108,19 @@ def _rewrite(
                 outputs[i] = cast(without_mark(outputs[i]), autocast.dtype)
             else:
                 outputs[i] = as_declared(outputs[i], declared[i])
+        if way.in_float32:
+            outputs = list(map(_widen, outputs, declared))
         to_round[:] = [isinstance(output, ToRound) for output in outputs]
         return list(map(without_mark, outputs))
 
     return Rewritten(jax.make_jaxpr(run)(*leaves), to_round)
+
+
+def _widen(output: Any, atom: Any) -> Any:
+    """Returns an output in the dtype that a program declares, marked if it was narrow."""
+    wide = as_declared(output, atom)
+    is_narrow = isinstance(output, ToRound) or not has_dtype(output, wide.dtype)
+    return ToRound(wide) if is_narrow else wide
 
 
 def _view_of(var: Any, arg: Any, dtype: np.dtype) -> str:
