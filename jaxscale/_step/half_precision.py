@@ -207,14 +207,14 @@ def compact_state(
     taken = as_transformation("compact_state(inner)", inner)
 
     def update(
-        grads: optax.Updates,
+        updates: optax.Updates,
         state: Any,
         params: optax.Params | None = None,
         *,
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        return call_update(taken, grads, state, params, value, extra_args)
+        return call_update(taken, updates, state, params, value, extra_args)
 
     optimizer = CompactOptimizer(
         inner=optax.GradientTransformationExtraArgs(taken.init, update),
