@@ -109,18 +109,15 @@ def _rewrite(
             else:
                 outputs[i] = as_declared(outputs[i], declared[i])
         if way.in_float32:
-            outputs = list(map(_widen, outputs, declared))
+            for i, output in enumerate(outputs):
+                outputs[i] = as_declared(output, declared[i])
+                view = _view_of(declared[i], output, autocast.dtype)
+                if view == "half" or isinstance(output, ToRound):
+                    outputs[i] = ToRound(outputs[i])
         to_round[:] = [isinstance(output, ToRound) for output in outputs]
         return list(map(without_mark, outputs))
 
     return Rewritten(jax.make_jaxpr(run)(*leaves), to_round)
-
-
-def _widen(output: Any, atom: Any) -> Any:
-    """Returns an output in the dtype that a program declares, marked if it was narrow."""
-    wide = as_declared(output, atom)
-    is_narrow = isinstance(output, ToRound) or not has_dtype(output, wide.dtype)
-    return ToRound(wide) if is_narrow else wide
 
 
 def _view_of(var: Any, arg: Any, dtype: np.dtype) -> str:

@@ -445,6 +445,29 @@ def test_what_is_left_of_a_sum_is_as_with_products_in_half_by_hand(name, dtype):
     assert np.linalg.norm(cast - exact) <= 1.05 * of_hand
 
 
+@cases("dtype", HALVES)
+def test_a_number_that_a_function_with_a_rule_returns_is_not_rounded(dtype):
+    """An old JAX has it as a number of Python, which has no dtype."""
+
+    @jax.custom_jvp
+    def product(x, w):
+        return x @ w, 0.1
+
+    @product.defjvp
+    def derive(primals, tangents):
+        x, w = primals
+        dx, dw = tangents
+        return product(x, w), (dx @ w + x @ dw, 0.0)
+
+    def fun(w):
+        output, number = product(X, w[0])
+        return jnp.sum(output) * 0 + jnp.sin(number), number
+
+    sine, number = jax.jit(jaxscale.autocast(fun, HALVES[dtype]))(W)
+    np.testing.assert_array_equal(number, np.float32(0.1))
+    np.testing.assert_allclose(sine, np.sin(0.1), rtol=1e-6)
+
+
 def test_a_weight_that_many_layers_share_has_the_sum_of_their_gradients():
     """In bfloat16 a sum of as many stops growing: each is less than half of its last bit."""
     x = jnp.arange(32.0).reshape(4, 8) / 8
