@@ -26,7 +26,7 @@ from .half_finder import counts_products, may_flush
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .parts import Part
-from .passes import PassOptions, pull_in_passes, pull_once
+from .passes import PassOptions, observe, pull_in_passes, pull_once
 
 _NO_SECOND = (
     "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "
@@ -40,6 +40,11 @@ _UNSCALED_SECOND = (
     "in it. Wrap what you compute from the gradients in `scale_backward` as well, separately from "
     "the loss: `loss(p) + scale_backward(lambda p: penalty(jax.grad(loss)(p)))(p)`."
 )
+
+
+@jax.tree_util.register_static
+class _Types(tuple[Any, ...]):
+    """Types that a tree keeps in its structure."""
 
 
 class Options(NamedTuple):
@@ -203,24 +208,21 @@ class BackwardPlan:
         nonzero = [cotangent for cotangent in at_entries if cotangent is not None]
         axes = self._find_agreed_axes(nonzero, options.axis_name)
 
-        def pull_scaled(scaled: list[Any]) -> list[Any]:
-            remaining = iter(scaled)
-            scaled_at_entries = []
-            for aval, cotangent in zip(self.entry_types, at_entries, strict=True):
-                if cotangent is None:
-                    scaled_at_entries.append(_make_zero(aval))
-                else:
-                    scaled_at_entries.append(next(remaining))
-            return list(pull(scaled_at_entries))
-
-        dtypes = [var.aval.dtype for var in self.head_sources]
+        absent = []
+        for aval, cotangent in zip(self.entry_types, at_entries, strict=True):
+            absent.append(aval if cotangent is None else None)
+        pull_scaled = Partial(_pull_with_zeros, _Types(absent), pull)
+        dtypes = tuple(var.aval.dtype for var in self.head_sources)
         # A pass that may be repeated is in a loop, of which JAX has no derivative in reverse mode.
         # `guard` says so, or warns that such a derivative is not scaled.
         if options.retries:
             pass_options = PassOptions(
                 options.scale, options.retries, self.may_flush, axes
             )
-            gradients = pull_in_passes(pull_scaled, nonzero, dtypes, pass_options)
+            gradients, report = pull_in_passes(
+                pull_scaled, nonzero, dtypes, pass_options
+            )
+            observe(report)
             reason = _NO_SECOND.format(options.retries)
             guard = functools.partial(_jax.refuse_transposing, reason=reason)
         else:
@@ -278,6 +280,20 @@ def _run_part(
     # `run` returns (the outputs in `wanted`, all outputs).
     _, pull, outputs = jax.vjp(run, *[env[var] for var in by], has_aux=True)
     return outputs, pull
+
+
+def _pull_with_zeros(
+    absent: Sequence[Any], pull: Any, cotangents: Sequence[Any]
+) -> list[Any]:
+    """Pulls cotangents back through the head.
+
+    `absent` has the type of each entry that has no cotangent, and `None` for the others.
+    """
+    remaining = iter(cotangents)
+    at_entries = []
+    for aval in absent:
+        at_entries.append(next(remaining) if aval is None else _make_zero(aval))
+    return list(pull(at_entries))
 
 
 def _warn_unscaled() -> None:

@@ -4,9 +4,13 @@ A few cotangents may be far larger than all others, and set the power for them. 
 next to nothing in it then, small and large cotangents are pulled back apart, each at a power of
 their own. The gradients are the sums, as a backward pass is linear.
 
-One loop makes all passes, so the compiled program holds one.
+One loop makes all passes, so the compiled program holds one. Calls of one function share it.
+
+A step in which one pass is enough pays for no other. What the loop would keep for another pass is
+not written then, and starts uninitialized.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -18,7 +22,7 @@ from .. import _jax
 from .._gradients.reduction import reduce_sizes
 from .._gradients.scaled import Scaled, divide, multiply
 from .._gradients.verdict import agree_on_size
-from .._trees.casts import blank, cast, widen
+from .._trees.casts import blank, cast, uninitialized, widen
 from .cotangent_scale import MOST_RAISED, choose_power
 
 # The scale is divided by this after an overflow. Two retries reach a 256th.
@@ -67,6 +71,13 @@ observer: ContextVar[Callable[[PassReport], None] | None]
 observer = ContextVar("observer", default=None)
 
 
+def observe(report: PassReport) -> None:
+    """Hands a report to the observer, if there is one."""
+    call = observer.get()
+    if call is not None:
+        jax.debug.callback(call, report)
+
+
 class _Result(NamedTuple):
     """The result of one pass."""
 
@@ -87,54 +98,55 @@ class _Progress(NamedTuple):
     threshold: jax.Array  # f32[], up to which cotangents are small
     asks: jax.Array  # bool[n], which gradients ask for another pass
     only_zeros: jax.Array  # bool[], whether no pass gave anything else
-    scale: jax.Array  # f32[], of the gradients in `first`
-    small_scale: jax.Array  # f32[], of those in `small`
+    scale: jax.Array  # f32[], of the last gradients
+    kept_scale: jax.Array  # f32[], of those that are kept
 
 
 class _Carry(NamedTuple):
     """What the loop carries from one pass to the next."""
 
     progress: _Progress
-    first: list[Any]  # scaled gradients, for all cotangents or then for the large ones
-    small: list[Any]  # those for the small ones
+    last: list[Any]  # the scaled gradients of the last pass
+    kept: list[Any]  # those of the stage before, if there was one
 
 
+@functools.partial(jax.jit, static_argnames=("dtypes", "options"))
 def pull_in_passes(
     pull: Callable[[list[Any]], list[Any]],
     cotangents: Sequence[Any],
-    dtypes: Sequence[Any],
+    dtypes: tuple[Any, ...],
     options: PassOptions,
-) -> list[jax.Array]:
+) -> tuple[list[jax.Array], PassReport]:
     """Runs a backward pass, and again if gradients overflow or flush.
 
     Args:
-      pull: the backward pass: a function of scaled cotangents, which returns scaled gradients.
+      pull: the backward pass: a function of scaled cotangents, which returns scaled gradients, and
+        a tree of the arrays that it closes over.
       cotangents: the cotangents, unscaled.
       dtypes: the dtype in which each gradient is divided by its scale, if it is float32 or wider.
       options: how passes are made.
 
     Returns:
-      The gradients, unscaled, in float32 or wider. They are NaN where they would be nothing but
-      zeros because most cotangents flushed.
+      The gradients, unscaled, in float32 or wider, and what happened. They are NaN where they would
+      be nothing but zeros because most cotangents flushed.
     """
 
     @jax.jit  # traced once, for its types and for the loop
     def run_pass(stage: jax.Array, fall: jax.Array, threshold: jax.Array) -> _Result:
+        chosen = list(cotangents)
         if options.may_divide:
             chosen = [_choose(each, stage, threshold) for each in cotangents]
-        else:
-            chosen = list(cotangents)
         return _run_pass(pull, chosen, fall, options)
 
     def run_next(carry: _Carry) -> _Carry:
-        progress = carry.progress
+        progress, _, kept = carry
         result = run_pass(progress.stage, progress.fall, progress.threshold)
-        first, small = result.gradients, carry.small
+        following = vary(_advance(progress, result, options))
         if options.may_divide:
-            is_small = progress.stage == _SMALL_ONES
-            first = _where(is_small, carry.first, result.gradients)
-            small = _where(is_small, result.gradients, carry.small)
-        return _Carry(vary(_advance(progress, result, options)), first, small)
+            goes_on = following.stage > progress.stage
+            # A selection would read and write all of them in each pass.
+            kept = jax.lax.cond(goes_on, lambda: result.gradients, lambda: kept)
+        return _Carry(following, result.gradients, kept)
 
     types = _types_of(run_pass, jnp.int32(0), jnp.float32(0), jnp.float32(0))
     # What the loop carries must vary along the axes that its result varies along.
@@ -153,16 +165,16 @@ def pull_in_passes(
         asks=jnp.ones(types.sizes.shape, jnp.bool_),
         only_zeros=jnp.array(True),
         scale=jnp.float32(1),
-        small_scale=jnp.float32(1),
+        kept_scale=jnp.float32(1),
     )
-    zeros = list(map(blank, types.gradients))
+    kept_types = types.gradients if options.may_divide else []
     last = jax.lax.while_loop(
         lambda carry: carry.progress.is_unfinished,
         run_next,
         _Carry(
             progress=vary(start),
-            first=zeros,
-            small=zeros if options.may_divide else [],
+            last=list(map(uninitialized, types.gradients)),
+            kept=list(map(uninitialized, kept_types)),
         ),
     )
     return _finish(last, cotangents, dtypes, options)
@@ -225,7 +237,6 @@ def _advance(progress: _Progress, result: _Result, options: PassOptions) -> _Pro
         )
         asks = jnp.where(overflows, progress.asks, progress.asks & still_asks)
     goes_on = ~overflows & jnp.any(asks)
-    is_small = progress.stage == _SMALL_ONES
     new_threshold = result.largest * _SMALL
     return _Progress(
         stage=progress.stage + goes_on.astype(jnp.int32),
@@ -235,36 +246,34 @@ def _advance(progress: _Progress, result: _Result, options: PassOptions) -> _Pro
         threshold=jnp.where(progress.stage == _ALL, new_threshold, progress.threshold),
         asks=asks,
         only_zeros=progress.only_zeros & jnp.all(result.sizes == 0),
-        scale=jnp.where(is_small, progress.scale, result.scale),
-        small_scale=jnp.where(is_small, result.scale, progress.small_scale),
+        scale=result.scale,
+        kept_scale=jnp.where(goes_on, result.scale, progress.kept_scale),
     )
 
 
 def _finish(
-    last: _Carry,
+    carry: _Carry,
     cotangents: Sequence[Any],
     dtypes: Sequence[Any],
     options: PassOptions,
-) -> list[jax.Array]:
-    """Returns the unscaled gradients after the last pass."""
-    progress = last.progress
+) -> tuple[list[jax.Array], PassReport]:
+    """Returns the unscaled gradients after the last pass, and what happened."""
+    progress = carry.progress
     is_lost = jnp.array(False)
     if options.may_flush:
-        is_small = progress.stage == _SMALL_ONES
-        last_scale = jnp.where(is_small, progress.small_scale, progress.scale)
-        only_zeros = progress.only_zeros
-        is_lost = _have_flushed(cotangents, last_scale, only_zeros, options.axes)
-    gradients = _unscale(last.first, dtypes, _nan_if(is_lost, progress.scale))
+        is_lost = _have_flushed(
+            cotangents, progress.scale, progress.only_zeros, options.axes
+        )
+    gradients = _unscale(carry.last, dtypes, _nan_if(is_lost, progress.scale))
     is_divided = progress.stage == _LARGE_ONES
     if options.may_divide:
-        of_small = _unscale(last.small, dtypes, progress.small_scale)
-        sums = list(map(jnp.add, gradients, of_small))
+        # Those of the small ones, which come before those of the large ones. Or those of all, if
+        # the small ones gave nothing to what asked.
+        kept = _unscale(carry.kept, dtypes, _nan_if(is_lost, progress.kept_scale))
+        sums = list(map(jnp.add, gradients, kept))
+        gradients = _where(progress.stage == _SMALL_ONES, kept, gradients)
         gradients = _where(is_divided, sums, gradients)
-    call = observer.get()
-    if call is not None:
-        report = PassReport(progress.num_repeats, is_divided, is_lost)
-        jax.debug.callback(call, report)
-    return gradients
+    return gradients, PassReport(progress.num_repeats, is_divided, is_lost)
 
 
 # What is done with each cotangent is compiled as a function, as a block that is called a hundred

@@ -57,10 +57,22 @@ def cast_like(tree: _Tree, like: Any) -> _Tree:
 
 def blank(aval: Any) -> jax.Array:
     """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
-    sharding = None
+    sharding = _explicit_sharding(aval)
+    zeros = jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
+    return vary(zeros, varying(aval))
+
+
+def uninitialized(aval: Any) -> jax.Array:
+    """Returns an array of a type that nobody reads before it is written."""
+    sharding = _explicit_sharding(aval)
+    array = jax.lax.empty(aval.shape, aval.dtype, out_sharding=sharding)
+    return vary(array, varying(aval))
+
+
+def _explicit_sharding(aval: Any) -> Any:
+    """Returns the sharding of a type, or `None` if the type does not say it."""
     # `full` takes no sharding for keys.
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
-        sharding = aval.sharding
-    zeros = jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
-    return vary(zeros, varying(aval))
+        return aval.sharding
+    return None
