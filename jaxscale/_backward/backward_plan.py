@@ -14,6 +14,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -26,7 +27,7 @@ from .half_finder import counts_products, may_flush
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .parts import Part
-from .passes import PassOptions, observe, pull_in_passes, pull_once
+from .passes import PassOptions, PassReport, observe, pull_back
 
 _NO_SECOND = (
     "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "
@@ -68,7 +69,6 @@ class BackwardPlan:
       tail_by: the inputs of the program with respect to which the tail is differentiated, beside
         the entries.
       entries: the outputs of the head where cotangents of the tail may enter it.
-      entry_types: the type of each entry, once the program has run forward.
       axes: the named axes along which the program communicates.
       may_flush: whether its half precision flushes what float32 holds.
     """
@@ -103,13 +103,24 @@ class BackwardPlan:
         self.head_sources = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in differentiated_by]
         self.entries = [var for var in self.head.outputs if var in derived]
-        self.entry_types: list[Any] = []
+        # Calls of equal programs share a plan, and what JAX knows of these two functions: each is
+        # traced once for arrays of the same types.
+        self._traced_forward = jax.jit(self._run_forward)
+        self._pull_head = jax.jit(
+            self._pull_through_head, static_argnames=("entry_types", "options")
+        )
 
     def run_forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Partial]:
         """Returns the outputs, and `pull(cotangents, options)`.
 
         That function returns the gradients for the inputs, `None` for an input that has none.
         """
+        outputs, pulls = _jax.run_traced(self._traced_forward, inputs)
+        # JAX keeps `pull` for the backward pass as a tree of arrays.
+        return tuple(outputs), Partial(self._pull_back, *pulls)
+
+    def _run_forward(self, *inputs: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        """Returns the outputs, and what `_pull_back` needs of this run."""
         env = dict(zip(self.inputs, inputs, strict=True))
         for var, source in self.sources.items():
             env[var] = cast(env[source], var.aval.dtype)
@@ -124,8 +135,8 @@ class BackwardPlan:
                 note_outputs=note_tangents,
             )
         env |= zip(self.head.outputs, crossing, strict=True)
-        # The types in a `shard_map` are known only now, and are the same in each call.
-        self.entry_types = [jax.typeof(env[var]) for var in self.entries]
+        # The types in a `shard_map` are known only now.
+        entry_types = _Types(jax.typeof(env[var]) for var in self.entries)
         have_tangents = noted or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
         num_entries = len(entries)
@@ -141,14 +152,13 @@ class BackwardPlan:
             wanted=inexact,
             note_inputs=note_entries,
         )
-        # JAX keeps `pull` for the backward pass as a tree of arrays.
         flags = _jax.Flags(have_tangents)
-        pull = Partial(self._pull_back, flags, pull_head, pull_tail)
-        return tuple(outputs), pull
+        return outputs, (flags, entry_types, pull_head, pull_tail)
 
     def _pull_back(
         self,
         have_tangents: Sequence[bool],
+        entry_types: Sequence[Any],
         pull_head: Any,
         pull_tail: Any,
         cotangents: Any,
@@ -162,7 +172,15 @@ class BackwardPlan:
             # Only a signal: inside of `noting`, `_warn_unscaled` of an inner `scale_backward` knows
             # that this one scales it. The list is not read.
             with noting():
-                of_head = self._pull_through_head(pull_head, at_entries, options)
+                of_head, report = self._pull_head(
+                    pull_head,
+                    at_entries,
+                    entry_types=entry_types,
+                    options=self._options_of_passes(at_entries, options),
+                )
+            observe(report)
+            guard = _guard(options)
+            of_head = list(map(guard, of_head))
             for var, gradient in zip(self.head_sources, of_head, strict=True):
                 if gradients.get(var) is not None:
                     gradient = gradient + widen(gradients[var])
@@ -199,36 +217,35 @@ class BackwardPlan:
         return entering, gradients
 
     def _pull_through_head(
-        self, pull: Any, at_entries: list[Any], options: Options
-    ) -> list[jax.Array]:
+        self,
+        pull: Any,
+        at_entries: list[Any],
+        entry_types: Sequence[Any],
+        options: PassOptions,
+    ) -> tuple[list[jax.Array], PassReport]:
         """Pulls cotangents back through the head, and returns the gradients in float32 or wider.
 
         There is one cotangent for each entry. It is `None` if it is known to be zero.
         """
-        nonzero = [cotangent for cotangent in at_entries if cotangent is not None]
-        axes = self._find_agreed_axes(nonzero, options.axis_name)
 
-        absent = []
-        for aval, cotangent in zip(self.entry_types, at_entries, strict=True):
-            absent.append(aval if cotangent is None else None)
-        pull_scaled = Partial(_pull_with_zeros, _Types(absent), pull)
-        dtypes = tuple(var.aval.dtype for var in self.head_sources)
-        # A pass that may be repeated is in a loop, of which JAX has no derivative in reverse mode.
-        # `guard` says so, or warns that such a derivative is not scaled.
-        if options.retries:
-            pass_options = PassOptions(
-                options.scale, options.retries, self.may_flush, axes
-            )
-            gradients, report = pull_in_passes(
-                pull_scaled, nonzero, dtypes, pass_options
-            )
-            observe(report)
-            reason = _NO_SECOND.format(options.retries)
-            guard = functools.partial(_jax.refuse_transposing, reason=reason)
-        else:
-            gradients = pull_once(pull_scaled, nonzero, dtypes, options.scale, axes)
-            guard = functools.partial(_jax.note_transposing, note=_warn_unscaled)
-        return list(map(guard, gradients))
+        def pull_scaled(scaled: list[Any]) -> list[Any]:
+            remaining = iter(scaled)
+            scaled_at_entries = []
+            for aval, cotangent in zip(entry_types, at_entries, strict=True):
+                if cotangent is None:
+                    scaled_at_entries.append(_make_zero(aval))
+                else:
+                    scaled_at_entries.append(next(remaining))
+            return list(pull(scaled_at_entries))
+
+        dtypes = [var.aval.dtype for var in self.head_sources]
+        return pull_back(pull_scaled, jax.tree.leaves(at_entries), dtypes, options)
+
+    def _options_of_passes(
+        self, at_entries: list[Any], options: Options
+    ) -> PassOptions:
+        axes = self._find_agreed_axes(jax.tree.leaves(at_entries), options.axis_name)
+        return PassOptions(options.scale, options.retries, self.may_flush, axes)
 
     def _find_agreed_axes(
         self, cotangents: list[Any], axis_name: Any
@@ -251,6 +268,29 @@ class BackwardPlan:
             if axis in axes_of_any or not _shows_in_types(axis):
                 axes.add(axis)
         return tuple(sorted(axes, key=repr)) or None
+
+
+_plans: WeakValueDictionary[Any, BackwardPlan] = WeakValueDictionary()
+
+
+def plan_for(
+    program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
+) -> BackwardPlan:
+    """Returns the plan of a program, the same one for equal programs while it is in use."""
+    jaxpr = program.jaxpr
+    key = (
+        _jax.key_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars),
+        tuple(program.in_avals),
+        under_autocast,
+        perturbed,
+    )
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # a parameter that has no hash
+        return BackwardPlan(program, under_autocast, perturbed)
+    if plan is None:
+        plan = _plans[key] = BackwardPlan(program, under_autocast, perturbed)
+    return plan
 
 
 def _run_part(
@@ -282,18 +322,16 @@ def _run_part(
     return outputs, pull
 
 
-def _pull_with_zeros(
-    absent: Sequence[Any], pull: Any, cotangents: Sequence[Any]
-) -> list[Any]:
-    """Pulls cotangents back through the head.
+def _guard(options: Options) -> Callable[[jax.Array], jax.Array]:
+    """Returns an identity for gradients that are differentiated in reverse mode.
 
-    `absent` has the type of each entry that has no cotangent, and `None` for the others.
+    A pass that may be repeated is in a loop, of which JAX has no such derivative. It says so, or
+    warns that such a derivative is not scaled.
     """
-    remaining = iter(cotangents)
-    at_entries = []
-    for aval in absent:
-        at_entries.append(next(remaining) if aval is None else _make_zero(aval))
-    return list(pull(at_entries))
+    if options.retries:
+        reason = _NO_SECOND.format(options.retries)
+        return functools.partial(_jax.refuse_transposing, reason=reason)
+    return functools.partial(_jax.note_transposing, note=_warn_unscaled)
 
 
 def _warn_unscaled() -> None:

@@ -4,13 +4,12 @@ A few cotangents may be far larger than all others, and set the power for them. 
 next to nothing in it then, small and large cotangents are pulled back apart, each at a power of
 their own. The gradients are the sums, as a backward pass is linear.
 
-One loop makes all passes, so the compiled program holds one. Calls of one function share it.
+One loop makes all passes, so the compiled program holds one.
 
 A step in which one pass is enough pays for no other. What the loop would keep for another pass is
 not written then, and starts uninitialized.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -71,10 +70,10 @@ observer: ContextVar[Callable[[PassReport], None] | None]
 observer = ContextVar("observer", default=None)
 
 
-def observe(report: PassReport) -> None:
-    """Hands a report to the observer, if there is one."""
+def observe(report: PassReport | None) -> None:
+    """Hands a report to the observer, if there are both."""
     call = observer.get()
-    if call is not None:
+    if report is not None and call is not None:
         jax.debug.callback(call, report)
 
 
@@ -110,26 +109,28 @@ class _Carry(NamedTuple):
     kept: list[Any]  # those of the stage before, if there was one
 
 
-@functools.partial(jax.jit, static_argnames=("dtypes", "options"))
-def pull_in_passes(
+def pull_back(
     pull: Callable[[list[Any]], list[Any]],
     cotangents: Sequence[Any],
-    dtypes: tuple[Any, ...],
+    dtypes: Sequence[Any],
     options: PassOptions,
-) -> tuple[list[jax.Array], PassReport]:
+) -> tuple[list[jax.Array], PassReport | None]:
     """Runs a backward pass, and again if gradients overflow or flush.
 
+    Without retries, it runs once, and nothing looks at what comes out.
+
     Args:
-      pull: the backward pass: a function of scaled cotangents, which returns scaled gradients, and
-        a tree of the arrays that it closes over.
+      pull: the backward pass: a function of scaled cotangents, which returns scaled gradients.
       cotangents: the cotangents, unscaled.
       dtypes: the dtype in which each gradient is divided by its scale, if it is float32 or wider.
       options: how passes are made.
 
     Returns:
       The gradients, unscaled, in float32 or wider, and what happened. They are NaN where they would
-      be nothing but zeros because most cotangents flushed.
+      be nothing but zeros because most cotangents flushed. Without retries nothing is reported.
     """
+    if not options.retries:
+        return _pull_once(pull, cotangents, dtypes, options), None
 
     @jax.jit  # traced once, for its types and for the loop
     def run_pass(stage: jax.Array, fall: jax.Array, threshold: jax.Array) -> _Result:
@@ -180,19 +181,19 @@ def pull_in_passes(
     return _finish(last, cotangents, dtypes, options)
 
 
-def pull_once(
+def _pull_once(
     pull: Callable[[list[Any]], list[Any]],
     cotangents: Sequence[Any],
     dtypes: Sequence[Any],
-    scale: float | None,
-    axes: Any,
+    options: PassOptions,
 ) -> list[jax.Array]:
     """Runs a backward pass once, and returns the unscaled gradients, whatever they are."""
-    number = jnp.float32(scale or 1)
-    if scale is None:
-        number = choose_power(_find_sizes(cotangents, axes).largest, most_raised=0)
-    gradients = pull([_scale(each, number) for each in cotangents])
-    return _unscale(gradients, dtypes, number)
+    scale = jnp.float32(options.scale or 1)
+    if options.scale is None:
+        largest = _find_sizes(cotangents, options.axes).largest
+        scale = choose_power(largest, most_raised=0)
+    gradients = pull([_scale(each, scale) for each in cotangents])
+    return _unscale(gradients, dtypes, scale)
 
 
 def _run_pass(

@@ -15,7 +15,7 @@ from .._boundary import check_cotangent, mark_boundary, under_autocast
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
-from .backward_plan import BackwardPlan, Options
+from .backward_plan import Options, plan_for
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -156,10 +156,6 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
     # Read now, as JAX may trace the backward pass after the `autocast` has ended.
     is_under_autocast = under_autocast.get()
 
-    @functools.cache
-    def plan_for(perturbed: tuple[bool, ...]) -> BackwardPlan:
-        return BackwardPlan(program, is_under_autocast, perturbed)
-
     @jax.custom_vjp
     def scaled(*inputs: Any) -> Any:
         return tuple(_jax.jaxpr_as_fun(program)(*inputs))
@@ -175,7 +171,8 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
             values.append(value)
             perturbed.append(is_perturbed)
         with _naming_the_line():
-            return plan_for(tuple(perturbed)).run_forward(values)
+            plan = plan_for(program, is_under_autocast, tuple(perturbed))
+            return plan.run_forward(values)
 
     def run_backward(pull: Any, cotangents: Any) -> Any:
         for cotangent, name in zip(cotangents, output_names, strict=True):

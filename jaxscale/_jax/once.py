@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 
 # Inlines a function while the program around it is traced. Since JAX 0.12 `True` means later.
 _AT_ONCE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
@@ -49,6 +49,17 @@ def bind_once(primitive: Primitive, args: Sequence[Any], params: dict[str, Any])
     except TypeError:  # a parameter that has no hash
         return primitive.bind(*args, **params)
     return bound(*args)
+
+
+def run_traced(jitted: Any, args: Sequence[Any]) -> Any:
+    """Returns what a jitted function returns, without the call.
+
+    JAX traces it once for arguments of equal types. So what the result holds besides arrays, such
+    as a program, is the same each time.
+    """
+    traced = jitted.trace(*args)
+    outputs = jaxpr_as_fun(traced.jaxpr)(*args)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), outputs)
 
 
 def _is_plain(array: Any) -> bool:

@@ -68,22 +68,25 @@ def key_of(
     `outer` scopes may differ.
     """
     numbers = {var: number for number, var in enumerate(inputs)}
+
+    def key_each(atoms: Sequence[Any]) -> tuple[Any, ...]:
+        parts = []
+        for atom in atoms:
+            is_literal = isinstance(atom, Literal)
+            parts.append(_literal_key(atom) if is_literal else numbers[atom])
+        return tuple(parts)
+
     keys = []
     for eqn in eqns:
-        of_inputs = []
-        for atom in eqn.invars:
-            if isinstance(atom, Literal):
-                of_inputs.append(_literal_key(atom))
-            else:
-                of_inputs.append(numbers[atom])
+        of_inputs = key_each(eqn.invars)
         for var in eqn.outvars:
             numbers[var] = len(numbers)
         info: Any = eqn.source_info
         place = (info.traceback, info.name_stack[outer:], eqn.ctx)
         # in the order in which JAX made them, which is one
         params = tuple(eqn.params.items())
-        keys.append((eqn.primitive, params, tuple(of_inputs), place))
-    return tuple(keys), tuple(numbers[var] for var in outputs)
+        keys.append((eqn.primitive, params, of_inputs, place))
+    return tuple(keys), key_each(outputs)
 
 
 def _literal_key(literal: Any) -> Any:
