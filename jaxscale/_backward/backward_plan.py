@@ -9,11 +9,12 @@ The backward pass has four steps:
 4. The gradients are divided by the scale.
 """
 
+import dataclasses
 import functools
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
@@ -27,7 +28,7 @@ from .half_finder import counts_products, may_flush
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .parts import Part
-from .passes import PassOptions, PassReport, observe, pull_back
+from .passes import Options, PassReport, observe, pull_back
 
 _NO_SECOND = (
     "`scale_backward(retries={})`: its backward pass was differentiated in reverse mode, such as "
@@ -44,16 +45,11 @@ _UNSCALED_SECOND = (
 
 
 @jax.tree_util.register_static
-class _Types(tuple[Any, ...]):
-    """Types that a tree keeps in its structure."""
+@dataclasses.dataclass(frozen=True)
+class _NoCotangent:
+    """Stands for the cotangent of a value of a type, if it is known to be zero."""
 
-
-class Options(NamedTuple):
-    """The arguments of a `scale_backward`, checked."""
-
-    scale: float | None  # `None`: chosen from the cotangents
-    retries: int
-    axis_name: Any
+    aval: Any
 
 
 class BackwardPlan:
@@ -106,9 +102,7 @@ class BackwardPlan:
         # Calls of equal programs share a plan, and what JAX knows of these two functions: each is
         # traced once for arrays of the same types.
         self._traced_forward = jax.jit(self._run_forward)
-        self._pull_head = jax.jit(
-            self._pull_through_head, static_argnames=("entry_types", "options")
-        )
+        self._pull_head = jax.jit(self._pull_through_head, static_argnames="options")
 
     def run_forward(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], Partial]:
         """Returns the outputs, and `pull(cotangents, options)`.
@@ -136,7 +130,7 @@ class BackwardPlan:
             )
         env |= zip(self.head.outputs, crossing, strict=True)
         # The types in a `shard_map` are known only now.
-        entry_types = _Types(jax.typeof(env[var]) for var in self.entries)
+        zeros = [_NoCotangent(jax.typeof(env[var])) for var in self.entries]
         have_tangents = noted or [False] * len(self.entries)
         entries = list(itertools.compress(self.entries, have_tangents))
         num_entries = len(entries)
@@ -153,34 +147,41 @@ class BackwardPlan:
             note_inputs=note_entries,
         )
         flags = _jax.Flags(have_tangents)
-        return outputs, (flags, entry_types, pull_head, pull_tail)
+        return outputs, (flags, zeros, pull_head, pull_tail)
 
     def _pull_back(
         self,
         have_tangents: Sequence[bool],
-        entry_types: Sequence[Any],
+        zeros: list[_NoCotangent],
         pull_head: Any,
         pull_tail: Any,
         cotangents: Any,
         options: Options,
     ) -> tuple[Any, ...]:
-        """Returns the gradients for all inputs, `None` for those that have none."""
+        """Returns the gradients for all inputs, `None` for those that have none.
+
+        `zeros` are what the entries get that have no tangent, or no cotangent.
+        """
         entering, gradients = self._pull_through_tail(pull_tail, cotangents)
-        # `None` where an entry has no tangent, or its cotangent is known to be zero
-        at_entries = _jax.spread(have_tangents, entering, itertools.repeat(None))
-        if self.head_by and any(cotangent is not None for cotangent in at_entries):
+        at_entries = []
+        for zero, cotangent in zip(
+            zeros,
+            _jax.spread(have_tangents, entering, itertools.repeat(None)),
+            strict=True,
+        ):
+            at_entries.append(zero if cotangent is None else cotangent)
+        nonzero = jax.tree.leaves(at_entries)
+        if self.head_by and nonzero:
+            axes = self._find_agreed_axes(nonzero, options.axes)
+            options = options._replace(axes=axes, may_flush=self.may_flush)
             # Only a signal: inside of `noting`, `_warn_unscaled` of an inner `scale_backward` knows
             # that this one scales it. The list is not read.
             with noting():
                 of_head, report = self._pull_head(
-                    pull_head,
-                    at_entries,
-                    entry_types=entry_types,
-                    options=self._options_of_passes(at_entries, options),
+                    pull_head, at_entries, options=options
                 )
             observe(report)
-            guard = _guard(options)
-            of_head = list(map(guard, of_head))
+            of_head = map(_guard(options), of_head)
             for var, gradient in zip(self.head_sources, of_head, strict=True):
                 if gradients.get(var) is not None:
                     gradient = gradient + widen(gradients[var])
@@ -217,35 +218,17 @@ class BackwardPlan:
         return entering, gradients
 
     def _pull_through_head(
-        self,
-        pull: Any,
-        at_entries: list[Any],
-        entry_types: Sequence[Any],
-        options: PassOptions,
-    ) -> tuple[list[jax.Array], PassReport]:
-        """Pulls cotangents back through the head, and returns the gradients in float32 or wider.
-
-        There is one cotangent for each entry. It is `None` if it is known to be zero.
-        """
+        self, pull: Any, at_entries: list[Any], options: Options
+    ) -> tuple[list[jax.Array], PassReport | None]:
+        """Pulls cotangents back through the head, and returns the gradients in float32 or wider."""
+        nonzero, tree = jax.tree.flatten(at_entries)
 
         def pull_scaled(scaled: list[Any]) -> list[Any]:
-            remaining = iter(scaled)
-            scaled_at_entries = []
-            for aval, cotangent in zip(entry_types, at_entries, strict=True):
-                if cotangent is None:
-                    scaled_at_entries.append(_make_zero(aval))
-                else:
-                    scaled_at_entries.append(next(remaining))
-            return list(pull(scaled_at_entries))
+            scaled_at_entries = jax.tree.unflatten(tree, scaled)
+            return list(pull(list(map(_instantiate, scaled_at_entries))))
 
         dtypes = [var.aval.dtype for var in self.head_sources]
-        return pull_back(pull_scaled, jax.tree.leaves(at_entries), dtypes, options)
-
-    def _options_of_passes(
-        self, at_entries: list[Any], options: Options
-    ) -> PassOptions:
-        axes = self._find_agreed_axes(jax.tree.leaves(at_entries), options.axis_name)
-        return PassOptions(options.scale, options.retries, self.may_flush, axes)
+        return pull_back(pull_scaled, nonzero, dtypes, options)
 
     def _find_agreed_axes(
         self, cotangents: list[Any], axis_name: Any
@@ -345,7 +328,7 @@ def _warn_unscaled() -> None:
 
 def _instantiate(cotangent: Any) -> Any:
     """Returns a cotangent as `jax.vjp` takes it: an array of zeros if it is known to be zero."""
-    if isinstance(cotangent, SymbolicZero):
+    if isinstance(cotangent, SymbolicZero | _NoCotangent):
         return _make_zero(cotangent.aval)
     return cotangent
 

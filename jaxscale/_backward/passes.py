@@ -43,13 +43,13 @@ _SMALL = 2.0**-10
 _ALL, _SMALL_ONES, _LARGE_ONES = range(3)
 
 
-class PassOptions(NamedTuple):
+class Options(NamedTuple):
     """How passes are made."""
 
     scale: float | None  # `None`: chosen from the cotangents
     retries: int
-    may_flush: bool  # whether half precision flushes what float32 holds
     axes: Any  # the named axes along which devices must use one scale
+    may_flush: bool = False  # whether half precision flushes what float32 holds
 
     @property
     def may_divide(self) -> bool:
@@ -77,16 +77,6 @@ def observe(report: PassReport | None) -> None:
         jax.debug.callback(call, report)
 
 
-class _Result(NamedTuple):
-    """The result of one pass."""
-
-    gradients: list[Any]  # scaled
-    scale: jax.Array  # f32[]
-    sizes: jax.Array  # f32[n], the largest of each scaled gradient, or of groups
-    largest: jax.Array  # f32[], of the cotangents
-    are_spread: jax.Array  # bool[], whether some are inexact beside the largest
-
-
 class _Progress(NamedTuple):
     """What the loop carries besides gradients."""
 
@@ -111,13 +101,13 @@ class _Carry(NamedTuple):
 
 def pull_back(
     pull: Callable[[list[Any]], list[Any]],
-    cotangents: Sequence[Any],
+    cotangents: list[Any],
     dtypes: Sequence[Any],
-    options: PassOptions,
+    options: Options,
 ) -> tuple[list[jax.Array], PassReport | None]:
     """Runs a backward pass, and again if gradients overflow or flush.
 
-    Without retries, it runs once, and nothing looks at what comes out.
+    Without retries it runs once, and nothing looks at what comes out.
 
     Args:
       pull: the backward pass: a function of scaled cotangents, which returns scaled gradients.
@@ -126,36 +116,34 @@ def pull_back(
       options: how passes are made.
 
     Returns:
-      The gradients, unscaled, in float32 or wider, and what happened. They are NaN where they would
-      be nothing but zeros because most cotangents flushed. Without retries nothing is reported.
+      The gradients, unscaled, in float32 or wider, and what happened, if something looked. The
+      gradients are NaN where they would be nothing but zeros because most cotangents flushed.
     """
     if not options.retries:
-        return _pull_once(pull, cotangents, dtypes, options), None
+        scale, _ = _choose_scale(cotangents, options)
+        gradients = pull([_scale(each, scale) for each in cotangents])
+        return _unscale(gradients, dtypes, scale), None
 
     @jax.jit  # traced once, for its types and for the loop
-    def run_pass(stage: jax.Array, fall: jax.Array, threshold: jax.Array) -> _Result:
-        chosen = list(cotangents)
+    def run_pass(progress: _Progress) -> tuple[_Progress, list[Any]]:
+        chosen = cotangents
         if options.may_divide:
+            stage, threshold = progress.stage, progress.threshold
             chosen = [_choose(each, stage, threshold) for each in cotangents]
-        return _run_pass(pull, chosen, fall, options)
+        scale, sizes = _choose_scale(chosen, options)
+        scale = jnp.maximum(scale * progress.fall, _SMALLEST_SCALE)
+        gradients = pull([_scale(each, scale) for each in chosen])
+        progress = progress._replace(scale=scale)
+        return _advance(progress, gradients, sizes, options), gradients
 
     def run_next(carry: _Carry) -> _Carry:
-        progress, _, kept = carry
-        result = run_pass(progress.stage, progress.fall, progress.threshold)
-        following = vary(_advance(progress, result, options))
+        progress, gradients = run_pass(carry.progress)
+        kept = carry.kept
         if options.may_divide:
-            goes_on = following.stage > progress.stage
+            goes_on = progress.stage > carry.progress.stage
             # A selection would read and write all of them in each pass.
-            kept = jax.lax.cond(goes_on, lambda: result.gradients, lambda: kept)
-        return _Carry(following, result.gradients, kept)
-
-    types = _types_of(run_pass, jnp.int32(0), jnp.float32(0), jnp.float32(0))
-    # What the loop carries must vary along the axes that its result varies along.
-    numbers = jax.tree.leaves(types._replace(gradients=[]))
-    axes = frozenset().union(*map(_jax.varying, numbers))
-
-    def vary(tree: Any) -> Any:
-        return jax.tree.map(lambda array: _jax.vary(array, axes), tree)
+            kept = jax.lax.cond(goes_on, lambda: gradients, lambda: carry.kept)
+        return _Carry(vary(progress), gradients, kept)
 
     start = _Progress(
         stage=jnp.int32(_ALL),
@@ -163,100 +151,84 @@ def pull_back(
         num_repeats=jnp.int32(0),
         fall=jnp.float32(1),
         threshold=jnp.float32(0),
-        asks=jnp.ones(types.sizes.shape, jnp.bool_),
+        asks=jnp.ones(len(dtypes), jnp.bool_),
         only_zeros=jnp.array(True),
         scale=jnp.float32(1),
         kept_scale=jnp.float32(1),
     )
-    kept_types = types.gradients if options.may_divide else []
+    numbers, types = _types_of(run_pass, start)
+    # What the loop carries must vary along the axes that its result varies along.
+    axes = frozenset().union(*map(_jax.varying, numbers))
+
+    def vary(progress: _Progress) -> _Progress:
+        return _Progress(*(_jax.vary(number, axes) for number in progress))
+
     last = jax.lax.while_loop(
         lambda carry: carry.progress.is_unfinished,
         run_next,
         _Carry(
             progress=vary(start),
-            last=list(map(uninitialized, types.gradients)),
-            kept=list(map(uninitialized, kept_types)),
+            last=list(map(uninitialized, types)),
+            kept=list(map(uninitialized, types)) if options.may_divide else [],
         ),
     )
     return _finish(last, cotangents, dtypes, options)
 
 
-def _pull_once(
-    pull: Callable[[list[Any]], list[Any]],
-    cotangents: Sequence[Any],
-    dtypes: Sequence[Any],
-    options: PassOptions,
-) -> list[jax.Array]:
-    """Runs a backward pass once, and returns the unscaled gradients, whatever they are."""
-    scale = jnp.float32(options.scale or 1)
-    if options.scale is None:
-        largest = _find_sizes(cotangents, options.axes).largest
-        scale = choose_power(largest, most_raised=0)
-    gradients = pull([_scale(each, scale) for each in cotangents])
-    return _unscale(gradients, dtypes, scale)
-
-
-def _run_pass(
-    pull: Callable[[list[Any]], list[Any]],
-    cotangents: list[Any],
-    fall: jax.Array,
-    options: PassOptions,
-) -> _Result:
-    """Pulls back some cotangents, at a scale that is chosen from them."""
+def _choose_scale(
+    cotangents: list[Any], options: Options
+) -> tuple[jax.Array, "_Sizes"]:
+    """Returns the scale for some cotangents, and how large they are."""
     sizes = _find_sizes(cotangents, options.axes)
-    scale = options.scale
-    if scale is None:
-        # Only a retry could take a raised scale back.
-        scale = choose_power(sizes.largest, MOST_RAISED)
-    scale = jnp.maximum(scale * fall, _SMALLEST_SCALE)
-    gradients = pull([_scale(each, scale) for each in cotangents])
-    groups = reduce_sizes(Scaled(gradients), by_leaf=options.may_divide).numbers
-    largest = jnp.max(sizes.largest)
-    return _Result(
-        gradients=gradients,
-        scale=scale,
-        sizes=agree_on_size(jnp.stack(groups), options.axes),
-        largest=largest,
-        are_spread=largest * sizes.largest_reciprocal > 1 / _SMALLEST_NORMAL,
-    )
+    if options.scale is not None:
+        return jnp.float32(options.scale), sizes
+    # Only a retry could take a raised scale back.
+    most_raised = MOST_RAISED if options.retries else 0
+    return choose_power(sizes.largest, most_raised), sizes
 
 
-def _advance(progress: _Progress, result: _Result, options: PassOptions) -> _Progress:
+def _advance(
+    progress: _Progress, gradients: list[Any], of_cotangents: "_Sizes", options: Options
+) -> _Progress:
     """Returns what comes after a pass: a repetition, the next stage, or the end."""
-    finite_cotangents = jnp.isfinite(result.largest)
-    finite = jnp.all(jnp.isfinite(result.sizes))
+    groups = reduce_sizes(Scaled(gradients), by_leaf=options.may_divide).numbers
+    sizes = agree_on_size(jnp.stack(groups), options.axes)
+    largest = jnp.max(of_cotangents.largest)
+    finite_cotangents = jnp.isfinite(largest)
+    finite = jnp.all(jnp.isfinite(sizes))
     # No retry helps if a cotangent is inf or NaN before it is scaled.
     has_retry = finite_cotangents & (progress.num_repeats < options.retries)
     overflows = ~finite & has_retry
+    is_first = progress.stage == _ALL
     asks = jnp.zeros_like(progress.asks)
     if options.may_divide:
-        has_next = finite & finite_cotangents & result.are_spread
+        # Whether some cotangents are inexact beside the largest.
+        are_spread = largest * of_cotangents.largest_reciprocal > 1 / _SMALLEST_NORMAL
+        has_next = finite & finite_cotangents & are_spread
         still_asks = jnp.select(
-            [progress.stage == _ALL, progress.stage == _SMALL_ONES],
-            [has_next & (result.sizes < _SMALLEST_NORMAL), result.sizes != 0],
+            [is_first, progress.stage == _SMALL_ONES],
+            [has_next & (sizes < _SMALLEST_NORMAL), sizes != 0],
             False,
         )
         asks = jnp.where(overflows, progress.asks, progress.asks & still_asks)
     goes_on = ~overflows & jnp.any(asks)
-    new_threshold = result.largest * _SMALL
-    return _Progress(
+    return progress._replace(
         stage=progress.stage + goes_on.astype(jnp.int32),
         is_unfinished=overflows | goes_on,
         num_repeats=progress.num_repeats + overflows.astype(jnp.int32),
         fall=jnp.where(overflows, progress.fall / _BACKOFF, progress.fall),
-        threshold=jnp.where(progress.stage == _ALL, new_threshold, progress.threshold),
+        threshold=jnp.where(is_first, largest * _SMALL, progress.threshold),
         asks=asks,
-        only_zeros=progress.only_zeros & jnp.all(result.sizes == 0),
-        scale=result.scale,
-        kept_scale=jnp.where(goes_on, result.scale, progress.kept_scale),
+        only_zeros=progress.only_zeros & jnp.all(sizes == 0),
+        kept_scale=jnp.where(goes_on, progress.scale, progress.kept_scale),
     )
 
 
 def _finish(
     carry: _Carry,
-    cotangents: Sequence[Any],
+    cotangents: list[Any],
     dtypes: Sequence[Any],
-    options: PassOptions,
+    options: Options,
 ) -> tuple[list[jax.Array], PassReport]:
     """Returns the unscaled gradients after the last pass, and what happened."""
     progress = carry.progress
@@ -268,8 +240,8 @@ def _finish(
     gradients = _unscale(carry.last, dtypes, _nan_if(is_lost, progress.scale))
     is_divided = progress.stage == _LARGE_ONES
     if options.may_divide:
-        # Those of the small ones, which come before those of the large ones. Or those of all, if
-        # the small ones gave nothing to what asked.
+        # Those of the small cotangents, before the large ones. Or those of all, if the small ones
+        # gave nothing to what asked.
         kept = _unscale(carry.kept, dtypes, _nan_if(is_lost, progress.kept_scale))
         sums = list(map(jnp.add, gradients, kept))
         gradients = _where(progress.stage == _SMALL_ONES, kept, gradients)

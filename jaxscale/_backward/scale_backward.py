@@ -15,7 +15,8 @@ from .._boundary import check_cotangent, mark_boundary, under_autocast
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
-from .backward_plan import Options, plan_for
+from .backward_plan import plan_for
+from .passes import Options
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
