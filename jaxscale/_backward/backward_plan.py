@@ -23,7 +23,7 @@ from jax.tree_util import Partial
 
 from .. import _jax
 from .._gradients.verdict import axis_names, no_such_axis
-from .._trees.casts import blank, cast, widen
+from .._trees.casts import cast, widen
 from .half_finder import counts_products, may_flush
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
@@ -327,18 +327,10 @@ def _warn_unscaled() -> None:
 
 
 def _instantiate(cotangent: Any) -> Any:
-    """Returns a cotangent as `jax.vjp` takes it: an array of zeros if it is known to be zero."""
+    """Returns a cotangent as `jax.vjp` takes it, also if it is known to be zero."""
     if isinstance(cotangent, SymbolicZero | _NoCotangent):
-        return _make_zero(cotangent.aval)
+        return _jax.zero_cotangent(cotangent.aval)
     return cotangent
-
-
-def _make_zero(aval: Any) -> Any:
-    """Returns the cotangent of a value that nothing depends on."""
-    zero = _jax.zero_cotangent(aval)
-    if zero is None:  # this version of JAX takes only arrays
-        return blank(aval)
-    return zero
 
 
 def _shows_in_types(axis: Any) -> bool:

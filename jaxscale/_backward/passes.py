@@ -243,9 +243,10 @@ def _finish(
         # Those of the small cotangents, before the large ones. Or those of all, if the small ones
         # gave nothing to what asked.
         kept = _unscale(carry.kept, dtypes, _nan_if(is_lost, progress.kept_scale))
-        sums = list(map(jnp.add, gradients, kept))
-        gradients = _where(progress.stage == _SMALL_ONES, kept, gradients)
-        gradients = _where(is_divided, sums, gradients)
+        is_small = progress.stage == _SMALL_ONES
+        for i, (last, before) in enumerate(zip(gradients, kept, strict=True)):
+            undivided = jnp.where(is_small, before, last)
+            gradients[i] = jnp.where(is_divided, before + last, undivided)
     return gradients, PassReport(progress.num_repeats, is_divided, is_lost)
 
 
@@ -276,17 +277,19 @@ def _find_size(cotangent: Any) -> jax.Array:
     size = _magnitude(cotangent)
     smallest = jnp.finfo(size.dtype).smallest_normal
     reciprocal = jnp.where(size > 0, 1 / jnp.maximum(size, smallest), 0)
-    both = [reduce_sizes(Scaled([array])) for array in (cotangent, reciprocal)]
-    return jnp.stack([sizes.largest_bits() for sizes in both])
+    bits = [
+        reduce_sizes(Scaled([each])).largest_bits() for each in (cotangent, reciprocal)
+    ]
+    return jnp.stack(bits)
 
 
 @jax.jit
 def _count_flushed(cotangent: Any, scale: jax.Array) -> jax.Array:
-    """Returns how many of a cotangent's elements flush at a scale, and how many are not 0."""
+    """Returns how many more elements of a cotangent flush at a scale than do not."""
     size = _magnitude(cotangent)
-    is_nonzero = size > 0
-    flushes = is_nonzero & (size * cast(scale, size.dtype) <= _FLUSHED)
-    return jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (flushes, is_nonzero)])
+    flushes = size * cast(scale, size.dtype) <= _FLUSHED
+    votes = jnp.where(size > 0, jnp.where(flushes, 1.0, -1.0), 0.0)
+    return jnp.sum(votes, dtype=jnp.float32)
 
 
 def _magnitude(cotangent: Any) -> jax.Array:
@@ -320,25 +323,19 @@ def _have_flushed(
     """Returns whether gradients are only zeros, and most cotangents flush at a scale."""
 
     def count() -> jax.Array:
-        counts = [_count_flushed(each, scale) for each in cotangents]
-        return jnp.sum(jnp.stack(counts), 0)
+        return jnp.sum(jnp.stack([_count_flushed(each, scale) for each in cotangents]))
 
-    no_counts = blank(_types_of(count))
-    counts = jax.lax.cond(only_zeros, count, lambda: no_counts)
+    nothing = blank(_types_of(count))
+    votes = jax.lax.cond(only_zeros, count, lambda: nothing)
     if axes is not None:
-        counts = jax.lax.psum(counts, axes)
-    flushed, nonzero = counts
-    return flushed > nonzero / 2
+        votes = jax.lax.psum(votes, axes)
+    return votes > 0
 
 
 def _nan_if(flag: jax.Array, number: jax.Array) -> jax.Array:
     """Returns NaN in the place of a number, if a flag is set."""
     # Compiled, as JAX's check for NaN would stop at one that is not selected.
     return jax.jit(jnp.where)(flag, jnp.nan, number)
-
-
-def _where(flag: jax.Array, on_true: Any, on_false: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(flag, x, y), on_true, on_false)
 
 
 def _types_of(fun: Callable[..., Any], *args: Any) -> Any:

@@ -1,11 +1,9 @@
 """Tangents and cotangents, and arrays that are marked for reverse mode."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -23,25 +21,10 @@ def tangent_type(aval: Any) -> Any:
 def zero_cotangent(aval: Any) -> Any:
     """Returns what says to a function of `jax.vjp` that nothing depends on an output.
 
-    It is `None` if this version of JAX takes only arrays there. A derivative rule sees the
-    difference: that of `vmap` raises an error for zeros that are one array for the whole batch.
+    Zeros would be another thing to a derivative rule. That of `vmap` raises an error for zeros that
+    are one array for the whole batch.
     """
-    if not _takes_zeros():
-        return None
-    if hasattr(aval, "to_ct_aval"):
-        return ad.Zero(aval.to_ct_aval())
-    return ad.Zero(tangent_type(aval))
-
-
-@functools.cache
-def _takes_zeros() -> bool:
-    with jax.ensure_compile_time_eval():
-        _, pull = jax.vjp(lambda x: (x, x), np.float32(1))
-        try:
-            pull((np.float32(1), ad.Zero(jax.typeof(np.float32(1)))))
-        except Exception:  # nobody knows what a JAX that does not take it raises
-            return False
-    return True
+    return ad.Zero(aval.to_ct_aval())
 
 
 def refuse_transposing(array: Any, reason: str) -> Any:
