@@ -6,6 +6,7 @@ import itertools
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.custom_derivatives import SymbolicZero
@@ -23,7 +24,7 @@ from scaled_networks import (
     scaled_autocast,
     unchanged,
 )
-from tables import cases
+from tables import assert_same_bits, cases
 
 import jaxscale
 from jaxscale import scale_backward
@@ -155,7 +156,7 @@ def block(x, w, b):
 
 
 def chain(layer, p, number):
-    x = X
+    x = X + p["b"]
     for i in range(number):
         x = layer(x, p["w"][i % 3], p["b"])
     return jnp.mean(x**2)
@@ -203,6 +204,85 @@ def test_a_block_that_is_called_often_stays_one_function(name):
         plain_growth = plain_many[form].count("\n") - plain_few[form].count("\n")
         growth = many[form].count("\n") - few[form].count("\n")
         assert growth < 2 * plain_growth, form
+
+
+# A block that is wrapped by itself.
+
+
+def rewrapped(layer):
+    """Wraps a block anew in each call."""
+    called = jax.jit(layer)
+    return lambda *args: scale_backward(called)(*args)
+
+
+# What wraps the block, and what is around it in the plain program.
+ALONE = {
+    "alone": (scale_backward, unchanged),
+    "around a jit": (lambda layer: scale_backward(jax.jit(layer)), jax.jit),
+    "in a jit": (lambda layer: jax.jit(scale_backward(layer)), jax.jit),
+    "in a checkpoint": (
+        lambda layer: jax.checkpoint(scale_backward(layer)),
+        jax.checkpoint,
+    ),
+    "anew in each call": (rewrapped, jax.jit),
+    "autocast inside": (lambda layer: scaled_autocast(jax.jit(layer)), jax.jit),
+}
+
+
+@pytest.mark.standard_promotion
+@cases(
+    "name, model",
+    itertools.product(ALONE, [chain, side_by_side]),
+    fast=[("around a jit", chain)],
+)
+def test_calls_of_a_wrapped_block_share_a_loop(name, model):
+    """So the program has at most three times the lines that it has without the boundary."""
+    wrap, plain = ALONE[name]
+
+    def lower(layer, number):
+        grad = jax.grad(functools.partial(model, layer, number=number))
+        return jax.jit(grad).lower(PARAMS)
+
+    text = lower(wrap(block), 50).as_text()
+    assert text.count("stablehlo.while") == 1
+    assert text.count("\n") <= 3 * lower(plain(block), 50).as_text().count("\n")
+    grads, expected = (
+        lower(layer, 3).compile()(PARAMS) for layer in (wrap(block), plain(block))
+    )
+    assert error(grads, expected) < ACCURACY
+
+
+def times(number, **options):
+    return scale_backward(lambda w: number * jnp.sum(cast_and_back(w)), **options)
+
+
+TINY = 2.0**-40
+# Functions that differ in one thing, and the number in their gradients.
+DIFFERENT = {
+    "a number": [(0.0, times(0.0)), (-0.0, times(-0.0)), (TINY, times(TINY))],
+    "what they close over": [
+        (number, times(jnp.float32(number))) for number in (0.5, 0.25)
+    ],
+    "their scales": [(1.0, times(1.0)), (np.nan, times(1.0, scale=TINY))],
+    # one that overflows once
+    "their retries": [
+        (1.0, times(1.0, scale=2.0**18)),
+        (np.inf, times(1.0, scale=2.0**18, retries=0)),
+    ],
+}
+
+
+@cases("name", DIFFERENT)
+def test_functions_that_differ_share_nothing(name):
+    """Though they are called in one program, in the same line."""
+    row = DIFFERENT[name]
+
+    def loss(arrays):
+        return sum(fun(w) for (_, fun), w in zip(row, arrays, strict=True))
+
+    grads = jax.grad(loss)([jnp.ones(3)] * len(row))
+    for (number, _), grad in zip(row, grads, strict=True):
+        assert_same_bits(grad, jnp.full(3, number, jnp.float32))
 
 
 # What is computed in float32 from half precision, for more half precision and for the loss.

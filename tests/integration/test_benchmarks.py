@@ -348,6 +348,24 @@ def test_autocast_compiled_for_a_gpu_needs_no_more_than_casts_by_hand(tmp_path):
         assert row["misses"] == [], row
 
 
+@pytest.mark.slow
+def test_scale_backward_compiled_for_a_gpu_moves_no_more_than_was_counted(tmp_path):
+    """A step of a layer whose parameters are most of what it reads, beside plain optax."""
+    if not importlib.util.find_spec("jax_plugins"):
+        pytest.skip("no compiler for an H100 is here")
+    path = tmp_path / "programs.json"
+    names = [programs.BARE, "jaxscale.scale_backward"]
+    options = ["--targets", "H100", "--layouts", "one device", f"--json={path}"]
+    run("programs.py", *options, "--only", *names)
+    (row,) = json.loads(path.read_text())["rows"]
+    plain, ours = (row["methods"][name] for name in names)
+    # The branch that keeps gradients for another pass is in it: 4 bytes, which few steps move.
+    assert ours["bytes_per_parameter"] <= 1.31 * plain["bytes_per_parameter"]
+    # Gradients in half precision, twice.
+    temporary = "temporary_bytes_per_parameter"
+    assert ours[temporary] <= plain[temporary] + 3.7
+
+
 def test_a_row_that_misses_the_goal_says_by_how_much():
     def report(moved, kernels, temporary):
         return {
