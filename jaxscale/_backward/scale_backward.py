@@ -86,7 +86,8 @@ def scale_backward(
         the gradients are not finite although the cotangents were. The forward pass is not repeated.
         If gradients become 2**15 times larger on their way, the pass is repeated in every step;
         `jaxscale doctor` then says which number to pass as `scale`. The loop keeps all gradients of
-        `fun` in memory at once, where an optimizer might use each as it comes. On a CPU XLA takes
+        `fun` in memory at once, where an optimizer might use each as it comes; in float16 twice,
+        in half precision, unless `scale` is a number. On a CPU XLA takes
         many times as long for a convolution in a loop. With 0 there is no loop and just one pass:
         where a few cotangents are far larger than the others, gradients may be 0, and nothing says
         so. The backward pass can then be differentiated in reverse mode. That derivative is not
