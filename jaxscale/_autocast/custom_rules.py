@@ -28,7 +28,6 @@ from .._jax import (
     jaxpr_as_fun,
     spread,
 )
-from .._trees.casts import blank
 from .casts import has_products
 from .frame import Frame
 from .higher_order import changes_nothing, run_inline
@@ -284,14 +283,9 @@ def _cast_cotangent(cotangent: Any, aval: Any) -> Any:
 
 def _fill_zero(cotangent: Any, aval: Any) -> Any:
     """Returns a cotangent as the function of `jax.vjp` takes it, also for what is zero."""
-    if cotangent is not None:
-        return cotangent
-    zero = _jax.zero_cotangent(aval)
-    if zero is not None:
-        return zero
-    if holds_inexact(aval):
-        return blank(aval)
-    return _float0(aval)
+    if cotangent is None:
+        return _jax.zero_cotangent(aval)
+    return cotangent
 
 
 def _float0(aval: Any) -> np.ndarray:

@@ -244,9 +244,9 @@ def _finish(
         # gave nothing to what asked.
         kept = _unscale(carry.kept, dtypes, _nan_if(is_lost, progress.kept_scale))
         is_small = progress.stage == _SMALL_ONES
-        for i, (last, before) in enumerate(zip(gradients, kept, strict=True)):
-            undivided = jnp.where(is_small, before, last)
-            gradients[i] = jnp.where(is_divided, before + last, undivided)
+        for i, before in enumerate(kept):
+            undivided = jnp.where(is_small, before, gradients[i])
+            gradients[i] = jnp.where(is_divided, before + gradients[i], undivided)
     return gradients, PassReport(progress.num_repeats, is_divided, is_lost)
 
 
