@@ -137,9 +137,8 @@ class BackwardPlan:
             note_inputs=note_entries,
         )
         # JAX keeps `pull` for the backward pass as a tree of arrays.
-        flags = _jax.Flags(have_tangents)
-        pull = Partial(self._pull_back, flags, pull_head, pull_tail)
-        return tuple(outputs), pull
+        pull_back = functools.partial(self._pull_back, have_tangents)
+        return tuple(outputs), Partial(pull_back, pull_head, pull_tail)
 
     def _pull_back(
         self,

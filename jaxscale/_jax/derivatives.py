@@ -10,11 +10,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-@jax.tree_util.register_static
-class Flags(tuple[bool, ...]):
-    """Bools that a tree keeps in its structure: elsewhere JAX would make arrays of them."""
-
-
 def tangent_type(aval: Any) -> Any:
     """Returns the type of the derivatives of arrays of a type."""
     return aval.to_tangent_aval()

@@ -1,6 +1,6 @@
 """Named axes: along which ones arrays may differ, and devices exchange numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -58,6 +58,17 @@ def axes_of_devices() -> tuple[Any, ...]:
         core: Any = jax.core
         return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def over_batch(fun: Callable[..., Any], axis: Any, in_axes: Any) -> Callable[..., Any]:
+    """Returns a function over a batch, which lies along the axis that a batching rule is given."""
+    return jax.vmap(
+        fun,
+        in_axes,
+        axis_name=axis.name,
+        axis_size=axis.size,
+        spmd_axis_name=axis.spmd_name,
+    )
 
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
