@@ -32,8 +32,6 @@ ALGORITHMS_BY_NAME = {
     "numpy/linalg.py": {"matrix_power", "_pinv", "_pinv_jvp", "_lstsq"},
     "numpy/lax_numpy.py": {"cov"},
     "scipy/signal.py": {"detrend"},
-    # It moves elements, by a convolution with ones and zeros.
-    "lax/other.py": {"conv_general_dilated_patches"},
 }
 
 # These files of JAX are products, or transform or map what they are given, as all files do that
