@@ -23,7 +23,7 @@ from . import hijax
 from .derivatives import tangent_type
 from .dtypes import holds_inexact
 from .inner_programs import spread
-from .mesh_axes import over_batch
+from .mesh_axes import over_batch, set_batching
 
 _Flags = tuple[bool, ...]
 # Takes the cotangents of all outputs, and returns one for each input: `None` for one without.
@@ -154,5 +154,5 @@ _PULL.def_impl(_refuse)
 _PULL.def_abstract_eval(_types_of)
 ad.primitive_jvps[_PULL] = _jvp
 ad.primitive_transposes[_PULL] = _transpose
-batching.fancy_primitive_batchers[_PULL] = _batch
+set_batching(_PULL, _batch)
 mlir.register_lowering(_PULL, _refuse)

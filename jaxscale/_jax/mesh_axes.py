@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.core
+from jax.extend.core import Primitive
+from jax.interpreters import batching
 
 from .inner_programs import ClosedJaxpr, Jaxpr
 
@@ -69,6 +71,18 @@ def over_batch(fun: Callable[..., Any], axis: Any, in_axes: Any) -> Callable[...
         axis_size=axis.size,
         spmd_axis_name=axis.spmd_name,
     )
+
+
+def set_batching(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Sets the batching rule of a primitive with several results: one that is told the axis."""
+
+    def batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+        if all(dim is None for dim in dims):
+            outputs: Any = primitive.bind(*args, **params)
+            return outputs, [None] * len(outputs)
+        return rule(axis, args, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = batch
 
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:

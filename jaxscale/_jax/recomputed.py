@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from . import hijax
 from .barriers import barrier_on_cpu
@@ -29,7 +29,7 @@ from .inner_programs import (
     spread,
     without_unused,
 )
-from .mesh_axes import over_batch
+from .mesh_axes import over_batch, set_batching
 
 _Flags = tuple[bool, ...]
 
@@ -284,5 +284,5 @@ _RECOMPUTED.is_high = _is_high
 _RECOMPUTED.to_lojax = _expand
 ad.primitive_jvps[_RECOMPUTED] = _jvp
 ad.primitive_transposes[_RECOMPUTED] = _transpose
-batching.fancy_primitive_batchers[_RECOMPUTED] = _batch
+set_batching(_RECOMPUTED, _batch)
 mlir.register_lowering(_RECOMPUTED, mlir.lower_fun(_expand, multiple_results=True))
