@@ -16,6 +16,12 @@ from ._jax import JaxprEqn, has_narrow_range, scope_names
 # It stays through `grad` and `vmap`, as all named scopes do.
 _SCOPE = "jaxscale_scale_backward"
 
+NO_FORWARD = (
+    "`scale_backward(fun)` was differentiated in forward mode (`jax.jvp`, `jax.jacfwd`, "
+    "`jax.linearize`). There is no cotangent to scale. Differentiate `fun` itself, or use reverse "
+    "mode: `jax.grad`, `jax.vjp`."
+)
+
 # Whether what is traced now is traced for an `autocast`.
 under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
 

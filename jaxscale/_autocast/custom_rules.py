@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.lax import stop_gradient
+from jax.tree_util import Partial
 
 from .. import _jax
-from .._boundary import check_cotangent, is_boundary
+from .._boundary import NO_FORWARD, check_cotangent, is_boundary
 from .._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -34,6 +35,12 @@ from .higher_order import changes_nothing, run_inline
 from .rewriting import Way, place_inside, read_inputs, rewrite
 from .rules import Outputs, run_as_written
 from .values import Narrow, ToRound, has_dtype, without_mark
+
+_NO_FORWARD = (
+    "`autocast(fun)` was differentiated in forward mode (`jax.jvp`, `jax.jacfwd`, "
+    "`jax.linearize`), and `fun` calls a function with a backward rule of its own "
+    "(`jax.custom_vjp`), which has no forward mode. Use reverse mode: `jax.grad`, `jax.vjp`."
+)
 
 
 def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -149,21 +156,14 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     rewritten = rewrite(frame, eqn, declared, args, way)
     program = rewritten.program
     leaves, views = jax.tree.flatten(args)
-    # Not remembered by form: the backward pass needs the program that made its residuals, whatever
-    # flags are set by then.
-    trace = functools.cache(functools.partial(_trace_vjp, eqn, declared, at_boundary))
 
-    @jax.custom_vjp
-    def fun(*leaves: Any) -> Any:
+    def run(*leaves: Any) -> Any:
         return tuple(jaxpr_as_fun(program)(*leaves))
 
-    def fwd(*primals: Any) -> Any:
-        sources = _select_sources(jax.tree.unflatten(views, primals))
-        perturbed = tuple(
-            source.perturbed and holds_inexact(source.value) for source in sources
-        )
-        values = jax.tree.unflatten(views, [primal.value for primal in primals])
-        forward = trace(perturbed)
+    def run_forward(perturbed_leaves: tuple[bool, ...], *leaves: Any) -> Any:
+        perturbed = tuple(_select_sources(jax.tree.unflatten(views, perturbed_leaves)))
+        values = jax.tree.unflatten(views, leaves)
+        forward = _trace_vjp(eqn, declared, at_boundary, perturbed)
         results = autocast.run_from_outside(forward.program, values, place)
         types = program.out_avals
         residuals = []
@@ -172,30 +172,34 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
                 # what is kept may be narrow
                 value = cast(value.wide, autocast.dtype)
             residuals.append(value)
-        outputs = tuple(map(_cast_as, results, types))
-        return outputs, (residuals, _jax.Flags(perturbed))
+        pull = functools.partial(run_backward, forward, perturbed)
+        return list(map(_cast_as, results, types)), Partial(pull, residuals)
 
-    def bwd(residuals_and_flags: Any, cotangents: Any) -> Any:
+    def run_backward(
+        forward: _Forward,
+        perturbed: tuple[bool, ...],
+        residuals: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> Any:
         if at_boundary:
             for cotangent in cotangents:
                 check_cotangent(cotangent)
-        residuals, perturbed = residuals_and_flags
-        forward = trace(perturbed)
         types = declared.out_avals
         values = list(map(_cast_as, residuals, forward.program.out_avals[len(types) :]))
         cotangents = tuple(map(_cast_cotangent, cotangents, types))
 
         def pull(values: Any, cotangents: Any) -> Any:
-            run_backward = forward.pullback.unflatten(values)
+            run_pullback = forward.pullback.unflatten(values)
             # The rule may ask which cotangents are zeros, so these are not made arrays.
-            return run_backward(tuple(map(_fill_zero, cotangents, types)))
+            return run_pullback(tuple(map(_fill_zero, cotangents, types)))
 
         gradients = autocast.call_rule(pull, place, values, cotangents)
         in_types = jax.tree.unflatten(views, program.in_avals)
         return _give_to_sources(gradients, perturbed, in_types)
 
-    fun.defvjp(fwd, bwd, symbolic_zeros=True)
-    return rewritten.mark(fun(*leaves))
+    no_forward = NO_FORWARD if at_boundary else _NO_FORWARD
+    outputs = _jax.keep_rule(run, run_forward, no_forward, *leaves)
+    return rewritten.mark(outputs)
 
 
 def _trace_vjp(

@@ -1,17 +1,19 @@
 """`scale_backward`: a function whose backward pass is scaled, while nothing outside of it is.
 
-The function is traced, and split in two (see `head_and_tail`). It becomes one `jax.custom_vjp`,
-whose rule runs both parts forward and back (see `backward_plan`).
+The function is traced, and split in two (see `head_and_tail`). It becomes one function with a rule
+of its own, which runs both parts forward and back (see `backward_plan`).
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+from jax.tree_util import Partial
 
 from .. import _jax
-from .._boundary import check_cotangent, mark_boundary, under_autocast
+from .._boundary import NO_FORWARD, check_cotangent, mark_boundary, under_autocast
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
@@ -21,11 +23,6 @@ from .passes import Options
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
-_NO_FORWARD = (
-    "`scale_backward(fun)` was differentiated in forward mode (`jax.jvp`, `jax.jacfwd`, "
-    "`jax.linearize`). There is no cotangent to scale. Differentiate `fun` itself, or use reverse "
-    "mode: `jax.grad`, `jax.vjp`."
-)
 _HALF_INPUT = (
     "`scale_backward(fun)` was differentiated with respect to its input {}, which is {}: a "
     "gradient of that dtype flushes to 0 as it is unscaled. Keep parameters in float32 and "
@@ -102,9 +99,9 @@ def scale_backward(
 
     Raises:
       TypeError: if `fun` is not callable, or `scale` or `retries` is not a number. Also if the
-        function is differentiated in forward mode (inside `jax.jit` the message is JAX's); with
-        respect to an input in float16, or through an output in float16, whose cotangent has already
-        lost the small values (in bfloat16 it has not); or twice in reverse mode with retries.
+        function is differentiated in forward mode; with respect to an input in float16, or through
+        an output in float16, whose cotangent has already lost the small values (in bfloat16 it has
+        not); or twice in reverse mode with retries.
       ValueError: if `scale` is not positive, or not normal in float32, or if `retries` is below 0.
 
     Warns:
@@ -148,8 +145,8 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
         return output
 
     flat = Flat(call_and_name, args, kwargs, getattr(fun, "__name__", "scale_backward"))
-    # A `custom_vjp` function must not close over what it is differentiated by. So whatever the
-    # function closes over, such as tracers, becomes an input.
+    # A function with a rule must not close over what it is differentiated by. So whatever it closes
+    # over, such as tracers, becomes an input.
     jaxpr, consts = _jax.without_constants(jax.make_jaxpr(flat)(*flat.arrays))
     program = _jax.closed(jaxpr)
     input_names = ["that it closes over"] * len(consts)
@@ -158,23 +155,19 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
     # Read now, as JAX may trace the backward pass after the `autocast` has ended.
     is_under_autocast = under_autocast.get()
 
-    @jax.custom_vjp
-    def scaled(*inputs: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         return tuple(_jax.jaxpr_as_fun(program)(*inputs))
 
-    def run_forward(*primals: Any) -> Any:
-        values = []
-        perturbed = []
-        for primal, name in zip(primals, input_names, strict=True):
-            value = primal.value
-            is_perturbed = primal.perturbed and _jax.holds_inexact(value)
-            if is_perturbed and _jax.has_narrow_range(value.dtype):
+    def run_forward(perturbed: tuple[bool, ...], *inputs: Any) -> Any:
+        for value, name in itertools.compress(
+            zip(inputs, input_names, strict=True), perturbed
+        ):
+            if _jax.has_narrow_range(value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, value.dtype))
-            values.append(value)
-            perturbed.append(is_perturbed)
         with _naming_the_line():
-            plan = plan_for(program, is_under_autocast, tuple(perturbed))
-            return plan.run_forward(values)
+            plan = plan_for(program, is_under_autocast, perturbed)
+            outputs, pull = plan.run_forward(inputs)
+        return outputs, Partial(run_backward, pull)
 
     def run_backward(pull: Any, cotangents: Any) -> Any:
         for cotangent, name in zip(cotangents, output_names, strict=True):
@@ -182,12 +175,6 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
         with _naming_the_line():
             return pull(cotangents, options)
 
-    scaled.defvjp(run_forward, run_backward, symbolic_zeros=True)
-    try:
-        with mark_boundary():
-            outputs = scaled(*consts, *flat.arrays)
-    except TypeError as error:
-        if not _jax.is_of_forward_mode(error):
-            raise
-        raise TypeError(_NO_FORWARD) from error
+    with mark_boundary():
+        outputs = _jax.keep_rule(run, run_forward, NO_FORWARD, *consts, *flat.arrays)
     return flat.restored(outputs)

@@ -16,6 +16,7 @@ from .failures import *
 from .forms import *
 from .hijax import *
 from .inner_programs import *
+from .kept_rules import *
 from .mesh_axes import *
 from .once import *
 from .opening import *

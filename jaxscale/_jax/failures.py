@@ -73,14 +73,6 @@ def is_for_people(error: BaseException) -> bool:
     return "`" in str(error)
 
 
-def is_of_forward_mode(error: TypeError) -> bool:
-    """Returns whether JAX raised an error because a `custom_vjp` function has no forward mode.
-
-    The error has no class of its own: JAX says it in the text.
-    """
-    return "forward-mode" in str(error)
-
-
 def _find_operations(error: BaseException) -> list[JaxprEqn]:
     """Returns what was being read or evaluated when an error was raised, outermost first."""
     operations = []

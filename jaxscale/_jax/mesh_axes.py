@@ -1,10 +1,12 @@
 """Named axes: along which ones arrays may differ, and devices exchange numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.core
+from jax.extend.core import Primitive
+from jax.interpreters import batching
 
 from .inner_programs import ClosedJaxpr, Jaxpr
 
@@ -58,6 +60,29 @@ def axes_of_devices() -> tuple[Any, ...]:
         core: Any = jax.core
         return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def over_batch(fun: Callable[..., Any], axis: Any, in_axes: Any) -> Callable[..., Any]:
+    """Returns a function over a batch, which lies along the axis that a batching rule is given."""
+    return jax.vmap(
+        fun,
+        in_axes,
+        axis_name=axis.name,
+        axis_size=axis.size,
+        spmd_axis_name=axis.spmd_name,
+    )
+
+
+def set_batching(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Sets the batching rule of a primitive with several results: one that is told the axis."""
+
+    def batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+        if all(dim is None for dim in dims):
+            outputs: Any = primitive.bind(*args, **params)
+            return outputs, [None] * len(outputs)
+        return rule(axis, args, dims, **params)
+
+    batching.fancy_primitive_batchers[primitive] = batch
 
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:

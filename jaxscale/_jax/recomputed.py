@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from . import hijax
 from .barriers import barrier_on_cpu
@@ -29,6 +29,7 @@ from .inner_programs import (
     spread,
     without_unused,
 )
+from .mesh_axes import over_batch, set_batching
 
 _Flags = tuple[bool, ...]
 
@@ -261,8 +262,10 @@ def _zeros(aval: Any) -> Any:
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
-def _batch(args: Any, dims: Any, *, function: _Function, program: Any) -> Any:
-    run = jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims))
+def _batch(
+    axis: Any, args: Any, dims: Any, *, function: _Function, program: Any
+) -> Any:
+    run = over_batch(jaxpr_as_fun(program), axis, tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
     in_batch = _Function(batched, function.in_loop, function.is_transposed)
     return _bind(in_batch, *args), [0] * len(batched.out_avals)
@@ -281,5 +284,5 @@ _RECOMPUTED.is_high = _is_high
 _RECOMPUTED.to_lojax = _expand
 ad.primitive_jvps[_RECOMPUTED] = _jvp
 ad.primitive_transposes[_RECOMPUTED] = _transpose
-batching.primitive_batchers[_RECOMPUTED] = _batch
+set_batching(_RECOMPUTED, _batch)
 mlir.register_lowering(_RECOMPUTED, mlir.lower_fun(_expand, multiple_results=True))

@@ -266,7 +266,7 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
 
     cast = jaxscale.autocast(loss)
     first = names_of_autodiff(cast, is_new=False)
-    assert "custom_vjp_call" in first
+    assert "custom_jvp_call" in first
     assert first <= OF_OLD_FORM
     assert names_of_autodiff(cast, is_new=True) == {_jax.OBJECT}
     assert names_of_autodiff(cast, is_new=False) == first

@@ -10,8 +10,16 @@ import jaxscale
 from jaxscale import scale_backward
 
 
-def differentiate_forward():
-    jax.jvp(scale_backward(loss_of(net)), (PARAMS,), (PARAMS,))
+def differentiate_forward_in(transform):
+    loss = transform(scale_backward(loss_of(net)))
+    return lambda p: jax.jvp(loss, (p,), (p,))
+
+
+def linearize_in_reverse():
+    def of_tangent(p):
+        return jax.linearize(scale_backward(loss_of(net)), p)[1](p)
+
+    jax.grad(of_tangent)(PARAMS)
 
 
 def differentiate_twice():
@@ -41,6 +49,17 @@ def differentiate_a_half_output_under_autocast():
     jax.grad(jaxscale.autocast(lambda p: jnp.sum(model(p))))(PARAMS)
 
 
+FORWARD = {
+    "forward mode": lambda: differentiate_forward_in(lambda fun: fun)(PARAMS),
+    "forward mode in jit": lambda: jax.jit(differentiate_forward_in(jax.jit))(PARAMS),
+    "forward mode in autocast": lambda: differentiate_forward_in(jaxscale.autocast)(
+        PARAMS
+    ),
+    "forward mode in grad": lambda: jax.grad(
+        lambda p: differentiate_forward_in(jax.checkpoint)(p)[1]
+    )(PARAMS),
+    "linearize in grad": linearize_in_reverse,
+}
 ERRORS = {
     "not a function": BadInput(
         lambda: scale_backward(PARAMS),
@@ -67,9 +86,10 @@ ERRORS = {
         ValueError,
         ["scale_backward", "retries=", "-1"],
     ),
-    "forward mode": BadInput(
-        differentiate_forward, TypeError, ["scale_backward", "forward mode", "jax.grad"]
-    ),
+    **{
+        name: BadInput(fun, TypeError, ["scale_backward", "forward mode", "jax.grad"])
+        for name, fun in FORWARD.items()
+    },
     "second derivative": BadInput(
         differentiate_twice, TypeError, ["scale_backward", "retries=2", "retries=0"]
     ),
