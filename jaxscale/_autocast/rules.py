@@ -129,6 +129,10 @@ def _moves_narrow(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether an equation moves narrow values, and no float32 numbers but such."""
     if not frame.reads_narrow(eqn):
         return False
+    # what a gather gives for an index that is out of bounds
+    fill_value = eqn.params.get("fill_value")
+    if fill_value is not None and not _is_held(fill_value, frame.dtype):
+        return False
     for atom in filter(is_float32, eqn.invars):
         if isinstance(atom, Literal):
             if not _is_held(atom.val, frame.dtype):

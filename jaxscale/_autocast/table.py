@@ -12,6 +12,8 @@ from .._jax import Form, Op, primitives_of, primitives_that
 
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"
+# That of what gets its float32 arguments in half precision.
+HALF_PRECISION = "jaxscale_half_precision"
 
 # Half precision: matrix products and convolutions.
 PRODUCTS = primitives_that(Op.PRODUCT)

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from .. import _jax
-from .._boundary import check_cotangent, mark_boundary, under_autocast
+from .._boundary import check_cotangent, mark_boundary, traced_for
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
@@ -154,7 +154,7 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
     input_names += [f"args{name}" for name in array_names(args)]
     input_names += [f"kwargs{name}" for name in array_names(kwargs)]
     # Read now, as JAX may trace the backward pass after the `autocast` has ended.
-    is_under_autocast = under_autocast.get()
+    is_under_autocast = bool(traced_for.value.dtype)
 
     @functools.cache
     def plan_for(perturbed: tuple[bool, ...]) -> BackwardPlan:
