@@ -10,21 +10,26 @@ from jax.core import ShapedArray
 from .. import _jax
 from .._jax import (
     ClosedJaxpr,
+    Form,
     Jaxpr,
     JaxprEqn,
+    Search,
+    form_of,
     holds_inexact,
     once_for_each_program,
     programs,
 )
 from . import table
 from .callers import Owner, Place, outermost, owner_of
-from .values import is_float32, is_full_precision
+from .values import is_float32, is_full_precision, marker_of
 
 # Why a product of float32 arrays stays in float32.
 NOT_OF_MATRICES = "of vectors or elements, not of matrices"
 OWN_PRECISION = "it asks for a precision of its own"
 EXACT = "of numbers that must be exact, such as counts and indices"
 OF_LIBRARY = "a step of a library that is written for float32"
+
+_WITH_RULES = {Form.CUSTOM_JVP, Form.CUSTOM_VJP, Form.OBJECT}
 
 
 def is_cast(eqn: JaxprEqn, place: Place) -> bool:
@@ -115,7 +120,7 @@ _ANYWHERE = Place()
 
 def has_products(eqn: JaxprEqn, place: Place = _ANYWHERE) -> bool:
     """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
-    return any(
+    return _has_marked_rule(eqn) or any(
         holds_products(program, place.inside(eqn, program)) for program in programs(eqn)
     )
 
@@ -137,6 +142,21 @@ def _is_cast_or_holds_cast(eqn: JaxprEqn, place: Place) -> bool:
     if is_cast(eqn, place):
         return True
     return not is_never_entered(eqn) and has_products(eqn, place)
+
+
+def _has_marked_rule(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation has derivative rules of its own, and `half_precision` in it.
+
+    JAX traces such a rule when it differentiates: the mark in it must still be seen then.
+    """
+    return form_of(eqn) in _WITH_RULES and _holds_mark.inside(eqn)
+
+
+def _is_marked(eqn: JaxprEqn) -> bool:
+    return marker_of(eqn) == table.HALF_PRECISION
+
+
+_holds_mark = Search(_is_marked)
 
 
 def is_never_entered(eqn: JaxprEqn) -> bool:
