@@ -42,11 +42,13 @@ def autocast(
 
     *Products* are matrix products and convolutions that read and return float32 (JAX's primitives
     dot_general, conv_general_dilated, ragged_dot and ragged_dot_general), forward and backward,
-    products of a matrix with a vector included. Dots of vectors, even in batches, outer products,
-    other sums over a dimension of 1, and products of integers alone stay as they are. So do
-    products that JAX and Optax call for their own algorithms, such as a matrix exponential, a step
-    of `jax.experimental.ode` or `optax.ctc_loss`, and those with an `algorithm` of their own or
-    with the `precision` "highest". What `default_matmul_precision` sets for all products is no such
+    products of a matrix with a vector included. Dots of vectors, even in batches, outer products and
+    other sums over a dimension of 1 stay as they are. So do products that must be exact: of numbers
+    that come from integers, booleans and indices alone, such as a count, and those of which nothing
+    but integers is made, such as a flat index. Of a model that returns its prediction, that is the
+    last product. So do products that JAX and Optax call for their own algorithms, such as a matrix
+    exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`, and those with an `algorithm`
+    of their own or with the `precision` "highest". What `default_matmul_precision` sets for all products is no such
     demand. JAX gives `preferred_element_type=float32` to any product in a float32 program, so this
     does not keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention`
     asks for its logits in float32, and these are not rounded.
@@ -63,8 +65,9 @@ def autocast(
     The inside of control flow and calls is transformed. `jax.custom_jvp` and `jax.custom_vjp`
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
     float64, complex numbers, kernels, callbacks and what is written in half precision by hand are
-    left alone. Source lines and named scopes stay those of the model. Under `jit` with arrays that
-    are sharded over devices, the gradient of a product is summed over these in half precision.
+    left alone; `half_precision` casts for a kernel. Source lines and named scopes stay those of the
+    model. Under `jit` with arrays that are sharded over devices, the gradient of a product is
+    summed over these in half precision.
 
     A `scan` over layers carries float32, which `jax.checkpoint` then keeps for each layer.
     `half_carries=True` halves that, as in models written in half precision. The price: if a layer

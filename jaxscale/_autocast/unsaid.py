@@ -92,7 +92,8 @@ def warn_of_what_is_left(program: ClosedJaxpr) -> None:
         _warn(
             f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
             f"written, because {reason}. If that is what you want, mark it with "
-            "`jaxscale.full_precision`."
+            "`jaxscale.full_precision`. If it is a kernel that takes half precision, mark it with "
+            "`jaxscale.half_precision`."
         )
 
 
