@@ -42,16 +42,16 @@ def autocast(
 
     *Products* are matrix products and convolutions that read and return float32 (JAX's primitives
     dot_general, conv_general_dilated, ragged_dot and ragged_dot_general), forward and backward,
-    products of a matrix with a vector included. Dots of vectors, even in batches, outer products and
-    other sums over a dimension of 1 stay as they are. So do products that must be exact: of numbers
-    that come from integers, booleans and indices alone, such as a count, and those of which nothing
-    but integers is made, such as a flat index. Of a model that returns its prediction, that is the
-    last product. So do products that JAX and Optax call for their own algorithms, such as a matrix
-    exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`, and those with an `algorithm`
-    of their own or with the `precision` "highest". What `default_matmul_precision` sets for all products is no such
-    demand. JAX gives `preferred_element_type=float32` to any product in a float32 program, so this
-    does not keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention`
-    asks for its logits in float32, and these are not rounded.
+    products of a matrix with a vector included. Dots of vectors, even in batches, outer products
+    and other sums over a dimension of 1 stay as they are. So do products that must be exact: of
+    numbers that come from integers, booleans and indices alone, such as a count, and those of which
+    nothing but integers is made, such as a flat index. Of a model that returns its prediction, that
+    is the last product. So do products that JAX and Optax call for their own algorithms, such as a
+    matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`, and those with an
+    `algorithm` of their own or with the `precision` "highest". What `default_matmul_precision` sets
+    for all products is no such demand. JAX gives `preferred_element_type=float32` to any product in
+    a float32 program, so this does not keep a product in float32: `full_precision` does. But
+    `jax.nn.dot_product_attention` asks for its logits in float32, and these are not rounded.
 
     *All else* runs in float32: biases, activations, norms, softmax, losses, comparisons, and
     constants, which are not rounded either. What only moves the results of products to other

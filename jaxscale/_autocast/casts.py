@@ -10,7 +10,6 @@ from jax.core import ShapedArray
 from .. import _jax
 from .._jax import (
     ClosedJaxpr,
-    Form,
     Jaxpr,
     JaxprEqn,
     Search,
@@ -28,8 +27,6 @@ NOT_OF_MATRICES = "of vectors or elements, not of matrices"
 OWN_PRECISION = "it asks for a precision of its own"
 EXACT = "of numbers that must be exact, such as counts and indices"
 OF_LIBRARY = "a step of a library that is written for float32"
-
-_WITH_RULES = {Form.CUSTOM_JVP, Form.CUSTOM_VJP, Form.OBJECT}
 
 
 def is_cast(eqn: JaxprEqn, place: Place) -> bool:
@@ -149,7 +146,7 @@ def _has_marked_rule(eqn: JaxprEqn) -> bool:
 
     JAX traces such a rule when it differentiates: the mark in it must still be seen then.
     """
-    return form_of(eqn) in _WITH_RULES and _holds_mark.inside(eqn)
+    return form_of(eqn) in table.WITH_RULES and _holds_mark.inside(eqn)
 
 
 def _is_marked(eqn: JaxprEqn) -> bool:

@@ -26,6 +26,7 @@ from .._jax import (
     Op,
     closed,
     does,
+    form_of,
     holds_inexact,
     once_for_each_program,
     variables,
@@ -134,6 +135,9 @@ def _is_count(atom: Any, counts: set[Any]) -> bool:
 
 def _count_after(eqn: JaxprEqn, are_counts: Sequence[bool]) -> list[bool]:
     """Returns for each output of an equation whether it comes from integers alone."""
+    if form_of(eqn) in table.WITH_RULES:
+        # Its derivative may make a number of what is a boolean, as those of a sign do.
+        return [all(are_counts)] * len(eqn.outvars)
     opened = _open(eqn)
     if opened:
         counted = _count_in_turns(opened, are_counts)
@@ -192,12 +196,11 @@ def _find_uses(program: Jaxpr, outputs: tuple[Use, ...]) -> dict[Any, Use]:
 
 def _use_before(eqn: JaxprEqn, after: Sequence[Use]) -> list[Use]:
     """Returns what is made of each input of an equation, given that of its outputs."""
-    opened = _open(eqn)
     use = max(after, default=Use.NOTHING)
     if any(map(_jax.is_ref, eqn.invars)):
         use = Use.NUMBERS  # what it writes is read later
-    elif opened:
-        return _use_in_turns(opened, eqn, after)
+    elif form_of(eqn) not in table.WITH_RULES and _open(eqn):
+        return _use_in_turns(_open(eqn), eqn, after)
     elif eqn.primitive.name in table.PRODUCTS and use:
         use = Use.NUMBERS
     return [use] * len(eqn.invars)

@@ -65,6 +65,9 @@ CHEAP = primitives_that(Op.CHEAP)
 # A call is cheap if all that it holds is.
 CHEAP_CALLS = primitives_of(Form.JIT, Form.CUSTOM_JVP)
 
+# Functions with a derivative of their own.
+WITH_RULES = {Form.CUSTOM_JVP, Form.CUSTOM_VJP, Form.OBJECT}
+
 # These move or choose elements. They run in half precision if all that they move is there, and in
 # float32 otherwise.
 MOVES = primitives_that(Op.MOVE)
