@@ -22,7 +22,7 @@ The rest, by group:
   `compact_state` keeps the state of an optimizer in bfloat16, in half of its bytes.
 - Precision: `autocast` computes matrix products in float16 without touching the model. Leave it
   out if the model does its own casting, as Flax layers with `dtype=` do. `full_precision` exempts a
-  part of a model.
+  part of a model, and `half_precision` casts for a kernel that takes half precision alone.
 - Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
   `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
   base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
@@ -79,7 +79,7 @@ import importlib as _importlib
 import importlib.util as _util
 import typing as _typing
 
-from ._autocast.api import autocast, full_precision
+from ._autocast.api import autocast, full_precision, half_precision
 from ._backward.scale_backward import scale_backward
 from ._gradients.scaled import scale, unscale
 from ._gradients.value_and_grad import grad, value_and_grad
@@ -109,7 +109,7 @@ __all__ = [  # noqa: RUF022
     "skip_nonfinite", "multi_steps",
     "master_weights", "stochastic_rounding", "master_params", "with_master_params",
     "compact_state",
-    "autocast", "full_precision",
+    "autocast", "full_precision", "half_precision",
     "DynamicLossScale", "AdaptiveLossScale", "FixedLossScale", "NoOpLossScale", "LossScale",
     "as_loss_scale",
     "SpikeRule",

@@ -5,8 +5,7 @@ passes float32 through the boundary: a cotangent in float16 would have flushed b
 """
 
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -22,8 +21,22 @@ NO_FORWARD = (
     "mode: `jax.grad`, `jax.vjp`."
 )
 
-# Whether what is traced now is traced for an `autocast`.
-under_autocast: ContextVar[bool] = ContextVar("under_autocast", default=False)
+
+class TracedFor(NamedTuple):
+    """What a function is traced for.
+
+    Attributes:
+      dtype: the half precision of the `autocast` around it, or `""` without one.
+      is_half: whether it is in a part that `half_precision` marks, and in no part of that which
+        `full_precision` marks.
+    """
+
+    dtype: str = ""
+    is_half: bool = False
+
+
+# What is traced now is traced for this. JAX traces a jitted function anew if it is another.
+traced_for = jax.make_user_context(TracedFor())
 
 
 def mark_boundary() -> AbstractContextManager[Any]:

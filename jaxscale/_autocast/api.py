@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._boundary import TracedFor, traced_for
 from .._trees.nnx_objects import wrap_call
 from .._trees.outer_modules import keeping_outer_variables
-from .table import FULL_PRECISION
+from .table import FULL_PRECISION, HALF_PRECISION
 
 if TYPE_CHECKING:
     from .interpreter import Autocast
@@ -41,14 +42,16 @@ def autocast(
 
     *Products* are matrix products and convolutions that read and return float32 (JAX's primitives
     dot_general, conv_general_dilated, ragged_dot and ragged_dot_general), forward and backward,
-    products of a matrix with a vector included. Dots of vectors, even in batches, outer products,
-    other sums over a dimension of 1, and products of integers alone stay as they are. So do
-    products that JAX and Optax call for their own algorithms, such as a matrix exponential, a step
-    of `jax.experimental.ode` or `optax.ctc_loss`, and those with an `algorithm` of their own or
-    with the `precision` "highest". What `default_matmul_precision` sets for all products is no such
-    demand. JAX gives `preferred_element_type=float32` to any product in a float32 program, so this
-    does not keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention`
-    asks for its logits in float32, and these are not rounded.
+    products of a matrix with a vector included. Dots of vectors, even in batches, outer products
+    and other sums over a dimension of 1 stay as they are. So do products that must be exact: of
+    numbers that come from integers, booleans and indices alone, such as a count, and those of which
+    nothing but integers is made, such as a flat index. Of a model that returns its prediction, that
+    is the last product. So do products that JAX and Optax call for their own algorithms, such as a
+    matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`, and those with an
+    `algorithm` of their own or with the `precision` "highest". What `default_matmul_precision` sets
+    for all products is no such demand. JAX gives `preferred_element_type=float32` to any product in
+    a float32 program, so this does not keep a product in float32: `full_precision` does. But
+    `jax.nn.dot_product_attention` asks for its logits in float32, and these are not rounded.
 
     *All else* runs in float32: biases, activations, norms, softmax, losses, comparisons, and
     constants, which are not rounded either. What only moves the results of products to other
@@ -62,8 +65,9 @@ def autocast(
     The inside of control flow and calls is transformed. `jax.custom_jvp` and `jax.custom_vjp`
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
     float64, complex numbers, kernels, callbacks and what is written in half precision by hand are
-    left alone. Source lines and named scopes stay those of the model. Under `jit` with arrays that
-    are sharded over devices, the gradient of a product is summed over these in half precision.
+    left alone; `half_precision` casts for a kernel. Source lines and named scopes stay those of the
+    model. Under `jit` with arrays that are sharded over devices, the gradient of a product is
+    summed over these in half precision.
 
     A `scan` over layers carries float32, which `jax.checkpoint` then keeps for each layer.
     `half_carries=True` halves that, as in models written in half precision. The price: if a layer
@@ -175,15 +179,108 @@ def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
       >>> jaxscale.autocast(jaxscale.full_precision(product))(x)[0, 0]
       Array(131072., dtype=float32)
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`full_precision(fun)` must be a function, got {type(fun).__name__}. Pass "
-            "the function itself, not what it returns."
-        )
+    _check_marked(fun, "full_precision")
 
     @functools.wraps(fun, updated=())
     def full_precision_fun(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with jax.named_scope(FULL_PRECISION):
-            return fun(*args, **kwargs)
+            if not traced_for.value.is_half:
+                return fun(*args, **kwargs)
+            return wrap_call(_call_in_float32, fun)(*args, **kwargs)
 
     return full_precision_fun
+
+
+def half_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Returns the function with its float32 arguments in half precision, inside of `autocast`.
+
+    Mark a kernel that takes half precision alone, or is fast in it alone: the fused attention of
+    cuDNN, a kernel of Pallas, a foreign function. `autocast` cannot cast what goes into these, as
+    it does not see them before they are traced. Inside of `autocast`, arrays in float32 among the
+    arguments arrive in its dtype, and arrays of that dtype among the results leave in float32.
+    Integers, float64 and all other dtypes pass as they are. So do arrays that the function closes
+    over. Elsewhere the marked function is `fun` itself.
+
+    Of two markers, one in the other, the inner one counts: `full_precision` in the function gets
+    its half-precision arguments in float32, rounded as they are.
+
+    Args:
+      fun: a function, a method or a layer, of any arguments. A module of Flax NNX is an argument
+        of its own methods, so its float32 parameters arrive in half precision, too.
+
+    Raises:
+      TypeError: if `fun` is not callable.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxscale
+      >>> kernel = jaxscale.half_precision(lambda x: print(x.dtype) or x)
+      >>> kernel(jnp.ones(2)).dtype
+      float32
+      dtype('float32')
+      >>> jaxscale.autocast(kernel)(jnp.ones(2)).dtype
+      float16
+      dtype('float32')
+    """
+    _check_marked(fun, "half_precision")
+
+    @functools.wraps(fun, updated=())
+    def half_precision_fun(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        if not traced_for.value.dtype:
+            return fun(*args, **kwargs)
+        with jax.named_scope(HALF_PRECISION):
+            return wrap_call(_call_in_half, fun)(*args, **kwargs)
+
+    return half_precision_fun
+
+
+def _check_marked(fun: Any, name: str) -> None:
+    if not callable(fun):
+        raise TypeError(
+            f"`{name}(fun)` must be a function, got {type(fun).__name__}. Pass the function "
+            "itself, not what it returns."
+        )
+
+
+def _call_in_half(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function with float32 arrays in half precision, and returns float32 for that."""
+    dtype = traced_for.value.dtype
+    with traced_for(TracedFor(dtype, is_half=True)):
+        results = _call_cast(fun, args, kwargs, "float32", dtype)
+    return jax.tree.map(functools.partial(_cast_if, dtype, "float32"), results)
+
+
+def _call_in_float32(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function in a part in half precision, with arrays of that dtype in float32."""
+    dtype = traced_for.value.dtype
+    with traced_for(TracedFor(dtype)):
+        return _call_cast(fun, args, kwargs, dtype, "float32")
+
+
+def _call_cast(
+    fun: Callable[..., Any], args: Any, kwargs: Any, old: str, new: str
+) -> Any:
+    """Calls a function with arrays of one dtype in another one.
+
+    An argument that it returns is returned as it was given. So the parameters of a module of NNX,
+    which come back with what the module changes, are not rounded.
+    """
+    given = {}
+
+    def cast_argument(leaf: Any) -> Any:
+        array = _cast_if(old, new, leaf)
+        if array is not leaf:
+            given[id(array)] = (array, leaf)
+        return array
+
+    def give_back(leaf: Any) -> Any:
+        return given.get(id(leaf), (leaf, leaf))[1]
+
+    args, kwargs = jax.tree.map(cast_argument, (args, kwargs))
+    return jax.tree.map(give_back, fun(*args, **kwargs))
+
+
+def _cast_if(old: str, new: str, leaf: Any) -> Any:
+    if getattr(leaf, "dtype", None) == old and hasattr(leaf, "astype"):
+        return leaf.astype(new)
+    return leaf

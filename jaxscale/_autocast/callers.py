@@ -10,8 +10,9 @@ import functools
 from typing import Any, NamedTuple
 
 from .. import _jax
-from .._jax import Caller, JaxprEqn
+from .._jax import Caller, ClosedJaxpr, Jaxpr, JaxprEqn
 from . import table
+from .exact import NOTHING_EXACT, Exact, find_exact
 
 
 class Owner(enum.Enum):
@@ -27,6 +28,22 @@ class Place(NamedTuple):
 
     in_loop: bool = False  # part of a body: XLA compiles its backward pass apart
     owner: Owner = Owner.MODEL  # of what is in it, if that does not say itself
+    exact: Exact = NOTHING_EXACT
+
+    def inside(
+        self, eqn: JaxprEqn, program: Jaxpr | ClosedJaxpr, in_loop: bool = False
+    ) -> "Place":
+        """Returns what is known of a program that an equation of this one holds."""
+        return Place(
+            in_loop=in_loop or self.in_loop,
+            owner=owner_of(eqn, self.owner),
+            exact=self.exact.inside_of(eqn, program),
+        )
+
+
+def outermost(program: Jaxpr | ClosedJaxpr) -> Place:
+    """Returns what is known of a program that no other one calls."""
+    return Place(exact=find_exact(program))
 
 
 class Origin(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from .. import _jax
 from .._jax import Jaxpr, JaxprEqn, Literal, called_program
-from .callers import Owner, owner_of
+from .callers import Place
 from .casts import has_products, is_cast
 from .values import is_float32, is_full_precision
 
@@ -22,8 +22,10 @@ class _Source(NamedTuple):
     through_product: bool
 
 
-def find_half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]:
+def find_half_carries(loop: _jax.Scan, place: Place) -> list[bool]:
     """Returns for each carry of a loop whether it may be in half precision.
+
+    `place` is that of its body.
 
     It may if its next value is computed from a product that reads it, as the residual stream of a
     scan over layers and the state of an RNN are; not so a counter, a time or a sum of losses.
@@ -33,7 +35,7 @@ def find_half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]
     inputs: list[set[_Source]] = [set() for _ in body.invars]
     for number in carried:
         inputs[number].add(_Source(number, through_product=False))
-    outputs = _trace_sources(body, inputs, owner)
+    outputs = _trace_sources(body, inputs, place)
     may_be_half = []
     # of outputs, carries come first
     for number, sources in zip(carried, outputs, strict=False):
@@ -43,7 +45,7 @@ def find_half_carries(loop: _jax.Scan, owner: Owner = Owner.MODEL) -> list[bool]
 
 
 def _trace_sources(
-    jaxpr: Jaxpr, inputs: Sequence[set[_Source]], owner: Owner
+    jaxpr: Jaxpr, inputs: Sequence[set[_Source]], place: Place
 ) -> list[set[_Source]]:
     """Returns what each output is computed from, given that of each input."""
     sources: dict[Any, set[_Source]] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -57,20 +59,20 @@ def _trace_sources(
         if is_full_precision(eqn):
             continue
         of_inputs = list(map(sources_of, eqn.invars))
-        of_outputs = _sources_after(eqn, of_inputs, owner)
+        of_outputs = _sources_after(eqn, of_inputs, place)
         sources |= zip(eqn.outvars, of_outputs, strict=True)
     return list(map(sources_of, jaxpr.outvars))
 
 
 def _sources_after(
-    eqn: JaxprEqn, inputs: Sequence[set[_Source]], owner: Owner
+    eqn: JaxprEqn, inputs: Sequence[set[_Source]], place: Place
 ) -> list[set[_Source]]:
     """Returns what each output of an equation is computed from, given that of each input."""
     called = called_program(eqn)
     if called is not None:
-        return _trace_sources(called.jaxpr, inputs, owner_of(eqn, owner))
+        return _trace_sources(called.jaxpr, inputs, place.inside(eqn, called))
     of_all_inputs = set().union(*inputs)
-    if is_cast(eqn, owner) or has_products(eqn, owner):
+    if is_cast(eqn, place) or has_products(eqn, place):
         of_all_inputs = {
             _Source(source.number, through_product=True) for source in of_all_inputs
         }

@@ -12,29 +12,32 @@ from .._jax import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
+    Search,
+    form_of,
     holds_inexact,
     once_for_each_program,
     programs,
 )
 from . import table
-from .callers import Owner, owner_of
-from .values import is_float32, is_full_precision
+from .callers import Owner, Place, outermost, owner_of
+from .values import is_float32, is_full_precision, marker_of
 
 # Why a product of float32 arrays stays in float32.
 NOT_OF_MATRICES = "of vectors or elements, not of matrices"
 OWN_PRECISION = "it asks for a precision of its own"
+EXACT = "of numbers that must be exact, such as counts and indices"
 OF_LIBRARY = "a step of a library that is written for float32"
 
 
-def is_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
+def is_cast(eqn: JaxprEqn, place: Place) -> bool:
     """Returns whether `autocast` casts the inputs of an equation to half precision.
 
-    `around` is as in `owner_of`.
+    `place` is that of the program which the equation is part of.
     """
-    return eqn.primitive.name in table.PRODUCTS and not why_not_cast(eqn, around)
+    return eqn.primitive.name in table.PRODUCTS and not why_not_cast(eqn, place)
 
 
-def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
+def why_not_cast(eqn: JaxprEqn, place: Place) -> str:
     """Returns why `autocast` runs an equation as it is written, or `""` if it casts its inputs."""
     if is_full_precision(eqn):
         return "marked by `jaxscale.full_precision`"
@@ -42,7 +45,9 @@ def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:
         return "not of float32 arrays"
     if not _is_of_matrices(eqn):
         return NOT_OF_MATRICES
-    if owner_of(eqn, around) is Owner.LIBRARY:
+    if id(eqn) in place.exact.products:
+        return EXACT
+    if owner_of(eqn, place.owner) is Owner.LIBRARY:
         return OF_LIBRARY
     if _jax.demands_precision(eqn):
         return OWN_PRECISION
@@ -107,35 +112,48 @@ def is_attention_scores(eqn: JaxprEqn, around: Owner) -> bool:
     return owner_of(eqn, around) is Owner.ATTENTION
 
 
-def has_products(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
+_ANYWHERE = Place()
+
+
+def has_products(eqn: JaxprEqn, place: Place = _ANYWHERE) -> bool:
     """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
-    inner_programs = list(programs(eqn))
-    if not inner_programs:
-        return False
-    owner = owner_of(eqn, around)
-    return any(holds_products(program, owner) for program in inner_programs)
+    return _has_marked_rule(eqn) or any(
+        holds_products(program, place.inside(eqn, program)) for program in programs(eqn)
+    )
 
 
 def casts_anything(program: ClosedJaxpr) -> bool:
     """Returns whether a program has anything that `autocast` casts by itself."""
-    return holds_products(program, Owner.MODEL)
+    return holds_products(program, outermost(program))
 
 
 @once_for_each_program
-def holds_products(program: Jaxpr, owner: Owner) -> bool:
-    """Returns whether a program has anything that `autocast` casts by itself.
-
-    The `owner` is that of what does not say it itself.
-    """
-    return any(_is_cast_or_holds_cast(eqn, owner) for eqn in program.eqns)
+def holds_products(program: Jaxpr, place: Place) -> bool:
+    """Returns whether a program has anything that `autocast` casts by itself."""
+    return any(_is_cast_or_holds_cast(eqn, place) for eqn in program.eqns)
 
 
-def _is_cast_or_holds_cast(eqn: JaxprEqn, owner: Owner) -> bool:
+def _is_cast_or_holds_cast(eqn: JaxprEqn, place: Place) -> bool:
     if is_full_precision(eqn):
         return False
-    if is_cast(eqn, owner):
+    if is_cast(eqn, place):
         return True
-    return not is_never_entered(eqn) and has_products(eqn, owner)
+    return not is_never_entered(eqn) and has_products(eqn, place)
+
+
+def _has_marked_rule(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation has derivative rules of its own, and `half_precision` in it.
+
+    JAX traces such a rule when it differentiates: the mark in it must still be seen then.
+    """
+    return form_of(eqn) in table.WITH_RULES and _holds_mark.inside(eqn)
+
+
+def _is_marked(eqn: JaxprEqn) -> bool:
+    return marker_of(eqn) == table.HALF_PRECISION
+
+
+_holds_mark = Search(_is_marked)
 
 
 def is_never_entered(eqn: JaxprEqn) -> bool:

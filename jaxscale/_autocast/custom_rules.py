@@ -32,7 +32,7 @@ from .._jax import (
 from .casts import has_products
 from .frame import Frame
 from .higher_order import changes_nothing, run_inline
-from .rewriting import Way, place_inside, read_inputs, rewrite
+from .rewriting import Way, read_inputs, rewrite
 from .rules import Outputs, run_as_written
 from .values import Narrow, ToRound, has_dtype, without_mark
 
@@ -49,7 +49,7 @@ def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
     An object without a product stays in float32, as nothing is known of what it computes.
     """
     _jax.callee(eqn)  # raises if it has another form
-    if not has_products(eqn, frame.place.owner):
+    if not has_products(eqn, frame.place):
         return run_as_written(frame, eqn)
     match _jax.differentiated_by(eqn):
         case "jvp":
@@ -65,12 +65,14 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
     autocast = frame.autocast
-    place = place_inside(frame, eqn)
+    place = frame.place.inside(eqn, declared)
     args = read_inputs(frame, eqn)
     rewritten = rewrite(frame, eqn, declared, args, Way(in_float32=True))
     program = rewritten.program
     leaves, views = jax.tree.flatten(args)
-    trace = _jax.remember_by_form(functools.partial(_trace_jvp, eqn, declared))
+    trace = _jax.remember_by_form(
+        functools.partial(_trace_jvp, autocast, eqn, declared)
+    )
 
     @jax.custom_jvp
     def fun(*leaves: Any) -> Any:
@@ -93,7 +95,10 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _trace_jvp(
-    eqn: JaxprEqn, declared: ClosedJaxpr, perturbed: tuple[bool, ...]
+    autocast: Any,
+    eqn: JaxprEqn,
+    declared: ClosedJaxpr,
+    perturbed: tuple[bool, ...],
 ) -> ClosedJaxpr:
     """Traces an equation and its derivative by the inputs that have a tangent.
 
@@ -109,7 +114,8 @@ def _trace_jvp(
     types = tuple(declared.in_avals)
     perturbed_types = itertools.compress(types, perturbed)
     tangent_types = tuple(map(_jax.tangent_type, perturbed_types))
-    return jax.make_jaxpr(derive)(types, tangent_types)
+    with autocast.tracing():
+        return jax.make_jaxpr(derive)(types, tangent_types)
 
 
 def _fill_in(derivatives: Sequence[Any], types: Sequence[Any]) -> tuple[Any, ...]:
@@ -146,7 +152,7 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if changes_nothing(frame, eqn):
         return run_as_written(frame, eqn)
     autocast = frame.autocast
-    place = place_inside(frame, eqn)
+    place = frame.place.inside(eqn, declared)
     args = read_inputs(frame, eqn)
     way = Way(in_float32=True)
     at_boundary = is_boundary(eqn)
@@ -163,7 +169,7 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     def run_forward(perturbed_leaves: tuple[bool, ...], *leaves: Any) -> Any:
         perturbed = tuple(_select_sources(jax.tree.unflatten(views, perturbed_leaves)))
         values = jax.tree.unflatten(views, leaves)
-        forward = _trace_vjp(eqn, declared, at_boundary, perturbed)
+        forward = _trace_vjp(autocast, eqn, declared, at_boundary, perturbed)
         results = autocast.run_from_outside(forward.program, values, place)
         types = program.out_avals
         residuals = []
@@ -203,7 +209,11 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _trace_vjp(
-    eqn: JaxprEqn, declared: ClosedJaxpr, at_boundary: bool, perturbed: tuple[bool, ...]
+    autocast: Any,
+    eqn: JaxprEqn,
+    declared: ClosedJaxpr,
+    at_boundary: bool,
+    perturbed: tuple[bool, ...],
 ) -> _Forward:
     """Traces the forward pass of an equation, for its derivative by some of its inputs."""
     pullbacks = []
@@ -217,7 +227,8 @@ def _trace_vjp(
         pullbacks.append(tree)
         return [*outputs, *residuals]
 
-    program = jax.make_jaxpr(derive)(*declared.in_avals)
+    with autocast.tracing():
+        program = jax.make_jaxpr(derive)(*declared.in_avals)
     return _Forward(program, pullbacks[0])
 
 

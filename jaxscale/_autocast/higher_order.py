@@ -19,11 +19,10 @@ from .._jax import (
     open_equation,
     with_programs,
 )
-from .callers import owner_of
 from .carries import find_half_carries
 from .casts import has_products
 from .frame import Frame
-from .rewriting import Way, place_inside, read_inputs, rewrite
+from .rewriting import Way, read_inputs, rewrite
 from .rules import Outputs, run_as_written
 from .values import Narrow, as_declared, without_mark
 
@@ -40,12 +39,12 @@ def _find_rounded_outputs(frame: Frame, eqn: JaxprEqn) -> tuple[bool, ...]:
 
 def changes_nothing(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether nothing changes in a call: neither a product nor what it reads."""
-    return not (frame.reads_narrow(eqn) or has_products(eqn, frame.place.owner))
+    return not (frame.reads_narrow(eqn) or has_products(eqn, frame.place))
 
 
 def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether a loop or a branch runs as it is written: it has refs, or no products."""
-    return any(map(_jax.is_ref, eqn.invars)) or not has_products(eqn, frame.place.owner)
+    return any(map(_jax.is_ref, eqn.invars)) or not has_products(eqn, frame.place)
 
 
 def rewrite_jit(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -62,10 +61,11 @@ def rewrite_jit(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 def run_inline(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates a call that does nothing but run its program."""
+    called = _jax.callee(eqn)
     return frame.autocast.run(
-        _jax.callee(eqn),
+        called,
         read_inputs(frame, eqn),
-        place_inside(frame, eqn),
+        frame.place.inside(eqn, called),
         _find_rounded_outputs(frame, eqn),
     )
 
@@ -92,7 +92,7 @@ def rewrite_scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return run_as_written(frame, eqn)
     half_carries = [False] * loop.carries
     if frame.autocast.half_carries:
-        half_carries = find_half_carries(loop, owner_of(eqn, frame.place.owner))
+        half_carries = find_half_carries(loop, frame.place.inside(eqn, loop.body))
     args = _read_scan_inputs(frame, eqn, loop, half_carries)
     rounded_stacks = _find_rounded_outputs(frame, eqn)[loop.carries :]
     way = Way(
@@ -173,7 +173,7 @@ def _read_for_each(
 def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
     mapping = _jax.mapped(eqn)
-    if not has_products(eqn, frame.place.owner):
+    if not has_products(eqn, frame.place):
         return run_as_written(frame, eqn)
     args: list[Any] = []
     specs: list[Any] = []
@@ -189,7 +189,7 @@ def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
     def run(*leaves: Any) -> tuple[Any, ...]:
         args = jax.tree.unflatten(tree, leaves)
-        place = place_inside(frame, eqn)
+        place = frame.place.inside(eqn, mapping.program)
         outputs = frame.autocast.run(mapping.program, args, place)
         return tuple(map(without_mark, outputs))
 

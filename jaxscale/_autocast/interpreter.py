@@ -7,6 +7,7 @@ of one jaxpr, each in the precision it was computed in, and casts each once, on 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._boundary import under_autocast
+from .._boundary import TracedFor, traced_for
 from .._jax import (
     ClosedJaxpr,
     Form,
@@ -31,6 +32,7 @@ from .._trees.flat import Flat
 from .callers import Place
 from .casts import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
+from .exact import NOTHING_EXACT, find_exact
 from .frame import Frame
 from .higher_order import (
     rewrite_jit,
@@ -65,6 +67,10 @@ RULES = dict(SIMPLE_RULES)
 for _form, _rule in _RULES_OF_FORMS.items():
     RULES |= dict.fromkeys(primitives_of(_form), _rule)
 
+_NOTE = (
+    "`autocast(fun)` traces `fun` with float32 arrays in float32. If what raised this takes half "
+    "precision alone, as a fused kernel may, wrap it with `jaxscale.half_precision`."
+)
 _WAY_OUT = (
     "Mark the function around that line with `jaxscale.full_precision`, or leave it outside of the "
     "function that `autocast` wraps."
@@ -114,12 +120,12 @@ class Autocast:
         """
         warn_of_what_is_left(closed)
         jaxpr = closed.jaxpr
-        parts = plan(jaxpr, tuple(rounded_outputs), place.owner)
+        parts = plan(jaxpr, tuple(rounded_outputs), place)
         frame = Frame(self, jaxpr, parts, place)
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):
             frame.write(var, arg)
-        if not frame.narrow and not holds_products(closed, place.owner):
+        if not frame.narrow and not holds_products(closed, place):
             return jaxpr_as_fun(closed)(*args)
         for part in frame.plan.parts:
             outputs = self._run_part(frame, part)
@@ -137,8 +143,12 @@ class Autocast:
     ) -> list[Any]:
         """Returns the outputs of a program that is not part of another one that runs.
 
-        What cannot be transformed is an error that names the user's line.
+        What cannot be transformed is an error that names the user's line. What `place` knows of
+        inputs and outputs is of the first ones of this program.
         """
+        known = place.exact
+        exact = find_exact(closed, known.inputs, known.outputs)
+        place = place._replace(exact=exact)
         with _jax.naming_the_line("autocast(fun)", _WAY_OUT):
             return self.run(closed, args, place)
 
@@ -156,8 +166,8 @@ class Autocast:
         Warns of what stays as it is written. Only the outermost call warns of a function in which
         nothing changes.
         """
-        is_outermost = not under_autocast.get()
-        traced = _trace(fun, args, kwargs)
+        is_outermost = not traced_for.value.dtype
+        traced = self._trace(fun, args, kwargs)
 
         def run_and_warn() -> list[Any]:
             forget_warnings()
@@ -173,8 +183,25 @@ class Autocast:
 
     def call_rule(self, fun: Callable[..., Any], place: Place, *args: Any) -> Any:
         """Calls a derivative rule of a function whose call is still under way."""
-        traced = _trace(fun, args, {})
+        traced = self._trace(fun, args, {})
+        # It takes other inputs than the call.
+        place = place._replace(exact=NOTHING_EXACT)
         return traced.flat.restored(self._run_traced(traced, place))
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Returns a context to trace functions of the user in."""
+        return traced_for(TracedFor(self.dtype.name))
+
+    def _trace(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> _Traced:
+        flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
+        try:
+            with self.tracing():
+                program = jax.make_jaxpr(flat)(*flat.arrays)
+        except Exception as error:
+            if _may_want_half_precision(error):
+                error.add_note(_NOTE)
+            raise
+        return _Traced(flat, program)
 
     def _run_traced(self, traced: _Traced, place: Place) -> list[Any]:
         jaxpr = traced.program.jaxpr
@@ -193,11 +220,10 @@ def _evaluate(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return run_as_written(frame, eqn)
 
 
-def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> _Traced:
-    flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
-    token = under_autocast.set(True)
-    try:
-        program = jax.make_jaxpr(flat)(*flat.arrays)
-    finally:
-        under_autocast.reset(token)
-    return _Traced(flat, program)
+def _may_want_half_precision(error: Exception) -> bool:
+    """Returns whether `half_precision` may be the way out of an error of the user's function."""
+    if _NOTE in getattr(error, "__notes__", ()):
+        return False
+    return _jax.names_precision(error) and not _jax.passed_through(
+        error, "half_precision_fun"
+    )

@@ -17,7 +17,7 @@ from .._jax import (
     variables,
 )
 from . import table
-from .callers import Owner, owner_of
+from .callers import Place
 from .casts import is_cast
 from .parts import Part, cut
 
@@ -41,19 +41,19 @@ class Plan(NamedTuple):
 
 
 @once_for_each_program
-def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
+def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], place: Place) -> Plan:
     """Plans a program.
 
     Args:
       jaxpr: the program.
       rounded_outputs: for each of its first outputs, whether whoever called it rounds it to half
         precision. The others are not rounded.
-      owner: of the products that do not say it themselves.
+      place: what is known of it from where it is called.
     """
-    products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, owner)}
+    products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, place)}
     parts = cut(jaxpr, products)
     meeting = _find_meeting(jaxpr, parts)
-    rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, owner)
+    rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, place)
     return Plan(parts, products, rounded, meeting)
 
 
@@ -86,7 +86,7 @@ def _find_rounded(
     products: set[int],
     meeting: set[Any],
     rounded_outputs: Sequence[bool],
-    owner: Owner,
+    place: Place,
 ) -> set[Any]:
     """Returns the variables that are only read to be rounded, from the last reader to the first.
 
@@ -108,14 +108,14 @@ def _find_rounded(
             rounded.update(variables(eqn.invars))
             continue
         only_rounded = [var in rounded and var not in others for var in eqn.outvars]
-        rounds = _rounds_inputs(eqn, only_rounded, owner)
+        rounds = _rounds_inputs(eqn, only_rounded, place)
         for atom, is_rounded in zip(eqn.invars, rounds, strict=True):
             (rounded if is_rounded else others).update(variables([atom]))
     return rounded - others
 
 
 def _rounds_inputs(
-    eqn: JaxprEqn, only_rounded: Sequence[bool], owner: Owner
+    eqn: JaxprEqn, only_rounded: Sequence[bool], place: Place
 ) -> list[bool]:
     """Returns for each input whether an equation reads it only to round it.
 
@@ -124,7 +124,7 @@ def _rounds_inputs(
     # Not of a function with a derivative rule, which may read what it gets in float32.
     called = called_program(eqn, DIVISIBLE)
     if called is not None:
-        inside = plan(called, tuple(only_rounded), owner_of(eqn, owner))
+        inside = plan(called, tuple(only_rounded), place.inside(eqn, called))
         return [var in inside.only_rounded for var in called.jaxpr.invars]
     moves = operation(eqn) in table.MOVES - table.SUMMED_BACKWARD
     rounds = moves and all(only_rounded) and not any(programs(eqn))

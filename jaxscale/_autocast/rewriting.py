@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _jax
 from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, cast, closed
-from .callers import Place, owner_of
+from .callers import Place
 from .frame import Frame
 from .rules import Outputs
 from .values import Narrow, ToRound, as_declared, has_dtype, is_float32, without_mark
@@ -72,7 +72,7 @@ def rewrite(
     For a narrow value whose cotangents meet, the new program takes both views.
     """
     autocast = frame.autocast
-    place = place_inside(frame, eqn, way.in_loop)
+    place = frame.place.inside(eqn, program, way.in_loop)
     variables = closed(program).jaxpr.invars
     views = []
     for var, arg in zip(variables, args, strict=True):
@@ -137,12 +137,6 @@ def _types_of(var: Any, view: str, dtype: np.dtype) -> Any:
         case "half":
             return var.aval.update(dtype=dtype)
     return var.aval
-
-
-def place_inside(frame: Frame, eqn: JaxprEqn, in_loop: bool = False) -> Place:
-    """Returns what programs that an equation holds know of where they are."""
-    owner = owner_of(eqn, frame.place.owner)
-    return Place(in_loop or frame.place.in_loop, owner)
 
 
 def read_inputs(frame: Frame, eqn: JaxprEqn) -> list[Any]:

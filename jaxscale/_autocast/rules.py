@@ -29,6 +29,7 @@ from .._jax import (
     bind,
     cast,
     dot_dimensions,
+    fill_value,
     programs,
     with_preferred_type,
 )
@@ -128,6 +129,8 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
 def _moves_narrow(frame: Frame, eqn: JaxprEqn) -> bool:
     """Returns whether an equation moves narrow values, and no float32 numbers but such."""
     if not frame.reads_narrow(eqn):
+        return False
+    if not _is_held(fill_value(eqn), frame.dtype):
         return False
     for atom in filter(is_float32, eqn.invars):
         if isinstance(atom, Literal):

@@ -12,6 +12,8 @@ from .._jax import Form, Op, primitives_of, primitives_that
 
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"
+# That of what gets its float32 arguments in half precision.
+HALF_PRECISION = "jaxscale_half_precision"
 
 # Half precision: matrix products and convolutions.
 PRODUCTS = primitives_that(Op.PRODUCT)
@@ -62,6 +64,9 @@ CHEAP = primitives_that(Op.CHEAP)
 
 # A call is cheap if all that it holds is.
 CHEAP_CALLS = primitives_of(Form.JIT, Form.CUSTOM_JVP)
+
+# Functions with a derivative of their own.
+WITH_RULES = {Form.CUSTOM_JVP, Form.CUSTOM_VJP, Form.OBJECT}
 
 # These move or choose elements. They run in half precision if all that they move is there, and in
 # float32 otherwise.

@@ -28,9 +28,10 @@ from .._jax import (
     walk_program,
 )
 from . import table
-from .callers import OF_MODEL, Origin, Owner, origin_of, owner_of
+from .callers import OF_MODEL, Origin, Place, origin_of, outermost
 from .carries import find_half_carries
 from .casts import (
+    EXACT,
     NOT_OF_MATRICES,
     OF_LIBRARY,
     OWN_PRECISION,
@@ -42,7 +43,7 @@ from .casts import (
     why_not_cast,
 )
 from .rules import SIMPLE_RULES
-from .values import is_float32, is_full_precision
+from .values import is_float32, is_full_precision, marker_of
 
 _NO_RULE = "`autocast` has no rule for it"
 _CLOSED = "`autocast` cannot look into it"
@@ -58,6 +59,7 @@ _NO_PRODUCT = (
 
 # What is said of a product that stays in float32.
 _SAID = {
+    EXACT: "has numbers that must be exact, such as counts and indices",
     OWN_PRECISION: "asks for a precision of its own",
     OF_LIBRARY: "is a step of a library that is written for float32",
 }
@@ -90,12 +92,13 @@ def warn_of_what_is_left(program: ClosedJaxpr) -> None:
         _warn(
             f"`autocast`: the products inside of the JAX primitive `{name}` run as they are "
             f"written, because {reason}. If that is what you want, mark it with "
-            "`jaxscale.full_precision`."
+            "`jaxscale.full_precision`. If it is a kernel that takes half precision, mark it with "
+            "`jaxscale.half_precision`."
         )
 
 
 def _warn_of_unknown_callers(program: ClosedJaxpr) -> None:
-    counts = _count_unknown(program, OF_MODEL)
+    counts = _count_unknown(program, OF_MODEL, outermost(program))
     if not counts:
         return
     _warned_of.set(_warned_of.get() | counts.keys())
@@ -111,7 +114,7 @@ def _warn_of_unknown_callers(program: ClosedJaxpr) -> None:
 
 
 @once_for_each_program
-def _count_unknown(program: Jaxpr, around: Origin) -> Counter[str]:
+def _count_unknown(program: Jaxpr, around: Origin, place: Place) -> Counter[str]:
     """Returns how many products are cast that something unknown calls, by what that is."""
     counts: Counter[str] = Counter()
     for eqn in program.eqns:
@@ -122,11 +125,10 @@ def _count_unknown(program: Jaxpr, around: Origin) -> Counter[str]:
         if is_never_entered(eqn):
             continue
         origin = origin_of(eqn, around)
-        owner = origin.owner or Owner.MODEL
-        if is_product and origin.unknown and is_cast(eqn, owner):
+        if is_product and origin.unknown and is_cast(eqn, place):
             counts[origin.unknown] += 1
         for inner in inner_programs:
-            counts += _count_unknown(inner, origin)
+            counts += _count_unknown(inner, origin, place.inside(eqn, inner))
     return counts
 
 
@@ -235,7 +237,7 @@ def _why_nothing_is_cast(program: ClosedJaxpr) -> str:
     has_floats = False
     dtypes: set[str] = set()  # of products
     for eqn in walk_program(program):
-        if is_full_precision(eqn):
+        if marker_of(eqn):
             return ""
         if any(holds_inexact(var.aval) for var in eqn.outvars):
             has_floats = True
@@ -266,7 +268,7 @@ class _Uncast(NamedTuple):
 def _why_products_are_left(program: ClosedJaxpr) -> str:
     """Returns why each product of float32 matrices in a program is left, or `""` without any."""
     lines_by_reason: dict[str, list[str]] = defaultdict(list)
-    for product in _find_uncast(program, Owner.MODEL, "", ""):
+    for product in _find_uncast(program, outermost(program), "", ""):
         lines_by_reason[product.reason].append(product.line)
     parts: list[str] = []
     for reason, lines in lines_by_reason.items():
@@ -284,20 +286,20 @@ def _why_products_are_left(program: ClosedJaxpr) -> str:
 
 
 def _find_uncast(
-    program: Jaxpr | ClosedJaxpr, owner: Owner, around: str, line: str
+    program: Jaxpr | ClosedJaxpr, place: Place, around: str, line: str
 ) -> Iterator[_Uncast]:
     """Yields the products of float32 matrices in a program that stay in float32.
 
     Args:
       program: the program.
-      owner: whose products these are, as in `owner_of`.
+      place: what is known of it from where it is called.
       around: why they stay in float32 if each for itself would not, or `""`.
       line: the user's line that calls the program, or `""`.
     """
     for eqn in _jax.closed(program).jaxpr.eqns:
         own_line = _jax.users_line(eqn) or line
         if is_float32_product(eqn):
-            reason = why_not_cast(eqn, owner) or around
+            reason = why_not_cast(eqn, place) or around
             if reason and reason != NOT_OF_MATRICES:
                 yield _Uncast(_SAID.get(reason, reason), own_line)
         inside = around
@@ -306,7 +308,8 @@ def _find_uncast(
                 f"is inside of `{operation(eqn)}`, which `autocast` leaves in float32"
             )
         for inner in programs(eqn):
-            yield from _find_uncast(inner, owner_of(eqn, owner), inside, own_line)
+            inner_place = place.inside(eqn, inner)
+            yield from _find_uncast(inner, inner_place, inside, own_line)
 
 
 def _name_inexact(atoms: Iterable[Any]) -> set[str]:
@@ -318,7 +321,7 @@ def _has_half_carries(eqn: JaxprEqn) -> bool:
     if form_of(eqn) is not Form.SCAN:
         return False
     try:
-        return any(find_half_carries(_jax.scan(eqn)))
+        return any(find_half_carries(_jax.scan(eqn), Place()))
     except _jax.UnknownFormError:
         return False
 

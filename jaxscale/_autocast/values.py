@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .._jax import JaxprEqn, cast, scope_names
-from .table import FULL_PRECISION
+from .table import FULL_PRECISION, HALF_PRECISION
 
 FLOAT32 = np.dtype("float32")
 
@@ -43,9 +43,17 @@ def is_float32(atom: Any) -> bool:
     return type(aval) is ShapedArray and aval.dtype == FLOAT32
 
 
+def marker_of(eqn: JaxprEqn) -> str:
+    """Returns the scope of the innermost marker around an equation, or `""` without one."""
+    for name in reversed(scope_names(eqn)):
+        if name in (FULL_PRECISION, HALF_PRECISION):
+            return name
+    return ""
+
+
 def is_full_precision(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is part of what `full_precision` has marked."""
-    return FULL_PRECISION in scope_names(eqn)
+    return marker_of(eqn) == FULL_PRECISION
 
 
 def has_dtype(value: Any, dtype: Any) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _jax
-from .._autocast.callers import Owner, owner_of
+from .._autocast.callers import Place
 from .._autocast.casts import has_products, is_cast
 from .._autocast.plan import has_gradient
 from .._jax import ClosedJaxpr, JaxprEqn, Search, variables
@@ -31,29 +31,29 @@ class HalfFinder:
         return id(eqn) in self._found
 
     def search(
-        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], place: Place
     ) -> list[bool]:
         """Searches a program, and those that its divisible calls hold.
 
         Args:
           program: a program.
           pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
-          owner: whose products these are, as in `owner_of`.
+          place: what is known of it from where it is called.
 
         Returns:
           For each input of the program, whether a cotangent comes back to it.
         """
-        key = program.jaxpr, tuple(pulled_outputs), owner
+        key = program.jaxpr, tuple(pulled_outputs), place
         if key not in self._known:
-            pulled = self._find_pulled(program, pulled_outputs, owner)
+            pulled = self._find_pulled(program, pulled_outputs, place)
             for eqn in program.jaxpr.eqns:
-                if self._is_half(eqn, pulled, owner):
+                if self._is_half(eqn, pulled, place):
                     self._found.add(id(eqn))
             self._known[key] = [var in pulled for var in program.jaxpr.invars]
         return self._known[key]
 
     def _find_pulled(
-        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], owner: Owner
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], place: Place
     ) -> set[Any]:
         """Returns the variables that a cotangent comes back to, and searches the calls."""
         pulled = set(
@@ -63,7 +63,7 @@ class HalfFinder:
             inner = find_divisible(eqn)
             if inner is not None:
                 of_call = [var in pulled for var in eqn.outvars]
-                pulled_inputs = self.search(inner, of_call, owner_of(eqn, owner))
+                pulled_inputs = self.search(inner, of_call, place.inside(eqn, inner))
             elif not pulled.isdisjoint(refs_of(eqn)):
                 pulled_inputs = [True] * len(eqn.invars)  # what it writes is read later
             elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
@@ -75,7 +75,7 @@ class HalfFinder:
             pulled.update(variables(itertools.compress(eqn.invars, pulled_inputs)))
         return pulled
 
-    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], owner: Owner) -> bool:
+    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], place: Place) -> bool:
         """Returns whether an equation belongs to the half-precision part.
 
         `pulled` are the variables that a cotangent comes back to.
@@ -90,7 +90,7 @@ class HalfFinder:
             return any(map(self.holds_half, inner.jaxpr.eqns))
         if _holds_half.inside(eqn):
             return True
-        return self._casts and (is_cast(eqn, owner) or has_products(eqn, owner))
+        return self._casts and (is_cast(eqn, place) or has_products(eqn, place))
 
 
 def counts_products(program: ClosedJaxpr, under_autocast: bool) -> bool:

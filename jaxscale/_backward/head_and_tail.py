@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import _jax
-from .._autocast.callers import Owner
+from .._autocast.callers import outermost
 from .._jax import ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
 from .half_finder import HalfFinder
 from .parts import Crossing, Part, Split, Step, find_divisible, is_mapped, refs_of
@@ -30,7 +30,7 @@ def split(program: ClosedJaxpr, with_products: bool) -> Split:
     jaxpr = program.jaxpr
     finder = HalfFinder(with_products)
     pulled_outputs = [True] * len(jaxpr.outvars)
-    finder.search(program, pulled_outputs, Owner.MODEL)
+    finder.search(program, pulled_outputs, outermost(program))
     splitter = _Splitter(finder.holds_half)
     head, tail = splitter.divide(program, needed=())
     return splitter.make_parts(program, head, tail, from_head=[])

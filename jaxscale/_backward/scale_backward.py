@@ -13,7 +13,7 @@ import jax
 from jax.tree_util import Partial
 
 from .. import _jax
-from .._boundary import NO_FORWARD, check_cotangent, mark_boundary, under_autocast
+from .._boundary import NO_FORWARD, check_cotangent, mark_boundary, traced_for
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
@@ -153,7 +153,7 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
     input_names += [f"args{name}" for name in array_names(args)]
     input_names += [f"kwargs{name}" for name in array_names(kwargs)]
     # Read now, as JAX may trace the backward pass after the `autocast` has ended.
-    is_under_autocast = under_autocast.get()
+    is_under_autocast = bool(traced_for.value.dtype)
 
     def run(*inputs: Any) -> Any:
         return tuple(_jax.jaxpr_as_fun(program)(*inputs))

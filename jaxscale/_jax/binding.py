@@ -59,3 +59,9 @@ def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     if is_differentiated((array,)):
         return bind_once(convert_element_type_p, (array,), params)
     return convert_element_type_p.bind(array, **params)
+
+
+def fill_value(eqn: JaxprEqn) -> Any:
+    """Returns what a gather gives for indices that are out of bounds, or 0 if that is not fixed."""
+    number = eqn.params.get("fill_value")
+    return 0 if number is None else number

@@ -1,6 +1,7 @@
 """An operation of a program that cannot be transformed: an error which names the user's line."""
 
 import contextlib
+import re
 import traceback
 from collections.abc import Iterator
 from types import FrameType
@@ -16,6 +17,12 @@ from .source_lines import is_of_jax, is_own, users_line
 _OF_PYTHON = (
     *(AssertionError, AttributeError, IndexError, KeyError, StopIteration),
     *(TypeError, UnknownFormError, ValueError),
+)
+
+
+# `float32[8]` is the type of an array, as JAX writes it.
+_PRECISION = re.compile(
+    r"(?<![a-z])(float(16|32)|bfloat16|bf16|fp?(16|32)|half.precision)(?![\w\[])", re.I
 )
 
 
@@ -71,6 +78,27 @@ def is_for_people(error: BaseException) -> bool:
     These have a name in backticks, and those of Python itself have none.
     """
     return "`" in str(error)
+
+
+def names_precision(error: BaseException) -> bool:
+    """Returns whether an error names float32 or half precision, and not only types of arrays.
+
+    One without a message, such as that of an `assert`, is read in the line that raised it. Errors
+    that are raised in this package say themselves what they are about.
+    """
+    *_, last = traceback.extract_tb(error.__traceback__)
+    if is_own(last.filename):
+        return False
+    return _PRECISION.search(str(error) or last.line or "") is not None
+
+
+def passed_through(error: BaseException, function: str) -> bool:
+    """Returns whether an error came out of a function of this package, by its name."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == function and is_own(code.co_filename):
+            return True
+    return False
 
 
 def _find_operations(error: BaseException) -> list[JaxprEqn]:

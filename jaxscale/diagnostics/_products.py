@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.callers import Owner, owner_of
+from .._autocast.callers import Place, outermost
 from .._autocast.casts import is_never_entered, why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
@@ -156,7 +156,7 @@ class _Product(NamedTuple):
 
 
 def _count(program: Jaxpr) -> Products:
-    products = collections.Counter(_find(program, (), Owner.MODEL, inside=""))
+    products = collections.Counter(_find(program, (), outermost(program), inside=""))
     counts: collections.Counter[str] = collections.Counter()
     by_line = []
     for product, number in products.items():
@@ -173,7 +173,7 @@ def _count(program: Jaxpr) -> Products:
 
 
 def _find(
-    program: Jaxpr, around: Around, owner: Owner, inside: str
+    program: Jaxpr, around: Around, place: Place, inside: str
 ) -> Iterator[_Product]:
     """Yields the products of a program, and of the programs that its equations hold.
 
@@ -185,7 +185,7 @@ def _find(
             dtype = _find_dtype(eqn)
             reason = inside
             if dtype == "float32":
-                reason = why_not_cast(eqn, owner) or inside
+                reason = why_not_cast(eqn, place) or inside
             yield _Product(dtype, find_line(eqn, around), reason)
         what = inside
         if name in KERNELS:
@@ -193,9 +193,8 @@ def _find(
         elif is_never_entered(eqn):
             what = inside or f"inside of `{name}`"
         for inner in programs(eqn):
-            yield from _find(
-                closed(inner).jaxpr, (*around, eqn), owner_of(eqn, owner), what
-            )
+            inner_place = place.inside(eqn, inner)
+            yield from _find(closed(inner).jaxpr, (*around, eqn), inner_place, what)
 
 
 def _find_dtype(eqn: JaxprEqn) -> str:

@@ -402,6 +402,18 @@ NOTHING_TO_CAST = {
         "are in complex64, and only",
     ),
     "in a loop": (run_twice(jnp.sin), X, "no product"),
+    "a count": (
+        lambda x: (
+            (jnp.arange(4)[None] < 3).astype(jnp.float32) @ jnp.ones((4, 2)) + x[0, 0]
+        ),
+        X,
+        "its product has numbers that must be exact",
+    ),
+    "a prediction": (
+        lambda x: jax.jit(lambda x: x @ W[0])(x).argmax(-1),
+        X,
+        "its product has numbers that must be exact",
+    ),
 }
 AS_IT_SHOULD = {
     "a product": (multiply, X),
@@ -412,6 +424,7 @@ AS_IT_SHOULD = {
     "twice, in a part": (lambda x: multiply(jaxscale.autocast(jnp.exp)(x)), X),
     "marked": (jaxscale.full_precision(multiply), X),
     "marked activation": (jaxscale.full_precision(jnp.exp), X),
+    "kernel": (jaxscale.half_precision(lambda x: x * 2), X),
     "integers": (multiply_by_itself, jnp.ones((2, 2), "int32")),
     "nothing": (lambda x: x, X),
     # float16 cannot hold the mask, which stays in float32

@@ -172,7 +172,8 @@ CONTRACT = """
 AdaptiveLossScale AdaptiveState DynamicLossScale FixedLossScale LossScale LossScaleState
 LossScaleStuckError LossScaledState MultiStepsState NoOpLossScale SpikeRule SpikeState all_finite
 apply_gradients as_loss_scale autocast check compact_state flax.TrainState flax.train_step
-from_state_dict full_precision grad loss_scaled master_params master_weights metrics multi_steps
+from_state_dict full_precision grad half_precision loss_scaled master_params master_weights metrics
+multi_steps
 nnx.train_step scale scale_backward skip_nonfinite stochastic_rounding to_state_dict train_step
 tree_where unscale value_and_grad with_master_params
 """

@@ -1,0 +1,420 @@
+"""`half_precision`, which casts for kernels that take half precision alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from half_programs import W, X, products
+from jax.experimental import pallas
+from tables import assert_same_bits, cases
+from training import x64
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF = ("float16", "bfloat16")
+
+
+def check(*arrays):
+    """Raises what a kernel raises that takes half precision alone."""
+    for x in arrays:
+        if x.dtype not in HALF:
+            raise NotImplementedError(f"must be float16 or bfloat16, got {x.dtype}")
+
+
+def plain_kernel(x, w):
+    check(x, w)
+    return x @ w
+
+
+def pallas_kernel(x, w):
+    def multiply(x_ref, w_ref, out_ref):
+        check(x_ref, w_ref)
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    out = jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype)
+    return pallas.pallas_call(multiply, out_shape=out, interpret=True)(x, w)
+
+
+def on_host(x, w):
+    def multiply(x, w):
+        return (x @ w).astype(x.dtype)
+
+    check(x, w)
+    out = jax.ShapeDtypeStruct((len(x), w.shape[1]), x.dtype)
+    return jax.pure_callback(multiply, out, x, w, vmap_method="sequential")
+
+
+def with_rule(kernel):
+    """A kernel with a backward rule, as they come in libraries."""
+
+    @jax.custom_vjp
+    def call(x, w):
+        return kernel(x, w)
+
+    def backward(operands, cotangent):
+        x, w = operands
+        return kernel(cotangent, w.T), kernel(x.T, cotangent)
+
+    call.defvjp(lambda x, w: (kernel(x, w), (x, w)), backward)
+    return call
+
+
+def with_jvp_rule(kernel):
+    @jax.custom_jvp
+    def call(x, w):
+        return kernel(x, w)
+
+    @call.defjvp
+    def derive(operands, tangents):
+        x, w = operands
+        dx, dw = tangents
+        return call(x, w), kernel(dx, w) + kernel(x, dw)
+
+    return call
+
+
+KERNELS = {
+    "jax": jaxscale.half_precision(plain_kernel),
+    "pallas": jaxscale.half_precision(with_rule(pallas_kernel)),
+    "callback": jaxscale.half_precision(with_rule(on_host)),
+    "custom_jvp": jaxscale.half_precision(with_jvp_rule(plain_kernel)),
+    # Each call of a kernel is marked, those of the rules among them.
+    "marked in a rule": with_rule(jaxscale.half_precision(plain_kernel)),
+    "marked in a jvp": with_jvp_rule(jaxscale.half_precision(plain_kernel)),
+    "by name": lambda x, w: jaxscale.half_precision(plain_kernel)(w=w, x=x),
+    "in trees": lambda x, w: jaxscale.half_precision(
+        lambda xs, *, options: {"y": plain_kernel(xs[0], options["w"])}
+    )((x, None), options={"w": w, "axis": -1, "name": "y"})["y"],
+}
+
+AROUND = {
+    "nothing": lambda call: call,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda call: lambda x, w: jax.vmap(lambda x: call(x[None], w)[0])(x),
+    "scan": lambda call: lambda x, w: jax.lax.map(lambda x: call(x[None], w)[0], x),
+    "cond": lambda call: (
+        lambda x, w: jax.lax.cond(x[0, 0] > -9, call, lambda x, w: x @ w, x, w)
+    ),
+}
+
+
+def loss_with(call):
+    return lambda w: jnp.mean(jnp.square(call(jnp.tanh(X @ w[0]), w[1]) @ w[2]))
+
+
+@cases("dtype", HALF)
+@cases("around", AROUND, fast=["nothing", "jit"])
+@cases("name", KERNELS)
+def test_a_kernel_in_half_precision_is_a_product_in_half_precision(name, around, dtype):
+    call = AROUND[around](KERNELS[name])
+    cast = jaxscale.autocast(loss_with(call), dtype)
+    plain = jaxscale.autocast(loss_with(AROUND[around](jnp.matmul)), dtype)
+    value, gradient = jax.jit(jax.value_and_grad(cast))(W)
+    assert gradient.dtype == jnp.float32
+    expected, expected_gradient = jax.jit(jax.value_and_grad(plain))(W)
+    unit = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(value, expected, rtol=8 * unit)
+    largest = jnp.abs(expected_gradient).max()
+    np.testing.assert_allclose(gradient, expected_gradient, atol=8 * unit * largest)
+
+
+def test_half_precision_is_the_function_itself_outside_of_autocast():
+    def fun(x, *, y):
+        return x, y, x + y["y"]
+
+    x = jnp.float32(1.0001)
+    marked = jaxscale.half_precision(fun)
+    assert_same_bits(marked(x, y={"y": x}), fun(x, y={"y": x}))
+    assert marked(x, y={"y": x})[0] is x
+    assert marked.__name__ == "fun"
+    assert jaxscale.autocast(marked, jnp.float32) is marked
+
+
+def test_arrays_in_float32_arrive_in_half_precision_and_all_else_as_it_is():
+    arrived = []
+
+    def fun(tree, **others):
+        arrived.append((tree, others))
+        return tree["float32"] * 2, tree["float32"], tree["bfloat16"] * 2, 1, "text"
+
+    with x64():
+        dtypes = ("float32", "float64", "bfloat16", "int32", "bool", "complex64")
+        tree = {name: jnp.ones(2, name) for name in dtypes}
+        others = {"array": np.ones(2, "float32"), "number": 1.5, "none": None}
+        others["key"] = jax.random.key(0)
+
+        def call(tree, key):
+            return jaxscale.half_precision(fun)(tree, **others | {"key": key})
+
+        doubled, given, bfloat16, number, _ = jaxscale.autocast(call)(
+            tree, others["key"]
+        )
+    ((tree, others),) = arrived
+    found = {name: str(x.dtype) for name, x in tree.items()}
+    assert found == {name: name for name in dtypes} | {"float32": "float16"}
+    assert others["array"].dtype == "float16"
+    assert type(others["number"]) is float
+    assert others["none"] is None
+    assert jnp.issubdtype(others["key"].dtype, jax.dtypes.prng_key)
+    assert (doubled.dtype, given.dtype, bfloat16.dtype) == (
+        "float32",
+        "float32",
+        "bfloat16",
+    )
+    assert number == 1
+
+
+def test_a_function_that_was_traced_before_is_traced_again():
+    seen = []
+
+    def fun(x):
+        seen.append(str(x.dtype))
+        return x * 2
+
+    jitted = jax.jit(jaxscale.half_precision(fun))
+    for _ in range(2):
+        jitted(X)
+        jaxscale.autocast(jitted)(X)
+        jaxscale.autocast(jitted, jnp.bfloat16)(X)
+    assert seen == ["float32", "float16", "bfloat16"]
+
+
+def test_an_argument_that_is_returned_is_not_rounded():
+    def fun(x):
+        return jaxscale.half_precision(lambda x, y: (y, x))(x, x + 1)
+
+    x = jnp.float32(1.0001)
+    assert_same_bits(jaxscale.autocast(fun)(x), (x + 1, x))
+
+
+def dtypes_in(fun):
+    seen = []
+
+    def note(x):
+        seen.append(str(x.dtype))
+        return x * 2
+
+    result = jaxscale.autocast(fun(note))(X)
+    return seen, result.dtype
+
+
+half, full = jaxscale.half_precision, jaxscale.full_precision
+MARKED = {
+    "half": (half, "float16"),
+    "full": (full, "float32"),
+    "half in full": (lambda f: full(half(f)), "float16"),
+    "full in half": (lambda f: half(full(f)), "float32"),
+    "half in full in half": (lambda f: half(full(half(f))), "float16"),
+    "full in half in full": (lambda f: full(half(full(f))), "float32"),
+    "half in a jit in full": (lambda f: full(jax.jit(half(f))), "float16"),
+    "full in a jit in half": (lambda f: half(jax.jit(full(f))), "float32"),
+    "full in a checkpoint": (lambda f: half(jax.checkpoint(full(f))), "float32"),
+    "autocast in half": (lambda f: half(jaxscale.autocast(f)), "float16"),
+    "half in autocast": (
+        lambda f: full(jaxscale.autocast(half(f), jnp.bfloat16)),
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
+@cases("name", MARKED)
+def test_the_inner_of_two_markers_counts(name):
+    mark, dtype = MARKED[name]
+    seen, returned = dtypes_in(mark)
+    assert seen == [dtype]
+    assert returned == "float32"
+
+
+def multiply_twice(mark):
+    """Products of what a marked function gets, and of what it closes over in float32."""
+    return lambda x: mark(lambda x: x @ x.T)(x) @ mark(lambda x: X @ X.T)(x)
+
+
+CAST_INSIDE = {
+    "half in full": (lambda f: full(half(f)), ["float16"] * 3),
+    "full in half": (lambda f: half(full(f)), ["float32", "float32", "float16"]),
+}
+
+
+@cases("name", CAST_INSIDE)
+def test_the_inner_marker_says_which_products_are_cast(name):
+    mark, expected = CAST_INSIDE[name]
+    assert products(jaxscale.autocast(multiply_twice(mark)), X) == expected
+
+
+def test_the_inner_marker_counts_where_the_function_was_traced_before():
+    part = jax.jit(full(lambda x: x * 1))
+    assert part(X.astype(jnp.float16)).dtype == jnp.float16  # by hand
+    seen = []
+    jaxscale.autocast(half(lambda x: seen.append(part(x).dtype) or x))(X @ W[0])
+    assert seen == ["float32"]
+
+
+class Attention(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+        self.dtypes = []
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        check(x, self.dense.kernel[...])
+        return self.dense(x)
+
+
+CALLS = {
+    "module": lambda module, x: half(module)(x),
+    "method": lambda module, x: half(module.__call__)(x),
+    "argument": lambda module, x: half(lambda m, x: m(x))(module, x=x),
+    "in full": lambda module, x: full(half(module))(x),
+}
+
+
+@cases("name", CALLS)
+def test_a_module_of_nnx_is_an_argument_and_keeps_its_parameters(name):
+    module = Attention()
+    before = nnx.state(module, nnx.Param)
+
+    def loss(module):
+        return jnp.mean(CALLS[name](module, X @ W[0]))
+
+    value, gradient = nnx.value_and_grad(jaxscale.autocast(loss))(module)
+    assert value.dtype == jnp.float32
+    assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+    assert_same_bits(nnx.state(module, nnx.Param), before)
+    assert module.calls[...] == 1
+
+
+def test_a_step_with_a_kernel_learns():
+    def loss_fn(w, x):
+        return jnp.mean(jnp.square(KERNELS["pallas"](x, w) - 1))
+
+    tx = jaxscale.loss_scaled(optax.adam(0.05))
+    step = jax.jit(jaxscale.train_step(jaxscale.autocast(loss_fn), tx))
+    w = W[0]
+    state = tx.init(w)
+    losses = []
+    for _ in range(30):
+        w, state, loss = step(w, state, X)
+        losses.append(loss)
+    assert losses[-1] < losses[0] / 2
+    assert state.step_applied
+
+
+ATTENTIONS = ("cudnn", "xla", None)
+
+
+def allow_cudnn(monkeypatch):
+    """Lets JAX trace the attention of cuDNN where there is none."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91_000)
+    monkeypatch.setattr(attention, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(attention, "check_is_flash_attention", lambda *_, **__: None)
+
+
+def attend(mark, implementation):
+    attention = mark(jax.nn.dot_product_attention)
+
+    def loss(x):
+        heads = jnp.reshape(x @ W[0], (1, 4, 1, 8))
+        return jnp.sum(
+            attention(
+                heads, heads, heads, is_causal=True, implementation=implementation
+            )
+        )
+
+    return loss
+
+
+@cases("dtype", HALF)
+@cases("implementation", ATTENTIONS)
+def test_attention_of_jax_is_traced_in_half_precision(
+    implementation, dtype, monkeypatch
+):
+    allow_cudnn(monkeypatch)
+    cast = jaxscale.autocast(attend(half, implementation), dtype)
+    (gradient,) = jax.make_jaxpr(jax.grad(cast))(X).out_avals
+    assert gradient.dtype == jnp.float32
+    if implementation != "cudnn":
+        # JAX's attention asks for its scores in float32
+        assert set(products(cast, X)) == {dtype, f"{dtype} float32"}
+
+
+# Notes in errors.
+
+
+def unmarked(x):
+    return plain_kernel(x, x)
+
+
+def asserts_a_dtype(x):
+    assert x.dtype == jnp.bfloat16
+    return x
+
+
+def looks_a_dtype_up(x):
+    return {jnp.dtype("float16"): 1}[x.dtype]
+
+
+def wants_float32(x):
+    raise TypeError(f"must be float32, got {x.dtype}")
+
+
+def refuses_a_shape(x):
+    raise ValueError(f"the length of {jax.typeof(x)} is no multiple of 128")
+
+
+def is_not_found(x):
+    raise KeyError("bias")
+
+
+def shapes_differ(x):
+    return x @ x
+
+
+def is_true(x):
+    return 1 if x > 0 else 2
+
+
+def carries_another_type(x):
+    return jax.lax.scan(lambda c, _: (c[0], None), x, length=2)
+
+
+NOTED = [unmarked, asserts_a_dtype, looks_a_dtype_up, jaxscale.autocast(unmarked)]
+NOTED += [jax.jit(unmarked), lambda x: half(lambda x: x)(x) + unmarked(x)]
+NOT_NOTED = [refuses_a_shape, is_not_found, shapes_differ, is_true, half(wants_float32)]
+NOT_NOTED += [carries_another_type, lambda _: jaxscale.autocast(None)]
+
+
+ERRORS = (AssertionError, LookupError, NotImplementedError, TypeError, ValueError)
+
+
+def notes_of(fun):
+    with pytest.raises(ERRORS) as info:
+        jaxscale.autocast(fun)(X)
+    notes = getattr(info.value, "__notes__", [])
+    return [note for note in notes if "half_precision" in note]
+
+
+@cases("fun", NOTED)
+def test_an_error_that_names_a_precision_gets_one_note(fun):
+    assert len(notes_of(fun)) == 1
+
+
+@cases("fun", NOT_NOTED)
+def test_an_error_of_another_kind_keeps_its_message(fun):
+    assert notes_of(fun) == []
+
+
+def test_the_error_of_attention_names_the_way_out(monkeypatch):
+    allow_cudnn(monkeypatch)
+    assert len(notes_of(attend(functools.partial, "cudnn"))) == 1
