@@ -40,6 +40,7 @@ from .higher_order import (
     rewrite_scan,
     run_inline,
 )
+from .half_sums import adds_halves
 from .parts import Part
 from .plan import plan
 from .rules import SIMPLE_RULES, Outputs, Rule, run_as_written
@@ -119,7 +120,8 @@ class Autocast:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):
             frame.write(var, arg)
-        if not frame.narrow and not holds_products(closed, place.owner):
+        changes = frame.narrow or holds_products(closed, place.owner)
+        if not changes and not adds_halves(closed):
             return jaxpr_as_fun(closed)(*args)
         for part in frame.plan.parts:
             outputs = self._run_part(frame, part)

@@ -10,7 +10,6 @@ from .._jax import (
     Jaxpr,
     JaxprEqn,
     called_program,
-    holds_inexact,
     once_for_each_program,
     operation,
     programs,
@@ -19,7 +18,9 @@ from .._jax import (
 from . import table
 from .callers import Owner, owner_of
 from .casts import is_cast
+from .half_sums import has_gradient
 from .parts import Part, cut
+from .values import is_half
 
 
 class Plan(NamedTuple):
@@ -57,26 +58,18 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
     return Plan(parts, products, rounded, meeting)
 
 
-def has_gradient(eqn: JaxprEqn) -> bool:
-    """Returns whether cotangents may go through an equation."""
-    if eqn.primitive.name in table.WITHOUT_GRADIENT:
-        return False
-    return any(holds_inexact(var.aval) for var in eqn.outvars)
-
-
 def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part]) -> set[Any]:
     """Returns the variables whose cotangents come from several readers.
 
-    A segment is one reader: within it everything is in float32.
+    A segment is one reader of what is declared as float32: within it everything is in float32.
     """
     reads = collections.Counter(variables(jaxpr.outvars))
     for part in parts:
         if part.is_segment:
-            reads.update(part.inputs)
-            continue
-        (eqn,) = part.eqns
-        if has_gradient(eqn):
-            reads.update(variables(eqn.invars))
+            reads.update(itertools.filterfalse(is_half, part.inputs))
+        for eqn in filter(has_gradient, part.eqns):
+            read = variables(eqn.invars)
+            reads.update(filter(is_half, read) if part.is_segment else read)
     return {var for var, number in reads.items() if number > 1}
 
 

@@ -15,7 +15,16 @@ from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, cast, closed
 from .callers import Place, owner_of
 from .frame import Frame
 from .rules import Outputs
-from .values import Narrow, ToRound, as_declared, has_dtype, is_float32, without_mark
+from .values import (
+    FLOAT32,
+    Narrow,
+    ToRound,
+    as_declared,
+    has_dtype,
+    is_float32,
+    is_half,
+    without_mark,
+)
 
 
 class Rewritten(NamedTuple):
@@ -133,7 +142,9 @@ def _types_of(var: Any, view: str, dtype: np.dtype) -> Any:
     """Returns the type, or the types, that a program takes for a variable in a view."""
     match view:
         case "both":
-            return Narrow(var.aval.update(dtype=dtype), var.aval)
+            if is_half(var):
+                dtype = var.aval.dtype
+            return Narrow(var.aval.update(dtype=dtype), var.aval.update(dtype=FLOAT32))
         case "half":
             return var.aval.update(dtype=dtype)
     return var.aval

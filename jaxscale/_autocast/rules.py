@@ -35,7 +35,7 @@ from .._jax import (
 from . import table
 from .casts import is_attention_scores
 from .frame import Frame
-from .values import FLOAT32, Narrow, ToRound, is_float32
+from .values import FLOAT32, Narrow, ToRound, is_float32, is_half
 
 Outputs = Sequence[Any]
 Rule = Callable[[Frame, JaxprEqn], Outputs]
@@ -118,11 +118,26 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if sends_back_rounded or not (adds_up_backward or frame.reads_meeting(eqn)):
         return bind(eqn, list(map(frame.read_half, eqn.invars)))
     outputs = []
-    for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
+    wides = bind(eqn, list(map(frame.read_float32, eqn.invars)))
+    if any(map(is_half, eqn.outvars)):
+        return list(
+            map(Narrow, bind(eqn, list(map(frame.read_narrow, eqn.invars))), wides)
+        )
+    for value, var in zip(wides, eqn.outvars, strict=True):
         if is_float32(var):
             value = ToRound(value)
         outputs.append(value)
     return outputs
+
+
+def widen(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a cast. One from half precision to float32 returns the float32 view of its input."""
+    (atom,) = eqn.invars
+    if not is_half(atom) or isinstance(atom, Literal) or not is_float32(eqn.outvars[0]):
+        return run_as_written(frame, eqn)
+    if atom.aval.dtype == frame.dtype:
+        return [frame.read_for_call(atom)]
+    return [frame.read_float32(atom)]
 
 
 def _moves_narrow(frame: Frame, eqn: JaxprEqn) -> bool:
@@ -175,6 +190,7 @@ SIMPLE_RULES: dict[str, Rule] = {
     **dict.fromkeys((table.CHEAP - table.MOVES) | table.AS_WRITTEN, run_as_written),
     **dict.fromkeys(table.PRODUCTS, multiply_matrices),
     **dict.fromkeys(table.MOVES, move),
+    **dict.fromkeys(table.CASTS, widen),
     **dict.fromkeys(table.NAMES, give_name),
     **dict.fromkeys(table.BARRIERS, pass_barrier),
 }

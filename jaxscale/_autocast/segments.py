@@ -6,6 +6,7 @@ these arrays, which are half as large as anything in the segment, and computes t
 only products read of it is rounded once, at its end. Nothing within it is rounded.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from .._jax import (
 from . import table
 from .frame import Frame
 from .parts import Part
-from .values import FLOAT32, Narrow, has_dtype, is_float32
+from .values import FLOAT32, Narrow, has_dtype, is_float32, is_half
 
 
 def run_segment(frame: Frame, part: Part) -> list[Any]:
@@ -50,7 +51,7 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         outputs = []
         with source(part.eqns[-1], scopes, outer):
             for var, is_rounded in zip(part.outputs, rounded, strict=True):
-                output = values[var]
+                output = _read(values, var)
                 if is_rounded:
                     output = cast(output, frame.dtype)
                 outputs.append(output)
@@ -110,11 +111,15 @@ def _is_half(var: Any, start: Any) -> bool:
 
 
 def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
-    """Returns the values that a segment starts from, in the dtypes that the program declares."""
+    """Returns the values that a segment starts from, in the dtypes that the program declares.
+
+    Of those that are declared in half precision, both views: each equation is a reader of its own.
+    """
     values: dict[Any, Any] = {}
     for var, start in zip(part.inputs, starts, strict=True):
         if isinstance(start, Narrow):
-            start = stand_in(start.half, start.wide, FLOAT32)
+            if is_float32(var):
+                start = stand_in(start.half, start.wide, FLOAT32)
         elif _is_half(var, start):
             start = cast(start, FLOAT32, var.aval.weak_type)
         values[var] = start
@@ -125,15 +130,27 @@ def _run_equations(
     eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: Any, outer: int
 ) -> None:
     """Evaluates equations as they are written, and adds their outputs to `values`."""
+    reads = collections.Counter(var for eqn in eqns for var in variables(eqn.invars))
     for eqn in eqns:
-        inputs = []
-        for atom in eqn.invars:
-            inputs.append(atom.val if isinstance(atom, Literal) else values[atom])
+        inputs = [_read(values, atom) for atom in eqn.invars]
         outputs = inputs
         if operation(eqn) not in table.NAMES:  # what it starts from has the name
             with context(eqn), source(eqn, scopes, outer):
                 outputs = bind(eqn, inputs)
-        values |= zip(eqn.outvars, outputs, strict=True)
+        for var, output in zip(eqn.outvars, outputs, strict=True):
+            if is_half(var) and reads[var] > 1:
+                output = Narrow(output, cast(output, FLOAT32))
+            values[var] = output
+
+
+def _read(values: dict[Any, Any], atom: Any) -> Any:
+    """Returns a value in the dtype that the program declares."""
+    if isinstance(atom, Literal):
+        return atom.val
+    value = values[atom]
+    if isinstance(value, Narrow):
+        return stand_in(value.half, value.wide, atom.aval.dtype)
+    return value
 
 
 def _is_nonlinear(eqn: JaxprEqn) -> bool:

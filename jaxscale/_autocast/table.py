@@ -67,6 +67,9 @@ CHEAP_CALLS = primitives_of(Form.JIT, Form.CUSTOM_JVP)
 # float32 otherwise.
 MOVES = primitives_that(Op.MOVE)
 
+# These change the dtype.
+CASTS = primitives_that(Op.CASTS)
+
 # `checkpoint_name`, which says what a policy of `jax.checkpoint` keeps.
 NAMES = primitives_that(Op.NAMES)
 
