@@ -31,15 +31,34 @@ def has_gradient(eqn: JaxprEqn) -> bool:
     return any(holds_inexact(var.aval) for var in eqn.outvars)
 
 
+def find_pulled(eqn: JaxprEqn) -> Iterator[Any]:
+    """Yields the variables that cotangents may come back to through an equation, each time."""
+    if not has_gradient(eqn):
+        return
+    if _jax.is_stand_in(eqn):
+        yield eqn.invars[1]
+    else:
+        yield from variables(eqn.invars)
+
+
+def find_pulled_halves(eqn: JaxprEqn) -> list[Any]:
+    """Returns those that are in half precision, each for each cotangent that must be added.
+
+    The two of a square count once: half precision rounds a sum of two no more often than float32.
+    """
+    halves = list(filter(is_half, find_pulled(eqn)))
+    if len(halves) == 2 and halves[0] is halves[1]:
+        halves.pop()
+    return halves
+
+
 @once_for_each_program
 def adds_halves(program: Jaxpr) -> bool:
     """Returns whether the derivative of a program adds up cotangents in half precision."""
-    reads = collections.Counter(_halves(program.outvars))
+    reads = collections.Counter(filter(is_half, variables(program.outvars)))
     for eqn in program.eqns:
-        if not has_gradient(eqn) or is_full_precision(eqn):
-            continue
-        reads.update(_halves(eqn.invars))
-        if _adds(eqn) or adds_halves_inside(eqn):
+        reads.update(find_pulled_halves(eqn))
+        if not is_full_precision(eqn) and (_adds(eqn) or adds_halves_inside(eqn)):
             return True
     return any(number > 1 for number in reads.values())
 
@@ -71,8 +90,4 @@ def _adds(eqn: JaxprEqn) -> bool:
             pass
         case _ if eqn.primitive.name not in table.SUMMED_BACKWARD:
             return False
-    return any(_halves(summed))
-
-
-def _halves(atoms: Any) -> Iterator[Any]:
-    return filter(is_half, variables(atoms))
+    return any(map(is_half, variables(summed)))

@@ -32,6 +32,7 @@ from .callers import Place
 from .casts import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .frame import Frame
+from .half_sums import adds_halves
 from .higher_order import (
     rewrite_jit,
     rewrite_loop_or_branches,
@@ -40,7 +41,6 @@ from .higher_order import (
     rewrite_scan,
     run_inline,
 )
-from .half_sums import adds_halves
 from .parts import Part
 from .plan import plan
 from .rules import SIMPLE_RULES, Outputs, Rule, run_as_written

@@ -18,7 +18,7 @@ from .._jax import (
 from . import table
 from .callers import Owner, owner_of
 from .casts import is_cast
-from .half_sums import has_gradient
+from .half_sums import find_pulled, find_pulled_halves
 from .parts import Part, cut
 from .values import is_half
 
@@ -67,9 +67,10 @@ def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part]) -> set[Any]:
     for part in parts:
         if part.is_segment:
             reads.update(itertools.filterfalse(is_half, part.inputs))
-        for eqn in filter(has_gradient, part.eqns):
-            read = variables(eqn.invars)
-            reads.update(filter(is_half, read) if part.is_segment else read)
+        for eqn in part.eqns:
+            reads.update(find_pulled_halves(eqn))
+            if not part.is_segment:
+                reads.update(itertools.filterfalse(is_half, find_pulled(eqn)))
     return {var for var, number in reads.items() if number > 1}
 
 

@@ -112,8 +112,8 @@ def _rewrite(
     def run(*leaves: Any) -> list[Any]:
         args = jax.tree.unflatten(tree, leaves)
         outputs = autocast.run(closed(program), args, place, way.rounded_outputs)
-        for i, is_half in enumerate(way.fixed):
-            if is_half:
+        for i, is_fixed_half in enumerate(way.fixed):
+            if is_fixed_half:
                 outputs[i] = cast(without_mark(outputs[i]), autocast.dtype)
             else:
                 outputs[i] = as_declared(outputs[i], declared[i])

@@ -131,12 +131,12 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def widen(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a cast. One from half precision to float32 returns the float32 view of its input."""
+    """Evaluates a cast. Where cotangents meet in what is cast to float32, both are one value."""
     (atom,) = eqn.invars
-    if not is_half(atom) or isinstance(atom, Literal) or not is_float32(eqn.outvars[0]):
+    if not (frame.meets(atom) and is_half(atom) and is_float32(eqn.outvars[0])):
         return run_as_written(frame, eqn)
     if atom.aval.dtype == frame.dtype:
-        return [frame.read_for_call(atom)]
+        return [frame.read_views(atom)]
     return [frame.read_float32(atom)]
 
 

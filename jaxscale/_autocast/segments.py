@@ -29,8 +29,9 @@ from .._jax import (
 )
 from . import table
 from .frame import Frame
+from .half_sums import find_pulled_halves
 from .parts import Part
-from .values import FLOAT32, Narrow, has_dtype, is_float32, is_half
+from .values import FLOAT32, Narrow, has_dtype, is_float32
 
 
 def run_segment(frame: Frame, part: Part) -> list[Any]:
@@ -130,7 +131,9 @@ def _run_equations(
     eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: Any, outer: int
 ) -> None:
     """Evaluates equations as they are written, and adds their outputs to `values`."""
-    reads = collections.Counter(var for eqn in eqns for var in variables(eqn.invars))
+    reads = collections.Counter()
+    for eqn in eqns:
+        reads.update(find_pulled_halves(eqn))
     for eqn in eqns:
         inputs = [_read(values, atom) for atom in eqn.invars]
         outputs = inputs
@@ -138,7 +141,7 @@ def _run_equations(
             with context(eqn), source(eqn, scopes, outer):
                 outputs = bind(eqn, inputs)
         for var, output in zip(eqn.outvars, outputs, strict=True):
-            if is_half(var) and reads[var] > 1:
+            if reads[var] > 1:
                 output = Narrow(output, cast(output, FLOAT32))
             values[var] = output
 
