@@ -31,7 +31,9 @@ def is_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> bool:
 
     `around` is as in `owner_of`.
     """
-    return eqn.primitive.name in table.PRODUCTS and not why_not_cast(eqn, around)
+    if around is Owner.UNCAST or eqn.primitive.name not in table.PRODUCTS:
+        return False
+    return not why_not_cast(eqn, around)
 
 
 def why_not_cast(eqn: JaxprEqn, around: Owner = Owner.MODEL) -> str:

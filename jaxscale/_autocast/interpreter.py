@@ -28,7 +28,7 @@ from .._jax import (
     source,
 )
 from .._trees.flat import Flat
-from .callers import Place
+from .callers import Owner, Place
 from .casts import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .frame import Frame
@@ -70,6 +70,9 @@ _WAY_OUT = (
     "Mark the function around that line with `jaxscale.full_precision`, or leave it outside of the "
     "function that `autocast` wraps."
 )
+
+
+_BFLOAT16 = np.dtype(jax.numpy.bfloat16)
 
 
 class _Traced(NamedTuple):
@@ -182,6 +185,22 @@ class Autocast:
         jaxpr = traced.program.jaxpr
         outputs = self.run_from_outside(traced.program, traced.flat.arrays, place)
         return list(map(as_declared, outputs, jaxpr.outvars))
+
+
+def add_in_float32(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program in which half cotangents are added in float32, and nothing is cast.
+
+    `scale_backward` differentiates it before an `autocast` around sees it.
+    """
+    if not adds_halves(program):
+        return program
+    place = Place(owner=Owner.UNCAST)
+
+    def run(*args: Any) -> list[Any]:
+        outputs = Autocast(_BFLOAT16, half_carries=False).run(program, args, place)
+        return list(map(as_declared, outputs, program.jaxpr.outvars))
+
+    return jax.make_jaxpr(run)(*program.in_avals)
 
 
 def _evaluate(frame: Frame, eqn: JaxprEqn) -> Outputs:

@@ -52,7 +52,7 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
       owner: of the products that do not say it themselves.
     """
     products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, owner)}
-    parts = cut(jaxpr, products)
+    parts = cut(jaxpr, products, has_segments=owner is not Owner.UNCAST)
     meeting = _find_meeting(jaxpr, parts)
     rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, owner)
     return Plan(parts, products, rounded, meeting)
