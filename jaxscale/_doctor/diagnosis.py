@@ -145,8 +145,8 @@ def _find_long_sums(exam: Exam) -> Iterator[Finding]:
             f"The gradient of {leaf} is a sum of up to {count:,} numbers in {dtype}.",
             f"From about {most:,} numbers of one size on such a sum stops growing. It has more "
             "numbers in a larger batch, so this one need not show what is lost. "
-            f'`jaxscale.autocast(loss, "{dtype}")` adds them in float32 and rounds the sum once. So '
-            "do parameters in float32 that are cast where they are read.",
+            f'`jaxscale.autocast(loss, "{dtype}")` adds them in float32 and rounds the sum once. '
+            "Parameters in float32 have their gradients added in float32, too.",
             place=where,
         )
 

@@ -151,8 +151,9 @@ def _count_in_programs(
             of_outputs[number] = max(of_outputs[number], _Count(1))
         inside = _count_inputs(program.jaxpr, of_outputs)
         for i, (number, count) in enumerate(zip(inputs, inside, strict=True)):
-            if i < consts:
-                where = count.where or find_line(eqn, ()).where
-                count = _Count(count.numbers * length, where)
+            # a program that JAX has cached does not know the line that calls it
+            where = count.where or find_line(eqn, ()).where
+            turns = length if i < consts else 1
+            count = _Count(count.numbers * turns, where)
             counts[number] = max(counts[number], count)
     return counts
