@@ -15,6 +15,7 @@ import jax
 
 from .. import _jax
 from .._jax import (
+    Form,
     JaxprEqn,
     Literal,
     Search,
@@ -22,6 +23,7 @@ from .._jax import (
     bind,
     cast,
     context,
+    form_of,
     operation,
     source,
     stand_in,
@@ -29,7 +31,7 @@ from .._jax import (
 )
 from . import table
 from .frame import Frame
-from .half_sums import find_pulled_halves
+from .half_sums import adds_halves_inside, find_pulled_halves
 from .parts import Part
 from .values import FLOAT32, Narrow, has_dtype, is_float32
 
@@ -131,19 +133,39 @@ def _run_equations(
     eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: Any, outer: int
 ) -> None:
     """Evaluates equations as they are written, and adds their outputs to `values`."""
-    reads = collections.Counter()
+    reads: collections.Counter[Any] = collections.Counter()
     for eqn in eqns:
         reads.update(find_pulled_halves(eqn))
+
+    def keep(var: Any, value: Any) -> None:
+        if reads[var] > 1 and not isinstance(value, Narrow):
+            value = Narrow(value, cast(value, FLOAT32))
+        values[var] = value
+
+    for var, value in list(values.items()):
+        keep(var, value)
     for eqn in eqns:
         inputs = [_read(values, atom) for atom in eqn.invars]
-        outputs = inputs
-        if operation(eqn) not in table.NAMES:  # what it starts from has the name
+        if operation(eqn) in table.NAMES:  # what it starts from has the name
+            outputs = inputs
+        elif form_of(eqn) is Form.JIT and adds_halves_inside(eqn):
+            outputs = _run_inside(eqn, inputs, scopes, outer)
+        else:
             with context(eqn), source(eqn, scopes, outer):
                 outputs = bind(eqn, inputs)
         for var, output in zip(eqn.outvars, outputs, strict=True):
-            if reads[var] > 1:
-                output = Narrow(output, cast(output, FLOAT32))
-            values[var] = output
+            keep(var, output)
+
+
+def _run_inside(
+    eqn: JaxprEqn, inputs: Sequence[Any], scopes: Any, outer: int
+) -> list[Any]:
+    """Evaluates a call by its equations, of which several read one half-precision array."""
+    called = _jax.callee(eqn)
+    variables_inside = [*called.jaxpr.constvars, *called.jaxpr.invars]
+    values = dict(zip(variables_inside, [*called.consts, *inputs], strict=True))
+    _run_equations(called.jaxpr.eqns, values, scopes, outer)
+    return [_read(values, atom) for atom in called.jaxpr.outvars]
 
 
 def _read(values: dict[Any, Any], atom: Any) -> Any:

@@ -141,8 +141,9 @@ def _find_long_sums(exam: Exam) -> Iterator[Finding]:
         most = _MOST_SUMMANDS[dtype]
         if count <= most:
             continue
+        at = f", at {where}" if where else ""
         yield make_finding(
-            f"The gradient of {leaf} is a sum of up to {count:,} numbers in {dtype}.",
+            f"The gradient of {leaf} is a sum of up to {count:,} numbers in {dtype}{at}.",
             f"From about {most:,} numbers of one size on such a sum stops growing. It has more "
             "numbers in a larger batch, so this one need not show what is lost. "
             f'`jaxscale.autocast(loss, "{dtype}")` adds them in float32 and rounds the sum once. '

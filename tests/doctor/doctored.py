@@ -163,9 +163,9 @@ def embedded(p, tokens):
 @model(params={"w": jnp.ones(8, jnp.bfloat16)}, batch=jnp.ones((300, 8)))
 def in_a_loop(p, x):
     def step(carry, x):
-        return carry + x * p["w"], None
+        return carry + x * p["w"], None  # each turn adds to the gradient
 
-    carry, _ = jax.lax.scan(step, jnp.zeros(8), x)  # each turn adds to the gradient
+    carry, _ = jax.lax.scan(step, jnp.zeros(8), x)
     return carry
 
 

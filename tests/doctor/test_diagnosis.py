@@ -424,7 +424,7 @@ LONG_SUMS = {
         0,
         [
             "The gradient of table is a sum of up to 300 numbers in bfloat16",
-            f"{line_of('each token adds to the gradient')}",
+            f"in bfloat16, at {line_of('each token adds to the gradient')}.",
             "adds them in float32",
         ],
     ),
@@ -435,10 +435,10 @@ LONG_SUMS = {
         options=["--autocast", "bfloat16"],
     ),
     "in_a_loop": Case(
-        0,
+        1,  # it has stopped growing
         [
             "The gradient of w is a sum of up to 300 numbers in bfloat16",
-            f"{line_of('each turn adds to the gradient')}",
+            f"in bfloat16, at {line_of('each turn adds to the gradient')}.",
         ],
     ),
     "in_a_short_loop": Case(0, ["Nothing is wrong"], never=["is a sum of"]),
@@ -468,7 +468,7 @@ QUICK = {
     "disconnected": Case(1, ["exactly 0 everywhere in 2 of 2 leaves"]),
 }
 
-CASES = HEALTHY | NONFINITE | WRONG | SCALES | AUTOCAST
+CASES = HEALTHY | NONFINITE | WRONG | SCALES | AUTOCAST | LONG_SUMS
 
 
 # By the exit status, what is said and what is not.
