@@ -21,6 +21,8 @@ class Owner(enum.Enum):
     MODEL = "the user, or a library of layers"
     LIBRARY = "JAX or Optax, for an algorithm of their own"
     ATTENTION = "JAX's attention, which asks for its logits in float32"
+    # of a program in which nothing is cast, whoever called
+    UNCAST = "nobody"
 
 
 class Place(NamedTuple):
@@ -67,6 +69,8 @@ def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
     A cached program, such as that of `jax.numpy.einsum`, does not know who calls it. So what is
     in it belongs to the owner of the equation `around` it.
     """
+    if around is Owner.UNCAST:
+        return around
     owner = _find_origin(_jax.traceback_of(eqn)).owner
     if owner is None:
         return around

@@ -34,7 +34,9 @@ def is_cast(eqn: JaxprEqn, place: Place) -> bool:
 
     `place` is that of the program which the equation is part of.
     """
-    return eqn.primitive.name in table.PRODUCTS and not why_not_cast(eqn, place)
+    if place.owner is Owner.UNCAST or eqn.primitive.name not in table.PRODUCTS:
+        return False
+    return not why_not_cast(eqn, place)
 
 
 def why_not_cast(eqn: JaxprEqn, place: Place) -> str:

@@ -3,7 +3,8 @@
 A narrow value has two views: an array in half precision, and its cast to float32. Where cotangents
 come back to it from several readers, they meet in float32. So readers take the second view, or a
 form of the first whose gradient goes to the second. The same holds of a value in float32 and its
-copy in half precision, which all that round it share.
+copy in half precision, which all that round it share, and of an array that the program declares in
+half precision, such as a parameter.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
 from .callers import Place
 from .plan import Plan
-from .values import FLOAT32, Narrow, ToRound, has_dtype, is_float32
+from .values import FLOAT32, Narrow, ToRound, has_dtype, is_float32, is_half
 
 
 class Frame:
@@ -28,7 +29,8 @@ class Frame:
       place: what is known of the jaxpr from where it is called.
       scopes: the named scopes around the jaxpr.
       values: the arrays of its variables, half-precision ones of those in `narrow`.
-      narrow: the variables that are declared as float32 and whose numbers half precision holds.
+      narrow: the variables that are declared as float32 and whose numbers half precision holds,
+        and those that came in two views. All that are declared in half precision are narrow, too.
       meeting: the variables whose cotangents meet in float32, here or further back.
       wides: narrow values in float32.
       halves: values in float32, rounded for products.
@@ -52,8 +54,10 @@ class Frame:
     # What is known of a value, and of what an equation reads.
 
     def is_narrow(self, atom: Any) -> bool:
-        """Returns whether half precision holds a value that is declared as float32."""
-        return not isinstance(atom, Literal) and atom in self.narrow
+        """Returns whether half precision holds the numbers of a value."""
+        if isinstance(atom, Literal):
+            return False
+        return atom in self.narrow or is_half(atom)
 
     def meets(self, atom: Any) -> bool:
         """Returns whether a value is narrow and its cotangents are to meet in float32."""
@@ -77,9 +81,20 @@ class Frame:
         """Returns a value in the dtype that the program declares."""
         if isinstance(atom, Literal):
             return atom.val
+        if not is_half(atom):
+            return self.read_float32(atom)
+        half = self.read_narrow(atom)
+        if atom in self.meeting:
+            return stand_in(half, self.read_float32(atom), half.dtype)
+        return half
+
+    def read_float32(self, atom: Any) -> Any:
+        """Returns the float32 view of a narrow value, and any other value as it is."""
+        if isinstance(atom, Literal):
+            return atom.val
         if atom in self.wides:
             return self.wides[atom]
-        if atom not in self.narrow:
+        if not self.is_narrow(atom):
             return self.values[atom]
         self.wides[atom] = cast(self.values[atom], FLOAT32, atom.aval.weak_type)
         return self.wides[atom]
@@ -109,7 +124,8 @@ class Frame:
     def read_narrow(self, var: Any) -> jax.Array:
         """Returns the half-precision array of a narrow value, for what has no gradient."""
         if var not in self.values:
-            self.values[var] = cast(self.wides[var], self.dtype)
+            dtype = var.aval.dtype if is_half(var) else self.dtype
+            self.values[var] = cast(self.wides[var], dtype)
         return self.values[var]
 
     def read_without_gradient(self, atom: Any) -> Any:
@@ -120,7 +136,7 @@ class Frame:
 
     def read_views(self, var: Any) -> Narrow:
         """Returns both views of a narrow value."""
-        return Narrow(self.read_narrow(var), self.read_wide(var))
+        return Narrow(self.read_narrow(var), self.read_float32(var))
 
     def read_for_call(self, atom: Any) -> Any:
         """Returns a value as a call takes it: both views of it, where its cotangents meet."""
@@ -132,6 +148,8 @@ class Frame:
 
     def read_output(self, atom: Any) -> Any:
         """Returns a value as a program gives it back."""
+        if is_half(atom):
+            return self.read_wide(atom)
         if self.meets(atom):
             return ToRound(self.read_wide(atom))
         return self.read_for_call(atom)
@@ -140,6 +158,8 @@ class Frame:
 
     def write(self, var: Any, value: Any) -> None:
         """Keeps the value of a variable, in one view or in both."""
+        if is_half(var) and has_dtype(value, FLOAT32):
+            value = ToRound(value)  # the tangent of one with two views
         if isinstance(value, Narrow | ToRound):
             self.narrow.add(var)
             self.meeting.add(var)

@@ -22,9 +22,10 @@ from .._jax import (
 from .carries import find_half_carries
 from .casts import has_products
 from .frame import Frame
+from .half_sums import adds_halves_inside
 from .rewriting import Way, read_inputs, rewrite
 from .rules import Outputs, run_as_written
-from .values import Narrow, as_declared, without_mark
+from .values import Narrow, as_declared, is_float32, is_half, without_mark
 
 
 def _count_leaves(args: Sequence[Any]) -> list[int]:
@@ -38,13 +39,19 @@ def _find_rounded_outputs(frame: Frame, eqn: JaxprEqn) -> tuple[bool, ...]:
 
 
 def changes_nothing(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether nothing changes in a call: neither a product nor what it reads."""
-    return not (frame.reads_narrow(eqn) or has_products(eqn, frame.place))
+    """Returns whether nothing changes in a call: neither products, nor sums, nor what it reads."""
+    reads_narrow = any(map(frame.is_narrow, filter(is_float32, eqn.invars)))
+    return not (reads_narrow or _changes_inside(frame, eqn))
+
+
+def _changes_inside(frame: Frame, eqn: JaxprEqn) -> bool:
+    """Returns whether an equation holds a product, or a sum of cotangents in half precision."""
+    return has_products(eqn, frame.place) or adds_halves_inside(eqn)
 
 
 def _is_left(frame: Frame, eqn: JaxprEqn) -> bool:
-    """Returns whether a loop or a branch runs as it is written: it has refs, or no products."""
-    return any(map(_jax.is_ref, eqn.invars)) or not has_products(eqn, frame.place)
+    """Returns whether a loop or a branch runs as it is written: it has refs, or nothing changes."""
+    return any(map(_jax.is_ref, eqn.invars)) or not _changes_inside(frame, eqn)
 
 
 def rewrite_jit(frame: Frame, eqn: JaxprEqn) -> Outputs:
@@ -132,6 +139,9 @@ def _read_scan_inputs(
                 args[i] = frame.read_half(atom)
             else:
                 args[i] = as_declared(frame.read_wide(atom), variables[i])
+        elif is_half(atom):
+            # each turn has a cotangent of its own: there is no sum to keep in float32
+            args[i] = frame.read_wide(atom)
     return args
 
 
@@ -173,7 +183,7 @@ def _read_for_each(
 def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
     """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
     mapping = _jax.mapped(eqn)
-    if not has_products(eqn, frame.place):
+    if not _changes_inside(frame, eqn):
         return run_as_written(frame, eqn)
     args: list[Any] = []
     specs: list[Any] = []

@@ -29,11 +29,12 @@ from .._jax import (
     source,
 )
 from .._trees.flat import Flat
-from .callers import Place
+from .callers import Owner, Place
 from .casts import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .exact import NOTHING_EXACT, find_exact
 from .frame import Frame
+from .half_sums import adds_halves
 from .higher_order import (
     rewrite_jit,
     rewrite_loop_or_branches,
@@ -75,6 +76,9 @@ _WAY_OUT = (
     "Mark the function around that line with `jaxscale.full_precision`, or leave it outside of the "
     "function that `autocast` wraps."
 )
+
+
+_BFLOAT16 = np.dtype(jax.numpy.bfloat16)
 
 
 class _Traced(NamedTuple):
@@ -125,7 +129,8 @@ class Autocast:
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):
             frame.write(var, arg)
-        if not frame.narrow and not holds_products(closed, place):
+        changes = frame.narrow or holds_products(closed, place)
+        if not changes and not adds_halves(closed):
             return jaxpr_as_fun(closed)(*args)
         for part in frame.plan.parts:
             outputs = self._run_part(frame, part)
@@ -207,6 +212,22 @@ class Autocast:
         jaxpr = traced.program.jaxpr
         outputs = self.run_from_outside(traced.program, traced.flat.arrays, place)
         return list(map(as_declared, outputs, jaxpr.outvars))
+
+
+def add_in_float32(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program in which half cotangents are added in float32, and nothing is cast.
+
+    `scale_backward` differentiates it before an `autocast` around sees it.
+    """
+    if not adds_halves(program):
+        return program
+    place = Place(owner=Owner.UNCAST)
+
+    def run(*args: Any) -> list[Any]:
+        outputs = Autocast(_BFLOAT16, half_carries=False).run(program, args, place)
+        return list(map(as_declared, outputs, program.jaxpr.outvars))
+
+    return jax.make_jaxpr(run)(*program.in_avals)
 
 
 def _evaluate(frame: Frame, eqn: JaxprEqn) -> Outputs:

@@ -85,6 +85,7 @@ class _Planner:
 
     Attributes:
       products: the identities of the equations that read half precision.
+      has_segments: whether cheap equations run together.
       active: the variables that depend on numbers that the program is given.
       levels: for each variable, the level of what can read it first.
       makers: for each variable that a cheap equation makes, the number of that equation.
@@ -92,8 +93,9 @@ class _Planner:
       last_effect: the level of the last equation with an effect. Effects keep their order.
     """
 
-    def __init__(self, jaxpr: Jaxpr, products: set[int]) -> None:
+    def __init__(self, jaxpr: Jaxpr, products: set[int], has_segments: bool) -> None:
         self.products = products
+        self.has_segments = has_segments
         given = (*jaxpr.constvars, *jaxpr.invars)
         self.active = {var for var in given if holds_inexact(var.aval)}
         self.levels: dict[Any, int] = {}
@@ -128,7 +130,7 @@ class _Planner:
                 neighbors.append(self.makers[var])
         # A move alone is as good in half precision, and keeps nothing.
         may_start = operation(eqn) not in table.MOVES and any(map(is_float32, inputs))
-        if not neighbors and not may_start:
+        if not self.has_segments or not (neighbors or may_start):
             return _Kind.OTHER
         if id(eqn) in self.products or is_full_precision(eqn) or not _is_cheap(eqn):
             return _Kind.OTHER
@@ -152,12 +154,13 @@ def _is_costly(eqn: JaxprEqn) -> bool:
 _holds_costly = Search(_is_costly)
 
 
-def cut(jaxpr: Jaxpr, products: set[int]) -> list[Part]:
+def cut(jaxpr: Jaxpr, products: set[int], *, has_segments: bool) -> list[Part]:
     """Returns a program in parts, in the order in which they run.
 
-    `products` has the identities of the equations that read half precision.
+    `products` has the identities of the equations that read half precision. Without segments, each
+    part is one equation.
     """
-    planner = _Planner(jaxpr, products)
+    planner = _Planner(jaxpr, products, has_segments)
     places = [planner.place(i, eqn) for i, eqn in enumerate(jaxpr.eqns)]
     # by level and kind, and then by the number of a segment or of an equation alone
     numbers: dict[tuple[_Place, int], list[int]] = {}

@@ -10,16 +10,17 @@ from .._jax import (
     Jaxpr,
     JaxprEqn,
     called_program,
-    holds_inexact,
     once_for_each_program,
     operation,
     programs,
     variables,
 )
 from . import table
-from .callers import Place
+from .callers import Owner, Place
 from .casts import is_cast
+from .half_sums import find_pulled, find_pulled_halves
 from .parts import Part, cut
+from .values import is_half
 
 
 class Plan(NamedTuple):
@@ -51,32 +52,25 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], place: Place) -> Plan:
       place: what is known of it from where it is called.
     """
     products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, place)}
-    parts = cut(jaxpr, products)
+    parts = cut(jaxpr, products, has_segments=place.owner is not Owner.UNCAST)
     meeting = _find_meeting(jaxpr, parts)
     rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, place)
     return Plan(parts, products, rounded, meeting)
 
 
-def has_gradient(eqn: JaxprEqn) -> bool:
-    """Returns whether cotangents may go through an equation."""
-    if eqn.primitive.name in table.WITHOUT_GRADIENT:
-        return False
-    return any(holds_inexact(var.aval) for var in eqn.outvars)
-
-
 def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part]) -> set[Any]:
     """Returns the variables whose cotangents come from several readers.
 
-    A segment is one reader: within it everything is in float32.
+    A segment is one reader of what is declared as float32: within it everything is in float32.
     """
     reads = collections.Counter(variables(jaxpr.outvars))
     for part in parts:
         if part.is_segment:
-            reads.update(part.inputs)
-            continue
-        (eqn,) = part.eqns
-        if has_gradient(eqn):
-            reads.update(variables(eqn.invars))
+            reads.update(itertools.filterfalse(is_half, part.inputs))
+        for eqn in part.eqns:
+            reads.update(find_pulled_halves(eqn))
+            if not part.is_segment:
+                reads.update(itertools.filterfalse(is_half, find_pulled(eqn)))
     return {var for var, number in reads.items() if number > 1}
 
 

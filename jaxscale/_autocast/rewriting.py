@@ -15,7 +15,16 @@ from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, cast, closed
 from .callers import Place
 from .frame import Frame
 from .rules import Outputs
-from .values import Narrow, ToRound, as_declared, has_dtype, is_float32, without_mark
+from .values import (
+    FLOAT32,
+    Narrow,
+    ToRound,
+    as_declared,
+    has_dtype,
+    is_float32,
+    is_half,
+    without_mark,
+)
 
 
 class Rewritten(NamedTuple):
@@ -103,8 +112,8 @@ def _rewrite(
     def run(*leaves: Any) -> list[Any]:
         args = jax.tree.unflatten(tree, leaves)
         outputs = autocast.run(closed(program), args, place, way.rounded_outputs)
-        for i, is_half in enumerate(way.fixed):
-            if is_half:
+        for i, is_fixed_half in enumerate(way.fixed):
+            if is_fixed_half:
                 outputs[i] = cast(without_mark(outputs[i]), autocast.dtype)
             else:
                 outputs[i] = as_declared(outputs[i], declared[i])
@@ -133,7 +142,9 @@ def _types_of(var: Any, view: str, dtype: np.dtype) -> Any:
     """Returns the type, or the types, that a program takes for a variable in a view."""
     match view:
         case "both":
-            return Narrow(var.aval.update(dtype=dtype), var.aval)
+            if is_half(var):
+                dtype = var.aval.dtype
+            return Narrow(var.aval.update(dtype=dtype), var.aval.update(dtype=FLOAT32))
         case "half":
             return var.aval.update(dtype=dtype)
     return var.aval

@@ -36,7 +36,7 @@ from .._jax import (
 from . import table
 from .casts import is_attention_scores
 from .frame import Frame
-from .values import FLOAT32, Narrow, ToRound, is_float32
+from .values import FLOAT32, Narrow, ToRound, is_float32, is_half
 
 Outputs = Sequence[Any]
 Rule = Callable[[Frame, JaxprEqn], Outputs]
@@ -119,11 +119,26 @@ def move(frame: Frame, eqn: JaxprEqn) -> Outputs:
     if sends_back_rounded or not (adds_up_backward or frame.reads_meeting(eqn)):
         return bind(eqn, list(map(frame.read_half, eqn.invars)))
     outputs = []
-    for value, var in zip(run_as_written(frame, eqn), eqn.outvars, strict=True):
+    wides = bind(eqn, list(map(frame.read_float32, eqn.invars)))
+    if any(map(is_half, eqn.outvars)):
+        return list(
+            map(Narrow, bind(eqn, list(map(frame.read_narrow, eqn.invars))), wides)
+        )
+    for value, var in zip(wides, eqn.outvars, strict=True):
         if is_float32(var):
             value = ToRound(value)
         outputs.append(value)
     return outputs
+
+
+def widen(frame: Frame, eqn: JaxprEqn) -> Outputs:
+    """Evaluates a cast. Where cotangents meet in what is cast to float32, both are one value."""
+    (atom,) = eqn.invars
+    if not (frame.meets(atom) and is_half(atom) and is_float32(eqn.outvars[0])):
+        return run_as_written(frame, eqn)
+    if atom.aval.dtype == frame.dtype:
+        return [frame.read_views(atom)]
+    return [frame.read_float32(atom)]
 
 
 def _moves_narrow(frame: Frame, eqn: JaxprEqn) -> bool:
@@ -178,6 +193,7 @@ SIMPLE_RULES: dict[str, Rule] = {
     **dict.fromkeys((table.CHEAP - table.MOVES) | table.AS_WRITTEN, run_as_written),
     **dict.fromkeys(table.PRODUCTS, multiply_matrices),
     **dict.fromkeys(table.MOVES, move),
+    **dict.fromkeys(table.CASTS, widen),
     **dict.fromkeys(table.NAMES, give_name),
     **dict.fromkeys(table.BARRIERS, pass_barrier),
 }

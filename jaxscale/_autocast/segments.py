@@ -6,6 +6,7 @@ these arrays, which are half as large as anything in the segment, and computes t
 only products read of it is rounded once, at its end. Nothing within it is rounded.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 
 from .. import _jax
 from .._jax import (
+    Form,
     JaxprEqn,
     Literal,
     Search,
@@ -21,6 +23,7 @@ from .._jax import (
     bind,
     cast,
     context,
+    form_of,
     operation,
     source,
     stand_in,
@@ -28,6 +31,7 @@ from .._jax import (
 )
 from . import table
 from .frame import Frame
+from .half_sums import adds_halves_inside, find_pulled_halves
 from .parts import Part
 from .values import FLOAT32, Narrow, has_dtype, is_float32
 
@@ -50,7 +54,7 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         outputs = []
         with source(part.eqns[-1], scopes, outer):
             for var, is_rounded in zip(part.outputs, rounded, strict=True):
-                output = values[var]
+                output = _read(values, var)
                 if is_rounded:
                     output = cast(output, frame.dtype)
                 outputs.append(output)
@@ -110,11 +114,15 @@ def _is_half(var: Any, start: Any) -> bool:
 
 
 def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
-    """Returns the values that a segment starts from, in the dtypes that the program declares."""
+    """Returns the values that a segment starts from, in the dtypes that the program declares.
+
+    Of those that are declared in half precision, both views: each equation is a reader of its own.
+    """
     values: dict[Any, Any] = {}
     for var, start in zip(part.inputs, starts, strict=True):
         if isinstance(start, Narrow):
-            start = stand_in(start.half, start.wide, FLOAT32)
+            if is_float32(var):
+                start = stand_in(start.half, start.wide, FLOAT32)
         elif _is_half(var, start):
             start = cast(start, FLOAT32, var.aval.weak_type)
         values[var] = start
@@ -125,15 +133,49 @@ def _run_equations(
     eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: Any, outer: int
 ) -> None:
     """Evaluates equations as they are written, and adds their outputs to `values`."""
+    reads: collections.Counter[Any] = collections.Counter()
     for eqn in eqns:
-        inputs = []
-        for atom in eqn.invars:
-            inputs.append(atom.val if isinstance(atom, Literal) else values[atom])
-        outputs = inputs
-        if operation(eqn) not in table.NAMES:  # what it starts from has the name
+        reads.update(find_pulled_halves(eqn))
+
+    def keep(var: Any, value: Any) -> None:
+        if reads[var] > 1 and not isinstance(value, Narrow):
+            value = Narrow(value, cast(value, FLOAT32))
+        values[var] = value
+
+    for var, value in list(values.items()):
+        keep(var, value)
+    for eqn in eqns:
+        inputs = [_read(values, atom) for atom in eqn.invars]
+        if operation(eqn) in table.NAMES:  # what it starts from has the name
+            outputs = inputs
+        elif form_of(eqn) is Form.JIT and adds_halves_inside(eqn):
+            outputs = _run_inside(eqn, inputs, scopes, outer)
+        else:
             with context(eqn), source(eqn, scopes, outer):
                 outputs = bind(eqn, inputs)
-        values |= zip(eqn.outvars, outputs, strict=True)
+        for var, output in zip(eqn.outvars, outputs, strict=True):
+            keep(var, output)
+
+
+def _run_inside(
+    eqn: JaxprEqn, inputs: Sequence[Any], scopes: Any, outer: int
+) -> list[Any]:
+    """Evaluates a call by its equations, of which several read one half-precision array."""
+    called = _jax.callee(eqn)
+    variables_inside = [*called.jaxpr.constvars, *called.jaxpr.invars]
+    values = dict(zip(variables_inside, [*called.consts, *inputs], strict=True))
+    _run_equations(called.jaxpr.eqns, values, scopes, outer)
+    return [_read(values, atom) for atom in called.jaxpr.outvars]
+
+
+def _read(values: dict[Any, Any], atom: Any) -> Any:
+    """Returns a value in the dtype that the program declares."""
+    if isinstance(atom, Literal):
+        return atom.val
+    value = values[atom]
+    if isinstance(value, Narrow):
+        return stand_in(value.half, value.wide, atom.aval.dtype)
+    return value
 
 
 def _is_nonlinear(eqn: JaxprEqn) -> bool:

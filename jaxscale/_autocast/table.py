@@ -72,6 +72,9 @@ WITH_RULES = {Form.CUSTOM_JVP, Form.CUSTOM_VJP, Form.OBJECT}
 # float32 otherwise.
 MOVES = primitives_that(Op.MOVE)
 
+# These change the dtype.
+CASTS = primitives_that(Op.CASTS)
+
 # `checkpoint_name`, which says what a policy of `jax.checkpoint` keeps.
 NAMES = primitives_that(Op.NAMES)
 

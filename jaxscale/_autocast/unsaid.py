@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _jax
+from .._boundary import is_boundary
 from .._jax import (
     ClosedJaxpr,
     Form,
@@ -42,8 +43,9 @@ from .casts import (
     is_never_entered,
     why_not_cast,
 )
+from .half_sums import adds_halves
 from .rules import SIMPLE_RULES
-from .values import is_float32, is_full_precision, marker_of
+from .values import is_float32, is_full_precision, is_half, marker_of
 
 _NO_RULE = "`autocast` has no rule for it"
 _CLOSED = "`autocast` cannot look into it"
@@ -232,8 +234,18 @@ def warn_if_unchanged(
         )
 
 
+def _is_boundary_of_halves(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is a `scale_backward` of half-precision arrays.
+
+    It has seen to their sums when it was traced.
+    """
+    return is_boundary(eqn) and any(map(is_half, eqn.invars))
+
+
 def _why_nothing_is_cast(program: ClosedJaxpr) -> str:
     """Returns why a program has no products to cast, or `""` if that is as it should be."""
+    if adds_halves(program) or any(map(_is_boundary_of_halves, walk_program(program))):
+        return ""  # sums of cotangents change
     has_floats = False
     dtypes: set[str] = set()  # of products
     for eqn in walk_program(program):

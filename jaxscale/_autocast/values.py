@@ -1,8 +1,9 @@
-"""The forms of a value that a program declares as float32.
+"""The forms of a value.
 
-It is *narrow* if half precision holds its numbers: a product returned them, or they are only read
-to be rounded. A narrow value is one half-precision array. If its cotangents must be added in
-float32, it has two views, or is held in float32 and marked.
+It is *narrow* if half precision holds its numbers: the program declares it in half precision, or
+declares it as float32, and a product returned it or it is only read to be rounded. A narrow value
+is one half-precision array. If its cotangents must be added in float32, it has two views, or is
+held in float32 and marked.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from .._jax import JaxprEqn, cast, scope_names
 from .table import FULL_PRECISION, HALF_PRECISION
 
 FLOAT32 = np.dtype("float32")
+_HALF = (np.dtype("float16"), jax.numpy.bfloat16.dtype)
 
 
 class Narrow(NamedTuple):
@@ -41,6 +43,12 @@ def is_float32(atom: Any) -> bool:
     """Returns whether a variable or a literal is declared as a float32 array."""
     aval = atom.aval
     return type(aval) is ShapedArray and aval.dtype == FLOAT32
+
+
+def is_half(atom: Any) -> bool:
+    """Returns whether a variable or a literal is declared as an array in half precision."""
+    aval = atom.aval
+    return type(aval) is ShapedArray and aval.dtype in _HALF
 
 
 def marker_of(eqn: JaxprEqn) -> str:

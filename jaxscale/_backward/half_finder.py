@@ -7,7 +7,7 @@ from typing import Any
 from .. import _jax
 from .._autocast.callers import Place
 from .._autocast.casts import has_products, is_cast
-from .._autocast.plan import has_gradient
+from .._autocast.half_sums import has_gradient
 from .._jax import ClosedJaxpr, JaxprEqn, Search, variables
 from .parts import find_divisible, refs_of
 

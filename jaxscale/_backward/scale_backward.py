@@ -154,6 +154,11 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
     input_names += [f"kwargs{name}" for name in array_names(kwargs)]
     # Read now, as JAX may trace the backward pass after the `autocast` has ended.
     is_under_autocast = bool(traced_for.value.dtype)
+    if is_under_autocast:
+        # It sees the backward pass when it is a program, and the sums in it are those of the user.
+        from .._autocast.interpreter import add_in_float32
+
+        program = add_in_float32(program)
 
     def run(*inputs: Any) -> Any:
         return tuple(_jax.jaxpr_as_fun(program)(*inputs))

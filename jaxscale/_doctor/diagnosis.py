@@ -36,6 +36,8 @@ from .wrong_gradients import (
 
 # What share of a number half of the distance to its neighbour may be.
 _SPACING = {"bfloat16": "0.2%", "float16": "0.02%"}
+# A sum of so many equal numbers does not change if one more is added.
+_MOST_SUMMANDS = {"bfloat16": 2**8, "float16": 2**11}
 
 
 def diagnose(exam: Exam) -> list[Finding]:
@@ -51,6 +53,7 @@ def diagnose(exam: Exam) -> list[Finding]:
         *find_inward_growth(exam),
         *find_outliers(exam),
         *_find_half_parameters(exam),
+        *_find_long_sums(exam),
         *find_refusal(exam),
         *_find_constants(exam, named),
         *find_harmless_nonfinite(exam, named),
@@ -129,6 +132,23 @@ def _find_half_parameters(exam: Exam) -> Iterator[Finding]:
             f"An update below {_SPACING[name]} of a parameter changes nothing, in each step anew. "
             "`jaxscale.master_weights(optimizer)` keeps the bits that are left out, and "
             "`jaxscale.stochastic_rounding(optimizer)` needs no bytes for it.",
+        )
+
+
+def _find_long_sums(exam: Exam) -> Iterator[Finding]:
+    """Notes half-precision gradients that are sums of so many numbers that they stop growing."""
+    for leaf, dtype, count, where in exam.sums_of_gradients:
+        most = _MOST_SUMMANDS[dtype]
+        if count <= most:
+            continue
+        at = f", at {where}" if where else ""
+        yield make_finding(
+            f"The gradient of {leaf} is a sum of up to {count:,} numbers in {dtype}{at}.",
+            f"From about {most:,} numbers of one size on such a sum stops growing. It has more "
+            "numbers in a larger batch, so this one need not show what is lost. "
+            f'`jaxscale.autocast(loss, "{dtype}")` adds them in float32 and rounds the sum once. '
+            "Parameters in float32 have their gradients added in float32, too.",
+            place=where,
         )
 
 

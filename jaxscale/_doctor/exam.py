@@ -18,6 +18,7 @@ from .gradients import Comparison
 from .origins import Sum
 from .remedy import Relief
 from .start import Start
+from .sums_of_gradients import SumOfGradient
 
 
 class Exam(NamedTuple):
@@ -37,6 +38,8 @@ class Exam(NamedTuple):
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
       dtypes: the formats in which the loss is computed.
       dtypes_of_parameters: in which they are stored.
+      sums_of_gradients: of how many numbers the gradient of each half-precision parameter is a
+        sum.
       backward_rules: the name of each custom backward rule, by the source line that calls its
         function.
       loss_scale: the loss scale of `trace` and `leaves`: the one asked for. If `is_auto`, it is
@@ -86,6 +89,7 @@ class Exam(NamedTuple):
     loss_as_written: float | None
     dtypes: tuple[str, ...]
     dtypes_of_parameters: tuple[str, ...]
+    sums_of_gradients: tuple[SumOfGradient, ...]
     backward_rules: dict[str, str]
 
     # The loss scale.

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._autocast.api import autocast
 from .._jax import ClosedJaxpr, backward_rule, has_narrow_range, walk_program
+from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._histogram import shares
 from ..diagnostics._leaves import table
 from ..diagnostics._suggest import suggest_scale
@@ -26,6 +27,7 @@ from .gradients import are_finite, compare_gradients, count_numbers
 from .origins import Operations
 from .remedy import Relief, find_relief
 from .start import find_start
+from .sums_of_gradients import count_summands
 from .target import Target, TargetError, error_line
 
 # The largest gradient at the largest loss scale is below this if something else limits the scale.
@@ -92,6 +94,7 @@ def examine(
         loss_as_written=loss_as_written,
         dtypes=tuple(sorted(map(str, dtypes))),
         dtypes_of_parameters=_name_dtypes(target.params),
+        sums_of_gradients=count_summands(program, _name_leaves(target.params)),
         backward_rules=_find_backward_rules(program),
         loss_scale=traced_scale,
         shown_scale=shown_scale,
@@ -121,6 +124,10 @@ def examine(
 
 def _name_dtypes(tree: Any) -> tuple[str, ...]:
     return tuple(sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)}))
+
+
+def _name_leaves(tree: Any) -> list[str]:
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def _trace_loss(

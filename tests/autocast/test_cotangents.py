@@ -482,6 +482,173 @@ def test_a_weight_that_many_layers_share_has_the_sum_of_their_gradients():
     np.testing.assert_array_equal(cast, expected)
 
 
+# Programs that read an array in half precision many times. Each cotangent is a small integer, which
+# half precision holds, so in float32 the gradient is exact.
+
+TOKENS = (
+    jnp.arange(16384) % 7 * (jnp.arange(16384) % 3)
+)  # rows of 64, some of them often
+ROWS = jnp.arange(32.0).reshape(4, 8) % 5
+
+
+def embedded(table):
+    return jnp.sum(table[TOKENS].astype(jnp.float32))
+
+
+def tied_embedding(table):
+    hidden = table[TOKENS].astype(jnp.float32)
+    ones = jnp.ones((2048, 8))
+    return jnp.sum(hidden) + jnp.sum(ones @ table.T)
+
+
+def weight_over_steps(table):
+    def step(carry, _):
+        return carry + jnp.sum(ROWS @ table.T), None
+
+    return jax.lax.scan(step, 0.0, length=3000)[0]
+
+
+def weight_over_steps_in_half(table):
+    def step(carry, _):
+        product = ROWS.astype(table.dtype) @ table.T
+        return carry, jnp.sum(product.astype(jnp.float32))
+
+    _, sums = jax.lax.scan(step, jnp.zeros((), table.dtype), length=3000)
+    return jnp.sum(sums)
+
+
+def bias_in_each_turn(table):
+    def step(carry, _):
+        return carry + table, None
+
+    carry, _ = jax.lax.scan(step, jnp.zeros(table.shape), length=3000)
+    return jnp.sum(carry)
+
+
+def weight_of_many_layers(table):
+    return sum(jnp.sum(ROWS @ table.T) for _ in range(600))
+
+
+def added_in_a_jitted_block(table):
+    @jax.jit
+    def block(x):
+        for _ in range(600):
+            x = x + table
+        return x
+
+    return jnp.sum(block(jnp.zeros(table.shape)))
+
+
+def messages(table):
+    sent = table[TOKENS] * jnp.asarray(3, table.dtype)
+    received = jax.ops.segment_sum(sent.astype(jnp.float32), TOKENS[::-1], 64)
+    return jnp.sum(received)
+
+
+def messages_of_what_was_computed(table):
+    nodes = -table
+    return jnp.sum(jnp.take_along_axis(nodes, TOKENS[:, None], 0).astype(jnp.float32))
+
+
+def closed_over(table):
+    rows = jax.vmap(lambda token: table[token])
+    return jnp.sum(jax.jit(jax.checkpoint(rows))(TOKENS).astype(jnp.float32))
+
+
+def by_a_derivative_rule(table):
+    @jax.custom_jvp
+    def take(table):
+        return table[TOKENS]
+
+    @take.defjvp
+    def derive(primals, tangents):
+        return take(*primals), 2 * tangents[0][TOKENS]
+
+    return jnp.sum(take(table).astype(jnp.float32))
+
+
+def in_a_branch(table):
+    def first(table):
+        return table[0, 0].astype(jnp.float32)
+
+    return jax.lax.cond(table[0, 0] > 0, embedded, first, table)
+
+
+def on_two_devices(table):
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+
+    def take(table, tokens):
+        return jnp.sum(table[tokens].astype(jnp.float32))[None]
+
+    mapped = jax.shard_map(
+        take, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    return jnp.sum(mapped(table, TOKENS))
+
+
+READ_OFTEN = [embedded, tied_embedding, weight_over_steps, weight_over_steps_in_half]
+READ_OFTEN += [bias_in_each_turn, weight_of_many_layers, added_in_a_jitted_block]
+READ_OFTEN += [messages, messages_of_what_was_computed, closed_over, in_a_branch]
+READ_OFTEN += [by_a_derivative_rule, on_two_devices]
+READ_OFTEN = {fun.__name__: fun for fun in READ_OFTEN}
+
+
+def inside_of_a_call(fun, cast):
+    """The array is closed over, and not an argument."""
+    return lambda table: cast(lambda: fun(table))()
+
+
+WAYS = {
+    "alone": lambda fun, cast: cast(fun),
+    "closed over": inside_of_a_call,
+    "remat": lambda fun, cast: jax.checkpoint(cast(fun)),
+    "in jit and remat": lambda fun, cast: cast(jax.jit(jax.checkpoint(fun))),
+    "scale_backward": lambda fun, cast: jaxscale.scale_backward(cast(fun)),
+    "scale_backward inside": lambda fun, cast: cast(jaxscale.scale_backward(fun)),
+}
+
+
+def list_read_often():
+    for name, way, dtype in itertools.product(READ_OFTEN, WAYS, HALVES):
+        # parameters in float16 are refused
+        if not (way.startswith("scale_backward") and dtype == "float16"):
+            yield name, way, dtype
+
+
+@cases(
+    "name, way, dtype",
+    list_read_often(),
+    fast=[
+        ("embedded", "alone", "bfloat16"),
+        ("weight_over_steps", "closed over", "float16"),
+        ("tied_embedding", "scale_backward inside", "bfloat16"),
+    ],
+)
+def test_the_gradient_of_a_half_precision_array_is_rounded_once(name, way, dtype):
+    fun = READ_OFTEN[name]
+    half = HALVES[dtype]
+    table = 1 + jnp.arange(512.0).reshape(64, 8) % 2
+    exact = jax.jit(jax.grad(fun))(table)
+    cast = WAYS[way](fun, functools.partial(jaxscale.autocast, dtype=half))
+    gradient = jax.jit(jax.grad(cast))(table.astype(half))
+    np.testing.assert_array_equal(gradient, exact.astype(half))
+    assert gradient.dtype == half
+
+
+@cases(
+    "name, dtype", itertools.product(READ_OFTEN, HALVES), fast=[("messages", "float16")]
+)
+def test_the_value_of_what_reads_a_half_precision_array_keeps_its_bits(name, dtype):
+    """What the author computes in half precision stays so, and what is cast is not cast again."""
+    fun = READ_OFTEN[name]
+    half = HALVES[dtype]
+    table = jax.random.normal(jax.random.key(0), (64, 8), half)
+    if name in ("tied_embedding", "weight_over_steps", "weight_of_many_layers"):
+        fun = jaxscale.full_precision(fun)  # their products are cast
+    value = jax.jit(jaxscale.autocast(fun, half))(table)
+    np.testing.assert_array_equal(value, jax.jit(fun)(table))
+
+
 def contrast(scores):
     return jnp.mean(logsumexp(scores, -1) - jnp.diag(scores))
 

@@ -151,6 +151,29 @@ def rounded(p, x):
     return (product - 4096) ** 2
 
 
+# Gradients that are long sums in half precision.
+
+
+@model(params={"table": jnp.ones((4, 8), jnp.bfloat16)}, batch=jnp.arange(300) % 4)
+def embedded(p, tokens):
+    rows = p["table"][tokens]  # each token adds to the gradient
+    return rows.astype(FULL)
+
+
+@model(params={"w": jnp.ones(8, jnp.bfloat16)}, batch=jnp.ones((300, 8)))
+def in_a_loop(p, x):
+    def step(carry, x):
+        return carry + x * p["w"], None  # each turn adds to the gradient
+
+    carry, _ = jax.lax.scan(step, jnp.zeros(8), x)
+    return carry
+
+
+@model(params={"w": jnp.ones(8, jnp.bfloat16)}, batch=jnp.ones((200, 8)))
+def in_a_short_loop(p, x):
+    return in_a_loop()[0](p, x)
+
+
 # Zeros, inf and NaN that do no harm.
 
 

@@ -419,6 +419,31 @@ AUTOCAST = {
     ),
 }
 
+LONG_SUMS = {
+    "embedded": Case(
+        0,
+        [
+            "The gradient of table is a sum of up to 300 numbers in bfloat16",
+            f"in bfloat16, at {line_of('each token adds to the gradient')}.",
+            "adds them in float32",
+        ],
+    ),
+    "embedded in bfloat16": Case(
+        0,
+        ["Nothing is wrong"],
+        never=["is a sum of"],
+        options=["--autocast", "bfloat16"],
+    ),
+    "in_a_loop": Case(
+        1,  # it has stopped growing
+        [
+            "The gradient of w is a sum of up to 300 numbers in bfloat16",
+            f"in bfloat16, at {line_of('each turn adds to the gradient')}.",
+        ],
+    ),
+    "in_a_short_loop": Case(0, ["Nothing is wrong"], never=["is a sum of"]),
+}
+
 QUICK = {
     "tiny": Case(0, ["Nothing overflows, with a loss scale: it needs one."]),
     "confident": Case(
@@ -443,7 +468,7 @@ QUICK = {
     "disconnected": Case(1, ["exactly 0 everywhere in 2 of 2 leaves"]),
 }
 
-CASES = HEALTHY | NONFINITE | WRONG | SCALES | AUTOCAST
+CASES = HEALTHY | NONFINITE | WRONG | SCALES | AUTOCAST | LONG_SUMS
 
 
 # By the exit status, what is said and what is not.
