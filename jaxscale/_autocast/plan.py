@@ -31,12 +31,14 @@ class Plan(NamedTuple):
       only_rounded: the variables that are only read to be rounded to half precision, as by a
         product, and whose cotangent is rounded before it comes back. To round one at once loses
         nothing.
+      multiplied: the variables that products read.
       meeting: the variables whose cotangents come from several readers, and are added in float32.
     """
 
     parts: Sequence[Part]
     products: set[int]
     only_rounded: set[Any]
+    multiplied: set[Any]
     meeting: set[Any]
 
 
@@ -54,7 +56,11 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
     parts = cut(jaxpr, products)
     meeting = _find_meeting(jaxpr, parts)
     rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, owner)
-    return Plan(parts, products, rounded, meeting)
+    multiplied: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if id(eqn) in products:
+            multiplied.update(variables(eqn.invars))
+    return Plan(parts, products, rounded, multiplied, meeting)
 
 
 def has_gradient(eqn: JaxprEqn) -> bool:

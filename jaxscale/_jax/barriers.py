@@ -6,6 +6,8 @@ fusing. XLA for CPUs merges whatever is computed twice, unless a barrier stands 
 `jax.lax.platform_dependent` has one, but is a branch with all its residuals.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,34 +15,42 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def barrier_on_cpu(*arrays: Any) -> list[Any]:
+def barrier(*arrays: Any, everywhere: Sequence[bool] = ()) -> list[Any]:
     """Returns arrays as they are. On a CPU, XLA computes all of them before it uses one.
 
-    It also does not take one for an array that it has already. The barrier of a derivative is that
-    of cotangents: what is differentiated forward passes.
+    It also does not take one for an array that it has already. Nor does XLA for accelerators, of
+    the arrays that are flagged in `everywhere`. The barrier of a derivative is that of cotangents:
+    what is differentiated forward passes.
     """
-    return _BARRIER.bind(*arrays)
+    return _BARRIER.bind(*arrays, everywhere=tuple(everywhere))
 
 
-def _return(*arrays: Any) -> list[Any]:
+def _return(*arrays: Any, everywhere: Any) -> list[Any]:
     return list(arrays)
 
 
-def _block(*arrays: Any) -> list[Any]:
+def _block(*arrays: Any, everywhere: Any) -> list[Any]:
     return list(jax.lax.optimization_barrier(arrays))
 
 
-def _jvp(arrays: Any, tangents: Any) -> Any:
-    return _BARRIER.bind(*arrays), list(tangents)
+def _block_some(*arrays: Any, everywhere: Any) -> list[Any]:
+    results = []
+    for array, is_blocked in itertools.zip_longest(arrays, everywhere):
+        results.append(jax.lax.optimization_barrier(array) if is_blocked else array)
+    return results
 
 
-def _transpose(cotangents: Any, *arrays: Any) -> list[Any]:
+def _jvp(arrays: Any, tangents: Any, *, everywhere: Any) -> Any:
+    return _BARRIER.bind(*arrays, everywhere=everywhere), list(tangents)
+
+
+def _transpose(cotangents: Any, *arrays: Any, everywhere: Any) -> list[Any]:
     filled = map(ad.instantiate_zeros, cotangents)
-    return _BARRIER.bind(*filled)
+    return _BARRIER.bind(*filled, everywhere=everywhere)
 
 
-def _batch(arrays: Any, dims: Any) -> Any:
-    return _BARRIER.bind(*arrays), dims
+def _batch(arrays: Any, dims: Any, *, everywhere: Any) -> Any:
+    return _BARRIER.bind(*arrays, everywhere=everywhere), dims
 
 
 _BARRIER = Primitive("jaxscale_barrier_on_cpu")
@@ -50,7 +60,7 @@ _BARRIER.def_abstract_eval(_return)
 ad.primitive_jvps[_BARRIER] = _jvp
 ad.primitive_transposes[_BARRIER] = _transpose
 batching.primitive_batchers[_BARRIER] = _batch
-mlir.register_lowering(_BARRIER, mlir.lower_fun(_return, multiple_results=True))
+mlir.register_lowering(_BARRIER, mlir.lower_fun(_block_some, multiple_results=True))
 mlir.register_lowering(
     _BARRIER, mlir.lower_fun(_block, multiple_results=True), platform="cpu"
 )

@@ -41,6 +41,8 @@ class Op(enum.Flag):
     STOPS_TANGENTS = enum.auto()  # returns its input without its derivative
     CASTS = enum.auto()  # returns its input in another dtype
     COMPARES = enum.auto()  # says which of two numbers is larger
+    LARGER = enum.auto()  # of two numbers: the larger one, or whether the first is larger
+    TRANSCENDENTAL = enum.auto()  # takes a GPU so long that XLA computes it once if it can
     # Its bits mean something in one dtype only.
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
@@ -74,20 +76,29 @@ _ROWS = {
     _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING | Op.CASTS: "convert_element_type",
     _ELEMENT | Op.ARITHMETIC | Op.MULTIPLIES: "mul",
     _ELEMENT | Op.ARITHMETIC | Op.DIVIDES: "div",
-    _ELEMENT | Op.ARITHMETIC: "rem pow",
-    _ELEMENT | Op.EXPONENTIAL: "exp exp2",
-    _ELEMENT | Op.LOGARITHM: "log log1p",
-    _ELEMENT | Op.SIGMOID: "logistic",
+    _ELEMENT | Op.ARITHMETIC: "rem",
+    _ELEMENT | Op.ARITHMETIC | Op.TRANSCENDENTAL: "pow",
+    _ELEMENT | Op.EXPONENTIAL | Op.TRANSCENDENTAL: "exp exp2",
+    _ELEMENT | Op.LOGARITHM | Op.TRANSCENDENTAL: "log log1p",
+    _ELEMENT | Op.SIGMOID | Op.TRANSCENDENTAL: "logistic",
+    _ELEMENT | Op.TRANSCENDENTAL: """
+        cbrt expm1 sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+        erf erfc erf_inv""",
     _ELEMENT: """
-        integer_pow square sqrt rsqrt cbrt expm1
-        sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
-        erf erfc erf_inv
+        integer_pow square sqrt rsqrt
         eq eq_to is_finite le_to lt_to ne
         and or not xor""",
-    _ELEMENT | Op.COMPARES: "ge gt le lt",
+    _ELEMENT | Op.COMPARES: "ge le lt",
+    _ELEMENT | Op.COMPARES | Op.LARGER: "gt",
     _ELEMENT | Op.PASSES_ON | _EXACT: "abs select_n",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | _EXACT: "clamp",
-    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "max min",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "min",
+    _ELEMENT
+    | Op.PASSES_ON
+    | Op.LIMITS
+    | Op.ARITHMETIC
+    | Op.LARGER
+    | _EXACT: "max",
     _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
     _ELEMENT
     | Op.NO_GRADIENT
