@@ -32,6 +32,7 @@ class Plan(NamedTuple):
         product, and whose cotangent is rounded before it comes back. To round one at once loses
         nothing.
       multiplied: the variables that products read.
+      kept: the variables that other equations read and keep in float32 for the backward pass.
       meeting: the variables whose cotangents come from several readers, and are added in float32.
     """
 
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     products: set[int]
     only_rounded: set[Any]
     multiplied: set[Any]
+    kept: set[Any]
     meeting: set[Any]
 
 
@@ -57,10 +59,13 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
     meeting = _find_meeting(jaxpr, parts)
     rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, owner)
     multiplied: set[Any] = set()
+    kept: set[Any] = set()
     for eqn in jaxpr.eqns:
         if id(eqn) in products:
             multiplied.update(variables(eqn.invars))
-    return Plan(parts, products, rounded, multiplied, meeting)
+        elif operation(eqn) in table.KEEP_INPUTS:
+            kept.update(variables(eqn.invars))
+    return Plan(parts, products, rounded, multiplied, kept, meeting)
 
 
 def has_gradient(eqn: JaxprEqn) -> bool:

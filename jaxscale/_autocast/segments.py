@@ -7,6 +7,7 @@ only products read of it is rounded once, at its end. Nothing within it is round
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         rounded.append(is_float32(var) and frame.is_only_rounded(var))
         if is_float32(var) and not rounded[-1] and var in frame.plan.multiplied:
             shared.append(var)
+    kept = [var in frame.plan.kept for var in part.outputs]
+    kept = [*map(operator.or_, rounded, kept), *[True] * len(shared)]
     arrays, tree = jax.tree.flatten(starts)
     scopes = _jax.common_scopes(part.eqns)
     outer = len(scopes)
@@ -80,12 +83,13 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         types,
         tuple(rounded),
         tuple(map(part.outputs.index, shared)),
+        tuple(kept),
     )
     # Layers that differ in their names alone share a program: the scopes that are around all of a
     # segment are those of its one equation, not of what is in it.
     alone = functools.partial(compute, _jax.no_scopes())
     with at_line(part.eqns[-1], scopes):
-        return write(_recomputed(frame, key, alone, types)(*arrays))
+        return write(_recomputed(frame, key, alone, types, tuple(kept))(*arrays))
 
 
 def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:
@@ -161,13 +165,17 @@ _keeps_something = Search(_is_nonlinear)
 
 
 def _recomputed(
-    frame: Frame, key: Any, compute: Callable[..., Any], types: Sequence[Any]
+    frame: Frame,
+    key: Any,
+    compute: Callable[..., Any],
+    types: Sequence[Any],
+    kept: tuple[bool, ...],
 ) -> Callable[..., list[Any]]:
     """Returns a function that the backward pass runs again, the same one for equal segments."""
 
     def make() -> Callable[..., list[Any]]:
         program = jax.make_jaxpr(compute)(*types)
-        return _jax.recomputed(program, in_loop=frame.place.in_loop)
+        return _jax.recomputed(program, in_loop=frame.place.in_loop, kept=kept)
 
     try:
         known = frame.segments.get(key)

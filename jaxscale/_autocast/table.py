@@ -77,6 +77,9 @@ BARRIERS = primitives_that(Op.RETURNS_INPUTS)
 # half precision is read, which changes no bit of them.
 SUMMED_BACKWARD = primitives_that(Op.SUMS_BACKWARD)
 
+# The backward pass keeps what these read.
+KEEP_INPUTS = primitives_that(Op.KEEPS_INPUTS)
+
 # The backward pass keeps nothing of these.
 KEEP_NOTHING = primitives_that(Op.KEEPS_NOTHING)
 

@@ -29,6 +29,7 @@ class Op(enum.Flag):
     SIGMOID = enum.auto()
     CHEAP = enum.auto()  # may be computed twice
     KEEPS_NOTHING = enum.auto()  # its derivative does not depend on what it reads
+    KEEPS_INPUTS = enum.auto()  # its derivative reads what it reads, and it is not cheap
     NO_GRADIENT = enum.auto()  # nothing comes back through it
     SUMS_BACKWARD = enum.auto()  # its derivative adds numbers up
     # No number that is not 0 becomes 0: it gives numbers that it is given, or sums of them, which
@@ -137,8 +138,8 @@ _ROWS = {
     Op.MULTIPLIES: "cumprod",
     Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
     Op.LOSES_NOTHING: """
-        scatter-add cumsum reduce_window_sum select_and_scatter_add
-        reduce_window_max iota""",
+        scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
+    Op.KEEPS_INPUTS | Op.LOSES_NOTHING: "reduce_window_max",
     # What holds programs, and is in no form that `forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",

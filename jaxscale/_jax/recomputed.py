@@ -61,6 +61,7 @@ class _Function:
       program: the program.
       in_loop: whether it is part of the body of a loop, where XLA cannot merge forward and backward
         pass.
+      kept: which outputs whoever reads them keeps, so that the derivative may read them.
       blocked: of a backward pass, the inputs round which accelerators have a barrier, too.
       derivative: of what it is the derivative, if it is one.
     """
@@ -69,11 +70,13 @@ class _Function:
         self,
         program: ClosedJaxpr,
         in_loop: bool,
+        kept: _Flags = (),
         blocked: _Flags | None = None,
         derivative: _Derivative | None = None,
     ) -> None:
         self.program = program
         self.in_loop = in_loop
+        self.kept = kept or (False,) * len(program.out_avals)
         self.blocked = blocked
         self.derivative = derivative
         self.differentiate = functools.cache(self._differentiate)
@@ -99,10 +102,9 @@ class _Function:
 
         tangents = list(map(tangent_type, itertools.compress(types, perturbed)))
         program = jax.make_jaxpr(derive)(*types, *tangents)
-        count = len(returned)
-        telling = set(find_signs(program, count).values())
-        given = tuple(number in telling for number in range(count))
-        program = read_signs(program, count, given)
+        telling = set(find_signs(program, self.kept).values())
+        given = tuple(number in telling for number in range(len(self.kept)))
+        program = read_signs(program, given)
         is_tangent = [False] * (sum(given) + len(types)) + [True] * len(tangents)
         depends = find_dependent_outputs(program, is_tangent)
         returned = _where(returned, depends)
@@ -126,8 +128,7 @@ class _Function:
           returned: which outputs have a cotangent.
         """
         types = self.program.in_avals
-        count = len(self.program.out_avals)
-        given, used = used[:count], used[count:]
+        given, used = used[: len(self.kept)], used[len(self.kept) :]
 
         def pull(*args: Any) -> Any:
             remaining = iter(args)
@@ -145,7 +146,7 @@ class _Function:
         cotangents = itertools.compress(self.program.out_avals, returned)
         kept = itertools.compress(types, used)
         program = jax.make_jaxpr(pull)(*kept, *map(tangent_type, cotangents))
-        program = read_signs(program, count, given)
+        program = read_signs(program, given)
         program, _ = without_unused(program, kept=True)
         blocked = [False] * len(program.in_avals)
         if _keeps_slow_results(self.program):
@@ -167,16 +168,17 @@ class _Function:
 
 
 def recomputed(
-    program: ClosedJaxpr, *, in_loop: bool = False
+    program: ClosedJaxpr, *, in_loop: bool = False, kept: _Flags = ()
 ) -> Callable[..., list[Any]]:
     """Returns a function that runs a program, which the backward pass computes again.
 
     `in_loop` says that the program is part of the body of a loop. Elsewhere XLA for CPUs gets a
-    barrier between what the backward pass starts from and what the forward pass computed.
+    barrier between what the backward pass starts from and what the forward pass computed. `kept`
+    says which outputs are kept by whoever reads them.
     """
     if hijax.in_forward_rule.get():
         return _by_what_is_read(program, in_loop)
-    return functools.partial(_bind, _Function(program, in_loop))
+    return functools.partial(_bind, _Function(program, in_loop, kept))
 
 
 def _by_what_is_read(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[Any]]:
@@ -242,7 +244,7 @@ def _jvp(
     derived = function.differentiate(perturbed)
     made_of: Any = derived.derivative  # a derivative has one
     _, _, varied, used, returned = made_of
-    outputs = _bind(function.telling(used[: len(program.out_avals)]), *inputs)
+    outputs = _bind(function.telling(used[: len(function.kept)]), *inputs)
     given = [
         *itertools.compress([*outputs, *inputs], used),
         *itertools.compress(tangents, varied),
@@ -304,7 +306,7 @@ def _zeros(aval: Any) -> Any:
 def _batch(args: Any, dims: Any, *, function: _Function, program: Any) -> Any:
     run = jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
-    in_batch = _Function(batched, function.in_loop, function.blocked)
+    in_batch = _Function(batched, function.in_loop, function.kept, function.blocked)
     return _bind(in_batch, *args), [0] * len(batched.out_avals)
 
 

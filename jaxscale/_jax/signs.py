@@ -39,16 +39,20 @@ _IS_LARGER = primitives_that(Op.LARGER | Op.COMPARES)
 _CALLS = {Form.JIT, Form.CUSTOM_JVP}
 
 
-def find_signs(program: ClosedJaxpr, count: int) -> dict[int, int]:
-    """Returns which equations ask for signs that one of the first `count` outputs tells.
+def find_signs(program: ClosedJaxpr, kept: Sequence[bool]) -> dict[int, int]:
+    """Returns which equations ask for signs that one of the first outputs tells, which is `kept`.
 
     They ask where a value is positive. Each is the identity of an equation, with the number of an
-    output that is positive exactly there, and is a rounded copy in half precision.
+    output that is positive exactly there. The last of several is taken.
     """
     makers = _makers(program)
+    roundings = _roundings(program, len(kept))
     tells: dict[Any, int] = {}
-    for number, eqn in _roundings(program, count).items():
-        tells |= dict.fromkeys(_positive_alike(makers, eqn.invars[0]), number)
+    for number in itertools.compress(range(len(kept)), kept):
+        output = program.jaxpr.outvars[number]
+        if number in roundings:
+            output = roundings[number].invars[0]
+        tells |= dict.fromkeys(_positive_alike(makers, output), number)
     found = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name in _IS_LARGER and _is_zero(eqn.invars[1]):
@@ -58,26 +62,23 @@ def find_signs(program: ClosedJaxpr, count: int) -> dict[int, int]:
     return found
 
 
-def read_signs(
-    program: ClosedJaxpr, count: int, given: Sequence[bool]
-) -> ClosedJaxpr:
-    """Returns a program without its first `count` outputs, some of which it takes instead.
+def read_signs(program: ClosedJaxpr, given: Sequence[bool]) -> ClosedJaxpr:
+    """Returns a program without its first outputs, of which it takes those that are `given`.
 
-    Those that are `given` come before its other inputs. It reads from them the signs that they
-    tell.
+    They come before its other inputs. It reads from them the signs that they tell.
     """
+    count = len(given)
     if not any(given):
         returned = [number >= count for number in range(len(program.out_avals))]
         return without_unused(program, returned=returned, kept=True).program
     numbers = list(itertools.compress(range(count), given))
-    signs = find_signs(program, count)
+    signs = find_signs(program, given)
 
     def run(*args: Any) -> list[Any]:
         outputs = dict(zip(numbers, args, strict=False))
         replaced = {}
         for eqn, number in signs.items():
-            if number in outputs:
-                replaced[eqn] = functools.partial(_is_positive, outputs[number])
+            replaced[eqn] = functools.partial(_is_positive, outputs[number])
         return _run(program, args[len(numbers) :], replaced)[count:]
 
     types = [program.out_avals[number] for number in numbers]
