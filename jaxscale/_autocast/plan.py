@@ -31,15 +31,13 @@ class Plan(NamedTuple):
       only_rounded: the variables that are only read to be rounded to half precision, as by a
         product, and whose cotangent is rounded before it comes back. To round one at once loses
         nothing.
-      multiplied: the variables that products read.
-      kept: the variables that other equations read and keep in float32 for the backward pass.
+      kept: the variables that products read, or a pooling, and keep for the backward pass.
       meeting: the variables whose cotangents come from several readers, and are added in float32.
     """
 
     parts: Sequence[Part]
     products: set[int]
     only_rounded: set[Any]
-    multiplied: set[Any]
     kept: set[Any]
     meeting: set[Any]
 
@@ -58,14 +56,11 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], owner: Owner) -> Plan:
     parts = cut(jaxpr, products)
     meeting = _find_meeting(jaxpr, parts)
     rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, owner)
-    multiplied: set[Any] = set()
     kept: set[Any] = set()
     for eqn in jaxpr.eqns:
-        if id(eqn) in products:
-            multiplied.update(variables(eqn.invars))
-        elif operation(eqn) in table.KEEP_INPUTS:
+        if id(eqn) in products or operation(eqn) in table.POOLINGS:
             kept.update(variables(eqn.invars))
-    return Plan(parts, products, rounded, multiplied, kept, meeting)
+    return Plan(parts, products, rounded, kept, meeting)
 
 
 def has_gradient(eqn: JaxprEqn) -> bool:

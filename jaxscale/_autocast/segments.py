@@ -7,7 +7,6 @@ only products read of it is rounded once, at its end. Nothing within it is round
 """
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,18 +35,16 @@ from .values import FLOAT32, Narrow, has_dtype, is_float32
 def run_segment(frame: Frame, part: Part) -> list[Any]:
     """Returns the values of a segment that are read outside of it.
 
-    It also rounds those in float32 that products read, so that its derivative can read their signs
-    from what is kept for these products.
+    It also rounds those in float32 that products and poolings read, so that its derivative may read
+    their signs from these copies, and keep nothing in float32 for them.
     """
     starts = _name_starts(part, list(map(frame.read_for_call, part.inputs)))
     rounded = []
     shared = []
     for var in part.outputs:
         rounded.append(is_float32(var) and frame.is_only_rounded(var))
-        if is_float32(var) and not rounded[-1] and var in frame.plan.multiplied:
+        if is_float32(var) and not rounded[-1] and var in frame.plan.kept:
             shared.append(var)
-    kept = [var in frame.plan.kept for var in part.outputs]
-    kept = [*map(operator.or_, rounded, kept), *[True] * len(shared)]
     arrays, tree = jax.tree.flatten(starts)
     scopes = _jax.common_scopes(part.eqns)
     outer = len(scopes)
@@ -83,13 +80,12 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
         types,
         tuple(rounded),
         tuple(map(part.outputs.index, shared)),
-        tuple(kept),
     )
     # Layers that differ in their names alone share a program: the scopes that are around all of a
     # segment are those of its one equation, not of what is in it.
     alone = functools.partial(compute, _jax.no_scopes())
     with at_line(part.eqns[-1], scopes):
-        return write(_recomputed(frame, key, alone, types, tuple(kept))(*arrays))
+        return write(_recomputed(frame, key, alone, types)(*arrays))
 
 
 def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:
@@ -165,17 +161,13 @@ _keeps_something = Search(_is_nonlinear)
 
 
 def _recomputed(
-    frame: Frame,
-    key: Any,
-    compute: Callable[..., Any],
-    types: Sequence[Any],
-    kept: tuple[bool, ...],
+    frame: Frame, key: Any, compute: Callable[..., Any], types: Sequence[Any]
 ) -> Callable[..., list[Any]]:
     """Returns a function that the backward pass runs again, the same one for equal segments."""
 
     def make() -> Callable[..., list[Any]]:
         program = jax.make_jaxpr(compute)(*types)
-        return _jax.recomputed(program, in_loop=frame.place.in_loop, kept=kept)
+        return _jax.recomputed(program, in_loop=frame.place.in_loop)
 
     try:
         known = frame.segments.get(key)

@@ -77,8 +77,8 @@ BARRIERS = primitives_that(Op.RETURNS_INPUTS)
 # half precision is read, which changes no bit of them.
 SUMMED_BACKWARD = primitives_that(Op.SUMS_BACKWARD)
 
-# The backward pass keeps what these read.
-KEEP_INPUTS = primitives_that(Op.KEEPS_INPUTS)
+# These choose the largest of some numbers. The backward pass keeps what they read.
+POOLINGS = primitives_that(Op.POOLING)
 
 # The backward pass keeps nothing of these.
 KEEP_NOTHING = primitives_that(Op.KEEPS_NOTHING)

@@ -29,7 +29,7 @@ class Op(enum.Flag):
     SIGMOID = enum.auto()
     CHEAP = enum.auto()  # may be computed twice
     KEEPS_NOTHING = enum.auto()  # its derivative does not depend on what it reads
-    KEEPS_INPUTS = enum.auto()  # its derivative reads what it reads, and it is not cheap
+    POOLING = enum.auto()  # chooses the largest number of each window
     NO_GRADIENT = enum.auto()  # nothing comes back through it
     SUMS_BACKWARD = enum.auto()  # its derivative adds numbers up
     # No number that is not 0 becomes 0: it gives numbers that it is given, or sums of them, which
@@ -42,8 +42,12 @@ class Op(enum.Flag):
     STOPS_TANGENTS = enum.auto()  # returns its input without its derivative
     CASTS = enum.auto()  # returns its input in another dtype
     COMPARES = enum.auto()  # says which of two numbers is larger
-    LARGER = enum.auto()  # of two numbers: the larger one, or whether the first is larger
-    TRANSCENDENTAL = enum.auto()  # takes a GPU so long that XLA computes it once if it can
+    LARGER = (
+        enum.auto()
+    )  # of two numbers: the larger one, or whether the first is larger
+    TRANSCENDENTAL = (
+        enum.auto()
+    )  # takes a GPU so long that XLA computes it once if it can
     # Its bits mean something in one dtype only.
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
@@ -94,12 +98,7 @@ _ROWS = {
     _ELEMENT | Op.PASSES_ON | _EXACT: "abs select_n",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | _EXACT: "clamp",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "min",
-    _ELEMENT
-    | Op.PASSES_ON
-    | Op.LIMITS
-    | Op.ARITHMETIC
-    | Op.LARGER
-    | _EXACT: "max",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | Op.LARGER | _EXACT: "max",
     _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
     _ELEMENT
     | Op.NO_GRADIENT
@@ -139,7 +138,7 @@ _ROWS = {
     Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
-    Op.KEEPS_INPUTS | Op.LOSES_NOTHING: "reduce_window_max",
+    Op.POOLING | Op.LOSES_NOTHING: "reduce_window_max",
     # What holds programs, and is in no form that `forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",

@@ -61,8 +61,7 @@ class _Function:
       program: the program.
       in_loop: whether it is part of the body of a loop, where XLA cannot merge forward and backward
         pass.
-      kept: which outputs whoever reads them keeps, so that the derivative may read them.
-      blocked: of a backward pass, the inputs round which accelerators have a barrier, too.
+      blocked: of a backward pass, the inputs round which GPUs have a barrier, too.
       derivative: of what it is the derivative, if it is one.
     """
 
@@ -70,13 +69,11 @@ class _Function:
         self,
         program: ClosedJaxpr,
         in_loop: bool,
-        kept: _Flags = (),
         blocked: _Flags | None = None,
         derivative: _Derivative | None = None,
     ) -> None:
         self.program = program
         self.in_loop = in_loop
-        self.kept = kept or (False,) * len(program.out_avals)
         self.blocked = blocked
         self.derivative = derivative
         self.differentiate = functools.cache(self._differentiate)
@@ -102,8 +99,9 @@ class _Function:
 
         tangents = list(map(tangent_type, itertools.compress(types, perturbed)))
         program = jax.make_jaxpr(derive)(*types, *tangents)
-        telling = set(find_signs(program, self.kept).values())
-        given = tuple(number in telling for number in range(len(self.kept)))
+        count = len(self.program.out_avals)
+        telling = set(find_signs(program, count).values())
+        given = tuple(number in telling for number in range(count))
         program = read_signs(program, given)
         is_tangent = [False] * (sum(given) + len(types)) + [True] * len(tangents)
         depends = find_dependent_outputs(program, is_tangent)
@@ -128,7 +126,8 @@ class _Function:
           returned: which outputs have a cotangent.
         """
         types = self.program.in_avals
-        given, used = used[: len(self.kept)], used[len(self.kept) :]
+        count = len(self.program.out_avals)
+        given, used = used[:count], used[count:]
 
         def pull(*args: Any) -> Any:
             remaining = iter(args)
@@ -157,7 +156,7 @@ class _Function:
     def _of_some(
         self, inputs: Sequence[Any], varied: _Flags, returned: _Flags
     ) -> Callable[..., tuple[Any, Any]]:
-        """Returns a function of some of the inputs: some of the outputs, and besides all of them."""
+        """Returns a function of some inputs. It returns some outputs, and besides all of them."""
 
         def fun(*given: Any) -> tuple[Any, Any]:
             args = spread(varied, given, inputs)
@@ -168,17 +167,16 @@ class _Function:
 
 
 def recomputed(
-    program: ClosedJaxpr, *, in_loop: bool = False, kept: _Flags = ()
+    program: ClosedJaxpr, *, in_loop: bool = False
 ) -> Callable[..., list[Any]]:
     """Returns a function that runs a program, which the backward pass computes again.
 
     `in_loop` says that the program is part of the body of a loop. Elsewhere XLA for CPUs gets a
-    barrier between what the backward pass starts from and what the forward pass computed. `kept`
-    says which outputs are kept by whoever reads them.
+    barrier between what the backward pass starts from and what the forward pass computed.
     """
     if hijax.in_forward_rule.get():
         return _by_what_is_read(program, in_loop)
-    return functools.partial(_bind, _Function(program, in_loop, kept))
+    return functools.partial(_bind, _Function(program, in_loop))
 
 
 def _by_what_is_read(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[Any]]:
@@ -225,7 +223,7 @@ def _expand(*args: Any, function: _Function, program: Any) -> list[Any]:
     through calls that forward and backward pass compute the same.
     """
     if function.blocked is not None and not function.in_loop:
-        args = tuple(barrier(*args, everywhere=function.blocked))
+        args = tuple(barrier(*args, on_gpu=function.blocked))
     return list(jaxpr_as_fun(program)(*args))
 
 
@@ -244,7 +242,7 @@ def _jvp(
     derived = function.differentiate(perturbed)
     made_of: Any = derived.derivative  # a derivative has one
     _, _, varied, used, returned = made_of
-    outputs = _bind(function.telling(used[: len(function.kept)]), *inputs)
+    outputs = _bind(function.telling(used[: len(program.out_avals)]), *inputs)
     given = [
         *itertools.compress([*outputs, *inputs], used),
         *itertools.compress(tangents, varied),
@@ -306,7 +304,7 @@ def _zeros(aval: Any) -> Any:
 def _batch(args: Any, dims: Any, *, function: _Function, program: Any) -> Any:
     run = jax.vmap(jaxpr_as_fun(program), in_axes=tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
-    in_batch = _Function(batched, function.in_loop, function.kept, function.blocked)
+    in_batch = _Function(batched, function.in_loop, function.blocked)
     return _bind(in_batch, *args), [0] * len(batched.out_avals)
 
 

@@ -39,20 +39,16 @@ _IS_LARGER = primitives_that(Op.LARGER | Op.COMPARES)
 _CALLS = {Form.JIT, Form.CUSTOM_JVP}
 
 
-def find_signs(program: ClosedJaxpr, kept: Sequence[bool]) -> dict[int, int]:
-    """Returns which equations ask for signs that one of the first outputs tells, which is `kept`.
+def find_signs(program: ClosedJaxpr, count: int) -> dict[int, int]:
+    """Returns which equations ask for signs that one of the first `count` outputs tells.
 
     They ask where a value is positive. Each is the identity of an equation, with the number of an
-    output that is positive exactly there. The last of several is taken.
+    output that is rounded to half precision from a value that is positive exactly there.
     """
     makers = _makers(program)
-    roundings = _roundings(program, len(kept))
     tells: dict[Any, int] = {}
-    for number in itertools.compress(range(len(kept)), kept):
-        output = program.jaxpr.outvars[number]
-        if number in roundings:
-            output = roundings[number].invars[0]
-        tells |= dict.fromkeys(_positive_alike(makers, output), number)
+    for number, eqn in _roundings(program, count).items():
+        tells |= dict.fromkeys(_positive_alike(makers, eqn.invars[0]), number)
     found = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name in _IS_LARGER and _is_zero(eqn.invars[1]):
@@ -72,13 +68,14 @@ def read_signs(program: ClosedJaxpr, given: Sequence[bool]) -> ClosedJaxpr:
         returned = [number >= count for number in range(len(program.out_avals))]
         return without_unused(program, returned=returned, kept=True).program
     numbers = list(itertools.compress(range(count), given))
-    signs = find_signs(program, given)
+    signs = find_signs(program, count)
 
     def run(*args: Any) -> list[Any]:
         outputs = dict(zip(numbers, args, strict=False))
         replaced = {}
         for eqn, number in signs.items():
-            replaced[eqn] = functools.partial(_is_positive, outputs[number])
+            if number in outputs:
+                replaced[eqn] = functools.partial(_is_positive, outputs[number])
         return _run(program, args[len(numbers) :], replaced)[count:]
 
     types = [program.out_avals[number] for number in numbers]
@@ -90,33 +87,36 @@ def tell_signs(program: ClosedJaxpr, telling: Sequence[bool]) -> ClosedJaxpr:
     replaced = {}
     for number, eqn in _roundings(program, len(telling)).items():
         if telling[number] and has_narrow_range(eqn.outvars[0].aval.dtype):
-            replaced[id(eqn)] = functools.partial(_round, eqn)
+            replaced[id(eqn)] = _round
     if not replaced:
         return program
     run = functools.partial(_run, program, replaced=replaced)
     return jax.make_jaxpr(lambda *args: run(args))(*program.in_avals)
 
 
-def _round(eqn: JaxprEqn, value: Any) -> Any:
-    (rounded,) = bind(eqn, [value])
-    marked, zeros = jnp.full_like(rounded, -0.0), jnp.full_like(rounded, 0.0)
-    zeros = jax.lax.select(value > 0, marked, zeros)
-    telling = jax.lax.select(rounded == 0, zeros, rounded)
-    return stand_in(telling, rounded, rounded.dtype)
+def _round(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Rounds as an equation does, and lets -0.0 stand for positive numbers that become 0."""
+    (value,) = inputs
+    (rounded,) = bind(eqn, inputs)
+    marks, zeros = jnp.full_like(rounded, -0.0), jnp.full_like(rounded, 0.0)
+    marked = jax.lax.select(value > 0, marks, zeros)
+    marked = jax.lax.select(rounded == 0, marked, rounded)
+    return [stand_in(marked, rounded, rounded.dtype)]
 
 
-def _is_positive(rounded: Any, *_: Any) -> Any:
+def _is_positive(rounded: Any, *_: Any) -> list[Any]:
+    """Returns where numbers were positive before they were rounded."""
     if has_narrow_range(rounded.dtype):
-        return (rounded > 0) | ((rounded == 0) & jnp.signbit(rounded))
-    return rounded > 0
+        return [(rounded > 0) | ((rounded == 0) & jnp.signbit(rounded))]
+    return [rounded > 0]
 
 
 def _run(
     program: ClosedJaxpr,
     args: Sequence[Any],
-    replaced: Mapping[int, Callable[..., Any]],
+    replaced: Mapping[int, Callable[..., list[Any]]],
 ) -> list[Any]:
-    """Runs a program, some of whose equations are replaced, by their identities."""
+    """Runs a program with other functions for some equations, by the identities of these."""
     jaxpr = program.jaxpr
     values = dict(zip(jaxpr.constvars, program.consts, strict=True))
     values |= zip(jaxpr.invars, args, strict=True)
@@ -126,12 +126,9 @@ def _run(
 
     scopes = current_scopes()
     for eqn in jaxpr.eqns:
-        inputs = list(map(read, eqn.invars))
+        run = replaced.get(id(eqn), bind)
         with context(eqn), source(eqn, scopes):
-            if id(eqn) in replaced:
-                outputs = [replaced[id(eqn)](*inputs)]
-            else:
-                outputs = bind(eqn, inputs)
+            outputs = run(eqn, list(map(read, eqn.invars)))
         values |= zip(eqn.outvars, outputs, strict=True)
     return list(map(read, jaxpr.outvars))
 
@@ -147,14 +144,17 @@ def _makers(program: ClosedJaxpr) -> dict[Any, JaxprEqn]:
 def _roundings(program: ClosedJaxpr, count: int) -> dict[int, JaxprEqn]:
     """Returns by their numbers those of the first outputs that are rounded from float32."""
     makers = _makers(program)
-    found = {}
+    found: dict[int, JaxprEqn] = {}
     for number, atom in enumerate(program.jaxpr.outvars[:count]):
         for var in variables([atom]):
             eqn = makers.get(var)
             if eqn and eqn.primitive.name in _CASTS and holds_half(var.aval):
-                if eqn.invars[0].aval.dtype == jnp.float32:
-                    found[number] = eqn
-    return found
+                found[number] = eqn
+    return {
+        number: eqn
+        for number, eqn in found.items()
+        if eqn.invars[0].aval.dtype == jnp.float32
+    }
 
 
 def _positive_alike(makers: Mapping[Any, JaxprEqn], atom: Any) -> list[Any]:
