@@ -55,7 +55,7 @@ def _batch(arrays: Any, dims: Any, *, on_gpu: Any) -> Any:
     return _BARRIER.bind(*arrays, on_gpu=on_gpu), dims
 
 
-_BARRIER = Primitive("jaxscale_barrier_on_cpu")
+_BARRIER = Primitive("jaxscale_barrier")
 _BARRIER.multiple_results = True
 _BARRIER.def_impl(_return)
 _BARRIER.def_abstract_eval(_return)

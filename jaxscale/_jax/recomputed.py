@@ -148,7 +148,7 @@ class _Function:
         program = read_signs(program, given)
         program, _ = without_unused(program, kept=True)
         blocked = [False] * len(program.in_avals)
-        if _keeps_slow_results(self.program):
+        if _is_kept_on_gpus(self.program):
             starts = program.in_avals[: sum(given) + sum(used)]
             blocked[: len(starts)] = map(holds_half, starts)
         return _Function(program, self.in_loop, blocked=tuple(blocked))
@@ -275,21 +275,15 @@ def _transpose(
     return spread(linear, pulled, itertools.repeat(None))
 
 
-def _keeps_slow_results(program: ClosedJaxpr) -> bool:
-    """Returns whether XLA for GPUs would keep, in float32, what a program computes.
+def _is_kept_on_gpus(program: ClosedJaxpr) -> bool:
+    """Returns whether XLA for GPUs keeps what a program computes, rather than compute it again.
 
-    It does so rather than compute a transcendental function twice. Where the program also reduces
-    arrays, it is better left so: the barrier would have it reduce them twice.
+    It does not compute a transcendental function twice. With a barrier it would also reduce arrays
+    twice, so a program that does is better left as it is.
     """
-    is_slow = False
-    size = max((aval.size for aval in program.in_avals), default=0)
-    for eqn in walk_program(program):
-        done = does(eqn.primitive.name)
-        if Op.REDUCTION in done:
-            return False
-        if Op.TRANSCENDENTAL in done:
-            is_slow |= eqn.outvars[0].aval.size >= size
-    return is_slow
+    done = [does(eqn.primitive.name) for eqn in walk_program(program)]
+    reduces = any(Op.REDUCTION in op for op in done)
+    return not reduces and any(Op.TRANSCENDENTAL in op for op in done)
 
 
 def _where(flags: _Flags, of_those: _Flags) -> _Flags:
