@@ -113,9 +113,9 @@ def scanned_silu_layer(w):
     ]
 
 
-# The types of what has a barrier around it. On a CPU, XLA would take what the forward pass computed,
-# and keep it. In a loop it cannot. On a GPU it would keep what is slow to compute, so a barrier is
-# around what that is computed from in half precision, and not around cotangents.
+# The types of what has a barrier around it. On a CPU, XLA would take what the forward pass
+# computed, and keep it. In a loop it cannot. On a GPU it would keep what is slow to compute, so a
+# barrier is around what that is computed from in half precision, and not around cotangents.
 X_TYPE, GATED_TYPE = "4x8xf16", "4x4xf16"
 BARRIERS = {
     (apply_layer, "cpu"): {X_TYPE, "f32"},
