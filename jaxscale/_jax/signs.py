@@ -26,6 +26,7 @@ from .inner_programs import (
     Literal,
     closed,
     programs,
+    spread,
     variables,
     without_unused,
 )
@@ -45,16 +46,17 @@ def find_signs(program: ClosedJaxpr, count: int) -> dict[int, int]:
     They ask where a value is positive. Each is the identity of an equation, with the number of an
     output that is rounded to half precision from a value that is positive exactly there.
     """
-    makers = _makers(program)
+    roots = _roots(program)
     tells: dict[Any, int] = {}
     for number, eqn in _roundings(program, count).items():
-        tells |= dict.fromkeys(_positive_alike(makers, eqn.invars[0]), number)
+        for var in variables(eqn.invars):
+            tells[roots.get(var, var)] = number
     found = {}
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name in _IS_LARGER and _is_zero(eqn.invars[1]):
-            for var in variables(eqn.invars[:1]):
-                if var in tells:
-                    found[id(eqn)] = tells[var]
+            for var in variables(eqn.invars):
+                if roots.get(var, var) in tells:
+                    found[id(eqn)] = tells[roots.get(var, var)]
     return found
 
 
@@ -63,22 +65,21 @@ def read_signs(program: ClosedJaxpr, given: Sequence[bool]) -> ClosedJaxpr:
 
     They come before its other inputs. It reads from them the signs that they tell.
     """
-    count = len(given)
-    if not any(given):
-        returned = [number >= count for number in range(len(program.out_avals))]
-        return without_unused(program, returned=returned, kept=True).program
-    numbers = list(itertools.compress(range(count), given))
-    signs = find_signs(program, count)
+    count, taken = len(given), sum(given)
+    signs = find_signs(program, count) if taken else {}
 
     def run(*args: Any) -> list[Any]:
-        outputs = dict(zip(numbers, args, strict=False))
+        outputs = spread(given, args, [None] * count)
         replaced = {}
         for eqn, number in signs.items():
-            if number in outputs:
+            if given[number]:
                 replaced[eqn] = functools.partial(_is_positive, outputs[number])
-        return _run(program, args[len(numbers) :], replaced)[count:]
+        return _run(program, args[taken:], replaced)[count:]
 
-    types = [program.out_avals[number] for number in numbers]
+    if not taken:
+        returned = [number >= count for number in range(len(program.out_avals))]
+        return without_unused(program, returned=returned, kept=True).program
+    types = itertools.compress(program.out_avals, given)
     return jax.make_jaxpr(run)(*types, *program.in_avals)
 
 
@@ -90,16 +91,17 @@ def tell_signs(program: ClosedJaxpr, telling: Sequence[bool]) -> ClosedJaxpr:
             replaced[id(eqn)] = _round
     if not replaced:
         return program
-    run = functools.partial(_run, program, replaced=replaced)
-    return jax.make_jaxpr(lambda *args: run(args))(*program.in_avals)
+    return jax.make_jaxpr(lambda *args: _run(program, args, replaced))(
+        *program.in_avals
+    )
 
 
 def _round(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Rounds as an equation does, and lets -0.0 stand for positive numbers that become 0."""
     (value,) = inputs
     (rounded,) = bind(eqn, inputs)
-    marks, zeros = jnp.full_like(rounded, -0.0), jnp.full_like(rounded, 0.0)
-    marked = jax.lax.select(value > 0, marks, zeros)
+    zeros = jnp.zeros_like(rounded)
+    marked = jax.lax.select(value > 0, -zeros, zeros)
     marked = jax.lax.select(rounded == 0, marked, rounded)
     return [stand_in(marked, rounded, rounded.dtype)]
 
@@ -118,8 +120,8 @@ def _run(
 ) -> list[Any]:
     """Runs a program with other functions for some equations, by the identities of these."""
     jaxpr = program.jaxpr
-    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values = dict(zip(variables, [*program.consts, *args], strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
@@ -133,53 +135,41 @@ def _run(
     return list(map(read, jaxpr.outvars))
 
 
-def _makers(program: ClosedJaxpr) -> dict[Any, JaxprEqn]:
-    """Returns for each variable of a program the equation that makes it."""
-    makers: dict[Any, JaxprEqn] = {}
-    for eqn in program.jaxpr.eqns:
-        makers |= dict.fromkeys(eqn.outvars, eqn)
-    return makers
-
-
 def _roundings(program: ClosedJaxpr, count: int) -> dict[int, JaxprEqn]:
     """Returns by their numbers those of the first outputs that are rounded from float32."""
-    makers = _makers(program)
-    found: dict[int, JaxprEqn] = {}
-    for number, atom in enumerate(program.jaxpr.outvars[:count]):
-        for var in variables([atom]):
-            eqn = makers.get(var)
-            if eqn and eqn.primitive.name in _CASTS and holds_half(var.aval):
-                found[number] = eqn
-    return {
-        number: eqn
-        for number, eqn in found.items()
-        if eqn.invars[0].aval.dtype == jnp.float32
-    }
+    outputs = program.jaxpr.outvars[:count]
+    found = {}
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name not in _CASTS or eqn.outvars[0] not in outputs:
+            continue
+        is_wide = eqn.invars[0].aval.dtype == jnp.float32
+        if is_wide and holds_half(eqn.outvars[0].aval):
+            found[outputs.index(eqn.outvars[0])] = eqn
+    return found
 
 
-def _positive_alike(makers: Mapping[Any, JaxprEqn], atom: Any) -> list[Any]:
-    """Returns a variable, and those before it that are positive exactly where it is."""
+def _roots(program: ClosedJaxpr) -> dict[Any, Any]:
+    """Returns for variables the first one before them that is positive exactly where they are."""
+    roots: dict[Any, Any] = {}
+    for eqn in program.jaxpr.eqns:
+        for var in variables(_positive_alike(eqn)):
+            roots[eqn.outvars[0]] = roots.get(var, var)
+    return roots
+
+
+def _positive_alike(eqn: JaxprEqn) -> list[Any]:
+    """Returns the input of an equation that is positive exactly where its output is, if one is."""
+    if eqn.primitive.name in _LARGER_OF and any(map(_is_zero, eqn.invars)):
+        return eqn.invars
     alike = []
-    while atom is not None and not isinstance(atom, Literal):
-        alike.append(atom)
-        eqn = makers.get(atom)
-        atom = eqn and _as_positive(eqn, eqn.outvars.index(atom))
-    return alike
-
-
-def _as_positive(eqn: JaxprEqn, number: int) -> Any:
-    """Returns the input of an equation that is positive exactly where an output is, if any is."""
-    if eqn.primitive.name in _LARGER_OF:
-        for one, other in itertools.permutations(eqn.invars):
-            if _is_zero(other):
-                return one
-    if FORMS.get(eqn.primitive.name) in _CALLS:
+    if FORMS.get(eqn.primitive.name) in _CALLS and len(eqn.outvars) == 1:
         (program,) = map(closed, programs(eqn))
-        alike = _positive_alike(_makers(program), program.jaxpr.outvars[number])
-        for inside, outside in zip(program.jaxpr.invars, eqn.invars, strict=True):
-            if inside in alike:
-                return outside
-    return None
+        roots = _roots(program)
+        for output in variables(program.jaxpr.outvars):
+            for inside, outside in zip(program.jaxpr.invars, eqn.invars, strict=True):
+                if inside is roots.get(output, output):
+                    alike.append(outside)
+    return alike
 
 
 def _is_zero(atom: Any) -> bool:

@@ -34,7 +34,7 @@ def within(activation, w, x):
 
 def two_of_one(activation, w, x):
     """Two results of one segment, of which one has other signs."""
-    hidden = x @ w[0]
+    hidden = x @ w[0] + w[1, 0]
     return activation(hidden) @ w[1] + activation(w[2, 0] - hidden) @ w[2]
 
 
