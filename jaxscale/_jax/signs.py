@@ -142,8 +142,8 @@ def _roundings(program: ClosedJaxpr, count: int) -> dict[int, JaxprEqn]:
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name not in _CASTS or eqn.outvars[0] not in outputs:
             continue
-        is_wide = eqn.invars[0].aval.dtype == jnp.float32
-        if is_wide and holds_half(eqn.outvars[0].aval):
+        before: Any = eqn.invars[0].aval
+        if before.dtype == jnp.float32 and holds_half(eqn.outvars[0].aval):
             found[outputs.index(eqn.outvars[0])] = eqn
     return found
 

@@ -69,9 +69,21 @@ def _derive_own_relu(primals, tangents):
     return output, jnp.where(output > 0, *tangents, 0)
 
 
+@jax.custom_jvp
+def raised(x):
+    """Is always positive, and has a rule that asks where what it reads is."""
+    return jnp.maximum(x, 0.5)
+
+
+@raised.defjvp
+def _derive_raised(primals, tangents):
+    return raised(*primals), jnp.where(primals[0] > 0, *tangents, 0)
+
+
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "own_relu": own_relu,
+    "raised": raised,
     "relu of a jit": jax.jit(jax.nn.relu),
     "relu of a relu": lambda x: jax.nn.relu(jax.nn.relu(x) - 0.1),
     "relu6": jax.nn.relu6,
@@ -192,6 +204,7 @@ def derivatives(way, layer, activation, dtype, inputs):
         ("grad", "stream", "relu", "float16", "tiny"),
         ("grad", "two_of_one", "relu", "float16", "mixed"),
         ("grad", "pooled", "relu", "float16", "zeros"),
+        ("grad", "within", "raised", "bfloat16", "numbers"),
         ("grad", "stream", "maximum", "float16", "all zeros"),
         ("second_of_a_map", "within", "relu", "float16", "tiny"),
         ("reverse_over_reverse", "two_of_one", "own_relu", "float16", "tiny"),
