@@ -87,7 +87,8 @@ def tell_signs(program: ClosedJaxpr, telling: Sequence[bool]) -> ClosedJaxpr:
     """Returns a program some of whose outputs tell where they were positive when they are 0."""
     replaced = {}
     for number, eqn in _roundings(program, len(telling)).items():
-        if telling[number] and has_narrow_range(eqn.outvars[0].aval.dtype):
+        rounded: Any = eqn.outvars[0].aval
+        if telling[number] and has_narrow_range(rounded.dtype):
             replaced[id(eqn)] = _round
     if not replaced:
         return program
