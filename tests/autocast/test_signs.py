@@ -219,7 +219,8 @@ def test_derivatives_have_the_bits_that_they_have_with_signs_of_float32(
     monkeypatch.setattr(RECOMPUTED, "find_signs", lambda program, count: {})
     expected = derivatives(*row)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    assert inputs == "all zeros" or largest != 0
+    if way == "grad" and inputs != "all zeros":
+        assert largest != 0
     assert inputs == "not finite" or np.isfinite(largest)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
