@@ -32,12 +32,14 @@ class Plan(NamedTuple):
       only_rounded: the variables that are only read to be rounded to half precision, as by a
         product, and whose cotangent is rounded before it comes back. To round one at once loses
         nothing.
+      kept: the variables that products read, or a pooling, and keep for the backward pass.
       meeting: the variables whose cotangents come from several readers, and are added in float32.
     """
 
     parts: Sequence[Part]
     products: set[int]
     only_rounded: set[Any]
+    kept: set[Any]
     meeting: set[Any]
 
 
@@ -55,7 +57,11 @@ def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], place: Place) -> Plan:
     parts = cut(jaxpr, products, has_segments=place.owner is not Owner.UNCAST)
     meeting = _find_meeting(jaxpr, parts)
     rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, place)
-    return Plan(parts, products, rounded, meeting)
+    kept: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if id(eqn) in products or operation(eqn) in table.POOLINGS:
+            kept.update(variables(eqn.invars))
+    return Plan(parts, products, rounded, kept, meeting)
 
 
 def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part]) -> set[Any]:

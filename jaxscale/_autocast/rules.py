@@ -25,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jax import (
     JaxprEqn,
     Literal,
-    barrier_on_cpu,
+    barrier,
     bind,
     cast,
     dot_dimensions,
@@ -91,7 +91,7 @@ def _multiply_activations(
     def derive(operands: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         product = multiply(*operands)
         if not any(isinstance(tangent, SymbolicZero) for tangent in tangents):
-            tangents = barrier_on_cpu(*tangents)
+            tangents = barrier(*tangents)
         terms = []
         for i, tangent in enumerate(tangents):
             if isinstance(tangent, SymbolicZero):

@@ -37,11 +37,18 @@ from .values import FLOAT32, Narrow, has_dtype, is_float32
 
 
 def run_segment(frame: Frame, part: Part) -> list[Any]:
-    """Returns the values of a segment that are read outside of it."""
+    """Returns the values of a segment that are read outside of it.
+
+    It also rounds those in float32 that products and poolings read, so that its derivative may read
+    their signs from these copies, and keep nothing in float32 for them.
+    """
     starts = _name_starts(part, list(map(frame.read_for_call, part.inputs)))
     rounded = []
+    shared = []
     for var in part.outputs:
         rounded.append(is_float32(var) and frame.is_only_rounded(var))
+        if is_float32(var) and not rounded[-1] and var in frame.plan.kept:
+            shared.append(var)
     arrays, tree = jax.tree.flatten(starts)
     scopes = _jax.common_scopes(part.eqns)
     outer = len(scopes)
@@ -58,22 +65,31 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
                 if is_rounded:
                     output = cast(output, frame.dtype)
                 outputs.append(output)
+            for var in shared:
+                half = cast(values[var], frame.dtype, var.aval.weak_type)
+                outputs.append(half)
         return outputs
 
+    def write(outputs: list[Any]) -> list[Any]:
+        frame.halves |= zip(shared, outputs[len(part.outputs) :], strict=True)
+        return outputs[: len(part.outputs)]
+
     if not any(map(_keeps_something, part.eqns)):
-        return compute(scopes, *arrays)  # the backward pass keeps nothing of it
+        # The backward pass keeps nothing of it.
+        return write(compute(scopes, *arrays))
     types = tuple(map(jax.typeof, arrays))
     key = (
         _jax.key_of(part.eqns, part.inputs, part.outputs, outer),
         tree,
         types,
         tuple(rounded),
+        tuple(map(part.outputs.index, shared)),
     )
     # Layers that differ in their names alone share a program: the scopes that are around all of a
     # segment are those of its one equation, not of what is in it.
     alone = functools.partial(compute, _jax.no_scopes())
     with at_line(part.eqns[-1], scopes):
-        return _recomputed(frame, key, alone, types)(*arrays)
+        return write(_recomputed(frame, key, alone, types)(*arrays))
 
 
 def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:

@@ -85,6 +85,9 @@ BARRIERS = primitives_that(Op.RETURNS_INPUTS)
 # half precision is read, which changes no bit of them.
 SUMMED_BACKWARD = primitives_that(Op.SUMS_BACKWARD)
 
+# These choose the largest of some numbers. The backward pass keeps what they read.
+POOLINGS = primitives_that(Op.POOLING)
+
 # The backward pass keeps nothing of these.
 KEEP_NOTHING = primitives_that(Op.KEEPS_NOTHING)
 

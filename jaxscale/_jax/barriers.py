@@ -1,11 +1,15 @@
-"""A barrier that stands on a CPU alone.
+"""A barrier that stands on a CPU, and round some arrays on a GPU.
 
 XLA for accelerators decides by itself what to compute again, and a barrier only keeps it from
-fusing. XLA for CPUs merges whatever is computed twice, unless a barrier stands between.
+fusing, but for one case: XLA for GPUs rather keeps what a transcendental function returns, in
+float32, than compute it twice. XLA for TPUs moves more with a barrier there, too. XLA for CPUs
+merges whatever is computed twice, unless a barrier stands between.
 `jax.checkpoint(prevent_cse=True)` and `jax.lax.optimization_barrier` have no choice of platform. A
 `jax.lax.platform_dependent` has one, but is a branch with all its residuals.
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,37 +17,45 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def barrier_on_cpu(*arrays: Any) -> list[Any]:
+def barrier(*arrays: Any, on_gpu: Sequence[bool] = ()) -> list[Any]:
     """Returns arrays as they are. On a CPU, XLA computes all of them before it uses one.
 
-    It also does not take one for an array that it has already. The barrier of a derivative is that
-    of cotangents: what is differentiated forward passes.
+    It also does not take one for an array that it has already. Nor does XLA for GPUs, of the arrays
+    that are flagged in `on_gpu`. The barrier of a derivative is that of cotangents: what is
+    differentiated forward passes.
     """
-    return _BARRIER.bind(*arrays)
+    return _BARRIER.bind(*arrays, on_gpu=tuple(on_gpu))
 
 
-def _return(*arrays: Any) -> list[Any]:
+def _return(*arrays: Any, on_gpu: Any) -> list[Any]:
     return list(arrays)
 
 
-def _block(*arrays: Any) -> list[Any]:
+def _block(*arrays: Any, on_gpu: Any) -> list[Any]:
     return list(jax.lax.optimization_barrier(arrays))
 
 
-def _jvp(arrays: Any, tangents: Any) -> Any:
-    return _BARRIER.bind(*arrays), list(tangents)
+def _block_some(*arrays: Any, on_gpu: Any) -> list[Any]:
+    results = []
+    for array, is_blocked in itertools.zip_longest(arrays, on_gpu):
+        results.append(jax.lax.optimization_barrier(array) if is_blocked else array)
+    return results
 
 
-def _transpose(cotangents: Any, *arrays: Any) -> list[Any]:
+def _jvp(arrays: Any, tangents: Any, *, on_gpu: Any) -> Any:
+    return _BARRIER.bind(*arrays, on_gpu=on_gpu), list(tangents)
+
+
+def _transpose(cotangents: Any, *arrays: Any, on_gpu: Any) -> list[Any]:
     filled = map(ad.instantiate_zeros, cotangents)
-    return _BARRIER.bind(*filled)
+    return _BARRIER.bind(*filled, on_gpu=on_gpu)
 
 
-def _batch(arrays: Any, dims: Any) -> Any:
-    return _BARRIER.bind(*arrays), dims
+def _batch(arrays: Any, dims: Any, *, on_gpu: Any) -> Any:
+    return _BARRIER.bind(*arrays, on_gpu=on_gpu), dims
 
 
-_BARRIER = Primitive("jaxscale_barrier_on_cpu")
+_BARRIER = Primitive("jaxscale_barrier")
 _BARRIER.multiple_results = True
 _BARRIER.def_impl(_return)
 _BARRIER.def_abstract_eval(_return)
@@ -51,6 +63,12 @@ ad.primitive_jvps[_BARRIER] = _jvp
 ad.primitive_transposes[_BARRIER] = _transpose
 batching.primitive_batchers[_BARRIER] = _batch
 mlir.register_lowering(_BARRIER, mlir.lower_fun(_return, multiple_results=True))
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(
+        _BARRIER,
+        mlir.lower_fun(_block_some, multiple_results=True),
+        platform=_platform,
+    )
 mlir.register_lowering(
     _BARRIER, mlir.lower_fun(_block, multiple_results=True), platform="cpu"
 )

@@ -29,6 +29,7 @@ class Op(enum.Flag):
     SIGMOID = enum.auto()
     CHEAP = enum.auto()  # may be computed twice
     KEEPS_NOTHING = enum.auto()  # its derivative does not depend on what it reads
+    POOLING = enum.auto()  # chooses the largest number of each window
     NO_GRADIENT = enum.auto()  # nothing comes back through it
     SUMS_BACKWARD = enum.auto()  # its derivative adds numbers up
     # No number that is not 0 becomes 0: it gives numbers that it is given, or sums of them, which
@@ -41,6 +42,12 @@ class Op(enum.Flag):
     STOPS_TANGENTS = enum.auto()  # returns its input without its derivative
     CASTS = enum.auto()  # returns its input in another dtype
     COMPARES = enum.auto()  # says which of two numbers is larger
+    LARGER = (
+        enum.auto()
+    )  # of two numbers: the larger one, or whether the first is larger
+    TRANSCENDENTAL = (
+        enum.auto()
+    )  # takes a GPU so long that XLA computes it once if it can
     # Its bits mean something in one dtype only.
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
@@ -74,20 +81,24 @@ _ROWS = {
     _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING | Op.CASTS: "convert_element_type",
     _ELEMENT | Op.ARITHMETIC | Op.MULTIPLIES: "mul",
     _ELEMENT | Op.ARITHMETIC | Op.DIVIDES: "div",
-    _ELEMENT | Op.ARITHMETIC: "rem pow",
-    _ELEMENT | Op.EXPONENTIAL: "exp exp2",
-    _ELEMENT | Op.LOGARITHM: "log log1p",
-    _ELEMENT | Op.SIGMOID: "logistic",
+    _ELEMENT | Op.ARITHMETIC: "rem",
+    _ELEMENT | Op.ARITHMETIC | Op.TRANSCENDENTAL: "pow",
+    _ELEMENT | Op.EXPONENTIAL | Op.TRANSCENDENTAL: "exp exp2",
+    _ELEMENT | Op.LOGARITHM | Op.TRANSCENDENTAL: "log log1p",
+    _ELEMENT | Op.SIGMOID | Op.TRANSCENDENTAL: "logistic",
+    _ELEMENT | Op.TRANSCENDENTAL: """
+        cbrt expm1 sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+        erf erfc erf_inv""",
     _ELEMENT: """
-        integer_pow square sqrt rsqrt cbrt expm1
-        sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
-        erf erfc erf_inv
+        integer_pow square sqrt rsqrt
         eq eq_to is_finite le_to lt_to ne
         and or not xor""",
-    _ELEMENT | Op.COMPARES: "ge gt le lt",
+    _ELEMENT | Op.COMPARES: "ge le lt",
+    _ELEMENT | Op.COMPARES | Op.LARGER: "gt",
     _ELEMENT | Op.PASSES_ON | _EXACT: "abs select_n",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | _EXACT: "clamp",
-    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "max min",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "min",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | Op.LARGER | _EXACT: "max",
     _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
     _ELEMENT
     | Op.NO_GRADIENT
@@ -126,8 +137,8 @@ _ROWS = {
     Op.MULTIPLIES: "cumprod",
     Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
     Op.LOSES_NOTHING: """
-        scatter-add cumsum reduce_window_sum select_and_scatter_add
-        reduce_window_max iota""",
+        scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
+    Op.POOLING | Op.LOSES_NOTHING: "reduce_window_max",
     # What holds programs, and is in no form that `forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",

@@ -19,17 +19,20 @@ from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 from . import hijax
-from .barriers import barrier_on_cpu
+from .barriers import barrier
 from .derivatives import tangent_type
-from .dtypes import holds_inexact
+from .dtypes import holds_half, holds_inexact
 from .forms import RECOMPUTED
 from .inner_programs import (
     ClosedJaxpr,
     find_dependent_outputs,
     spread,
+    walk_program,
     without_unused,
 )
 from .mesh_axes import over_batch, set_batching
+from .operations import Op, does
+from .signs import find_signs, read_signs, tell_signs
 
 _Flags = tuple[bool, ...]
 
@@ -37,9 +40,9 @@ _Flags = tuple[bool, ...]
 class _Derivative(NamedTuple):
     """Of what a program is the derivative: of another one, by some of its inputs.
 
-    Its inputs are those of the other that are `used`, and then tangents of those that are
-    `varied`. It returns the tangents of those outputs of the other that are `returned`. All
-    other derivatives are zeros, and whoever reads them may ask.
+    Its inputs are those outputs and inputs of the other that are `used`, and then tangents of
+    those inputs that are `varied`. It returns the tangents of those outputs of the other that are
+    `returned`. All other derivatives are zeros, and whoever reads them may ask.
 
     The tangents of some inputs that are `perturbed` may not be read. A rule inside may have asked
     for them, so the backward pass must be of the same inputs.
@@ -59,7 +62,7 @@ class _Function:
       program: the program.
       in_loop: whether it is part of the body of a loop, where XLA cannot merge forward and backward
         pass.
-      is_transposed: whether it is a backward pass.
+      blocked: of a backward pass, the inputs round which GPUs have a barrier, too.
       derivative: of what it is the derivative, if it is one.
     """
 
@@ -67,15 +70,21 @@ class _Function:
         self,
         program: ClosedJaxpr,
         in_loop: bool,
-        is_transposed: bool = False,
+        blocked: _Flags | None = None,
         derivative: _Derivative | None = None,
     ) -> None:
         self.program = program
         self.in_loop = in_loop
-        self.is_transposed = is_transposed
+        self.blocked = blocked
         self.derivative = derivative
         self.differentiate = functools.cache(self._differentiate)
         self.transpose = functools.cache(self._transpose)
+        self.telling = functools.cache(self._telling)
+
+    def _telling(self, telling: _Flags) -> "_Function":
+        """Returns the same, with outputs from which its derivative can read signs."""
+        program = tell_signs(self.program, telling)
+        return self if program is self.program else _Function(program, self.in_loop)
 
     def _differentiate(self, perturbed: _Flags) -> "_Function":
         """Returns the derivative by some of the inputs, of all outputs that depend on them."""
@@ -86,16 +95,22 @@ class _Function:
             inputs, tangents = args[: len(types)], args[len(types) :]
             fun = self._of_some(inputs, perturbed, returned)
             varied = tuple(itertools.compress(inputs, perturbed))
-            return jax.jvp(fun, varied, tangents)[1]
+            _, derivatives, outputs = jax.jvp(fun, varied, tangents, has_aux=True)
+            return outputs, derivatives
 
         tangents = list(map(tangent_type, itertools.compress(types, perturbed)))
         program = jax.make_jaxpr(derive)(*types, *tangents)
-        is_tangent = [False] * len(types) + [True] * len(tangents)
+        count = len(self.program.out_avals)
+        telling = set(find_signs(program, count).values())
+        given = tuple(number in telling for number in range(count))
+        program = read_signs(program, given)
+        is_tangent = [False] * (sum(given) + len(types)) + [True] * len(tangents)
         depends = find_dependent_outputs(program, is_tangent)
         returned = _where(returned, depends)
         program, used = without_unused(program, returned=depends)
-        varied = _where(perturbed, used[len(types) :])
-        derivative = _Derivative(self, perturbed, varied, used[: len(types)], returned)
+        varied = _where(perturbed, used[sum(given) + len(types) :])
+        used = (*_where(given, used), *used[sum(given) :][: len(types)])
+        derivative = _Derivative(self, perturbed, varied, used, returned)
         return _Function(program, self.in_loop, derivative=derivative)
 
     def _transpose(
@@ -103,15 +118,17 @@ class _Function:
     ) -> "_Function":
         """Returns the backward pass: from cotangents of some outputs to those of some inputs.
 
-        It takes the inputs that the derivative depends on, and then the cotangents.
+        It takes the outputs and inputs that the derivative depends on, and then the cotangents.
 
         Args:
           perturbed: by which inputs the program is differentiated.
           wanted: which of them get a cotangent.
-          used: on which inputs the derivative depends.
+          used: on which outputs and inputs the derivative depends.
           returned: which outputs have a cotangent.
         """
         types = self.program.in_avals
+        count = len(self.program.out_avals)
+        given, used = used[:count], used[count:]
 
         def pull(*args: Any) -> Any:
             remaining = iter(args)
@@ -120,26 +137,32 @@ class _Function:
                 inputs.append(next(remaining) if is_used else _zeros(aval))
             fun = self._of_some(inputs, perturbed, returned)
             varied = itertools.compress(inputs, perturbed)
-            pulled = jax.vjp(fun, *varied)[1](tuple(remaining))
-            return list(
+            _, vjp, outputs = jax.vjp(fun, *varied, has_aux=True)
+            pulled = vjp(tuple(remaining))
+            return outputs, list(
                 itertools.compress(pulled, itertools.compress(wanted, perturbed))
             )
 
-        outputs = itertools.compress(self.program.out_avals, returned)
-        given = [*itertools.compress(types, used), *map(tangent_type, outputs)]
-        program = jax.make_jaxpr(pull)(*given)
+        cotangents = itertools.compress(self.program.out_avals, returned)
+        kept = itertools.compress(types, used)
+        program = jax.make_jaxpr(pull)(*kept, *map(tangent_type, cotangents))
+        program = read_signs(program, given)
         program, _ = without_unused(program, kept=True)
-        return _Function(program, self.in_loop, is_transposed=True)
+        blocked = [False] * len(program.in_avals)
+        if _is_kept_on_gpus(self.program):
+            starts = program.in_avals[: sum(given) + sum(used)]
+            blocked[: len(starts)] = map(holds_half, starts)
+        return _Function(program, self.in_loop, blocked=tuple(blocked))
 
     def _of_some(
         self, inputs: Sequence[Any], varied: _Flags, returned: _Flags
-    ) -> Callable[..., tuple[Any, ...]]:
-        """Returns a function of some of the inputs that returns some of the outputs."""
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Returns a function of some inputs. It returns some outputs, and besides all of them."""
 
-        def fun(*given: Any) -> tuple[Any, ...]:
+        def fun(*given: Any) -> tuple[Any, Any]:
             args = spread(varied, given, inputs)
             outputs = jaxpr_as_fun(self.program)(*args)
-            return tuple(itertools.compress(outputs, returned))
+            return tuple(itertools.compress(outputs, returned)), outputs
 
         return fun
 
@@ -200,8 +223,8 @@ def _expand(*args: Any, function: _Function, program: Any) -> list[Any]:
     Not by one call of a function: XLA for TPUs moved three times the bytes where it had to see
     through calls that forward and backward pass compute the same.
     """
-    if function.is_transposed and not function.in_loop:
-        args = tuple(barrier_on_cpu(*args))
+    if function.blocked is not None and not function.in_loop:
+        args = tuple(barrier(*args, on_gpu=function.blocked))
     return list(jaxpr_as_fun(program)(*args))
 
 
@@ -217,12 +240,12 @@ def _jvp(
     inputs: Any, tangents: Any, *, function: _Function, program: Any
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(tangent) is not ad.Zero for tangent in tangents)
-    outputs = _bind(function, *inputs)
     derived = function.differentiate(perturbed)
     made_of: Any = derived.derivative  # a derivative has one
     _, _, varied, used, returned = made_of
+    outputs = _bind(function.telling(used[: len(program.out_avals)]), *inputs)
     given = [
-        *itertools.compress(inputs, used),
+        *itertools.compress([*outputs, *inputs], used),
         *itertools.compress(tangents, varied),
     ]
     made = _bind(derived, *given)
@@ -241,8 +264,8 @@ def _transpose(
         inputs = []
         for arg, is_linear in zip(args, linear, strict=True):
             inputs.append(_zeros(arg.aval) if is_linear else arg)
-        everything = (True,) * len(args)
-        backward = function.transpose(linear, linear, everything, returned)
+        all_inputs = (*[False] * len(cotangents), *[True] * len(args))
+        backward = function.transpose(linear, linear, all_inputs, returned)
     else:
         function, perturbed, varied, used, has_tangent = function.derivative
         inputs = args[: sum(used)]
@@ -251,6 +274,17 @@ def _transpose(
         backward = function.transpose(perturbed, of_inputs, used, of_outputs)
     pulled = _bind(backward, *inputs, *given)
     return spread(linear, pulled, itertools.repeat(None))
+
+
+def _is_kept_on_gpus(program: ClosedJaxpr) -> bool:
+    """Returns whether XLA for GPUs keeps what a program computes, rather than compute it again.
+
+    It does not compute a transcendental function twice. With a barrier it would also reduce arrays
+    twice, so a program that does is better left as it is.
+    """
+    done = [does(eqn.primitive.name) for eqn in walk_program(program)]
+    reduces = any(Op.REDUCTION in op for op in done)
+    return not reduces and any(Op.TRANSCENDENTAL in op for op in done)
 
 
 def _where(flags: _Flags, of_those: _Flags) -> _Flags:
@@ -267,7 +301,7 @@ def _batch(
 ) -> Any:
     run = over_batch(jaxpr_as_fun(program), axis, tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
-    in_batch = _Function(batched, function.in_loop, function.is_transposed)
+    in_batch = _Function(batched, function.in_loop, function.blocked)
     return _bind(in_batch, *args), [0] * len(batched.out_avals)
 
 

@@ -190,7 +190,7 @@ def test_between_products_nothing_is_rounded(family, form, dtype, entry):
 
 # What may be in half precision: products, moves, and casts. What is computed again holds programs.
 NARROW = table.PRODUCTS | table.MOVES | {"convert_element_type", "jaxscale_stand_in"}
-NARROW |= {_jax.RECOMPUTED, "jaxscale_barrier_on_cpu", *table.CHEAP_CALLS, *_jax.CALLS}
+NARROW |= {_jax.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *_jax.CALLS}
 # Loops and branches pass what products read and make. Backward, products share cotangents.
 NARROW |= {"scan", "cond", "add_any"}
 

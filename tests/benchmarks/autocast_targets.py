@@ -1,10 +1,12 @@
-"""What `autocast` makes of the models of `zoo.py`, compiled for an H100, a TPU v5e and a CPU.
+"""What `autocast` makes of models, compiled for an H100, a TPU v5e and a CPU.
 
     pip install libtpu "jax-cuda12-plugin[with-cuda]"   # the compilers; no driver, no device
     python tests/benchmarks/autocast_targets.py [--size small|large] [--targets NAME ...]
         [--models NAME ...] [--json FILE]
 
-Loss and gradients in three ways: in float32, with casts by hand, and under `autocast`. Of each
+Loss and gradients in three ways: in float32, with casts by hand, and under `autocast`. The models
+are those of `zoo.py`, with casts around their products, and those of `device_models.py` in full
+size, each of whose layers gets a `dtype`, so that what is between products is rounded, too. Of each
 compiled program, which is not run: the bytes of main memory that it moves, its kernels, and its
 temporary memory. Of a loop one turn counts. How it is counted: `hlo.py`. Besides, the bytes that
 JAX keeps for the backward pass, which are those of the traced program, on any machine.
@@ -14,10 +16,11 @@ import targets  # before JAX, whose compilers ask for the machine
 
 # isort: split
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hlo
 import jax
+import jax.numpy as jnp
 import jaxprs
 import processes
 import report
@@ -26,6 +29,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxscale
 
+LAYERS = {"ResNet-50": "ResNet", "GPT-2 small": "transformer"}
 FLOAT32, BY_HAND, AUTOCAST = "float32", "by hand", "autocast"
 WAYS = [FLOAT32, BY_HAND, AUTOCAST]
 
@@ -47,6 +51,32 @@ TARGETS = {
 # On a CPU, where XLA computes little again by itself, less memory costs bytes.
 GOALS = {"CPU": ["temporary_bytes"]}
 GOALS_OF_OTHERS = ["bytes", "xla_bytes", "kernels", "temporary_bytes"]
+# Between products `autocast` moves float32, where layers with a `dtype` move half precision.
+GOALS_OF_LAYERS = ["temporary_bytes"]
+
+
+class Layers(NamedTuple):
+    """A model of `device_models.py`, as those of the zoo are used. By hand its layers are cast."""
+
+    task: Any
+
+    def arguments(self):
+        """Returns the types of parameters, state and batch."""
+        return jax.eval_shape(lambda: (*self.task.init(), *self.task.batch))
+
+    def in_precision(self, dtype):
+        """Returns the loss as a function of parameters, state and batch."""
+        loss = self.task.loss(None if dtype == FLOAT32 else jnp.dtype(dtype))
+        return lambda *args: loss(*args)[0]
+
+
+def make_model(name, size):
+    """Returns a model by its name."""
+    if name not in LAYERS:
+        return zoo.SIZES[size][name]
+    import device_models  # which needs Flax
+
+    return Layers(device_models.TASKS[LAYERS[name]]("full"))
 
 
 def loss_of(model, way, half):
@@ -91,8 +121,10 @@ def measure(name, model, size):
     """Returns the row of a model on a target, and nothing to run."""
     jax.config.update("jax_enable_compilation_cache", False)
     target = TARGETS[name]
-    ways = {way: figures(target, zoo.SIZES[size][model], way) for way in WAYS}
+    ways = {way: figures(target, make_model(model, size), way) for way in WAYS}
     goals = GOALS.get(target.kind, GOALS_OF_OTHERS)
+    if model in LAYERS:
+        goals = GOALS_OF_LAYERS
     return {"ways": ways, "misses": misses(ways, goals)}, None
 
 
@@ -141,10 +173,16 @@ def markdown(rows):
 
 def main():
     parser = report.parser(__doc__, limit=3600, sizes=zoo.SIZES)
-    models = list(zoo.SIZES["small"])
+    models = [*zoo.SIZES["small"], *LAYERS]
     add = parser.add_argument
     add("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME")
-    add("--models", nargs="+", choices=models, default=models, metavar="NAME")
+    add(
+        "--models",
+        nargs="+",
+        choices=models,
+        default=list(zoo.SIZES["small"]),
+        metavar="NAME",
+    )
     parser.set_defaults(size="large")
     options = parser.parse_args()
     console, result = report.begin()

@@ -1,0 +1,251 @@
+"""Derivatives of ReLUs, whose signs are read from rounded copies: the same bits, and less is kept.
+
+The reference is the same program, whose derivatives compute the signs from what they start from.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from half_programs import normal
+from jax.sharding import PartitionSpec as P
+from tables import cases, pairs
+
+import jaxscale
+
+pytestmark = pytest.mark.standard_promotion
+
+RECOMPUTED = sys.modules["jaxscale._jax.recomputed"]  # a function has the same name
+W = normal((3, 8, 8), seed=0)
+X = normal((6, 8), seed=1)
+
+
+def stream(activation, w, x):
+    """A sum that the next product and the next sum both read."""
+    return activation(x + x @ w[0])
+
+
+def within(activation, w, x):
+    """What products alone read."""
+    return activation(x @ w[0]) @ w[1]
+
+
+def two_of_one(activation, w, x):
+    """Two results of one segment, of which one has other signs."""
+    hidden = x @ w[0] + w[1, 0]
+    return activation(hidden) @ w[1] + activation(w[2, 0] - hidden) @ w[2]
+
+
+def pooled(activation, w, x):
+    """What a pooling reads, and a sum."""
+    hidden = activation(x + x @ w[0])
+    largest = jax.lax.reduce_window(
+        hidden, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME"
+    )
+    return hidden + largest @ w[1]
+
+
+def read_by_all(activation, w, x):
+    """A value that products, sums and the caller read."""
+    hidden = activation(x @ w[0] - 0.1)
+    return hidden @ w[1] + hidden * jnp.sum(hidden) + jax.nn.relu(hidden - 0.1) @ w[2]
+
+
+LAYERS = {
+    layer.__name__: layer for layer in (stream, within, two_of_one, pooled, read_by_all)
+}
+
+
+@jax.custom_jvp
+def own_relu(x):
+    return jnp.maximum(x, 0)
+
+
+@own_relu.defjvp
+def _derive_own_relu(primals, tangents):
+    output = own_relu(*primals)
+    return output, jnp.where(output > 0, *tangents, 0)
+
+
+@jax.custom_jvp
+def raised(x):
+    """Is always positive, and has a rule that asks where what it reads is."""
+    return jnp.maximum(x, 0.5)
+
+
+@raised.defjvp
+def _derive_raised(primals, tangents):
+    return raised(*primals), jnp.where(primals[0] > 0, *tangents, 0)
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "own_relu": own_relu,
+    "raised": raised,
+    "relu of a jit": jax.jit(jax.nn.relu),
+    "relu of a relu": lambda x: jax.nn.relu(jax.nn.relu(x) - 0.1),
+    "relu6": jax.nn.relu6,
+    "leaky_relu": jax.nn.leaky_relu,
+    "maximum": lambda x: jnp.maximum(x, 0),
+    "where": lambda x: jnp.where(x > 0, x, 0),
+    "elu": jax.nn.elu,
+    "above": lambda x: jnp.where(x > 0.1, x, 0),
+    "shifted": lambda x: jax.nn.relu(x) - 0.1,
+}
+
+# All are 0 in float16, and some are in float32; those that are 0 have no gradient.
+TINY, ZERO = 2.0**-32, 2.0**-145
+INPUTS = {
+    "numbers": X,
+    "tiny": X * TINY,
+    "mixed": X * jnp.where(jnp.arange(8) % 2, 1, TINY),
+    "zeros": jnp.where(X > 0.5, 0, -X),
+    "all zeros": 0 * X,
+    "not finite": X.at[0, :3].set(jnp.array([jnp.inf, -jnp.inf, jnp.nan])),
+}
+
+
+def total(layer, w, x):
+    """A number, each of whose terms has a weight of its own."""
+    for i in range(3):
+        x = layer(jnp.roll(w, i, 0), x)
+    return jnp.sum(x * jnp.linspace(1, 2, x.size).reshape(x.shape))
+
+
+def grad(layer, wrap):
+    return jax.grad(wrap(lambda w, x: total(layer, w, x)), argnums=(0, 1))
+
+
+def forward(layer, wrap):
+    fun = wrap(lambda w, x: total(layer, w, x))
+    return lambda w, x: jax.jvp(fun, (w, x), (jnp.ones_like(w), jnp.cos(x)))
+
+
+def forward_over_reverse(layer, wrap):
+    return lambda w, x: jax.jvp(
+        grad(layer, wrap), (w, x), (jnp.ones_like(w), jnp.cos(x))
+    )
+
+
+def reverse_over_reverse(layer, wrap):
+    def size(w, x):
+        return sum(jnp.sum(jnp.sin(g)) for g in grad(layer, wrap)(w, x))
+
+    return jax.grad(size, argnums=(0, 1))
+
+
+def mapped(layer, wrap):
+    mapped_grad = jax.vmap(grad(layer, wrap), (None, 0))
+    return lambda w, x: mapped_grad(w, x[:, None])
+
+
+def of_a_map(layer, wrap):
+    rows = jax.vmap(layer, (None, 0))
+    return grad(lambda w, x: rows(w, x[:, None])[:, 0], wrap)
+
+
+def second_of_a_map(layer, wrap):
+    gradients = mapped(layer, wrap)
+
+    def size(w, x):
+        return sum(jnp.sum(jnp.sin(g)) for g in gradients(w, x))
+
+    return jax.grad(size, argnums=(0, 1))
+
+
+def scanned(layer, wrap):
+    def loop(w, x):
+        return jax.lax.scan(lambda x, _: (layer(w, x), None), x, length=2)[0]
+
+    return grad(loop, wrap)
+
+
+def rematerialized(layer, wrap):
+    return grad(jax.checkpoint(layer), wrap)
+
+
+def called(layer, wrap):
+    return grad(jax.jit(layer), wrap)
+
+
+def over_devices(layer, wrap):
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("rows")), "out_specs": P("rows")}
+    return grad(jax.shard_map(layer, mesh=mesh, **specs), wrap)
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        *(grad, forward, forward_over_reverse, reverse_over_reverse, mapped),
+        *(of_a_map, second_of_a_map, scanned, rematerialized, called, over_devices),
+    )
+}
+HALVES = ["float16", "bfloat16"]
+
+
+def derivatives(way, layer, activation, dtype, inputs):
+    def with_activation(w, x):
+        return LAYERS[layer](ACTIVATIONS[activation], w, x)
+
+    def wrap(fun):
+        return jaxscale.autocast(fun, dtype)
+
+    return WAYS[way](with_activation, wrap)(W, INPUTS[inputs])
+
+
+@cases(
+    "way, layer, activation, dtype, inputs",
+    pairs(WAYS, LAYERS, ACTIVATIONS, HALVES, INPUTS),
+    fast=[
+        ("grad", "stream", "relu", "bfloat16", "numbers"),
+        ("grad", "stream", "relu", "float16", "tiny"),
+        ("grad", "two_of_one", "relu", "float16", "mixed"),
+        ("grad", "pooled", "relu", "float16", "zeros"),
+        ("grad", "within", "raised", "bfloat16", "numbers"),
+        ("grad", "stream", "maximum", "float16", "all zeros"),
+        ("second_of_a_map", "within", "relu", "float16", "tiny"),
+        ("reverse_over_reverse", "two_of_one", "own_relu", "float16", "tiny"),
+        ("scanned", "stream", "relu of a jit", "bfloat16", "not finite"),
+    ],
+)
+def test_derivatives_have_the_bits_that_they_have_with_signs_of_float32(
+    way, layer, activation, dtype, inputs, monkeypatch
+):
+    row = way, layer, activation, dtype, inputs
+    actual = derivatives(*row)
+    monkeypatch.setattr(RECOMPUTED, "find_signs", lambda program, count: {})
+    expected = derivatives(*row)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    if way == "grad" and inputs != "all zeros":
+        assert largest != 0
+    assert inputs == "not finite" or np.isfinite(largest)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+KEEPING_NOTHING = ["relu", "own_relu"]
+
+
+@cases("dtype", HALVES)
+@cases("activation", KEEPING_NOTHING)
+@cases("layer", ["stream", "within", "two_of_one"])
+def test_the_backward_pass_of_relus_keeps_nothing_in_float32(layer, activation, dtype):
+    def loss(w, x):
+        for _ in range(3):
+            x = LAYERS[layer](ACTIVATIONS[activation], w, x)
+        return jnp.sum(jnp.square(ACTIVATIONS[activation](x) @ w[2]))
+
+    _, pull = jax.vjp(jaxscale.autocast(loss, dtype), W, X)
+    kept = [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.shape == X.shape]
+    assert set(kept) == {jnp.dtype(dtype)}
+
+
+@cases("fun", [jnp.sum, lambda x: jnp.sum(x @ W[0])], fast=[jnp.sum])
+def test_tiny_numbers_are_zero_to_all_that_reads_them(fun):
+    def loss(w, x):
+        return fun(jax.nn.relu(x @ w * TINY) @ w)
+
+    value, _ = jax.value_and_grad(jaxscale.autocast(loss, "float16"))(W[0], X)
+    assert value == 0
