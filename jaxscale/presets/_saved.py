@@ -11,10 +11,8 @@ from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.scale import LossScaleState
 from .._trees.grammar import with_article
-from ._jax_scalers import flax, jmp
 from ._rule import to_python_number
-from ._tensorflow import keras, tensorflow, tf_keras
-from ._torch import torch
+from ._systems import flax, jmp, keras, tensorflow, tf_keras, torch
 
 # The keys of PyTorch's `GradScaler.state_dict()`, and attributes of the scalers of Flax and jmp.
 _OF_TORCH = "scale growth_factor backoff_factor growth_interval _growth_tracker"

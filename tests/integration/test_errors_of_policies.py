@@ -160,10 +160,7 @@ def test_bad_input(name):
     assert_says(*CASES[name])
 
 
-OWN = POLICIES | {
-    "tolerance": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-}
+OWN = POLICIES | {"preset": presets.torch()}
 GRADS = {"w": W}
 FINITE = jnp.array(True)
 each_policy = cases("name", OWN, fast=["dynamic", "adaptive"])
@@ -205,7 +202,7 @@ def test_a_policy_says_what_its_state_is(name):
     policy = OWN[name]
     state = policy.init()
     expected = "LossScaleState"
-    other = OWN["tolerance"].init()
+    other = OWN["adaptive"].init()
     if not isinstance(state, jaxscale.LossScaleState) and name != "noop":
         expected = type(state).__name__
         other = OWN["dynamic"].init()

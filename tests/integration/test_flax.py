@@ -417,11 +417,7 @@ def holds_variables(tree):
     return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
 
 
-OWN = POLICIES | {
-    "tolerance": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-}
-OWN |= dict.fromkeys(("window", "window of Optax"), POLICIES["dynamic"])
+OWN = POLICIES | dict.fromkeys(("window", "window of Optax"), POLICIES["dynamic"])
 INNER = {name: optax.sgd(0.1, momentum=0.5) for name in OWN}
 INNER["window of Optax"] = optax.MultiSteps(ADAM, 2)
 TXS = {n: jaxscale.loss_scaled(INNER[n], OWN[n], track_leaves=True) for n in OWN}

@@ -1,7 +1,6 @@
 """The presets: the defaults of each library, what is rejected, and what a library saved."""
 
 import inspect
-import itertools
 import json
 import pathlib
 import re
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jmp
-import numpy as np
 import pytest
 from flax.training import dynamic_scale
 from tables import assert_same_bits, avals, cases
@@ -23,16 +21,7 @@ from jaxscale import presets
 # The arguments that a library requires, and the defaults that it documents for the others.
 REQUIRED = {
     "tensorflow_contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
-    "jamp": {"loss_scale": 2.0**15},
     "jmp": {"loss_scale": 2.0**15},
-    "mpx": {"loss_scaling": 2.0**15, "min_loss_scaling": 1.0},
-    "mindspore": {"scale_value": 2.0**10, "scale_factor": 2, "scale_window": 50},
-    "mindspore_cell": {
-        "loss_scale_value": 2.0**12,
-        "scale_factor": 2,
-        "scale_window": 1000,
-    },
-    "mindformers": {"loss_scale_value": 2.0**12, "scale_factor": 2, "scale_window": 20},
 }
 # By name, the exponent of the first scale and these fields.
 FIELDS = "growth_factor backoff_factor growth_interval hysteresis min_scale max_scale"
@@ -44,26 +33,12 @@ DEFAULTS = {
     "keras": (15, 2, 0.5, 2000, 1, LOW, HIGH),
     "torch": (16, 2, 0.5, 2000, 1, LOW, HIGH),
     "flax": (16, 2, 0.5, 2001, 1, LOW, HIGH),
-    "jamp": (15, 2, 0.5, 2000, 1, 1, HIGH),
-    "jaxamp": (15, 2, 0.5, 2001, 1, LOW, HIGH),
     "jmp": (15, 2, 0.5, 2000, 1, 1, HIGH),
-    "mpx": (15, 2, 0.5, 2000, 1, 1, 65504),
     "apex": (16, 2, 0.5, 2000, 1, LOW, 2.0**24),
     "apex_fp16_utils": (32, 2, 0.5, 1000, 1, 1, HIGH),
     "apex_hysteresis": (16, 2, 0.5, 2000, 1, LOW, HIGH),
     "megatron": (32, 2, 0.5, 1000, 2, 1, HIGH),
     "deepspeed": (32, 2, 0.5, 1000, 1, 1, HIGH),
-    "colossalai": (16, 2, 0.5, 1000, 2, LOW, HIGH),
-    "fairseq": (15, 2, 0.5, 2000, None, 1e-4, HIGH),
-    "paddle": (16, 2, 0.5, 2000, 1, LOW, HIGH),
-    "paddle_op": (15, 2, 0.8, 1000, 2, 1, HIGH),
-    "mindspore": (10, 2, 0.5, 50, 1, 1, HIGH),
-    "mindspore_cell": (12, 2, 0.5, 1000, 1, 1, HIGH),
-    "mindspore_manager": (24, 2, 0.5, 2000, 1, 1, HIGH),
-    "mindformers": (12, 2, 0.5, None, None, 1, HIGH),
-    "openseq2seq_backoff": (14, 2, 0.5, 2000, 1, 1, 2.0**14),
-    "openseq2seq_logmax": (0, None, None, None, None, 1, 2.0**14),
-    "chainer": (0, 2 ** (1 / 1000), 0.5, None, None, 1, 65504),
 }
 
 
@@ -113,17 +88,6 @@ def test_the_rule_of_olmo_has_its_defaults():
 # Arguments that are ignored, or whose policy checks them under its own names.
 NOT_NAMED = {
     "apex": ["scale_factor"],
-    "chainer": ["scale"],
-    "fairseq": [
-        "init_scale",
-        "scale_window",
-        "tolerance",
-        "threshold",
-        "min_loss_scale",
-    ],
-    "openseq2seq_logmax": list(
-        inspect.signature(presets.openseq2seq_logmax).parameters
-    ),
 }
 
 
@@ -142,14 +106,11 @@ def test_names_in_errors_are_those_of_the_library(name):
 def test_a_scaler_that_is_off_scales_nothing():
     none = jaxscale.NoOpLossScale()
     assert presets.torch(enabled=False) == none
-    assert presets.paddle(enable=False) == none
 
 
 def test_a_scale_that_is_fixed_does_not_move():
     fixed = jaxscale.FixedLossScale(8)
-    assert presets.paddle(init_loss_scaling=8, use_dynamic_loss_scaling=False) == fixed
     assert presets.tf_keras(dynamic=False, initial_scale=8) == fixed
-    assert presets.chainer(scale=8) == fixed
 
 
 # What a library saved.
@@ -264,48 +225,12 @@ def write_traced():
     return jax.eval_shape(lambda state: presets.to_torch(policy, state), policy.init())
 
 
-MINDFORMERS = REQUIRED["mindformers"]
 REJECTED = {
     "no dynamic": Bad(
         presets.tf_keras, {"dynamic": False}, "dynamic=False.*initial_scale"
     ),
     "a step of 0": Bad(
         presets.torch, {"growth_interval": 0}, r"torch\(growth_interval.*least 1, got 0"
-    ),
-    "fairseq threshold": Bad(
-        presets.fairseq, {"threshold": np.inf}, r"fairseq\(threshold=.*finite"
-    ),
-    "fairseq tolerance": Bad(
-        presets.fairseq, {"tolerance": 2}, r"tolerance.*2\.0.*never"
-    ),
-    "logmax beta": Bad(
-        presets.openseq2seq_logmax, {"beta1": 1}, r"beta1.*1\.0.*learn nothing"
-    ),
-    "logmax bounds": Bad(
-        presets.openseq2seq_logmax, {"scale_min": 2.0**25}, "min_scale <= max_scale"
-    ),
-    "mindformers windows": Bad(
-        presets.mindformers,
-        MINDFORMERS | {"max_scale_window": 20},
-        "min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell",
-    ),
-    "window of 0": Bad(
-        presets.WindowLossScale, {"windows": (0,)}, "windows=.*least 1, got 0"
-    ),
-    "no window": Bad(
-        presets.WindowLossScale, {"start": 8}, "start=.*has 8, got 8.*Pass 0"
-    ),
-    "window before the first": Bad(
-        presets.WindowLossScale, {"start": -1}, "start=.*least 0, got -1"
-    ),
-    "no cooldown": Bad(
-        presets.GradualLossScale, {"cooldown": -1}, "cooldown=.*least 0, got -1"
-    ),
-    "gradual search": Bad(
-        presets.GradualLossScale, {"search_factor": 1}, "search_factor.*above 1"
-    ),
-    "bounds": Bad(
-        presets.openseq2seq_backoff, {"scale_min": 2.0**25}, "min_scale <= init_scale"
     ),
     "no clamp": Bad(
         presets.PresetLossScale, {"clamp": "always"}, "clamp.*'moves'.*'always'"
@@ -330,12 +255,6 @@ REJECTED = {
         {"policy": presets.deepspeed(), "state": None},
         "growth_delay=1",
     ),
-    "torch logmax": Bad(
-        presets.to_torch,
-        {"policy": presets.openseq2seq_logmax(), "state": None},
-        "LogMaxLossScale",
-        TypeError,
-    ),
     "torch traced": Bad(write_traced, {}, "inside `jit`", TypeError),
     "tensorflow keys": Bad(
         presets.from_tensorflow, {"config": {"period": 3}}, "period"
@@ -358,35 +277,3 @@ def test_what_cannot_train_or_be_read_is_rejected(name):
     bad = REJECTED[name]
     with pytest.raises(bad.error, match=bad.message):
         bad.call(**bad.arguments)
-
-
-# What no trace has.
-
-
-LOGMAX = presets.openseq2seq_logmax()
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_logmax_keeps_its_state_through_zeros(learned):
-    state = LOGMAX.init()
-    if learned:
-        state = LOGMAX.adjust(state, True, 0.5)
-    # of which there is no logarithm
-    assert_same_bits(LOGMAX.adjust(state, True, 0.0), state)
-    assert_same_bits(LOGMAX.adjust(state, True), state)
-
-
-COOLDOWNS = {
-    # The first backoff is free; of the next bad steps, every third one backs off.
-    "bad steps alone": ([False] * 5, [32, 32, 32, 16, 16]),
-    # Finite steps count as well, and grow by `search_factor` before the first bad one.
-    "finite steps between": ([True, False, False] * 2, [128, 64, 64, 256, 128, 128]),
-}
-
-
-@cases("name", COOLDOWNS)
-def test_a_cooldown_holds_a_scale_after_a_backoff(name):
-    policy = presets.GradualLossScale(init_scale=64.0, growth_factor=4.0, cooldown=3)
-    verdicts, scales = COOLDOWNS[name]
-    _, *states = itertools.accumulate(verdicts, policy.adjust, initial=policy.init())
-    assert [state.loss_scale for state in states] == scales

@@ -42,31 +42,7 @@ def preset(policy, state, finite, largest=None):
             scale = lower
             if policy.refill_on_backoff:
                 left = policy.hysteresis
-    if policy.clamp == "steps":
-        scale = min(max(scale, low), high)
     return float(scale), streak, left
-
-
-def tolerance(policy, state, finite, largest=None):
-    """One step of the rule of `ToleranceLossScale`, as its docstring has it."""
-    scale, streak, steps, overflows = state
-    scale = F32(scale)
-    steps += 1
-    if finite:
-        streak += 1
-        if streak >= policy.growth_interval:
-            grown = min(scale * F32(policy.growth_factor), F32(policy.max_scale))
-            scale = max(scale, grown)
-            streak = 0
-            steps = 0
-    else:
-        streak = 0
-        overflows += 1
-        if F32(overflows) / F32(steps) >= F32(policy.tolerance):
-            scale = max(scale * F32(policy.backoff_factor), F32(policy.min_scale))
-            steps = 0
-            overflows = 0
-    return float(scale), streak, steps, overflows
 
 
 # An integer of a logarithm, and of a level, is in these units.
@@ -206,7 +182,6 @@ def follow(policy, new, log, reached):
 
 RULES = {
     presets.PresetLossScale: preset,
-    presets.ToleranceLossScale: tolerance,
     jaxscale.AdaptiveLossScale: adaptive,
     jaxscale.FixedLossScale: lambda policy, state, *step: state,
     jaxscale.NoOpLossScale: lambda policy, state, *step: state,

@@ -14,7 +14,6 @@ import numpy as np
 import optax
 
 import jaxscale
-import jaxscale.presets as presets
 
 SGD = optax.sgd(0.5, momentum=0.5)
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
@@ -31,19 +30,12 @@ def make_optimizers():
         "no scale": scaled(SGD, None),
         "tracked": scaled(SGD, max_norm=2.0, track_leaves=True),
         "window": jaxscale.multi_steps(scaled(SGD), 4),
-        "logmax": scaled(SGD, presets.openseq2seq_logmax()),
-        "fairseq": scaled(SGD, presets.fairseq(scale_window=3)),
     }
     if jaxscale.__version__ == "0.1.0":
         return optimizers
-    mindformers = presets.mindformers(
-        loss_scale_value=2.0**10, scale_factor=2, scale_window=20
-    )
     rule = jaxscale.SpikeRule(window=4, min_history=2)
     return optimizers | {
         "adaptive": scaled(SGD, "adaptive"),
-        "mindformers": scaled(SGD, mindformers),
-        "chainer": scaled(SGD, presets.chainer()),
         "spikes": scaled(SGD, spikes=rule),
     }
 

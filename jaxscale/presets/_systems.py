@@ -1,20 +1,21 @@
-"""The presets for PyTorch, and for the libraries and training engines on top of it."""
+"""The presets. Each has the arguments of a library, and the rest of its rule."""
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._policies.base import LossScale
-from .._policies.fixed import NoOpLossScale
+from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import OlmoSpikeRule, SpikeRule, check_sigmas
-from .._policies.tolerance import ToleranceLossScale
-from .._trees.checks import finite_number, int32, normal_float32
+from .._trees.checks import int32, normal_float32
 from ._rule import (
     NO_MAX,
+    NO_MIN,
     PresetLossScale,
     at_least_one,
-    check_floor,
     preset,
     rule,
-    split_factor,
+    to_python_number,
 )
 
 
@@ -68,19 +69,6 @@ def apex(
 
 
 @preset
-def apex_fp16_utils(
-    *, init_scale: Any = 2.0**32, scale_factor: Any = 2.0, scale_window: int = 1000
-) -> PresetLossScale:
-    """Returns the rule of Apex' `fp16_utils.DynamicLossScaler`.
-
-    After `scale_window` finite steps in a row the scale is multiplied; a non-finite step divides
-    it, down to 1. Its ancestors in Megatron-LM and FP16_Optimizer have the same rule. Source:
-    NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's scale can leave float32.
-    """
-    return rule(min_scale=1.0, clamp="moves")
-
-
-@preset
 def apex_hysteresis(
     *,
     init_scale: Any = 2.0**16,
@@ -96,6 +84,19 @@ def apex_hysteresis(
     defaults these are. What differs: as in `torch`; and the hysteresis tracker stops at 0.
     """
     return rule(refill_on_finite=True)
+
+
+@preset
+def apex_fp16_utils(
+    *, init_scale: Any = 2.0**32, scale_factor: Any = 2.0, scale_window: int = 1000
+) -> PresetLossScale:
+    """Returns the rule of Apex' `fp16_utils.DynamicLossScaler`.
+
+    After `scale_window` finite steps in a row the scale is multiplied; a non-finite step divides
+    it, down to 1. Its ancestors in Megatron-LM and FP16_Optimizer have the same rule. Source:
+    NVIDIA/apex, `apex/fp16_utils/loss_scaler.py`. What differs: Apex's scale can leave float32.
+    """
+    return rule(min_scale=1.0, clamp="moves")
 
 
 @preset
@@ -146,62 +147,126 @@ def deepspeed(
 
 
 @preset
-def colossalai(
+def flax(
     *,
-    initial_scale: Any = 2.0**16,
     growth_factor: Any = 2.0,
     backoff_factor: Any = 0.5,
-    growth_interval: int = 1000,
-    min_scale: Any = None,
-    max_scale: Any = None,
-    hysteresis: int = 2,
+    growth_interval: int = 2000,
+    scale: Any = 2.0**16,
+    minimum_scale: Any = NO_MIN,
 ) -> PresetLossScale:
-    """Returns the rule of ColossalAI's `DynamicGradScaler`.
+    """Returns the rule of `flax.training.dynamic_scale.DynamicScale`.
 
-    The rule of `megatron` with optional bounds. Source: hpcaitech/ColossalAI,
-    `amp/naive_amp/grad_scaler`. What differs: in ColossalAI, without a maximum, a growth may end at
-    inf for good; here the scale stays. `max_scale=None` means no maximum, and `hysteresis=0`
-    counts as 1.
+    After `growth_interval + 1` finite steps in a row (that is how Flax counts) the scale grows, up
+    to float32's largest number, which is not a power of two; a non-finite step backs off, down to
+    `minimum_scale`. Source: Flax 0.12, `flax/training/dynamic_scale.py`. What differs: without a
+    minimum the scale stops at float32's smallest normal number; in Flax it becomes 0.
     """
-    call = "presets.colossalai"
+    interval = int32("presets.flax", "growth_interval", growth_interval, least=0)
+    return rule(growth_interval=interval + 1, clip_growth=True, clamp="moves")
+
+
+@preset
+def jmp(
+    loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
+) -> PresetLossScale:
+    """Returns the rule of `jmp.DynamicLossScale`.
+
+    After `period` finite steps in a row the scale is multiplied, and stays if the product is not
+    finite in its dtype; a non-finite step divides it, down to `min_loss_scale`. Source: jmp 0.0.4,
+    `jmp/_src/loss_scale.py`. What differs: in jmp `jit` and every tree map reset the minimum to 1.
+    The scale is a float32 here, and a float16 or bfloat16 `loss_scale` sets its maximum only.
+    """
+    dtype = getattr(loss_scale, "dtype", jnp.float32)
     return rule(
-        min_scale=check_floor(call, "min_scale", min_scale),
-        max_scale=max_scale or NO_MAX,
-        hysteresis=at_least_one(call, "hysteresis", hysteresis),
-        clip_growth=bool(max_scale),
+        loss_scale=to_python_number(loss_scale),
+        min_loss_scale=to_python_number(min_loss_scale),
+        max_scale=min(float(jnp.finfo(dtype).max), NO_MAX),
         clamp="moves",
     )
 
 
-def fairseq(
-    *,
-    init_scale: Any = 2.0**15,
-    scale_factor: Any = 2.0,
-    scale_window: int = 2000,
-    tolerance: Any = 0.0,
-    threshold: Any = None,
-    min_loss_scale: Any = 1e-4,
-) -> ToleranceLossScale:
-    """Returns the rule of fairseq's `DynamicLossScaler`.
+@preset
+def keras(
+    *, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000
+) -> PresetLossScale:
+    """Returns the rule of Keras 3's `LossScaleOptimizer`.
 
-    After `scale_window` finite steps in a row the scale is multiplied; a non-finite step divides
-    it, down to `threshold`, if the rate of such steps has reached `tolerance`. Source:
-    facebookresearch/fairseq, `optim/dynamic_loss_scaler.py`. What differs: fairseq's scale can
-    leave float32's range, and fairseq raises an error when it reaches `min_loss_scale`. Here that
-    is a floor, like `threshold`, and the larger of the two counts: call `jaxscale.check`.
+    After `dynamic_growth_steps` finite steps in a row the scale doubles; a non-finite step halves
+    it. Source: Keras 3.15, `optimizers/loss_scale_optimizer.py`. What differs: here the scale stays
+    within float32's normal numbers.
     """
-    call = "presets.fairseq"
-    finite_number(call, "threshold", threshold or 0.0)
-    finite_number(call, "min_loss_scale", min_loss_scale or 0.0)
-    floor = max(threshold or 0.0, min_loss_scale)
-    return ToleranceLossScale(
-        init_scale=init_scale,
-        growth_interval=scale_window,
-        tolerance=tolerance,
-        min_scale=check_floor(call, "min_loss_scale", floor),
-        max_scale=NO_MAX,
-        **split_factor(call, "scale_factor", scale_factor),
+    return rule()
+
+
+@preset
+def tf_keras(
+    *,
+    dynamic: bool = True,
+    initial_scale: Any = None,
+    dynamic_growth_steps: int | None = None,
+) -> LossScale:
+    """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
+
+    The rule of `tensorflow` with a multiplier of 2; `None` means 2**15 and 2000. Without `dynamic`
+    the scale stays at `initial_scale`, which must be given. Source: tf_keras 2.21,
+    `mixed_precision/loss_scale_optimizer.py`. What differs: without `dynamic`, tf_keras applies
+    non-finite gradients; a `loss_scaled` optimizer never does.
+    """
+    if not dynamic:
+        if initial_scale is None or dynamic_growth_steps is not None:
+            raise ValueError(
+                "`presets.tf_keras(dynamic=False)` needs `initial_scale`, the scale that stays, "
+                f"and no `dynamic_growth_steps`, got {initial_scale} and {dynamic_growth_steps}."
+            )
+        return FixedLossScale(initial_scale)
+    if initial_scale is None:
+        initial_scale = 2.0**15
+    if dynamic_growth_steps is None:
+        dynamic_growth_steps = 2000
+    return rule(
+        initial_scale=initial_scale,
+        dynamic_growth_steps=dynamic_growth_steps,
+        min_scale=1.0,
+        clamp="moves",
     )
+
+
+@preset
+def tensorflow(
+    *,
+    initial_loss_scale: Any = 2.0**15,
+    increment_period: int = 2000,
+    multiplier: Any = 2.0,
+) -> PresetLossScale:
+    """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
+
+    After `increment_period` finite steps in a row (0 means 1) the scale is multiplied, and stays if
+    the product is not finite; a non-finite step divides it, down to 1. Source: TensorFlow 2.21,
+    `python/training/experimental/loss_scale.py`, also in `tf.compat.v1`. Behaves identically.
+    """
+    steps = at_least_one("presets.tensorflow", "increment_period", increment_period)
+    return rule(increment_period=steps, min_scale=1.0, clamp="moves")
+
+
+@preset
+def tensorflow_contrib(
+    *,
+    init_loss_scale: Any,
+    incr_every_n_steps: int,
+    decr_every_n_nan_or_inf: int = 2,
+    incr_ratio: Any = 2,
+    decr_ratio: Any = 0.8,
+) -> PresetLossScale:
+    """Returns the rule of TensorFlow 1's `ExponentialUpdateLossScaleManager`.
+
+    After `incr_every_n_steps` finite steps in a row the scale grows, and stays if the product is
+    not finite. On every `decr_every_n_nan_or_inf`-th non-finite step since it last moved, in a row
+    or not, it backs off, down to 1. Source: TensorFlow 1.15, `contrib/mixed_precision`. Its
+    documentation says that a backoff below 1 is refused; the code backs off to 1. Behaves
+    identically. For its `FixedLossScaleManager`, use `FixedLossScale` in a `loss_scaled` optimizer.
+    """
+    return rule(refill_on_backoff=True, min_scale=1.0, clamp="moves")
 
 
 def olmo(*, rolling_interval_length: int = 128, sigma_factor: Any = 6) -> SpikeRule:
