@@ -53,9 +53,6 @@ One preset keeps a defect, because it is part of the rule: the cap of `flax` is 
 so a scale that has reached it rounds what it scales. The cap of `jaxscale.DynamicLossScale` is a
 power of two.
 
-`olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`. Its
-docstring says which defects of OLMo-core it leaves out.
-
 The functions `from_...` read what a library saved, or its scaler object. They return a policy and a
 state; put the state in place with `opt_state._replace(scaling=state)`. Other input raises a
 `ValueError` or a `TypeError`.
@@ -79,7 +76,6 @@ from ._systems import (
     jmp,
     keras,
     megatron,
-    olmo,
     tensorflow,
     tensorflow_contrib,
     tf_keras,
@@ -89,5 +85,5 @@ from ._systems import (
 __all__ = [
     "PresetLossScale", "apex", "apex_fp16_utils", "apex_hysteresis", "deepspeed", "flax",
     "from_flax", "from_jmp", "from_keras", "from_tensorflow", "from_torch", "jmp", "keras",
-    "megatron", "olmo", "tensorflow", "tensorflow_contrib", "tf_keras", "to_torch", "torch",
+    "megatron", "tensorflow", "tensorflow_contrib", "tf_keras", "to_torch", "torch",
 ]  # fmt: skip

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._policies.spikes import OlmoSpikeRule, SpikeRule, check_sigmas
 from .._trees.checks import int32, normal_float32
 from ._rule import (
     NO_MAX,
@@ -267,28 +266,3 @@ def tensorflow_contrib(
     identically. For its `FixedLossScaleManager`, use `FixedLossScale` in a `loss_scaled` optimizer.
     """
     return rule(refill_on_backoff=True, min_scale=1.0, clamp="moves")
-
-
-def olmo(*, rolling_interval_length: int = 128, sigma_factor: Any = 6) -> SpikeRule:
-    """Returns the spike rule of OLMo-core's `SkipStepOptimizer`, to pass as `spikes=`.
-
-    A step is skipped if its loss or its gradient norm exceeds the mean of the last
-    `rolling_interval_length` ones by more than `sigma_factor` standard deviations, from the step
-    `rolling_interval_length // 2` on. A spike enters the windows as it is. So after a large spike
-    little stands out until the spike has left the window. After equal losses any rise is a spike.
-    Source: OLMo-core 2.5.0, `olmo_core/optim/skip_step_optimizer.py`. MaxText's
-    `skip_step_on_spikes` (August 2026) is the same rule, except for the second step (see below). In
-    levanter's `SkipStepConfig` (September 2025) the standard deviation is not the unbiased one and
-    is at least 1e-6, and judging starts one step later.
-
-    What differs: a step that is not finite enters neither window, and `jaxscale` skips it anyway.
-    In OLMo-core one NaN skips all steps until it has left the window, and is applied if it comes
-    in the first half of the first window. If `rolling_interval_length` is below 6, OLMo-core always
-    skips the second step, because the standard deviation of a single number is NaN.
-    """
-    call = "presets.olmo"
-    window = int32(call, "rolling_interval_length", rolling_interval_length, least=2)
-    sigmas = check_sigmas(call, "sigma_factor", sigma_factor)
-    # One less than one would think: OLMo also counts the step that is being judged.
-    min_history = max(2, window // 2 - 1)
-    return OlmoSpikeRule(window=window, sigmas=sigmas, min_history=min_history)

@@ -152,11 +152,11 @@ def room_for_growth():
 
 
 def scalers():
-    """Counts the functions that make the rule of another scaler. OLMo's is a rule for spikes."""
+    """Counts the functions that make the rule of another scaler."""
     number = 0
     for name in jaxscale.presets.__all__:
         is_class = inspect.isclass(getattr(jaxscale.presets, name))
-        if not is_class and not name.startswith(("from_", "to_")) and name != "olmo":
+        if not is_class and not name.startswith(("from_", "to_")):
             number += 1
     return number
 

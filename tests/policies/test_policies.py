@@ -323,7 +323,11 @@ REJECTED = {
     ),
     "sigmas 0": (Spikes, {"sigmas": 0}, r"\(.*sigmas=.*above 0.*got 0\..*pass 6\.0"),
     "sigmas NaN": (Spikes, {"sigmas": math.nan}, r"\(.*sigmas=.*got nan"),
-    "sigmas inf": (Spikes, {"sigmas": math.inf}, r"\(.*sigmas=.*at most 1e6, got inf"),
+    "sigmas inf": (
+        Spikes,
+        {"sigmas": math.inf},
+        r"\(.*sigmas=.*finite number, got inf",
+    ),
     "sigmas bool": (Spikes, {"sigmas": True}, r"\(.*sigmas=.*got True"),
     "sigmas text": (Spikes, {"sigmas": "6"}, r"\(.*sigmas=.*got '6'"),
     "history": (Spikes, {"min_history": 1}, r"\(.*min_history=.*at least 2, got 1"),

@@ -58,7 +58,7 @@ def test_the_presets_are_these():
         "from_flax",
         "from_jmp",
     }
-    assert functions == {*DEFAULTS, *saved, "olmo"}
+    assert functions == {*DEFAULTS, *saved}
 
 
 def test_tests_that_the_docstring_names_are_there():
@@ -80,18 +80,13 @@ def test_defaults_are_those_of_the_library(name):
     assert hash(policy) == hash(make(name))
 
 
-def test_the_rule_of_olmo_has_its_defaults():
-    rule = presets.olmo()
-    assert (rule.window, rule.sigmas, rule.min_history) == (128, 6, 63)
-
-
 # Arguments that are ignored, or whose policy checks them under its own names.
 NOT_NAMED = {
     "apex": ["scale_factor"],
 }
 
 
-@cases("name", [*DEFAULTS, "olmo"])
+@cases("name", DEFAULTS)
 def test_names_in_errors_are_those_of_the_library(name):
     parameters = inspect.signature(getattr(presets, name)).parameters
     for argument, parameter in parameters.items():
