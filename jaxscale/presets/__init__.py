@@ -1,4 +1,4 @@
-"""The rules of other loss scalers under their own argument names, and what they saved.
+"""The rules of other loss scalers under their own argument names.
 
 If you come from another loss scaler, keep the behaviour with which your run was tuned:
 `jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))`. Each function takes
@@ -53,20 +53,11 @@ One preset keeps a defect, because it is part of the rule: the cap of `flax` is 
 so a scale that has reached it rounds what it scales. The cap of `jaxscale.DynamicLossScale` is a
 power of two.
 
-The functions `from_...` read what a library saved, or its scaler object. They return a policy and a
-state; put the state in place with `opt_state._replace(scaling=state)`. Other input raises a
-`ValueError` or a `TypeError`.
+What a library saved of its scale is read in three lines, which the page *Coming from PyTorch AMP*
+has.
 """
 
 from ._rule import PresetLossScale
-from ._saved import (
-    from_flax,
-    from_jmp,
-    from_keras,
-    from_tensorflow,
-    from_torch,
-    to_torch,
-)
 from ._systems import (
     apex,
     apex_fp16_utils,
@@ -83,7 +74,6 @@ from ._systems import (
 )
 
 __all__ = [
-    "PresetLossScale", "apex", "apex_fp16_utils", "apex_hysteresis", "deepspeed", "flax",
-    "from_flax", "from_jmp", "from_keras", "from_tensorflow", "from_torch", "jmp", "keras",
-    "megatron", "tensorflow", "tensorflow_contrib", "tf_keras", "to_torch", "torch",
+    "PresetLossScale", "apex", "apex_fp16_utils", "apex_hysteresis", "deepspeed", "flax", "jmp",
+    "keras", "megatron", "tensorflow", "tensorflow_contrib", "tf_keras", "torch",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from tables import (
 from training import amplified
 
 import jaxscale
-from jaxscale import diagnostics, presets
+from jaxscale import diagnostics
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -483,7 +483,6 @@ CALLS = WHOLE | {  # of the state alone
     ),
 }
 OF_ONE_POLICY = {  # as there is only that rule, and as it is slow
-    "to_torch": lambda n, s: presets.to_torch(OWN[n], s.scaling),
     "trace": lambda n, s: {str(diagnostics.trace(jnp.sum, s)(X)): 0},
 }
 

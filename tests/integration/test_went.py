@@ -4,10 +4,12 @@ import pathlib
 import re
 
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import pytest
-from tables import cases
+from flax.training import dynamic_scale
+from tables import avals, cases
 
 import jaxscale
 from jaxscale import presets
@@ -20,6 +22,12 @@ NAMES = {
     "optax": optax,
     "jnp": jnp,
     "np": np,
+    "saved": {"scale": 1024.0, "_growth_tracker": 7},  # by PyTorch
+    "config": {"initial_scale": 1024.0, "dynamic_growth_steps": 50},  # of Keras
+    "scaler": dynamic_scale.DynamicScale(scale=jnp.float32(64)),
+    "loss_scale": jmp.DynamicLossScale(jnp.float32(64)),
+    "policy": jaxscale.DynamicLossScale(),
+    "state": jaxscale.DynamicLossScale().init(),
 }
 GONE = (AttributeError, ImportError, TypeError, ValueError)
 
@@ -48,4 +56,8 @@ def test_what_went_is_gone(code):
 @cases("code", ROWS)
 def test_what_to_write_instead_runs(code):
     for instead in ROWS[code]:
-        eval(instead, dict(NAMES))
+        made = eval(instead, dict(NAMES))
+        if isinstance(
+            made, jaxscale.LossScaleState
+        ):  # which a step does not compile again
+            assert avals(made) == avals(NAMES["state"])
