@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._policies.adaptive_units import UNSEEN
+from .._policies.adaptive import UNSEEN
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap

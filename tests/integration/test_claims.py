@@ -44,7 +44,9 @@ def without_code(path):
 SITE = ROOT / ".github" / "site" / "pages"
 FILES = {path.relative_to(SITE).as_posix(): path for path in sorted(SITE.rglob("*.md"))}
 FILES |= {"README": ROOT / "README.md"}
-del FILES["went.md"]  # as the changelog, it names versions; `test_went.py` runs its rows
+del FILES[
+    "went.md"
+]  # as the changelog, it names versions; `test_went.py` runs its rows
 PAGES = {name: without_code(path) for name, path in FILES.items()}
 # Not in a word, such as float16, H100 or GPT-2. 2**15 is one number, and 0 alone is no figure.
 NUMBER = r"(?<![\w.*-])(?!0(?![\w.]))\d+(?:[.,]\d+)*(?:\*\*\d+|e-\d+)?"

@@ -188,11 +188,11 @@ def test_the_adaptive_rule_follows_the_reference(policy, sizes):
 
 
 def make_start(exponent, peak, level, crest, finite_steps, held_steps, overflows=0):
-    """A state in numbers of Python. Peak and crest are in units of 2**-16, the level of 2**-20."""
+    """A state in numbers of Python. Its logarithms are in units of 2**-16."""
     return jaxscale.AdaptiveState(
         loss_scale=2.0**exponent,
         peak=float(np.float32(peak / 2**16)),
-        level=float(np.float32(level / 2**20)),
+        level=float(np.float32(level / 2**16)),
         crest=float(np.float32(crest / 2**16)),
         finite_steps=finite_steps,
         held_steps=held_steps,
@@ -210,7 +210,7 @@ def adaptive_states(draw):
     return make_start(
         exponent=draw(st.integers(-30, 60)),
         peak=draw(UNITS),
-        level=draw(st.integers(0, int(15.5 * 2**20))),
+        level=draw(st.integers(0, int(15.5 * 2**16))),
         crest=draw(UNITS),
         finite_steps=finite_steps,
         held_steps=draw(COUNTS | st.just(finite_steps)),
@@ -228,12 +228,12 @@ REPEATED = ADAPTIVE.period * 3 // 8
 FORGOTTEN = ADAPTIVE.period * 3 // 4
 # The last three are between a threshold and its double or half.
 STARTS = {
-    "a crest that nothing reached": (make_start(12, 0, 15 * 2**20, 2**18, 9, 9), BAD),
-    "a crest that was reached": (make_start(12, 0, 15 * 2**20, 2**18, 9, 1), BAD),
+    "a crest that nothing reached": (make_start(12, 0, 15 * 2**16, 2**18, 9, 9), BAD),
+    "a crest that was reached": (make_start(12, 0, 15 * 2**16, 2**18, 9, 1), BAD),
     "counters at their end": (make_start(8, 0, 0, 2**23, END, END), 1.0),
-    "an overflow repeats": (make_start(8, 0, 2**23, 0, REPEATED, REPEATED), BAD),
-    "the crest is nearly reached": (make_start(4, 0, 2**23, 2**19, 9, 1), 8.0),
-    "the crest fades": (make_start(4, 0, 2**23, 2**19, 10**6, FORGOTTEN), 1.0),
+    "an overflow repeats": (make_start(8, 0, 2**19, 0, REPEATED, REPEATED), BAD),
+    "the crest is nearly reached": (make_start(4, 0, 2**19, 2**19, 9, 1), 8.0),
+    "the crest fades": (make_start(4, 0, 2**19, 2**19, 10**6, FORGOTTEN), 1.0),
 }
 
 
