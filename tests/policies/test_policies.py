@@ -230,6 +230,9 @@ FORGOTTEN = ADAPTIVE.period * 3 // 4
 STARTS = {
     "a crest that nothing reached": (make_start(12, 0, 15 * 2**16, 2**18, 9, 9), BAD),
     "a crest that was reached": (make_start(12, 0, 15 * 2**16, 2**18, 9, 1), BAD),
+    "a low level and a new crest": (make_start(4, 0, 21 * 2**15, 2**18, 9, 9), 8.0),
+    "no crest is higher": (make_start(0, 100 * 2**16, 2**19, 120 * 2**16, 9, 9), BAD),
+    "overflows in a row": (make_start(50, 0, 2**19, 0, 9, 1, overflows=1), BAD),
     "counters at their end": (make_start(8, 0, 0, 2**23, END, END), 1.0),
     "an overflow repeats": (make_start(8, 0, 2**19, 0, REPEATED, REPEATED), BAD),
     "the crest is nearly reached": (make_start(4, 0, 2**19, 2**19, 9, 1), 8.0),
