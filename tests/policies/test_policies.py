@@ -232,10 +232,11 @@ STARTS = {
     "a crest that was reached": (make_start(12, 0, 15 * 2**16, 2**18, 9, 1), BAD),
     "a low level and a new crest": (make_start(4, 0, 21 * 2**15, 2**18, 9, 9), 8.0),
     "no crest is higher": (make_start(0, 100 * 2**16, 2**19, 120 * 2**16, 9, 9), BAD),
-    "overflows in a row": (make_start(50, 0, 2**19, 0, 9, 1, overflows=1), BAD),
+    "overflows in a row": (make_start(50, -(2**22), 2**19, -(2**24), 9, 1, 1), BAD),
     "counters at their end": (make_start(8, 0, 0, 2**23, END, END), 1.0),
     "an overflow repeats": (make_start(8, 0, 2**19, 0, REPEATED, REPEATED), BAD),
     "the crest is nearly reached": (make_start(4, 0, 2**19, 2**19, 9, 1), 8.0),
+    "the crest is held": (make_start(4, 0, 2**19, 2**19, 10**6, REPEATED), 1.0),
     "the crest fades": (make_start(4, 0, 2**19, 2**19, 10**6, FORGOTTEN), 1.0),
 }
 
