@@ -166,13 +166,14 @@ class AdaptiveLossScale(CheckedLossScale):
 
     needs_largest = True
     _state_type = AdaptiveState
-    _ascending = (*CheckedLossScale._ascending, ("min_level", "level", "max_level"))
     _checks = (
-        CheckedLossScale._checks
-        | dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
+        dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
         | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
+
+    def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
+        return (*super()._list_ascending(), ("min_level", "level", "max_level"))
 
     def init(self) -> Any:
         """Returns the initial `AdaptiveState`."""

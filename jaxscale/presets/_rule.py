@@ -83,7 +83,7 @@ class PresetLossScale(DynamicLossScale):
 
     def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
         if self.clamp == "never":
-            return self._ascending
+            return super()._list_ascending()
         return (("min_scale", "max_scale"),)
 
     def init(self) -> LossScaleState:
@@ -95,24 +95,21 @@ class PresetLossScale(DynamicLossScale):
             hysteresis_tracker=self.hysteresis,
         )
 
-    def _after_finite(self, state: LossScaleState) -> LossScaleState:
-        after = super()._after_finite(state)
+    def _move(
+        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+    ) -> Any:
+        after = super()._move(state, grads_finite, largest)
+        left = after.hysteresis_tracker
         if self.refill_on_finite:
-            full = jnp.full_like(after.hysteresis_tracker, self.hysteresis)
-            after = after._replace(hysteresis_tracker=full)
-        return after
-
-    def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
-        after = super()._after_nonfinite(state)
+            left = jnp.where(grads_finite, self.hysteresis, left)
         if self.refill_on_backoff:
-            left = after.hysteresis_tracker
-            refilled = jnp.where(left == 0, self.hysteresis, left)
-            after = after._replace(hysteresis_tracker=refilled)
-        delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
-        return after._replace(growth_tracker=delayed)
+            backed_off = ~grads_finite & (left == 0)
+            left = jnp.where(backed_off, self.hysteresis, left)
+        streak = jnp.where(grads_finite, after.growth_tracker, -self.growth_delay)
+        return after._replace(growth_tracker=streak, hysteresis_tracker=left)
 
-    def _grow(self, scale: jax.Array, factor: Any) -> jax.Array:
-        grown = scale * factor
+    def _grow(self, scale: jax.Array) -> jax.Array:
+        grown = scale * self.growth_factor
         at_bound = self.max_scale if self.clip_growth else scale
         grown = jnp.where(grown > self.max_scale, at_bound, grown)
         if self.clamp == "never":
