@@ -21,18 +21,18 @@ from .base import new_state
 from .spike_statistics import Statistics, measure, min_relative_std
 
 # How far from the mean a value that is not a spike may enter its window, in distances from the mean
-# to the threshold. Upwards this matters only while the window does not judge yet. For spikes in a
-# row, the limit grows by the same factor with each further one. If it did not, a new level that is
-# a million times as high would be skipped for so long that `jaxscale.check` would raise an error.
+# to the threshold. Upwards this matters only while the window does not judge yet.
 _CLIP_FACTOR = 5.0
+
+# The same for a spike that is not alone in its window, by the spikes in a row before it. If the
+# limit did not grow, a new level that is a million times as high would be skipped for so long that
+# `jaxscale.check` would raise an error. From the tenth spike in a row on, spikes enter as they are.
+# With a full default window their level is then accepted in 6 more steps, however high it is.
+_LIMITS_IN_ROW = (5.0, *(5.0**spikes for spikes in range(1, 9)), math.inf)
 
 # Values that are not judged yet are clipped from this many entries on, as an early spike would hide
 # others.
 _MIN_CLIP_HISTORY = 4
-
-# From this spike in a row on, spikes enter as they are. With a full default window their level is
-# then accepted in 6 more steps, however high it is.
-_FIRST_UNCLIPPED = 10
 
 _check_length = functools.partial(int32, least=2)
 _check_sigmas = limited(
@@ -199,16 +199,11 @@ class SpikeRule:
         It is a multiple of the distance from the mean to the threshold: 1 for a spike that is alone
         in its window, and inf for one that enters as it is.
         """
-        # The spikes in a row before the next one. From 9 on the limit is inf, so a higher number
-        # makes no difference, and would only make the power overflow.
-        spikes_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
-        grown = _CLIP_FACTOR ** spikes_before.astype(jnp.float32)
-        limit_in_row = jnp.maximum(_CLIP_FACTOR, grown)
-        is_clipped = spikes_before + 1 < _FIRST_UNCLIPPED
-        limit_in_row = jnp.where(is_clipped, limit_in_row, jnp.inf)
+        last = len(_LIMITS_IN_ROW) - 1
+        limits = jnp.array(_LIMITS_IN_ROW, jnp.float32)
+        in_row = limits[jnp.minimum(state.spike_count, last)]
         # For `cooldown` more steps, a spike is not alone in its window.
-        is_alone = state.cooldown == 0
-        return jnp.where(is_alone, 1.0, limit_in_row)
+        return jnp.where(state.cooldown == 0, 1.0, in_row)
 
     def _judge_value(
         self,
