@@ -167,7 +167,8 @@ class AdaptiveLossScale(CheckedLossScale):
     needs_largest = True
     _state_type = AdaptiveState
     _checks = (
-        dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
+        CheckedLossScale._checks
+        | dict.fromkeys(("init_scale", "min_scale", "max_scale"), _check_scale)
         | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
@@ -198,11 +199,11 @@ class AdaptiveLossScale(CheckedLossScale):
         after = tree_where(grads_finite, after_finite, self._after_overflow(now))
         # 2 to the power of the exponent, which is that of a normal number of float32.
         bits = (after.exponent + EXPONENT_BIAS) << MANTISSA_BITS
-        return AdaptiveState(
-            float_of_bits(bits),
-            *(logarithm.astype(jnp.float32) / _BINADE for logarithm in after[1:4]),
-            *after[4:],
+        logarithms = after.peak, after.level, after.crest
+        peak, level, crest = (
+            units.astype(jnp.float32) / _BINADE for units in logarithms
         )
+        return AdaptiveState(float_of_bits(bits), peak, level, crest, *after[4:])
 
     def _to_units(self, state: AdaptiveState) -> _Units:
         """Returns a state in integers, without numbers that no step writes.
