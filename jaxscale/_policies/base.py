@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -13,9 +13,8 @@ from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, sanitize_scale
-from .._trees.checks import Check, check_fields, int32, normal_float32, scalar_bool
-from .._trees.selection import tree_where
-from .checks import check_backoff_factor, check_growth_factor, check_largest
+from .._trees.checks import Check, check_fields, normal_float32, scalar_bool
+from .checks import check_largest
 
 
 class LossScale(abc.ABC):
@@ -133,28 +132,16 @@ def adjust_scale(
 class CheckedLossScale(LossScale):
     """A policy whose arguments are checked by name, and whose `adjust` checks what it gets.
 
-    A subclass is a frozen dataclass with a field `init_scale`. It defines `init`, and either
-    `_after_finite` and `_after_nonfinite`, the states after a step, or `_move`.
+    A subclass is a frozen dataclass with a field `init_scale`. It defines `init`, and `_move` in
+    the place of `adjust`.
     """
 
     init_scale: float
-    _after_finite: Callable[[Any], Any]
-    _after_nonfinite: Callable[[Any], Any]
     # The type of the states, and for each argument the function that checks it and returns it.
     _state_type: ClassVar[type] = LossScaleState
-    # Rows of arguments. In a row none may be above the next.
-    _ascending: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("min_scale", "init_scale", "max_scale"),
+    _checks: ClassVar[dict[str, Check]] = dict.fromkeys(
+        ("init_scale", "min_scale", "max_scale"), normal_float32
     )
-    _checks: ClassVar[dict[str, Check]] = {
-        "init_scale": normal_float32,
-        "min_scale": normal_float32,
-        "max_scale": normal_float32,
-        "growth_factor": check_growth_factor,
-        "backoff_factor": check_backoff_factor,
-        "growth_interval": int32,
-        "hysteresis": int32,
-    }
 
     def __post_init__(self) -> None:
         call = type(self).__name__
@@ -168,15 +155,8 @@ class CheckedLossScale(LossScale):
                 )
 
     def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
-        return self._ascending
-
-    def _grow(self: Any, scale: jax.Array, factor: Any) -> jax.Array:
-        grown = jnp.minimum(scale * factor, self.max_scale)
-        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
-
-    def _back_off(self: Any, scale: jax.Array) -> jax.Array:
-        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum
+        """Returns rows of arguments. In a row none may be above the next."""
+        return (("min_scale", "init_scale", "max_scale"),)
 
     def adjust(
         self,
@@ -194,13 +174,11 @@ class CheckedLossScale(LossScale):
         )
         return self._move(state, grads_finite, largest)
 
+    @abc.abstractmethod
     def _move(
         self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
         """Returns the next state, given one that is checked and whose scale is usable."""
-        after_finite = self._after_finite(state)
-        after_nonfinite = self._after_nonfinite(state)
-        return tree_where(grads_finite, after_finite, after_nonfinite)
 
 
 def new_state(kind: Any, **numbers: float) -> Any:

@@ -28,10 +28,9 @@ check_backoff_factor = limited(
 
 def check_largest(call: str, value: Any) -> jax.Array:
     """Returns the argument `largest` of a call as an `f32[]` array, or raises a `TypeError`."""
-    dtype = getattr(value, "dtype", None)
+    dtype = getattr(value, "dtype", float if isinstance(value, numbers.Real) else None)
     is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    is_scalar_array = is_floating and value.shape == ()
-    if not is_scalar_array and not isinstance(value, numbers.Real):
+    if not is_floating or getattr(value, "shape", ()):
         raise TypeError(
             f"`{call}(largest=...)` must be a floating scalar, the largest absolute value among "
             f"the gradients, got {describe_value(value)}. `update(state, grads)` finds it."

@@ -1,12 +1,16 @@
 """The default policy: a scale that grows after finite steps and backs off on overflows."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .._state.scale import LossScaleState
+from .._trees.checks import int32
 from .._trees.numbers import increment
 from .base import CheckedLossScale, new_state
+from .checks import check_backoff_factor, check_growth_factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,13 @@ class DynamicLossScale(CheckedLossScale):
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
+    _checks = CheckedLossScale._checks | {
+        "growth_factor": check_growth_factor,
+        "backoff_factor": check_backoff_factor,
+        "growth_interval": int32,
+        "hysteresis": int32,
+    }
+
     def init(self) -> LossScaleState:
         """Returns the initial state."""
         return new_state(
@@ -73,24 +84,26 @@ class DynamicLossScale(CheckedLossScale):
             hysteresis_tracker=self.hysteresis,
         )
 
-    def _after_finite(self, state: LossScaleState) -> LossScaleState:
+    def _move(
+        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+    ) -> Any:
         streak = increment(state.growth_tracker)
-        grows = streak >= self.growth_interval
-        grown = self._grow(state.loss_scale, self.growth_factor)
+        grows = grads_finite & (streak >= self.growth_interval)
+        left = jnp.maximum(state.hysteresis_tracker, 1) - 1
+        backs_off = ~grads_finite & (left == 0)
+        scale = state.loss_scale
+        lower = jnp.where(backs_off, self._back_off(scale), scale)
+        left = jnp.where(grads_finite, state.hysteresis_tracker, left)
         return LossScaleState(
-            loss_scale=jnp.where(grows, grown, state.loss_scale),
-            growth_tracker=jnp.where(grows, 0, streak),
-            hysteresis_tracker=jnp.where(
-                grows, self.hysteresis, state.hysteresis_tracker
-            ),
+            loss_scale=jnp.where(grows, self._grow(scale), lower),
+            growth_tracker=jnp.where(grads_finite & ~grows, streak, 0),
+            hysteresis_tracker=jnp.where(grows, self.hysteresis, left),
         )
 
-    def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
-        num_left = jnp.maximum(state.hysteresis_tracker, 1) - 1
-        backs_off = num_left == 0
-        lower = self._back_off(state.loss_scale)
-        return LossScaleState(
-            loss_scale=jnp.where(backs_off, lower, state.loss_scale),
-            growth_tracker=jnp.zeros_like(state.growth_tracker),
-            hysteresis_tracker=num_left,
-        )
+    def _grow(self, scale: jax.Array) -> jax.Array:
+        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
+        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
+
+    def _back_off(self, scale: jax.Array) -> jax.Array:
+        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum

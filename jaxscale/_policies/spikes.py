@@ -8,34 +8,40 @@ value then enters the window, clipped if it is far out, so that one spike does n
 import dataclasses
 import functools
 import math
-import numbers
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._state.optimizer import SPIKE_WINDOWS, SpikeState
-from .._trees.checks import check_fields, int32
+from .._trees.checks import check_fields, finite_number, int32, limited
 from .._trees.numbers import increment, increment_if
 from .._trees.selection import tree_where
 from .base import new_state
 from .spike_statistics import Statistics, measure, min_relative_std
 
 # How far from the mean a value that is not a spike may enter its window, in distances from the mean
-# to the threshold. Upwards this matters only while the window does not judge yet. For spikes in a
-# row, the limit grows by the same factor with each further one. If it did not, a new level that is
-# a million times as high would be skipped for so long that `jaxscale.check` would raise an error.
+# to the threshold. Upwards this matters only while the window does not judge yet.
 _CLIP_FACTOR = 5.0
+
+# The same for a spike that is not alone in its window, by the spikes in a row before it. If the
+# limit did not grow, a new level that is a million times as high would be skipped for so long that
+# `jaxscale.check` would raise an error. From the tenth spike in a row on, spikes enter as they are.
+# With a full default window their level is then accepted in 6 more steps, however high it is.
+_LIMITS_IN_ROW = (5.0, *(5.0**spikes for spikes in range(1, 9)), math.inf)
 
 # Values that are not judged yet are clipped from this many entries on, as an early spike would hide
 # others.
 _MIN_CLIP_HISTORY = 4
 
-# From this spike in a row on, spikes enter as they are. With a full default window their level is
-# then accepted in 6 more steps, however high it is.
-_FIRST_UNCLIPPED = 10
-
 _check_length = functools.partial(int32, least=2)
+_check_sigmas = limited(
+    finite_number,
+    lambda sigmas: 0 < sigmas <= 1e6,
+    "be above 0 and at most 1e6",
+    " It is how many standard deviations above the mean a step may stand: pass 6.0, or leave "
+    "`spikes` out to skip no finite step.",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,20 +109,15 @@ class SpikeRule:
       False
 
     References:
-      OLMo-core's `SkipStepOptimizer`, whose rule `jaxscale.presets.olmo` has, with the differences
-      that are listed there. In that rule spikes enter the windows unclipped.
+      OLMo-core's `SkipStepOptimizer`. In that rule spikes enter the windows unclipped.
     """
 
     window: int = 128
     sigmas: float = 6.0
     min_history: int | None = None
 
-    # Whether windows are guarded against constant entries and against spikes that hide others, and
-    # whether norms of 0 and inf are treated apart.
-    _is_guarded: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
-        check_fields(self, {"window": _check_length, "sigmas": check_sigmas})
+        check_fields(self, {"window": _check_length, "sigmas": _check_sigmas})
         if self.min_history is None:
             return
         check_fields(self, {"min_history": _check_length})
@@ -168,18 +169,14 @@ class SpikeRule:
             )
             is_spike |= is_high
 
-        counts = jnp.asarray(finite)  # whether the step is judged, and enters the state
-        norm_overflows = jnp.zeros((), jnp.bool_)
-        if self._is_guarded:
-            # A step whose norm is 0 offers nothing to learn from, and would distort the judgement
-            # of later steps.
-            counts &= jnp.asarray(grad_norm) != 0
-            # A step whose norm is inf would set Adam's second moment to inf for good.
-            norm_overflows = ~jnp.isfinite(grad_norm)
-            is_spike |= norm_overflows
+        # A step whose norm is inf would set Adam's second moment to inf for good.
+        norm_overflows = ~jnp.isfinite(grad_norm)
+        is_spike |= norm_overflows
         next_state = self._count_step(next_state, is_spike, norm_overflows)
-        is_skipped = is_spike & counts
-        return is_skipped, tree_where(counts, next_state, state)
+        # A step whose norm is 0 offers nothing to learn from, and would distort the judgement of
+        # later steps.
+        counts = jnp.asarray(finite) & (jnp.asarray(grad_norm) != 0)
+        return is_spike & counts, tree_where(counts, next_state, state)
 
     def _count_step(
         self, state: SpikeState, is_spike: jax.Array, norm_overflows: jax.Array
@@ -202,16 +199,11 @@ class SpikeRule:
         It is a multiple of the distance from the mean to the threshold: 1 for a spike that is alone
         in its window, and inf for one that enters as it is.
         """
-        # The spikes in a row before the next one. From 9 on the limit is inf, so a higher number
-        # makes no difference, and would only make the power overflow.
-        spikes_before = jnp.minimum(state.spike_count, _FIRST_UNCLIPPED - 1)
-        grown = _CLIP_FACTOR ** spikes_before.astype(jnp.float32)
-        limit_in_row = jnp.maximum(_CLIP_FACTOR, grown)
-        is_clipped = spikes_before + 1 < _FIRST_UNCLIPPED
-        limit_in_row = jnp.where(is_clipped, limit_in_row, jnp.inf)
+        last = len(_LIMITS_IN_ROW) - 1
+        limits = jnp.array(_LIMITS_IN_ROW, jnp.float32)
+        in_row = limits[jnp.minimum(state.spike_count, last)]
         # For `cooldown` more steps, a spike is not alone in its window.
-        is_alone = state.cooldown == 0
-        return jnp.where(is_alone, 1.0, limit_in_row)
+        return jnp.where(state.cooldown == 0, 1.0, in_row)
 
     def _judge_value(
         self,
@@ -240,19 +232,16 @@ class SpikeRule:
         min_history = self.min_history
         if min_history is None:
             min_history = max(2, self.window // 2)
-        is_judged = statistics.num_finite >= min_history
-        entry = value
-        if self._is_guarded:
-            # Equal entries would make any other value a spike.
-            std = jnp.maximum(std, min_relative_std(dtype) * jnp.abs(mean))
-            distance_to_threshold = self.sigmas * std
-            # Zeros alone do not say how large a value may be.
-            is_judged &= distance_to_threshold > 0
-            entry = _clip_entry(
-                value, scaled, statistics, distance_to_threshold, is_judged, spike_limit
-            )
+        # Equal entries would make any other value a spike.
+        std = jnp.maximum(std, min_relative_std(dtype) * jnp.abs(mean))
+        distance_to_threshold = self.sigmas * std
+        # Zeros alone do not say how large a value may be.
+        is_judged = (statistics.num_finite >= min_history) & (distance_to_threshold > 0)
+        entry = _clip_entry(
+            value, scaled, statistics, distance_to_threshold, is_judged, spike_limit
+        )
 
-        threshold = mean + self.sigmas * std
+        threshold = mean + distance_to_threshold
         is_spike = is_judged & (scaled > threshold)
         # The norm of finite gradients may be inf. A window that holds it could judge nothing.
         enters = jnp.isfinite(value)
@@ -301,13 +290,6 @@ def _clip_entry(
     return jnp.where(is_clipped, clipped * statistics.unit, value)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OlmoSpikeRule(SpikeRule):
-    """OLMo's rule, without the guards that `SpikeRule` adds: see `jaxscale.presets.olmo`."""
-
-    _is_guarded: ClassVar[bool] = False
-
-
 def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
     """Returns the argument `spikes` of a call, or raises a `TypeError` if it is not a rule."""
     if spikes is None or isinstance(spikes, SpikeRule):
@@ -315,17 +297,4 @@ def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
     raise TypeError(
         f"`{call}(spikes=...)` must be a `SpikeRule` or None, got {spikes!r}. Pass "
         "`spikes=jaxscale.SpikeRule()` for the default rule."
-    )
-
-
-def check_sigmas(call: str, name: str, sigmas: Any) -> float:
-    """Returns a number of standard deviations as a Python float, or raises an error."""
-    is_number = isinstance(sigmas, numbers.Real)
-    if is_number and not isinstance(sigmas, bool) and 0 < float(sigmas) <= 1e6:
-        return float(sigmas)
-    error = ValueError if is_number else TypeError
-    raise error(
-        f"`{call}({name}=...)` must be a number above 0 and at most 1e6, got {sigmas!r}. It is "
-        "how many standard deviations above the mean a step may stand: pass 6.0, or leave "
-        "`spikes` out to skip no finite step."
     )

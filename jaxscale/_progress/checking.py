@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._policies.adaptive_units import UNSEEN
+from .._policies.adaptive import UNSEEN
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
@@ -69,7 +69,8 @@ def check(
         - The loss scale decays: it is below 2**15 with a `backoff_count` of 6 or more, or an
           `AdaptiveLossScale` has made more and more room for gradients that never came. With
           `max_norm` or `spikes` the text says whether the gradients themselves have grown. A policy
-          that raises its scale in every finite step, such as `presets.chainer()`, never decays.
+          that raises its scale in every finite step, such as
+          `DynamicLossScale(growth_interval=1)`, never decays.
         - The scale may be useless: it has grown to 2**24 or more after 10,000 steps, none of which
           overflowed. (From 2**15, the default policy gets there after 18,000.) A scale that follows
           the gradients gives no such warning.

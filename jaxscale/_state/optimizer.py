@@ -6,24 +6,9 @@ import jax
 import numpy as np
 import optax
 
-from .releases import upgrades
 from .scale import LossScaleState
 
 
-def _of_0_2(fields: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the fields of a `LossScaledState`, given those, or the 13 that 0.2 had."""
-    # The eleventh then was `spikes`, and since then is a number.
-    is_old = len(fields) == 13 and (
-        fields[10] is None or hasattr(fields[10], "_fields")
-    )
-    if not is_old:
-        return fields
-    skip_rate = np.float32(0)
-    row_notfinite_loss = np.int32(0)
-    return (*fields[:10], skip_rate, row_notfinite_loss, *fields[10:])
-
-
-@upgrades(_of_0_2)
 class LossScaledState(NamedTuple):
     """The state that `loss_scaled` carries from one step to the next.
 
@@ -145,12 +130,6 @@ class MultiStepsState(NamedTuple):
     divisor: Any = np.int32(0)  # i32[]
 
 
-def _of_today(fields: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the fields that a `SpikeState` has, given those that it has or had."""
-    return fields[: len(SpikeState._fields)]
-
-
-@upgrades(_of_today)
 class SpikeState(NamedTuple):
     """The state that a `jaxscale.SpikeRule` carries from one step to the next.
 

@@ -28,8 +28,6 @@ _UNMOVED_FIELDS = {"loss_scale": 1, "growth_tracker": 0, "hysteresis_tracker": 0
 # Fields of our own states that have no default: the optimizer's states, and the number of
 # micro-batches in an accumulator, which cannot be read without it.
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
-# The names of fields in version 0.1, and what they are called now.
-_RENAMED = {"grads_finite": "step_applied"}
 # A message names at most this many leaves.
 _MOST_PATHS = 5
 
@@ -192,7 +190,6 @@ def _restore(
     is_other = bool(values) and values.keys().isdisjoint(children)
     is_own = _is_own(node) and not is_other
     if is_own:
-        values = {_RENAMED.get(name, name): value for name, value in values.items()}
         if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
             values["scaling"] = None  # so that the target's stays
         if path == "" and is_policy_state(node) and _scaled_nothing(values, {}):

@@ -1,4 +1,4 @@
-"""The rules of other loss scalers under their own argument names, and what they saved.
+"""The rules of other loss scalers under their own argument names.
 
 If you come from another loss scaler, keep the behaviour with which your run was tuned:
 `jaxscale.loss_scaled(optimizer, jaxscale.presets.torch(growth_interval=500))`. Each function takes
@@ -11,24 +11,23 @@ error names the argument as the library does.
 >>> presets.flax(growth_interval=2000).growth_interval  # Flax counts one less than it takes
 2001
 
-The tests replay, step by step, what 30 versions of these scalers did.
+The tests replay, step by step, what 14 versions of these scalers did.
 
 Arguments have the names and defaults of the library. Docstrings explain those that are not here:
 
-- `init_scale`, `initial_scale`, `init_loss_scale`, `initial_loss_scale`, `init_loss_scaling`,
-  `loss_scale`, `loss_scale_value`, `loss_scaling`, `scale_value`, `scaler`, `scale`: the scale of
-  the first step;
-- `growth_interval`, `scale_window`, `incr_every_n_steps`, `dynamic_growth_steps`, `period`,
-  `step_window`: how many finite steps in a row it takes to grow;
+- `init_scale`, `initial_scale`, `init_loss_scale`, `initial_loss_scale`, `loss_scale`, `scale`:
+  the scale of the first step;
+- `growth_interval`, `scale_window`, `incr_every_n_steps`, `dynamic_growth_steps`, `period`: how
+  many finite steps in a row it takes to grow;
 - `growth_factor`, `incr_ratio`: the scale is multiplied by this when it grows;
 - `backoff_factor`, `decr_ratio`: the scale is multiplied by this when it backs off;
-- `factor`, `scale_factor`, `step_factor`, `multiplier`, `adjust_factor`: a growth multiplies the
-  scale by this, and a backoff divides it;
-- `min_scale`, `minimum_scale`, `min_loss_scale`, `scale_min`: a backoff ends at least here; `None`
-  and 0 mean no minimum;
+- `factor`, `scale_factor`, `multiplier`: a growth multiplies the scale by this, and a backoff
+  divides it;
+- `min_scale`, `minimum_scale`, `min_loss_scale`: a backoff ends at least here; `None` and 0 mean no
+  minimum;
 - `hysteresis`, `delayed_shift`, `decr_every_n_nan_or_inf`: how many non-finite steps it takes to
   back off;
-- `enable`, `enabled`: if it is `False`, nothing is scaled.
+- `enabled`: if it is `False`, nothing is scaled.
 
 A preset has the rule of its library, but not these defects. If no test is named, the traces in
 `tests/presets/traces` show them:
@@ -36,85 +35,45 @@ A preset has the rule of its library, but not these defects. If no test is named
 ===================================  ==================================================
 library                              defect
 ===================================  ==================================================
-PyTorch, Keras 3, Paddle, jaxamp     no floor: the scale reaches 0 (tag
+PyTorch, Keras 3                     no floor: the scale reaches 0 (tag
                                      `subnormal_or_zero`), and NaN is applied
-Keras 3, Megatron-LM, Paddle,        no cap: the scale becomes inf and stays (tag
-MindSpore, MindFormers, jaxamp       `nonfinite_scale`)
+Keras 3, Megatron-LM                 no cap: the scale becomes inf and stays (tag
+                                     `nonfinite_scale`)
 Flax, PyTorch, Keras 3, Apex         a counter restored beyond the interval never grows
                                      (tag `restored`); here it does at once:
                                      `test_a_tracker_restored_beyond_the_interval_grows_at_once`
 jmp                                  the minimum is lost in any `jit` (mode `jit`)
-MPX                                  gradients are unscaled by the next scale, not by that
-                                     of their own step
-DeepSpeed, fairseq, MindSpore        raise at the floor or after many skips; here
-                                     `jaxscale.check` does, if it is called
-OpenSeq2Seq's LogMax                 the units of a non-finite step, and NaN after an
-                                     all-zero gradient (see `openseq2seq_logmax`)
+DeepSpeed                            raises at the floor; here `jaxscale.check` does, if it
+                                     is called
 `optax.apply_if_finite`              applies the NaN in the end; here no step does:
                                      `test_steps_are_skipped_as_in_optax`
 ===================================  ==================================================
 
-Two presets keep a defect, because it is part of the rule: the caps of `flax` and `mpx` are not
-powers of two, so a scale that has reached its cap rounds what it scales. The cap of
-`jaxscale.DynamicLossScale` is a power of two.
+One preset keeps a defect, because it is part of the rule: the cap of `flax` is not a power of two,
+so a scale that has reached it rounds what it scales. The cap of `jaxscale.DynamicLossScale` is a
+power of two.
 
-`olmo` is not a policy but a rule for spikes, a `jaxscale.SpikeRule` to pass as `spikes=`. Its
-docstring says which defects of OLMo-core it leaves out.
-
-The functions `from_...` read what a library saved, or its scaler object. They return a policy and a
-state; put the state in place with `opt_state._replace(scaling=state)`. Other input raises a
-`ValueError` or a `TypeError`.
+What a library saved of its scale is read in three lines, which the page *Coming from PyTorch AMP*
+has.
 """
 
-from .._policies.gradual import GradualLossScale, GradualState
-from .._policies.logmax import LogMaxLossScale, LogMaxState
-from .._policies.tolerance import ToleranceLossScale, ToleranceState
-from .._policies.window import WindowLossScale, WindowState
-from ._jax_scalers import flax, jamp, jaxamp, jmp, mpx
-from ._mindspore_paddle_chainer import (
-    chainer,
-    mindformers,
-    mindspore,
-    mindspore_cell,
-    mindspore_manager,
-    paddle,
-    paddle_op,
-)
 from ._rule import PresetLossScale
-from ._saved import (
-    from_flax,
-    from_jmp,
-    from_keras,
-    from_tensorflow,
-    from_torch,
-    to_torch,
-)
-from ._tensorflow import (
-    keras,
-    openseq2seq_backoff,
-    openseq2seq_logmax,
-    tensorflow,
-    tensorflow_contrib,
-    tf_keras,
-)
-from ._torch import (
+from ._systems import (
     apex,
     apex_fp16_utils,
     apex_hysteresis,
-    colossalai,
     deepspeed,
-    fairseq,
+    flax,
+    jmp,
+    keras,
     megatron,
-    olmo,
+    tensorflow,
+    tensorflow_contrib,
+    tf_keras,
     torch,
 )
 
 __all__ = [
-    "GradualLossScale", "GradualState", "LogMaxLossScale", "LogMaxState", "PresetLossScale",
-    "ToleranceLossScale", "ToleranceState", "WindowLossScale", "WindowState", "apex",
-    "apex_fp16_utils", "apex_hysteresis", "chainer", "colossalai", "deepspeed", "fairseq", "flax",
-    "from_flax", "from_jmp", "from_keras", "from_tensorflow", "from_torch", "jamp", "jaxamp", "jmp",
-    "keras", "megatron", "mindformers", "mindspore", "mindspore_cell", "mindspore_manager", "mpx",
-    "olmo", "openseq2seq_backoff", "openseq2seq_logmax", "paddle", "paddle_op", "tensorflow",
-    "tensorflow_contrib", "tf_keras", "to_torch", "torch",
+    "PresetLossScale", "apex", "apex_fp16_utils", "apex_hysteresis", "deepspeed", "flax", "jmp",
+    "keras", "megatron", "tensorflow", "tensorflow_contrib", "tf_keras", "torch",
 ]  # fmt: skip

@@ -52,8 +52,7 @@ class PresetLossScale(DynamicLossScale):
         stays, which keeps it a power of two even if `max_scale` is not one.
       clamp: when a scale outside the bounds is brought back. `"never"`: a growth never lowers it
         and a backoff never raises it. `"moves"`: a growth ends at most at `max_scale` and a backoff
-        at least at `min_scale`, even if that lowers or raises it. `"steps"`: every step ends
-        between the bounds. With the last two, `init_scale` may lie outside.
+        at least at `min_scale`, even if that lowers or raises it, and `init_scale` may lie outside.
 
     Example:
       >>> import jax.numpy as jnp
@@ -79,12 +78,12 @@ class PresetLossScale(DynamicLossScale):
         "refill_on_finite": _SWITCH,
         "refill_on_backoff": _SWITCH,
         "clip_growth": _SWITCH,
-        "clamp": functools.partial(one_of, choices=("never", "moves", "steps")),
+        "clamp": functools.partial(one_of, choices=("never", "moves")),
     }
 
     def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
         if self.clamp == "never":
-            return self._ascending
+            return super()._list_ascending()
         return (("min_scale", "max_scale"),)
 
     def init(self) -> LossScaleState:
@@ -97,32 +96,20 @@ class PresetLossScale(DynamicLossScale):
         )
 
     def _move(
-        self, state: LossScaleState, grads_finite: jax.Array, largest: jax.Array | None
-    ) -> LossScaleState:
+        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+    ) -> Any:
         after = super()._move(state, grads_finite, largest)
-        if self.clamp == "steps":
-            scale = jnp.clip(after.loss_scale, self.min_scale, self.max_scale)
-            after = after._replace(loss_scale=scale)
-        return after
-
-    def _after_finite(self, state: LossScaleState) -> LossScaleState:
-        after = super()._after_finite(state)
+        left = after.hysteresis_tracker
         if self.refill_on_finite:
-            full = jnp.full_like(after.hysteresis_tracker, self.hysteresis)
-            after = after._replace(hysteresis_tracker=full)
-        return after
-
-    def _after_nonfinite(self, state: LossScaleState) -> LossScaleState:
-        after = super()._after_nonfinite(state)
+            left = jnp.where(grads_finite, self.hysteresis, left)
         if self.refill_on_backoff:
-            left = after.hysteresis_tracker
-            refilled = jnp.where(left == 0, self.hysteresis, left)
-            after = after._replace(hysteresis_tracker=refilled)
-        delayed = jnp.full_like(after.growth_tracker, -self.growth_delay)
-        return after._replace(growth_tracker=delayed)
+            backed_off = ~grads_finite & (left == 0)
+            left = jnp.where(backed_off, self.hysteresis, left)
+        streak = jnp.where(grads_finite, after.growth_tracker, -self.growth_delay)
+        return after._replace(growth_tracker=streak, hysteresis_tracker=left)
 
-    def _grow(self, scale: jax.Array, factor: Any) -> jax.Array:
-        grown = scale * factor
+    def _grow(self, scale: jax.Array) -> jax.Array:
+        grown = scale * self.growth_factor
         at_bound = self.max_scale if self.clip_growth else scale
         grown = jnp.where(grown > self.max_scale, at_bound, grown)
         if self.clamp == "never":
@@ -138,30 +125,22 @@ class PresetLossScale(DynamicLossScale):
 
 # What libraries call the arguments of `PresetLossScale`.
 _NAMES = {
-    "init_scale": """initial_scale init_loss_scale initial_loss_scale init_loss_scaling loss_scale
-        loss_scale_value loss_scaling scale_value scaler scale scale_max""",
+    "init_scale": "initial_scale init_loss_scale initial_loss_scale loss_scale scale",
     "growth_factor": "incr_ratio",
     "backoff_factor": "decr_ratio",
-    "growth_interval": """scale_window incr_every_n_steps dynamic_growth_steps period step_window
-        increment_period patience""",
+    "growth_interval": """scale_window incr_every_n_steps dynamic_growth_steps period
+        increment_period""",
     "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
     "refill_on_finite": "consecutive_hysteresis",
-    "min_scale": "scale_min min_loss_scaling",
     "max_scale": "max_loss_scale",
 }
 _FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
 # A factor by which a growth multiplies, and a backoff divides.
-_FACTORS = ("factor", "scale_factor", "step_factor", "multiplier", "adjust_factor")
+_FACTORS = ("factor", "scale_factor", "multiplier")
 # A minimum that may be `None` or 0.
 _FLOORS = ("min_loss_scale", "minimum_scale")
 # What a preset reads itself, or ignores.
-_SWITCHES = (
-    "enabled",
-    "enable",
-    "dynamic",
-    "use_dynamic_loss_scaling",
-    "raise_error_at_min_scale",
-)
+_SWITCHES = ("enabled", "dynamic", "raise_error_at_min_scale")
 
 _Preset = TypeVar("_Preset", bound=Callable[..., LossScale])
 

@@ -351,9 +351,8 @@ SHARDED = {"in": P(None, "model"), "bias": P("model"), "out": P("model")}
 LAYOUTS = {
     "data parallel": ({"in": P(), "bias": P(), "out": P()}, P(("data", "model"))),
     "sharded": (SHARDED, P("data")),
+    "explicit": (SHARDED | {"out": P()}, P()),
 }
-if hasattr(jax, "set_mesh"):  # since JAX 0.7
-    LAYOUTS["explicit"] = SHARDED | {"out": P()}, P()
 
 
 @pytest.fixture

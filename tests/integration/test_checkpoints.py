@@ -43,8 +43,7 @@ DYNAMIC = jaxscale.DynamicLossScale(growth_interval=2)
 OPTIMIZERS = {
     "dynamic": jaxscale.loss_scaled(ADAM, DYNAMIC),
     "adaptive": jaxscale.loss_scaled(ADAM, "adaptive"),
-    "fairseq": jaxscale.loss_scaled(ADAM, presets.fairseq(scale_window=3)),
-    "logmax": jaxscale.loss_scaled(ADAM, presets.openseq2seq_logmax()),
+    "deepspeed": jaxscale.loss_scaled(ADAM, presets.deepspeed(scale_window=3)),
     "no scale": jaxscale.skip_nonfinite(ADAM),
     "accumulated": jaxscale.multi_steps(jaxscale.loss_scaled(ADAM), 2),
     "windows dropped": jaxscale.multi_steps(ADAM, 2, drop="window"),

@@ -118,10 +118,6 @@ CASES = {
             "as `spikes=`"
         ),
     ),
-    "a preset for spikes as the loss scale": (
-        lambda: loss_scaled(SGD, presets.olmo()),
-        "TypeError: `loss_scaled(loss_scale= ... pass it as `spikes=`",
-    ),
     "a preset that was not called": (
         lambda: loss_scaled(SGD, presets.torch),
         (

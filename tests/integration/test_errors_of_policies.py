@@ -124,34 +124,6 @@ CASES = {
         lambda: jaxscale.DynamicLossScale().adjust(SCALING, jnp.array([True])),
         "TypeError: bool[1]",
     ),
-    "a state of ours for PyTorch's": (
-        lambda: presets.from_torch(OPT_STATE),
-        (
-            "TypeError: `presets.from_torch(state_dict)` must be a dict, got "
-            "LossScaledState. Pass ... state_dict() ... from_state_dict"
-        ),
-    ),
-    "a state of ours for Keras'": (
-        lambda: presets.from_keras(OPT_STATE),
-        (
-            "TypeError: `presets.from_keras(config)` must be a dict, got "
-            "LossScaledState. Pass what `get_config"
-        ),
-    ),
-    "a state of ours for TensorFlow's": (
-        lambda: presets.from_tensorflow(OPT_STATE),
-        (
-            "TypeError: `presets.from_tensorflow(config)` must be a dict, got "
-            "LossScaledState"
-        ),
-    ),
-    "a state of ours for Flax'": (
-        lambda: presets.from_flax(OPT_STATE),
-        (
-            "TypeError: `presets.from_flax` got a LossScaledState, which has no "
-            "growth_factor ... Pass the scaler"
-        ),
-    ),
 }
 
 
@@ -160,10 +132,7 @@ def test_bad_input(name):
     assert_says(*CASES[name])
 
 
-OWN = POLICIES | {
-    "tolerance": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-}
+OWN = POLICIES | {"preset": presets.torch()}
 GRADS = {"w": W}
 FINITE = jnp.array(True)
 each_policy = cases("name", OWN, fast=["dynamic", "adaptive"])
@@ -205,7 +174,7 @@ def test_a_policy_says_what_its_state_is(name):
     policy = OWN[name]
     state = policy.init()
     expected = "LossScaleState"
-    other = OWN["tolerance"].init()
+    other = OWN["adaptive"].init()
     if not isinstance(state, jaxscale.LossScaleState) and name != "noop":
         expected = type(state).__name__
         other = OWN["dynamic"].init()

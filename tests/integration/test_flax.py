@@ -26,7 +26,7 @@ from tables import (
 from training import amplified
 
 import jaxscale
-from jaxscale import diagnostics, presets
+from jaxscale import diagnostics
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -417,11 +417,7 @@ def holds_variables(tree):
     return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
 
 
-OWN = POLICIES | {
-    "tolerance": presets.fairseq(),
-    "logmax": presets.openseq2seq_logmax(),
-}
-OWN |= dict.fromkeys(("window", "window of Optax"), POLICIES["dynamic"])
+OWN = POLICIES | dict.fromkeys(("window", "window of Optax"), POLICIES["dynamic"])
 INNER = {name: optax.sgd(0.1, momentum=0.5) for name in OWN}
 INNER["window of Optax"] = optax.MultiSteps(ADAM, 2)
 TXS = {n: jaxscale.loss_scaled(INNER[n], OWN[n], track_leaves=True) for n in OWN}
@@ -487,7 +483,6 @@ CALLS = WHOLE | {  # of the state alone
     ),
 }
 OF_ONE_POLICY = {  # as there is only that rule, and as it is slow
-    "to_torch": lambda n, s: presets.to_torch(OWN[n], s.scaling),
     "trace": lambda n, s: {str(diagnostics.trace(jnp.sum, s)(X)): 0},
 }
 

@@ -515,14 +515,12 @@ def test_axes_of_devices_are_known():
         axes.append(_jax.axes_of_devices())
         return x
 
-    # Before JAX 0.8 the named axis of a `vmap` is among them.
-    named = ("v",) if jax.__version_info__ < (0, 8) else ()
     jax.jit(look)(jnp.ones(2))
     jax.jit(jax.vmap(look, axis_name="v"))(jnp.ones(2))
     jax.jit(jax.vmap(look))(jnp.ones(2))
     jax.jit(on_one_device(look))(X)
     jax.pmap(look, axis_name="p")(jnp.ones(jax.device_count()))
-    assert axes == [(), named, (), ("i",), ("p",)]
+    assert axes == [(), (), (), ("i",), ("p",)]
 
 
 def test_axes_that_vary_are_known():

@@ -1,6 +1,6 @@
 """The rule for spikes: which steps it skips.
 
-Decisions are those of a reference in float64, and of OLMo-core. Numbers agree only up to rounding,
+Decisions are those of a reference in float64. Numbers agree only up to rounding,
 as sums of 128 entries in float32 are rounded. Where a stream is scaled by a power of two,
 arithmetic is exact, and bits are compared.
 """
@@ -16,7 +16,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from spike_reference import ReferenceRule
 from spike_runs import (
-    OLMO,
     STREAMS,
     TESTS,
     judge_all,
@@ -26,7 +25,7 @@ from spike_runs import (
 )
 from tables import assert_same_bits, avals, cases
 
-from jaxscale import SpikeRule, presets
+from jaxscale import SpikeRule
 
 RECORDED = TESTS / "benchmarks" / "results" / "spikes-cpu.json"
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
@@ -173,28 +172,6 @@ def test_recorded_runs_are_judged_as_by_the_reference():
     assert num_spikes > 10
 
 
-# OLMo-core lets steps that are not finite into its windows; this rule does not. So only runs are
-# replayed in which OLMo-core saw finite steps alone. In some of them ("only finite") the other
-# steps had been cut out of the stream first. Here they stay in it, and must change nothing.
-OLMO_RUNS = {case["id"]: case for case in OLMO["cases"] if all(case["finite"])}
-
-
-@cases("name", OLMO_RUNS, fast=["not finite, 128, 6, only finite"])
-def test_the_preset_decides_as_olmo_did(name):
-    run = OLMO_RUNS[name]
-    # A skipped step has a factor of 0.
-    expected = [factor == 0 for factor in run["step_factor"]]
-    if run["config"]["rolling_interval_length"] < 6:
-        # OLMo-core judges from half a window on. If that is 2 steps or fewer, it judges the second
-        # by the deviation of one number, which is NaN, and always skips it. The preset does not.
-        expected[1] = False
-    losses, norms = STREAMS[run["seq"]]
-    is_finite = np.isfinite(losses) & np.isfinite(norms)
-    is_spike, _ = judge_all(presets.olmo(**run["config"]), losses, norms)
-    assert is_spike[is_finite].tolist() == expected
-    assert not is_spike[~is_finite].any()
-
-
 # What the docstring of `SpikeRule` says.
 
 
@@ -259,18 +236,6 @@ def test_a_step_that_says_nothing_leaves_no_trace(name):
     is_spike, next_state = judge_one(rule, state, *WITHOUT_TRACE[name])
     assert not is_spike
     assert_same_bits(next_state, state)
-
-
-def test_for_olmo_a_norm_that_overflows_is_not_a_spike_in_the_first_step():
-    olmo = presets.olmo()
-    is_spike, _ = judge_one(olmo, olmo.init(), 1, math.inf)
-    assert not is_spike
-
-
-def test_for_olmo_a_norm_of_0_enters_the_window():
-    olmo = presets.olmo()
-    _, state = judge_one(olmo, olmo.init(), 0, 0)
-    assert state.norm_count == 1
 
 
 # Fields that a step without a loss does not touch.

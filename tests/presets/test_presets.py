@@ -1,21 +1,14 @@
-"""The presets: the defaults of each library, what is rejected, and what a library saved."""
+"""The presets: the defaults of each library, and what is rejected."""
 
 import inspect
-import itertools
-import json
 import pathlib
 import re
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import jmp
-import numpy as np
 import pytest
-from flax.training import dynamic_scale
-from tables import assert_same_bits, avals, cases
+from tables import cases
 
 import jaxscale
 from jaxscale import presets
@@ -23,16 +16,7 @@ from jaxscale import presets
 # The arguments that a library requires, and the defaults that it documents for the others.
 REQUIRED = {
     "tensorflow_contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
-    "jamp": {"loss_scale": 2.0**15},
     "jmp": {"loss_scale": 2.0**15},
-    "mpx": {"loss_scaling": 2.0**15, "min_loss_scaling": 1.0},
-    "mindspore": {"scale_value": 2.0**10, "scale_factor": 2, "scale_window": 50},
-    "mindspore_cell": {
-        "loss_scale_value": 2.0**12,
-        "scale_factor": 2,
-        "scale_window": 1000,
-    },
-    "mindformers": {"loss_scale_value": 2.0**12, "scale_factor": 2, "scale_window": 20},
 }
 # By name, the exponent of the first scale and these fields.
 FIELDS = "growth_factor backoff_factor growth_interval hysteresis min_scale max_scale"
@@ -44,26 +28,12 @@ DEFAULTS = {
     "keras": (15, 2, 0.5, 2000, 1, LOW, HIGH),
     "torch": (16, 2, 0.5, 2000, 1, LOW, HIGH),
     "flax": (16, 2, 0.5, 2001, 1, LOW, HIGH),
-    "jamp": (15, 2, 0.5, 2000, 1, 1, HIGH),
-    "jaxamp": (15, 2, 0.5, 2001, 1, LOW, HIGH),
     "jmp": (15, 2, 0.5, 2000, 1, 1, HIGH),
-    "mpx": (15, 2, 0.5, 2000, 1, 1, 65504),
     "apex": (16, 2, 0.5, 2000, 1, LOW, 2.0**24),
     "apex_fp16_utils": (32, 2, 0.5, 1000, 1, 1, HIGH),
     "apex_hysteresis": (16, 2, 0.5, 2000, 1, LOW, HIGH),
     "megatron": (32, 2, 0.5, 1000, 2, 1, HIGH),
     "deepspeed": (32, 2, 0.5, 1000, 1, 1, HIGH),
-    "colossalai": (16, 2, 0.5, 1000, 2, LOW, HIGH),
-    "fairseq": (15, 2, 0.5, 2000, None, 1e-4, HIGH),
-    "paddle": (16, 2, 0.5, 2000, 1, LOW, HIGH),
-    "paddle_op": (15, 2, 0.8, 1000, 2, 1, HIGH),
-    "mindspore": (10, 2, 0.5, 50, 1, 1, HIGH),
-    "mindspore_cell": (12, 2, 0.5, 1000, 1, 1, HIGH),
-    "mindspore_manager": (24, 2, 0.5, 2000, 1, 1, HIGH),
-    "mindformers": (12, 2, 0.5, None, None, 1, HIGH),
-    "openseq2seq_backoff": (14, 2, 0.5, 2000, 1, 1, 2.0**14),
-    "openseq2seq_logmax": (0, None, None, None, None, 1, 2.0**14),
-    "chainer": (0, 2 ** (1 / 1000), 0.5, None, None, 1, 65504),
 }
 
 
@@ -75,15 +45,7 @@ def test_the_presets_are_these():
     functions = {
         name for name, value in vars(presets).items() if inspect.isfunction(value)
     }
-    saved = {
-        "from_torch",
-        "to_torch",
-        "from_tensorflow",
-        "from_keras",
-        "from_flax",
-        "from_jmp",
-    }
-    assert functions == {*DEFAULTS, *saved, "olmo"}
+    assert functions == set(DEFAULTS)
 
 
 def test_tests_that_the_docstring_names_are_there():
@@ -105,29 +67,13 @@ def test_defaults_are_those_of_the_library(name):
     assert hash(policy) == hash(make(name))
 
 
-def test_the_rule_of_olmo_has_its_defaults():
-    rule = presets.olmo()
-    assert (rule.window, rule.sigmas, rule.min_history) == (128, 6, 63)
-
-
 # Arguments that are ignored, or whose policy checks them under its own names.
 NOT_NAMED = {
     "apex": ["scale_factor"],
-    "chainer": ["scale"],
-    "fairseq": [
-        "init_scale",
-        "scale_window",
-        "tolerance",
-        "threshold",
-        "min_loss_scale",
-    ],
-    "openseq2seq_logmax": list(
-        inspect.signature(presets.openseq2seq_logmax).parameters
-    ),
 }
 
 
-@cases("name", [*DEFAULTS, "olmo"])
+@cases("name", DEFAULTS)
 def test_names_in_errors_are_those_of_the_library(name):
     parameters = inspect.signature(getattr(presets, name)).parameters
     for argument, parameter in parameters.items():
@@ -142,112 +88,11 @@ def test_names_in_errors_are_those_of_the_library(name):
 def test_a_scaler_that_is_off_scales_nothing():
     none = jaxscale.NoOpLossScale()
     assert presets.torch(enabled=False) == none
-    assert presets.paddle(enable=False) == none
 
 
 def test_a_scale_that_is_fixed_does_not_move():
     fixed = jaxscale.FixedLossScale(8)
-    assert presets.paddle(init_loss_scaling=8, use_dynamic_loss_scaling=False) == fixed
     assert presets.tf_keras(dynamic=False, initial_scale=8) == fixed
-    assert presets.chainer(scale=8) == fixed
-
-
-# What a library saved.
-
-TORCH = {
-    "scale": 4096.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 50,
-}
-TORCH |= {"_growth_tracker": 7}
-NUMBERS = {"initial_scale": 16.0, "dynamic_growth_steps": 5}
-TENSORFLOW = {"initial_loss_scale": 4.0, "increment_period": 3, "multiplier": 4.0}
-OLD = {
-    "optimizer": {},
-    "loss_scale": {"class_name": "DynamicLossScale", "config": TENSORFLOW},
-}
-FIXED = {"dynamic": False, "initial_scale": 8.0, "dynamic_growth_steps": None}
-
-
-def test_a_torch_state_dict_round_trips():
-    policy, state = presets.from_torch(json.loads(json.dumps(TORCH)))
-    assert policy == presets.torch(
-        init_scale=4096, backoff_factor=0.25, growth_interval=50
-    )
-    assert list(presets.to_torch(policy, state).items()) == list(TORCH.items())
-
-
-def test_a_disabled_torch_scaler_round_trips():
-    assert presets.to_torch(*presets.from_torch({})) == {}
-
-
-def test_any_dynamic_policy_is_written_for_torch():
-    policy = jaxscale.DynamicLossScale(growth_interval=50)
-    changes = {"scale": 2.0**15, "backoff_factor": 0.5, "_growth_tracker": 0}
-    assert presets.to_torch(policy, policy.init()) == TORCH | changes
-
-
-KERAS_3 = {"name": "x", "inner_optimizer": {}} | NUMBERS
-TF_KERAS = {"dynamic": True} | NUMBERS
-# How each is read, what was saved, and the policy.
-SAVED = {
-    "a fixed jmp": (
-        presets.from_jmp,
-        jmp.StaticLossScale(jnp.float32(8)),
-        jaxscale.FixedLossScale(8),
-    ),
-    "no jmp": (presets.from_jmp, jmp.NoOpLossScale(), jaxscale.NoOpLossScale()),
-    "a disabled torch": (presets.from_torch, {}, jaxscale.NoOpLossScale()),
-    "tensorflow": (
-        presets.from_tensorflow,
-        TENSORFLOW,
-        presets.tensorflow(**TENSORFLOW),
-    ),
-    "tensorflow, fixed": (
-        presets.from_tensorflow,
-        {"loss_scale_value": 8.0},
-        jaxscale.FixedLossScale(8),
-    ),
-    "keras 3": (presets.from_keras, KERAS_3, presets.keras(**NUMBERS)),
-    "tf_keras": (presets.from_keras, TF_KERAS, presets.tf_keras(**NUMBERS)),
-    "tf_keras, fixed": (presets.from_keras, FIXED, jaxscale.FixedLossScale(8)),
-    "an old keras": (presets.from_keras, OLD, presets.tensorflow(**TENSORFLOW)),
-}
-
-
-@cases("name", SAVED)
-def test_configurations_are_read(name):
-    read, config, expected = SAVED[name]
-    policy, state = read(config)
-    assert policy == expected
-    assert_same_bits(state, expected.init())
-
-
-@pytest.mark.standard_promotion
-def test_a_live_flax_scaler_is_read():
-    live = dynamic_scale.DynamicScale(growth_interval=2, scale=64.0, minimum_scale=None)
-    for _ in range(2):
-        live, _, _, _ = live.value_and_grad(jnp.square)(jnp.float32(1))
-    policy, state = presets.from_flax(live)
-    assert policy == presets.flax(growth_interval=2, scale=64.0, minimum_scale=None)
-    assert state.loss_scale == 64
-    assert state.growth_tracker == 2
-    assert avals(state) == avals(policy.init())
-    assert policy.adjust(state, True).loss_scale == 128
-
-
-@pytest.mark.standard_promotion
-def test_a_live_jmp_scaler_is_read():
-    scale = jnp.float16(64)
-    live = jmp.DynamicLossScale(
-        scale, period=3, factor=4, min_loss_scale=jnp.float16(2)
-    )
-    policy, state = presets.from_jmp(live.adjust(jnp.array(True)))
-    assert policy == presets.jmp(scale, period=3, factor=4, min_loss_scale=2.0)
-    assert policy.max_scale == 65504
-    assert state.loss_scale == 64
-    assert state.growth_tracker == 1
 
 
 class Bad(NamedTuple):
@@ -259,53 +104,12 @@ class Bad(NamedTuple):
     error: type[Exception] = ValueError
 
 
-def write_traced():
-    policy = presets.torch()
-    return jax.eval_shape(lambda state: presets.to_torch(policy, state), policy.init())
-
-
-MINDFORMERS = REQUIRED["mindformers"]
 REJECTED = {
     "no dynamic": Bad(
         presets.tf_keras, {"dynamic": False}, "dynamic=False.*initial_scale"
     ),
     "a step of 0": Bad(
         presets.torch, {"growth_interval": 0}, r"torch\(growth_interval.*least 1, got 0"
-    ),
-    "fairseq threshold": Bad(
-        presets.fairseq, {"threshold": np.inf}, r"fairseq\(threshold=.*finite"
-    ),
-    "fairseq tolerance": Bad(
-        presets.fairseq, {"tolerance": 2}, r"tolerance.*2\.0.*never"
-    ),
-    "logmax beta": Bad(
-        presets.openseq2seq_logmax, {"beta1": 1}, r"beta1.*1\.0.*learn nothing"
-    ),
-    "logmax bounds": Bad(
-        presets.openseq2seq_logmax, {"scale_min": 2.0**25}, "min_scale <= max_scale"
-    ),
-    "mindformers windows": Bad(
-        presets.mindformers,
-        MINDFORMERS | {"max_scale_window": 20},
-        "min_scale_window < max_scale_window, got 20 and 20.*mindspore_cell",
-    ),
-    "window of 0": Bad(
-        presets.WindowLossScale, {"windows": (0,)}, "windows=.*least 1, got 0"
-    ),
-    "no window": Bad(
-        presets.WindowLossScale, {"start": 8}, "start=.*has 8, got 8.*Pass 0"
-    ),
-    "window before the first": Bad(
-        presets.WindowLossScale, {"start": -1}, "start=.*least 0, got -1"
-    ),
-    "no cooldown": Bad(
-        presets.GradualLossScale, {"cooldown": -1}, "cooldown=.*least 0, got -1"
-    ),
-    "gradual search": Bad(
-        presets.GradualLossScale, {"search_factor": 1}, "search_factor.*above 1"
-    ),
-    "bounds": Bad(
-        presets.openseq2seq_backoff, {"scale_min": 2.0**25}, "min_scale <= init_scale"
     ),
     "no clamp": Bad(
         presets.PresetLossScale, {"clamp": "always"}, "clamp.*'moves'.*'always'"
@@ -316,77 +120,11 @@ REJECTED = {
     "no delay": Bad(
         presets.PresetLossScale, {"growth_delay": -1}, "growth_delay.*least 0.*-1"
     ),
-    "torch keys": Bad(
-        presets.from_torch, {"state_dict": {"scale": 1.0}}, "_growth_tracker"
-    ),
-    "torch scale 0": Bad(
-        presets.from_torch, {"state_dict": TORCH | {"scale": 0.0}}, "its scale is 0"
-    ),
-    "torch hysteresis": Bad(
-        presets.to_torch, {"policy": presets.megatron(), "state": None}, "hysteresis=2"
-    ),
-    "torch delay": Bad(
-        presets.to_torch,
-        {"policy": presets.deepspeed(), "state": None},
-        "growth_delay=1",
-    ),
-    "torch logmax": Bad(
-        presets.to_torch,
-        {"policy": presets.openseq2seq_logmax(), "state": None},
-        "LogMaxLossScale",
-        TypeError,
-    ),
-    "torch traced": Bad(write_traced, {}, "inside `jit`", TypeError),
-    "tensorflow keys": Bad(
-        presets.from_tensorflow, {"config": {"period": 3}}, "period"
-    ),
-    "keras keys": Bad(
-        presets.from_keras, {"config": {"dynamic": True}}, "initial_scale"
-    ),
-    "no flax": Bad(
-        presets.from_flax,
-        {"dynamic_scale": types.SimpleNamespace()},
-        "no growth_factor",
-        TypeError,
-    ),
-    "no jmp": Bad(presets.from_jmp, {"loss_scale": 3}, "no period", TypeError),
 }
 
 
 @cases("name", REJECTED)
-def test_what_cannot_train_or_be_read_is_rejected(name):
+def test_what_cannot_train_is_rejected(name):
     bad = REJECTED[name]
     with pytest.raises(bad.error, match=bad.message):
         bad.call(**bad.arguments)
-
-
-# What no trace has.
-
-
-LOGMAX = presets.openseq2seq_logmax()
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_logmax_keeps_its_state_through_zeros(learned):
-    state = LOGMAX.init()
-    if learned:
-        state = LOGMAX.adjust(state, True, 0.5)
-    # of which there is no logarithm
-    assert_same_bits(LOGMAX.adjust(state, True, 0.0), state)
-    assert_same_bits(LOGMAX.adjust(state, True), state)
-
-
-COOLDOWNS = {
-    # The first backoff is free; of the next bad steps, every third one backs off.
-    "bad steps alone": ([False] * 5, [32, 32, 32, 16, 16]),
-    # Finite steps count as well, and grow by `search_factor` before the first bad one.
-    "finite steps between": ([True, False, False] * 2, [128, 64, 64, 256, 128, 128]),
-}
-
-
-@cases("name", COOLDOWNS)
-def test_a_cooldown_holds_a_scale_after_a_backoff(name):
-    policy = presets.GradualLossScale(init_scale=64.0, growth_factor=4.0, cooldown=3)
-    verdicts, scales = COOLDOWNS[name]
-    _, *states = itertools.accumulate(verdicts, policy.adjust, initial=policy.init())
-    assert [state.loss_scale for state in states] == scales

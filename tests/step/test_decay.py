@@ -171,16 +171,9 @@ def test_a_run_that_moves_once_and_stays_is_never_warned_of(name):
         assert not warns_of(states), run
 
 
-# Their scale grows in almost every finite step, so that no two falls are without a growth.
-GROWING = ["`presets.chainer()`", "`presets.openseq2seq_logmax(scale_max=2**24)`"]
-# Some of the decays are too slow for these: they grow after 1 or 200 finite steps, or tolerate
-# one overflow in 20.
-TOO_SLOW = re.compile(
-    r"fairseq\(tolerance=0.05|mindformers\(2\*\*16, 2, 20|torch\(growth_interval=200\)"
-)
-DECAYED = [
-    name for name in POLICIES if name not in GROWING and not TOO_SLOW.search(name)
-]
+# Some of the decays are too slow for this one, which grows after 200 finite steps.
+TOO_SLOW = "`presets.torch(growth_interval=200)`"
+DECAYED = [name for name in POLICIES if name != TOO_SLOW]
 
 
 @cases(
@@ -196,10 +189,11 @@ def test_a_scale_that_decays_is_warned_of(name, retries):
         assert warns_of(states), run
 
 
-@cases("name", GROWING)
 @pytest.mark.slow
-def test_a_scale_that_always_grows_is_not_warned_of(name):
-    for run, states in histories(POLICIES[name], DECAYING).items():
+def test_a_scale_that_always_grows_is_not_warned_of():
+    """It grows in each finite step, so that no two falls are without a growth."""
+    growing = jaxscale.DynamicLossScale(growth_interval=1)
+    for run, states in histories(growing, DECAYING).items():
         assert not warns_of(states), run
 
 
@@ -225,13 +219,11 @@ COUNTED = {
     "hysteresis": jaxscale.DynamicLossScale(
         growth_interval=30, hysteresis=2, init_scale=2.0**24
     ),
-    "tolerance": presets.fairseq(tolerance=0.01),
+    "refilled": presets.apex_hysteresis(growth_interval=30, hysteresis=2),
     "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**20, memory=4, period=64),
-    "gradual": presets.chainer(),
-    "logmax": presets.openseq2seq_logmax(),
 }
 # The others may grow in a step that was repeated, which a state after the step does not show.
-REPEATED = ("dynamic", "hysteresis", "tolerance")
+REPEATED = ("dynamic", "hysteresis", "refilled")
 
 
 FALLS = {

@@ -25,9 +25,11 @@ PLACES = ["input", "loss", "cotangent", "gradient"]
 VALUES = np.float32([np.inf, -np.inf, np.nan])
 # Policies with bounds within which float32 gradients neither overflow nor underflow.
 APEX = presets.apex(scale_window=50, min_loss_scale=2.0**-10)
-COLOSSAL = presets.colossalai(growth_interval=20, min_scale=1.0, max_scale=2.0**20)
-TOLERANT = presets.ToleranceLossScale(
-    growth_interval=5, tolerance=0.25, max_scale=2.0**20
+BOUNDED = presets.PresetLossScale(
+    growth_interval=20, hysteresis=2, max_scale=2.0**20, clamp="moves"
+)
+REFILLED = presets.PresetLossScale(
+    growth_interval=5, hysteresis=2, refill_on_backoff=True, max_scale=2.0**20
 )
 RUNS = {
     "no scale, masked": (tables.POLICIES["noop"], INNERS["masked"]),
@@ -42,8 +44,8 @@ RUNS = {
         APEX,
         optax.adam(optax.cosine_decay_schedule(0.1, 10**6)),
     ),
-    "colossalai, noise": (COLOSSAL, INNERS["noisy"]),
-    "tolerance, clipped lion": (TOLERANT, INNERS["lion_clipped"]),
+    "hysteresis, noise": (BOUNDED, INNERS["noisy"]),
+    "refilled hysteresis, clipped lion": (REFILLED, INNERS["lion_clipped"]),
 }
 
 

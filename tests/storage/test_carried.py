@@ -130,8 +130,7 @@ def test_parameters_that_are_split_over_devices_have_the_same_bits(wrapper, kind
     tx = make(wrapper)
     if kind is AxisType.Explicit and jax.__version_info__ < (0, 12):
         pytest.skip("axes are not Explicit by default")
-    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
-    with use_mesh(mesh):
+    with jax.set_mesh(mesh):
         params = jax.device_put(PARAMS, shardings)
         grads = jax.device_put(GRADS, shardings)
         state = tx.init(params)
@@ -185,9 +184,6 @@ def test_replicas_stay_equal(wrapper, checked):
         assert (leaf == leaf[:1]).all()
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="zeros like a shard do not vary as it does"
-)
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_shards_draw_differently(wrapper):
     params = {"w": jnp.concatenate([PARAMS["w"][:16]] * 4), "h": PARAMS["h"]}

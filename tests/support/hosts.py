@@ -30,10 +30,9 @@ ROWS = 4  # of each device
 
 def under(mesh, fun):
     """A function that is called where a mesh is in use."""
-    use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
     def call(*args):
-        with use_mesh(mesh):
+        with jax.set_mesh(mesh):
             return fun(*args)
 
     return call

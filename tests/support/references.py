@@ -42,44 +42,19 @@ def preset(policy, state, finite, largest=None):
             scale = lower
             if policy.refill_on_backoff:
                 left = policy.hysteresis
-    if policy.clamp == "steps":
-        scale = min(max(scale, low), high)
     return float(scale), streak, left
 
 
-def tolerance(policy, state, finite, largest=None):
-    """One step of the rule of `ToleranceLossScale`, as its docstring has it."""
-    scale, streak, steps, overflows = state
-    scale = F32(scale)
-    steps += 1
-    if finite:
-        streak += 1
-        if streak >= policy.growth_interval:
-            grown = min(scale * F32(policy.growth_factor), F32(policy.max_scale))
-            scale = max(scale, grown)
-            streak = 0
-            steps = 0
-    else:
-        streak = 0
-        overflows += 1
-        if F32(overflows) / F32(steps) >= F32(policy.tolerance):
-            scale = max(scale * F32(policy.backoff_factor), F32(policy.min_scale))
-            steps = 0
-            overflows = 0
-    return float(scale), streak, steps, overflows
-
-
-# An integer of a logarithm, and of a level, is in these units.
-LOG = 2**16
-LEVEL = 2**20
-UNKNOWN = -256 * LOG  # in the place of a peak or a crest
-HIGHEST = 128 * LOG
+# A logarithm is an integer in these units.
+UNIT = 2**16
+UNKNOWN = -256 * UNIT  # in the place of a peak or a crest
+HIGHEST = 128 * UNIT
 LAST_INT = 2**31 - 1
 
 
 @dataclasses.dataclass
 class Adapting:
-    """The state of `AdaptiveLossScale`, whose logarithms and levels are integers here."""
+    """The state of `AdaptiveLossScale`, whose logarithms are integers here."""
 
     exponent: int
     peak: int
@@ -89,9 +64,12 @@ class Adapting:
     held_steps: int
     overflows: int
 
-    def is_level_above(self, log):
-        """Returns whether the level is above a gradient by more than the scale."""
-        return self.level // 16 - log >= (self.exponent + 1) * LOG
+    def fitting(self):
+        """Returns the exponent of the scale that fits."""
+        return (self.level - max(self.peak, self.crest)) // UNIT
+
+    def is_untried(self):
+        return self.held_steps == self.finite_steps
 
 
 def adaptive(policy, state, finite, largest=None):
@@ -103,20 +81,25 @@ def adaptive(policy, state, finite, largest=None):
     lowest = exponent_of(policy.min_scale)
     highest = exponent_of(policy.max_scale)
     exponent = min(exponent_of(scale), highest)
-    logs = int(peak * LOG), int(level * LEVEL), int(crest * LOG)
+    logs = [int(log * UNIT) for log in (peak, level, crest)]
     new = Adapting(exponent, *logs, *counts)
     if not finite:
-        back_off(policy, new, lowest)
-    elif largest is None or largest > 0:
-        new.level = rise(policy, new, largest)
+        fall = (1, 8, 16)[min(new.overflows, 2)]
+        if new.overflows == 0 and new.peak > UNKNOWN:
+            learn(policy, new)
+        lower = max(min(exponent - fall, new.fitting()), lowest)
+        new.exponent = min(exponent, lower)
+        new.overflows += 1
+    elif largest:
+        follow(policy, new, largest)
+        higher = min(new.fitting(), exponent + 1)
+        new.exponent = min(max(higher, lowest), highest)
         new.overflows = 0
-        target = (new.level // 16 - max(new.peak, new.crest)) // LOG
-        new.exponent = min(max(min(target, new.exponent + 1), lowest), highest)
     return (
         2.0**new.exponent,
-        new.peak / LOG,
-        new.level / LEVEL,
-        new.crest / LOG,
+        new.peak / UNIT,
+        new.level / UNIT,
+        new.crest / UNIT,
         new.finite_steps,
         new.held_steps,
         new.overflows,
@@ -128,85 +111,53 @@ def exponent_of(scale):
     return power - 1
 
 
-def back_off(policy, new, lowest):
-    """Lowers the scale after a step that is not finite. The first of a row teaches something."""
-    fall = (1, 8, 16)[min(new.overflows, 2)]
-    if new.overflows == 0 and new.peak > UNKNOWN:
-        fall = learn(policy, new, lowest, fall)
-    new.exponent = min(new.exponent, max(new.exponent - fall, lowest))
-    new.overflows += 1
-
-
-def learn(policy, new, lowest, fall):
-    """Lowers the level or raises the crest, and returns by how many powers the scale falls."""
-    top = max(new.peak, new.crest)
-    is_ahead = new.is_level_above(top)
-    is_repeated = not is_ahead and new.finite_steps < policy.period // 4
-    higher = top + 3 * LOG
-    if new.held_steps == new.finite_steps or top - new.peak < 3 * LOG:
-        higher += 3 * (top - new.peak)  # a guess
-    if is_ahead:
-        new.level = new.exponent * LEVEL + top * 16 + LEVEL // 2
+def learn(policy, new):
+    """Lowers the level and raises the crest after the first overflow in a row."""
+    lowest_level = int(policy.min_level * UNIT)
+    distance = max(new.crest - new.peak, 0)
+    top = new.peak + distance
+    if new.fitting() > new.exponent:  # the scale is still rising
+        level = (new.exponent + 1) * UNIT + top - UNIT // 2
     else:
+        level = new.level
+        if new.finite_steps < policy.period // 4:
+            is_guess = new.is_untried() or distance < 3 * UNIT
+            higher = top + 3 * UNIT + (3 * distance if is_guess else 0)
+            new.crest = min(higher, HIGHEST)
+            new.held_steps = 0
         new.finite_steps = 0
-    new.level -= LEVEL
-    missing = max(int(policy.min_level * LEVEL) - new.level, 0)
-    new.level += missing
-    new.peak = min(new.peak + math.ceil(missing / 16), HIGHEST)
-    if is_repeated:
-        most = max(new.level // 16 - lowest * LOG, top)
-        new.crest = min(higher, most, HIGHEST)
-        new.held_steps = 0
-        fall = max(fall, new.exponent - (new.level // 16 - new.crest) // LOG)
-    return fall
+    new.level = max(level - UNIT, lowest_level)
+    new.peak = min(new.peak + new.level - (level - UNIT), HIGHEST)
 
 
-def rise(policy, new, largest):
-    """Follows the gradients of a finite step, and returns the level after it."""
-    period = policy.period
-    if new.finite_steps >= policy.period:
-        period = policy.search_period
-    raised = new.level + max(1, round(LEVEL / period))
-    most = int(policy.max_level * LEVEL)
+def follow(policy, new, largest):
+    """Follows the largest gradient of a finite step."""
+    mantissa, power = math.frexp(largest)
+    log = (power - 1) * UNIT + int((2 * mantissa - 1) * UNIT)
+    is_searching = new.finite_steps >= policy.period
+    period = policy.search_period if is_searching else policy.period
+    raised = new.level + max(1, round(UNIT / period))
+    shown = log + (new.exponent - 2) * UNIT
+    new.level = min(max(raised, shown), int(policy.max_level * UNIT))
+    was_untried = new.is_untried()
     new.finite_steps = min(new.finite_steps + 1, LAST_INT)
     new.held_steps = min(new.held_steps + 1, LAST_INT)
-    if largest is None:
-        reached = min(raised, most)
-        if new.is_level_above(new.peak):
-            new.peak = new.level // 16 - new.exponent * LOG
-        new.peak -= math.ceil((raised - reached) / 16)
-        new.crest = UNKNOWN
-        return reached
-    mantissa, power = math.frexp(largest)
-    log = (power - 1) * LOG + int((2 * mantissa - 1) * LOG)
-    shown = log * 16 + (new.exponent - 2) * LEVEL
-    reached = min(max(raised, shown), most)
-    follow(policy, new, log, reached)
-    return reached
 
-
-def follow(policy, new, log, reached):
-    """Moves the peak and the crest after a largest gradient."""
     faded = new.peak + math.trunc((log - new.peak) / policy.memory)
-    rise_above_faded = log - faded
     new.peak = max(log, faded)
     if new.crest < faded:
         new.crest = UNKNOWN
-    elif rise_above_faded >= (new.crest - faded) / 4:
-        is_unlearnt = new.held_steps == new.finite_steps
-        low = int((policy.level - 2) * LEVEL)
-        if is_unlearnt and reached < low:
+    elif log - faded >= (new.crest - faded) / 4:
+        if was_untried and new.level < int(policy.level * UNIT) - 2 * UNIT:
             new.finite_steps = policy.period
         new.crest = max(log, (new.crest + log) // 2)
         new.held_steps = 0
     elif new.held_steps >= policy.period // 2:
-        difference = log - new.crest
-        new.crest += math.trunc(difference / policy.memory)
+        new.crest += math.trunc((log - new.crest) / policy.memory)
 
 
 RULES = {
     presets.PresetLossScale: preset,
-    presets.ToleranceLossScale: tolerance,
     jaxscale.AdaptiveLossScale: adaptive,
     jaxscale.FixedLossScale: lambda policy, state, *step: state,
     jaxscale.NoOpLossScale: lambda policy, state, *step: state,

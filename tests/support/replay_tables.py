@@ -13,8 +13,7 @@ TORCH = presets.torch()
 ADAPTIVE = jaxscale.AdaptiveLossScale()
 # Presets with their defaults, and others.
 NAMES = """
-    torch apex apex_fp16_utils chainer colossalai deepspeed fairseq flax jaxamp keras megatron
-    mindspore_manager openseq2seq_backoff paddle tensorflow
+    torch apex apex_fp16_utils deepspeed flax keras megatron tensorflow
 """
 POLICIES = {
     "**`AdaptiveLossScale()`**": ADAPTIVE,
@@ -22,15 +21,7 @@ POLICIES = {
     **{f"`presets.{name}()`": getattr(presets, name)() for name in NAMES.split()},
     "`presets.torch(growth_interval=200)`": presets.torch(growth_interval=200),
     "`presets.torch(growth_interval=20000)`": presets.torch(growth_interval=20_000),
-    "`presets.fairseq(tolerance=0.05)`": presets.fairseq(tolerance=0.05),
     "`presets.jmp(2**15)`": presets.jmp(2.0**15),
-    "`presets.mindformers(2**16, 2, 20)`": presets.mindformers(
-        loss_scale_value=2.0**16, scale_factor=2, scale_window=20
-    ),
-    "`presets.mpx(2**15, 1)`": presets.mpx(2.0**15, 1.0),
-    "`presets.openseq2seq_logmax(scale_max=2**24)`": presets.openseq2seq_logmax(
-        scale_max=2.0**24
-    ),
 }
 
 

@@ -12,14 +12,12 @@ import numpy as np
 import jaxscale
 
 TESTS = pathlib.Path(__file__).parent.parent
-OLMO_TRACE = TESTS / "presets" / "traces" / "olmo_skip_step_optimizer.json.gz"
-with gzip.open(OLMO_TRACE) as file:
-    OLMO = json.load(file)
-# Losses and norms, made up and recorded, that OLMo-core's own optimizers were run on.
+# Losses and norms, made up and recorded.
 STREAMS = {}
-for name, stream in OLMO["streams"].items():
-    losses = np.array(stream["loss"], np.float32)
-    STREAMS[name] = (losses, np.array(stream["grad_norm"], np.float32))
+with gzip.open(TESTS / "policies" / "traces" / "streams.json.gz") as file:
+    for name, stream in json.load(file).items():
+        losses = np.array(stream["loss"], np.float32)
+        STREAMS[name] = (losses, np.array(stream["grad_norm"], np.float32))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -60,8 +60,4 @@ def trainer(tx, loss_fn, fused=True, differentiate=jaxscale.value_and_grad, extr
 
 def x64():
     """A context in which numbers have 64 bits."""
-    return (
-        jax.enable_x64(True)
-        if hasattr(jax, "enable_x64")
-        else jax.experimental.enable_x64()
-    )
+    return jax.enable_x64(True)

@@ -1,0 +1,63 @@
+"""The page of what went in 0.5.0: what it says went is gone, and what it says instead runs."""
+
+import pathlib
+import re
+
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training import dynamic_scale
+from tables import avals, cases
+
+import jaxscale
+from jaxscale import presets
+
+PAGE = pathlib.Path(__file__).parents[2] / ".github" / "site" / "pages" / "went.md"
+# What the code in the tables may name.
+NAMES = {
+    "jaxscale": jaxscale,
+    "presets": presets,
+    "optax": optax,
+    "jnp": jnp,
+    "np": np,
+    "saved": {"scale": 1024.0, "_growth_tracker": 7},  # by PyTorch
+    "config": {"initial_scale": 1024.0, "dynamic_growth_steps": 50},  # of Keras
+    "scaler": dynamic_scale.DynamicScale(scale=jnp.float32(64)),
+    "loss_scale": jmp.DynamicLossScale(jnp.float32(64)),
+    "policy": jaxscale.DynamicLossScale(),
+    "state": jaxscale.DynamicLossScale().init(),
+}
+GONE = (AttributeError, ImportError, TypeError, ValueError)
+
+
+def find_rows():
+    """Returns what went, and what to write instead, of each row of the tables."""
+    rows = {}
+    for line in PAGE.read_text().splitlines():
+        cells = re.split(r"(?<!\\)\|", line)[1:-1]
+        if len(cells) < 2 or not (codes := re.findall("`([^`]+)`", cells[0])):
+            continue
+        for code in codes:
+            rows[code] = re.findall("`([^`]+)`", cells[1])
+    return rows
+
+
+ROWS = find_rows()
+
+
+@cases("code", ROWS)
+def test_what_went_is_gone(code):
+    with pytest.raises(GONE):
+        eval(code, dict(NAMES))
+
+
+@cases("code", ROWS)
+def test_what_to_write_instead_runs(code):
+    for instead in ROWS[code]:
+        made = eval(instead, dict(NAMES))
+        if isinstance(
+            made, jaxscale.LossScaleState
+        ):  # which a step does not compile again
+            assert avals(made) == avals(NAMES["state"])
