@@ -62,6 +62,8 @@ def check(
 
         - One step in 20 is lost: the `skip_rate` is 0.05 or more, over enough steps. 6 % of skipped
           steps are enough after about 1800 steps, 10 % after 700, 50 % after 105.
+        - The loss itself was not finite in 10 steps in a row. (More than `max_consecutive` of them
+          are an error.)
         - The `loss_scaled` optimizer is inside of another one, which a skipped step still changes.
           With `tx`, or in a `TrainState`, this is always seen.
         - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer

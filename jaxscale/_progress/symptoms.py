@@ -16,6 +16,7 @@ from .limits import (
     FULL_RANGE,
     HIGH_SCALE,
     LOW_SCALE,
+    MANY_BAD_LOSSES,
     MANY_FALLS,
     MANY_STEPS,
     MEMORY,
@@ -46,6 +47,7 @@ def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
     symptoms = [
         _Symptom(rate_of_loss, skips_often & is_loss),
         _Symptom(rate_of_grads, skips_often & ~is_loss),
+        _Symptom(texts.BAD_LOSSES, members.row_notfinite_loss >= MANY_BAD_LOSSES),
         _Symptom(texts.EXHAUSTED, members.total_exhausted >= MANY_FALLS),
         *_find_decays(members),
         _Symptom(texts.IDLE, _is_idle(members)),

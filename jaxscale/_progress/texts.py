@@ -1,6 +1,6 @@
 """What `check` says, and what its errors and its warnings have in common."""
 
-from .limits import MANY_FALLS
+from .limits import MANY_BAD_LOSSES, MANY_FALLS
 
 DOCTOR = (
     "`jaxscale doctor` names the line of the model (with `--autocast float16` if it is under "
@@ -48,6 +48,12 @@ IDLE = (
     "`jaxscale.train_step(loss_fn, tx)`. Or the model computes in float32 or bfloat16, which need "
     "no loss scale: wrap its optimizer by `jaxscale.skip_nonfinite(tx)`. Or all gradients are very "
     'small: `jaxscale.loss_scaled(tx, "adaptive")` finds a scale for them, however high.'
+)
+
+BAD_LOSSES = (
+    f"`check`: the loss itself was not finite in {MANY_BAD_LOSSES} steps in a row or more. Look "
+    "for a stretch of bad data, or for parameters that have diverged: then go back to a "
+    "checkpoint, and lower the learning rate."
 )
 
 SPIKES = (

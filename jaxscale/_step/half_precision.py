@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -113,13 +114,15 @@ def stochastic_rounding(
     updates in float32. A skipped step keeps the key, so that it leaves no trace.
 
     Each leaf and each step draws its own bits, and so does each member of a population if `vmap` of
-    `init` is over the parameters. In `shard_map`, devices draw differently along the axes along
-    which the type of a leaf says that it varies, so that copies stay equal. With `check_vma=False`
-    and in `pmap` types say nothing, and all devices draw the same bits for their parts.
+    `init` is over the parameters. In a sweep from the same weights, give each member a `seed`. In
+    `shard_map`, devices draw differently along the axes along which the type of a leaf says that it
+    varies, so that copies stay equal. With `check_vma=False` and in `pmap` types say nothing, and
+    all devices draw the same bits for their parts.
 
     Args:
       inner: as in `master_weights`.
-      seed: that of the random bits, an integer from 0 to 2**31 - 1.
+      seed: that of the random bits, an integer from 0 to 2**31 - 1. In a sweep it may be an integer
+        of JAX, one for each member: `jax.vmap(train)(rates, jnp.arange(len(rates)))`.
       mask: as in `master_weights`. What is left out is rounded to nearest.
 
     Returns:
@@ -165,15 +168,17 @@ def compact_state(
     With `jaxscale.master_weights` around it, a bfloat16 weight and its state take 8 bytes under
     AdamW, and with `jaxscale.stochastic_rounding` 6, where float32 takes 12.
 
-    Compact are float32 arrays of one dimension or more, with at least 4,096 elements. What the
-    optimizer itself keeps in bfloat16, as with `mu_dtype`, is left to it. Final losses were those
-    of float32 states within noise for adamw, lion, momentum, muon, adafactor, sm3, yogi, amsgrad,
-    adadelta, adabelief and adan, and 6 % off for schedule_free. Optimizers that do not bear it are
-    refused.
+    Compact are float32 arrays of one dimension or more, with at least 4,096 elements. Three kinds
+    are left as they are: what the optimizer itself keeps in bfloat16, as with `mu_dtype`; small
+    arrays, such as the moments of most LoRA matrices; and weights that a state holds, as those of
+    sam, madgrad, cocob and schedule_free do, because rounding these would move the model at any
+    learning rate. Final losses were those of float32 states within noise for adamw, lion, momentum,
+    muon, adafactor, sm3, yogi, amsgrad, adadelta, adabelief and adan. Optimizers that do not bear
+    it are refused.
 
     Args:
       inner: the optimizer. It must not be wrapped by jaxscale.
-      seed: that of the random bits, an integer from 0 to 2**31 - 1.
+      seed: as in `stochastic_rounding`. With the same seed, the two draw different bits.
       mask: which arrays of the state are meant: a tree of bools with the structure of the state of
         `inner`, or with one bool for a part of it, or a function that makes one of that state.
 
@@ -224,9 +229,15 @@ def compact_state(
     return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
 
 
-def _check_seed(call: str, seed: Any) -> int:
-    """Returns a seed as a Python int, or raises an error."""
-    given = describe_value(seed) if isinstance(seed, jax.Array) else repr(seed)
+def _check_seed(call: str, seed: Any) -> Any:
+    """Returns a seed as a Python int or as an integer of JAX, or raises an error.
+
+    The values of JAX's integers are not known where they are traced, and so are not looked at.
+    """
+    is_array = isinstance(seed, jax.Array)
+    if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
+        return seed
+    given = describe_value(seed) if is_array else repr(seed)
     message = (
         f"`{call}(seed=...)` must be an integer from 0 to 2**31 - 1, got {given}. `init` makes a "
         "key of it"

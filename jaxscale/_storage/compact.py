@@ -1,10 +1,16 @@
-"""An optimizer whose state is kept in bfloat16: what `compact_state` makes of its arguments.
+"""An optimizer whose state is kept in bfloat16: the optimizer that `compact_state` returns.
 
 Between two steps the large float32 arrays of the state are bfloat16, rounded at random. The
 optimizer itself computes in float32, and notices nothing.
+
+A state may also hold weights: the first ones, or those that the optimizer comes back to. Rounded,
+they would move the model itself, at any learning rate. `init` computes them from the values of the
+parameters, where it makes moments of zeros. So an array stays in float32 if `init` computes it from
+the parameters.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._jax import spread, without_unused
 from .._state.find import is_loss_scaled
 from .._state.storage import CompactState
-from .._trees.casts import cast
+from .._trees.casts import cast, widen
+from .._trees.gradient_leaves import map_gradients
+from .._trees.leaf import is_array_like
 from . import rounding
 from .leaves import flatten, read_mask
 from .noise import draw_words, make_key, make_noise, split_key
@@ -22,6 +31,9 @@ from .rounding import BFLOAT16
 
 # Smaller arrays are not worth it: scales, counters, statistics of a whole layer.
 _LEAST_SIZE = 4096
+
+# Its bits are not those of a `stochastic_rounding` with the same seed around it.
+_STREAM = 1
 
 # Optimizers that do not bear it, by the types of their states, and what happens to them.
 _ESTIMATES = (
@@ -58,7 +70,7 @@ class CompactOptimizer:
     """
 
     inner: optax.GradientTransformationExtraArgs
-    seed: int
+    seed: Any
     mask: Any | Callable[[Any], Any] | None
 
     def init(self, params: optax.Params) -> CompactState:
@@ -66,14 +78,15 @@ class CompactOptimizer:
         _check_inner_state(state)
         tree = flatten("compact_state", state)
         flags = read_mask(self.mask, state, tree, what="state of `inner`")
-        leaves = []
-        for leaf, is_meant in zip(tree.leaves, flags, strict=True):
-            array = leaf.param
-            if is_meant and _is_large(array):
-                array = rounding.nearest(array, BFLOAT16)
-            leaves.append(array)
-        key = make_key(self.seed, jax.tree.leaves(params))
-        return CompactState(tree.unflatten(leaves), key)
+        arrays = [leaf.param for leaf in tree.leaves]
+        for index, array in enumerate(arrays):
+            flags[index] = flags[index] and _is_large(array)
+        hold_weights = _find_weights(self.inner, params, flags)
+        for index, array in enumerate(arrays):
+            if flags[index] and not hold_weights[index]:
+                arrays[index] = rounding.nearest(array, BFLOAT16)
+        key = make_key(self.seed, jax.tree.leaves(params), stream=_STREAM)
+        return CompactState(tree.unflatten(arrays), key)
 
     def update(
         self,
@@ -118,8 +131,13 @@ class CompactOptimizer:
 
         An optimizer may have moments in bfloat16 of its own, which it rounds itself. So `init` is
         asked what it makes. The size is not asked for: in `shard_map` it is that of a part.
+
+        Without parameters, those that the updates are for may be wider than the updates, as where
+        the gradients are those of a bfloat16 copy. So `init` is asked for float32 ones.
         """
-        like = updates if params is None else params
+        like = params
+        if params is None:
+            like = map_gradients(widen, updates)
         types = jax.eval_shape(self.inner.init, like)
         structure = jax.tree.structure(state)
         if structure != jax.tree.structure(types):
@@ -135,6 +153,37 @@ class CompactOptimizer:
         ):
             is_compact.append(made.dtype == jnp.float32 and leaf.dtype == BFLOAT16)
         return is_compact
+
+
+def _find_weights(
+    inner: optax.GradientTransformation, params: optax.Params, asked: list[bool]
+) -> list[bool]:
+    """Returns which leaves of a state `init` computes from the values of the parameters.
+
+    It answers for the leaves that are asked for. Values do not tell: a weight may be 0 as a moment
+    is, and inside of `jit` there are none.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    are_arrays = list(map(is_array_like, leaves))
+
+    def init(arrays: list[Any]) -> list[Any]:
+        remaining = iter(arrays)
+        given = []
+        for leaf, is_array in zip(leaves, are_arrays, strict=True):
+            given.append(next(remaining) if is_array else leaf)
+        state = flatten("compact_state", inner.init(structure.unflatten(given)))
+        made = [leaf.param for leaf in state.leaves]
+        return list(itertools.compress(made, asked))
+
+    if not any(asked):
+        return asked
+    program = jax.make_jaxpr(init)(list(itertools.compress(leaves, are_arrays)))
+    number = sum(asked)
+    found = []
+    for index in range(number):
+        returned = [index == other for other in range(number)]
+        found.append(any(without_unused(program, returned=returned).used))
+    return spread(asked, found, asked)
 
 
 def _is_large(leaf: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from .._state.storage import WeightsState
 from .._trees.checks import describe_value
@@ -53,6 +54,15 @@ class ParamLeaves(NamedTuple):
             found = self.structure.flatten_up_to(tree)
         except (TypeError, ValueError):
             return self._find_by_name(tree)
+        for leaf, value in zip(self.leaves, found, strict=True):
+            if isinstance(value, optax.MaskedNode):
+                raise ValueError(
+                    f"`{self.call}`: the state is that of a part of the parameters, and has "
+                    f"nothing for that at {leaf.name}: the optimizer is inside of an "
+                    "`optax.partition` or an `optax.masked`. Wrap the whole instead: "
+                    "`jaxscale.master_weights(optax.partition(...), mask=...)`. Or pass the "
+                    "parameters of this part alone."
+                )
         return [None if _is_empty(value) else value for value in found]
 
     def _find_by_name(self, tree: Any) -> list[Any]:
@@ -144,7 +154,7 @@ def read_mask(
     """Returns which leaves of a tree a mask means. `what` says what the tree holds."""
     if mask is None:
         return [True] * len(tree.leaves)
-    if callable(mask):
+    if callable(mask) and not _is_tree_of_bools(mask):
         mask = mask(params)
 
     def spread(flag: Any, part: Any) -> Any:
@@ -167,6 +177,12 @@ def read_mask(
                 f"{leaf.name}. It is fixed before anything is traced: pass True or False."
             )
     return [flag is not None and bool(flag) for flag in flags]
+
+
+def _is_tree_of_bools(mask: Any) -> bool:
+    """Returns whether a mask holds bools itself, as a module does that has a `__call__`, too."""
+    leaves = jax.tree.leaves(mask)
+    return bool(leaves) and all(isinstance(leaf, bool | np.bool_) for leaf in leaves)
 
 
 def _is_none(leaf: Any) -> bool:

@@ -9,7 +9,6 @@ import optax
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.scale import unwrap
 from .._state.storage import WeightsState
-from .._trees.casts import cast
 from .leaves import describe_leaf, fits, flatten, known_dtype_of, make_state
 from .rounding import HALF_DTYPES
 from .ways import Stored, way_beside
@@ -73,7 +72,7 @@ def with_master_params(
     Returns:
       The parameters in the dtypes that the state was made for, and the state. (If that is a
       `TrainState`, put the parameters in as well: `state.replace(params=params)`.) A leaf beside
-      which nothing is kept comes back as it was passed.
+      which nothing is kept keeps its dtype. All arrays are copies, so that a step may donate them.
 
     Raises:
       ValueError: if there is not exactly one `LossScaledState` in `opt_state`, if it keeps no
@@ -125,15 +124,20 @@ def _widen_params(
                 f"{leaf.name} is {describe_leaf(leaf.param)}, and the state has "
                 f"{describe_leaf(leaf.beside)} for one of dtype {leaf.dtype}."
             )
-        # A module keeps Python's numbers as they are: some layers ask for their types.
         if known_dtype_of(leaf.param) in HALF_DTYPES:
             way: Any = leaf.way
             wide.append(way.widen(leaf.param, leaf.beside))
-        elif isinstance(leaf.param, jax.Array):
-            wide.append(jnp.copy(leaf.param))
         else:
-            wide.append(leaf.param)
+            wide.append(_copied(leaf.param))
     return tree.unflatten(wide)
+
+
+def _copied(param: Any) -> Any:
+    """Returns a copy of an array, and everything else as it is.
+
+    A module keeps Python's numbers as they are: some layers ask for their types.
+    """
+    return jnp.copy(param) if isinstance(param, jax.Array) else param
 
 
 def _narrow_params(
@@ -144,7 +148,7 @@ def _narrow_params(
     params = []
     beside = []
     for leaf in tree.leaves:
-        stored = Stored(leaf.param, leaf.beside)
+        stored = Stored(_copied(leaf.param), leaf.beside)
         if leaf.beside is not None and leaf.param is not None:
             if jnp.shape(leaf.param) != jnp.shape(leaf.beside):
                 raise ValueError(
@@ -153,7 +157,8 @@ def _narrow_params(
                     f"{leaf.dtype}{list(jnp.shape(leaf.beside))}."
                 )
             like = jax.ShapeDtypeStruct(jnp.shape(leaf.param), leaf.dtype)
-            wide = cast(leaf.param, jnp.float32)
+            # The caller's own array must not become the copy that a step donates.
+            wide = jnp.array(leaf.param, jnp.float32)
             stored = way_beside(leaf.beside).store(wide, like, None)
         params.append(stored.param)
         beside.append(stored.beside)

@@ -6,6 +6,7 @@ these and the index of each element. Rounding only needs bits that are independe
 step, and from place to place.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +22,17 @@ _IMPLEMENTATION = "threefry2x32"
 _MULTIPLIERS = (np.uint32(0x7FEB352D), np.uint32(0x846CA68B))
 
 
-def make_key(seed: int, arrays: Sequence[Any]) -> jax.Array:
+def make_key(seed: Any, arrays: Sequence[Any], *, stream: int = 0) -> jax.Array:
     """Returns the data of a first key, `u32[2]`, for a tree of arrays.
 
     Data, as some file formats refuse typed keys. Members of a population, whose arrays `vmap` has
-    stacked, get keys of their own.
+    stacked, get keys of their own. Two users of one seed draw different bits if their streams
+    differ.
     """
-    key = jax.random.key_data(jax.random.key(seed, impl=_IMPLEMENTATION))
+    first = jax.random.key(seed, impl=_IMPLEMENTATION)
+    if stream:
+        first = jax.random.fold_in(first, stream)
+    key = jax.random.key_data(first)
     traced = [array for array in arrays if isinstance(array, Tracer)]
     if not traced:
         return key
@@ -69,6 +74,8 @@ def draw_words(key: jax.Array, number: int) -> jax.Array:
     return jax.random.bits(wrapped, (number, 2), jnp.uint32)
 
 
+# Traced once for each type of array, and not once for each leaf.
+@functools.partial(jax.jit, inline=True)
 def make_noise(words: jax.Array, like: jax.Array) -> jax.Array:
     """Returns 32 random bits for each element of an array, `u32` of its shape.
 

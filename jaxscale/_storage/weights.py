@@ -226,10 +226,10 @@ class StochasticRounding(_Kept):
     """Half-precision parameters are rounded at random.
 
     Attributes:
-      seed: that of the random bits.
+      seed: that of the random bits, an int or an integer of JAX.
     """
 
-    seed: int
+    seed: Any
 
     call = "stochastic_rounding"
 

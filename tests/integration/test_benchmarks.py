@@ -12,21 +12,17 @@ import sys
 import autocast_targets
 import behaviors
 import checks
-import endings
 import hlo
 import jax
 import jax.numpy as jnp
 import jaxprs
 import methods
-import numpy as np
 import optax
 import programs
 import pytest
 import trees
 import zoo
 from tables import cases
-
-import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -387,79 +383,6 @@ def test_a_row_that_misses_the_goal_says_by_how_much():
 
 
 @pytest.mark.slow
-def test_parity_trains_in_six_ways(tmp_path):
-    path, picture = tmp_path / "parity.json", tmp_path / "parity.png"
-    command = ["parity.py", "--models", "super-resolution"]
-    options = [
-        "--seeds=2",
-        "--steps=2",
-        "--rounds=1",
-        f"--json={path}",
-        f"--plot={picture}",
-    ]
-    run(*command, *options)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    result = json.loads(path.read_text())
-    (row,) = result["rows"]
-    assert (result["seeds"], row["model"], row["steps"]) == (2, "super-resolution", 2)
-    exact, alone, scaled = (row["ways"][name] for name in endings.NAMES)
-    assert len(set(exact["final"])) == 2  # the seeds differ
-    assert exact["final"] == pytest.approx(scaled["final"], rel=1e-2)
-    # The mean is over 2.4 million numbers. Float32 flushes nothing, and a loss scale little.
-    assert exact["flushed"] == [0, 0]
-    assert max(scaled["flushed"]) < 0.01 < 0.1 < min(alone["flushed"])
-    assert exact["loss_scale"] == alone["loss_scale"] == [[1], [1]]
-    assert scaled["loss_scale"] == [[2**15], [2**15]]
-    for name in endings.SCALINGS:
-        way = row["ways"][name]
-        assert exact["final"] == pytest.approx(way["final"], rel=1e-2)
-        assert max(way["flushed"]) < 0.01
-        assert way["passes"] == 4 * ("scale_backward" in name)
-        assert way["cost"]["bytes"] > row["ways"]["float16"]["cost"]["bytes"]
-
-
-@pytest.mark.slow
-def test_parity_counts_the_repeats_of_each_seed():
-    parity = importlib.import_module("parity")
-
-    def loss(w, factor):
-        return factor * jnp.sum((w.astype(jnp.float16) * 2).astype(jnp.float32))
-
-    factors = jnp.array([1.0, 2.0**5, 2.0**9, 2.0**20])
-    grad = jax.grad(jaxscale.scale_backward(loss, 2.0**11))
-    grad_of_seeds = jax.jit(jax.vmap(grad, (None, 0)))
-    with parity.counted_repeats() as repeats:
-        jax.block_until_ready(grad_of_seeds(jnp.ones(3), factors))
-        jax.effects_barrier()
-    assert sorted(repeats) == [0, 1, 2, 2]
-
-
-@pytest.mark.slow
-def test_spikes_trains_in_four_ways(tmp_path):
-    path, picture = tmp_path / "spikes.json", tmp_path / "spikes.png"
-    options = [
-        "--only=GAN",
-        "--seeds=2",
-        "--steps=70",
-        f"--json={path}",
-        f"--plot={picture}",
-    ]
-    run("spikes.py", *options)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    (row,) = json.loads(path.read_text())["rows"]
-    plain, clipped, rule, _ = (row["ways"][way] for way in endings.WAYS)
-    assert len(set(plain["final"])) == 2  # the seeds differ
-    assert plain["final"] != clipped["final"]
-    # Until the rule skips a step it changes nothing. They are two compiled programs, which may
-    # round differently, and a GAN makes more of that with each step.
-    first = min([step for seed in rule["skips"] for step, _ in seed], default=70)
-    assert first >= 64
-    early = np.array(plain["losses"])[..., :5]
-    early_with_rule = np.array(rule["losses"])[..., :5]
-    np.testing.assert_allclose(early, early_with_rule, rtol=1e-3)  # of four digits
-
-
-@pytest.mark.slow
 def test_a_device_is_examined(tmp_path):
     run("device.py", "--size=tiny", f"--out={tmp_path}")
     (path,) = tmp_path.iterdir()
@@ -483,9 +406,6 @@ def test_a_device_is_examined(tmp_path):
 
 TABLES = {
     "autocast-targets": [autocast_targets.markdown],
-    "parity-cpu": [endings.parity, endings.scalings, endings.costs],
-    "spikes-cpu": [endings.spikes],
-    "spike-streams": [endings.streams],
     "programs": [
         functools.partial(programs.markdown, names=programs.OURS),
         functools.partial(programs.markdown, names=programs.OTHERS),

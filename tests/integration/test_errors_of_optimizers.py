@@ -22,6 +22,7 @@ def applying_all(inner, loss_scale=None, **options):
 
 
 HALF = {"w": W.astype(jnp.bfloat16)}
+HALVES = HALF | {"v": HALF["w"]}
 MASTERS = jaxscale.master_weights(SGD)
 RANDOM = jaxscale.stochastic_rounding(SGD)
 PLAIN = jaxscale.skip_nonfinite(SGD)
@@ -271,6 +272,15 @@ CASES = {
     "parameters of another structure": (
         lambda: jaxscale.master_params(MASTERS.init(HALF), {"v": HALF["w"]}),
         "ValueError: `master_params` ... another structure ... 'w' ... 'v'",
+    ),
+    "all parameters for the state of a part": (
+        lambda: jaxscale.master_params(
+            optax.masked(MASTERS, {"v": False, "w": True}).init(HALVES), HALVES
+        ),
+        (
+            "ValueError: `master_params`: the state is that of a part ... at v: ... "
+            "`jaxscale.master_weights(optax.partition(...), mask=...)`"
+        ),
     ),
     "parameters that are float32 already": (
         lambda: jaxscale.master_params(MASTERS.init(HALF), {"w": W}),

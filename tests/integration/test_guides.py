@@ -17,9 +17,7 @@ pytestmark = pytest.mark.docs
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 FOLDERS = ("jaxscale", "tests", "examples", ".github", ".ci")
-# A guide of programs that others wrote names their files and functions.
-OTHERS = ROOT / "tests" / "trainers" / "others"
-# So do two rows of the table of trainers.
+# Two rows of the table of trainers name files of others.
 FILES_OF_OTHERS = {"tests/trainers/README.md": ["examples/vae.py", "ppo.py"]}
 
 
@@ -29,7 +27,7 @@ def find_guides() -> list[pathlib.Path]:
     for folder in ("jaxscale", "tests"):
         guides += sorted((ROOT / folder).rglob("README.md"))
         guides += sorted((ROOT / folder).rglob("FORMAT.md"))
-    return [guide for guide in guides if guide.parent != OTHERS]
+    return guides
 
 
 GUIDES = {str(guide.relative_to(ROOT)): guide for guide in find_guides()}
@@ -131,7 +129,7 @@ SOURCES = [
     path for folder in ("jaxscale", "tests") for path in (ROOT / folder).rglob("*.py")
 ]
 # This file itself names what is not there.
-NO_SOURCES = {pathlib.Path(__file__), *OTHERS.rglob("*.py")}
+NO_SOURCES = {pathlib.Path(__file__)}
 
 
 @functools.cache

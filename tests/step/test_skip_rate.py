@@ -285,6 +285,17 @@ def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
             assert words not in advice, period
 
 
+@cases("tx, start", [(TX, 2), (SAFE, 30), (ADAPTIVE, 5000)])
+def test_a_row_of_bad_losses_is_told_long_before_it_is_an_error(tx, start):
+    """As where a run has diverged: from its tenth step on, and in none before."""
+    bad = np.arange(STEPS) >= start
+    states = states_of(Run(tx, FINE, nan_where(bad)))
+    assert texts_of_check(after(states, start + 9), tx) == []
+    (text,) = texts_of_check(after(states, start + 10), tx)
+    assert "not finite in 10 steps in a row" in text
+    assert "loss scale" not in text
+
+
 # A run that was healthy before and one that was not, in which the present row is another.
 LOSS_ROW, GRADS_ROW = (
     "The loss itself is not finite",

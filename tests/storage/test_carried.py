@@ -101,6 +101,24 @@ def test_members_of_a_population_draw_differently(wrapper):
         assert (first["w"][member] != first["w"][0]).mean() > 0.2
 
 
+@cases("wrapper", RANDOM, fast=["random, compact"])
+def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
+    """They start from the same weights, so that nothing else tells them apart."""
+
+    def train(rate, seed):
+        inner = optax.sgd(rate, momentum=0.9)
+        if "compact" in wrapper:
+            inner = jaxscale.compact_state(inner, seed=seed)
+        tx = jaxscale.loss_scaled(jaxscale.stochastic_rounding(inner, seed=seed))
+        return step_of(tx)(PARAMS, tx.init(PARAMS), GRADS)[0]
+
+    sweep = jax.jit(jax.vmap(train))
+    ends = sweep(jnp.full(3, 0.01), jnp.array([0, 1, 1]))
+    assert (ends["w"][1] != ends["w"][0]).mean() > 0.2
+    assert_same_bits(ends["w"][2], ends["w"][1])
+    assert_same_bits(train(0.01, 1)["w"], train(0.01, jnp.int32(1))["w"])
+
+
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_a_population_is_so_many_runs(wrapper):
     tx = make(wrapper)
@@ -271,6 +289,30 @@ def test_a_module_of_equinox_is_read_in_float32(wrapper):
     masters = jaxscale.master_params(state, params)
     assert jax.tree.structure(masters) == jax.tree.structure(params)
     assert masters.layers[0].weight.dtype == jnp.float32
+
+
+def test_a_mask_may_be_a_module():
+    """A tree of bools as `eqx.tree_at` makes it is an MLP, which can be called."""
+    mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
+    params = eqx.filter(mlp, eqx.is_inexact_array)
+    everything = jax.tree.map(lambda _: True, params)
+    mask = eqx.tree_at(lambda tree: tree.layers[0].weight, everything, False)
+    tx = jaxscale.master_weights(optax.sgd(0.1), mask=mask)
+    remainders = tx.init(params).weights.remainders
+    assert remainders.layers[0].weight is None
+    assert len(jax.tree.leaves(remainders)) == len(jax.tree.leaves(params)) - 1
+
+
+@cases("storage", ["remainder", "float32"])
+def test_a_step_may_donate_what_was_made_of_a_checkpoint(storage):
+    checkpoint = {name: leaf.astype(jnp.float32) for name, leaf in PARAMS.items()}
+    params = PARAMS | {"f": jnp.ones(3)}
+    checkpoint["f"] = jnp.ones(3)
+    tx = jaxscale.master_weights(optax.sgd(0.1), storage)
+    half, state = jaxscale.with_master_params(tx.init(params), checkpoint)
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    step(half, state, GRADS | {"f": jnp.ones(3)})
+    assert not any(leaf.is_deleted() for leaf in checkpoint.values())
 
 
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])

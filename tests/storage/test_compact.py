@@ -153,6 +153,82 @@ def test_gradients_of_half_precision_parameters_without_jaxscale_around():
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     tx = jaxscale.compact_state(optax.adam(1e-3))
     state = tx.init(half)
-    updates, state = tx.update(half, state)
+    updates, state = tx.update(half, state, half)
     assert set(dtypes(state.inner_state)) == {"int32", "bfloat16"}
     assert set(dtypes(updates)) == {"bfloat16"}
+
+
+@cases("is_given", [True, False])
+def test_gradients_of_a_half_precision_copy_have_a_mean_of_squares_that_moves(is_given):
+    """Of weights in float32, which a loop casts by hand; adam needs no parameters."""
+    given = PARAMS if is_given else None
+    tx = jaxscale.compact_state(optax.adam(1e-3))
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.bfloat16), PARAMS)
+    state = tx.init(PARAMS)
+    step = jax.jit(tx.update)
+    for _ in range(1500):
+        _, state = step(grads, state, given)
+    nu = np.asarray(optax.tree.get(state, "nu")["w"], np.float64)
+    expected = 1 - 0.999**1500
+    assert abs(nu.mean() - expected) < 4 * nu.std() / 64
+
+
+def first_weights(learning_rate):
+    """An optimizer of a user, which pulls parameters back to the first ones."""
+
+    def init(params):
+        moments = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))(params)
+        return {"first": jax.tree.map(lambda p: p * 1, params), "moments": moments}
+
+    def update(grads, state, params):
+        pull = jax.tree.map(
+            lambda f, p: learning_rate * (f - p), state["first"], params
+        )
+        moments = jax.tree.map(lambda m, g: (m + g) / 2, state["moments"], grads)
+        steps = jax.tree.map(lambda p, m: p - learning_rate * m, pull, moments)
+        return steps, state | {"moments": moments}
+
+    return optax.GradientTransformation(init, update)
+
+
+# Optimizers whose state holds weights, at a learning rate, and how many arrays of moments it has
+# for each parameter. The parameters are made for the row: zeros would tell weights and moments
+# apart by their values alone.
+HOLD_WEIGHTS = {
+    "sam": (lambda rate: optax.contrib.sam(optax.adam(rate), optax.sgd(rate)), 2),
+    "madgrad": (optax.contrib.madgrad, 2),
+    "cocob": (optax.contrib.cocob, 4),
+    "schedule_free": (optax.contrib.schedule_free_adamw, 1),
+    "of a user": (first_weights, 1),
+}
+
+
+@cases("name, compiled", product(HOLD_WEIGHTS, [False, True]), fast=[("sam", True)])
+def test_a_state_that_holds_weights_moves_no_parameter_by_rounding_them(name, compiled):
+    """Without a learning rate each ends where its float32 state ends.
+
+    Not bit for bit, as madgrad adds 1e-6 to its learning rate. A weight that is rounded moves by up
+    to 2**-8 of itself.
+    """
+    make, moments = HOLD_WEIGHTS[name]
+    inner = make(0.0)
+    random = np.random.default_rng(0)
+    first = {
+        "w": jnp.asarray(random.standard_normal((64, 64)), jnp.float32),
+        "zeros": jnp.zeros((64, 64)),
+    }
+    wrap = jax.jit if compiled else (lambda fun: fun)
+    ends = []
+    for tx in (jaxscale.compact_state(inner), optax.with_extra_args_support(inner)):
+        params = first
+        state = wrap(tx.init)(params)
+        for seed in range(4):
+            pulls = np.random.default_rng(seed).standard_normal((64, 64))
+            grads = {key: jnp.asarray(pulls, jnp.float32) for key in params}
+            updates, state = wrap(tx.update)(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        ends.append(params)
+    for name in first:
+        np.testing.assert_allclose(ends[0][name], ends[1][name], rtol=0, atol=2e-6)
+    compact = jaxscale.compact_state(inner).init(first)
+    assert dtypes(compact).count("bfloat16") == 2 * moments

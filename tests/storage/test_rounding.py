@@ -7,9 +7,11 @@ from itertools import combinations, product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tables import cases, each
 
+import jaxscale
 from jaxscale._storage import noise, rounding
 
 # float32 numbers by their upper 16 bits: all of them, and these lower ones. 0x8000 is a tie.
@@ -282,6 +284,20 @@ def test_members_of_a_population_have_keys_of_their_own(depth):
         make = jax.vmap(make)
     keys = jax.jit(make)(jnp.zeros((3,) * depth)).reshape(-1, 2)
     assert len(np.unique(np.asarray(keys), axis=0)) == 3**depth
+
+
+def test_two_users_of_a_seed_draw_differently():
+    """As weights and the state of their optimizer, which both begin with the seed 0."""
+    like = jnp.zeros(2**16)
+    words = []
+    for stream in range(3):
+        words += words_of_steps(noise.make_key(0, [like], stream=stream))
+    arrays = [np.asarray(noise.make_noise(word, like)) for word in words]
+    for first, second in combinations(arrays, 2):
+        assert abs(share_of_equal_bits(first, second)) < 4.5
+    inner = jaxscale.compact_state(optax.sgd(0.1))
+    state = jaxscale.stochastic_rounding(inner).init({"w": like})
+    assert (state.weights.key != state.inner_state.key).any()
 
 
 def test_a_key_has_no_derivative():

@@ -55,15 +55,15 @@ def batches(number, batch):
             yield inputs, y[start : start + BATCH]
 
 
-def optimizer(skips, factor=FACTOR, tx=None, on_skip=None):
-    """Returns Adam, or another optimizer, guarded or not.
+def optimizer(skips, factor=FACTOR):
+    """Returns Adam, guarded or not.
 
     It divides by the factor of the loss first, so the small loss makes no difference in float32.
     """
-    tx = optax.chain(optax.scale(1 / factor), tx or optax.adam(1e-2))
+    tx = optax.chain(optax.scale(1 / factor), optax.adam(1e-2))
     if not skips:
         return tx
-    return jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule(), on_skip=on_skip)
+    return jaxscale.skip_nonfinite(tx, spikes=jaxscale.SpikeRule())
 
 
 def skipped(state):
@@ -76,6 +76,6 @@ def skipped(state):
 
 if __name__ == "__main__":
     program = importlib.import_module(sys.argv[1])
-    for name, run in (RUNS | getattr(program, "MORE_RUNS", {})).items():
+    for name, run in RUNS.items():
         loss, count = program.train(*run)
         print(f"{name:20} {loss:.5f}  skipped {count}", flush=True)
