@@ -26,21 +26,15 @@ except ModuleNotFoundError as error:
 
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
-from ._step.apply import select_if_stepped
-from ._step.call_update import NO_ARGS
-from ._step.matching import check_same_optimizer
-from ._step.optimizer import (
-    Optimizer,
-    apply_step,
-    apply_users_gradients,
-    as_optimizer,
-)
-from ._step.plan import StepPlan, refuse_more_arguments
-from ._step.retry import BackwardResult, is_traced
+from ._step.backward_pass import Pass
+from ._step.bare import as_optimizer
+from ._step.kept_state import select_new
+from ._step.matching import check_gradients, check_same_optimizer
+from ._step.plan import MadeStep, StepPlan, apply_pass, refuse_more_arguments
+from ._step.retry import is_traced
 from ._step.train_step import name_step
 from ._trees.casts import cast_like
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
-from ._trees.selection import select_like
 
 __all__ = ["TrainState", "train_step"]
 
@@ -139,86 +133,47 @@ class TrainState(train_state.TrainState):
         hint = "Arguments for the optimizer go into `extra_args`."
         _check_fields(f"{call}(**kwargs)", kwargs, known, hint)
         _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
-        optimizer = as_optimizer(call, self.tx)
-        opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
-        result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(grads))
-        return self._apply(
-            call,
-            optimizer,
-            opt_state,
-            result,
-            always_replace,
-            kwargs,
-            extra_args or {},
-            grads_argument=f"{call}(grads=...)",
-        )
+        own = as_optimizer(call, self.tx)
+        state = own.enter(f"{call}(opt_state=...)", self.opt_state, "")
+        check_gradients(f"{call}(grads=...)", grads, self.params)
+        run = Pass(Scaled(grads), loss=value)
+        made = apply_pass(own, run, state, self.params, extra_args or {})
+        return self._after_step(call, made, always_replace, kwargs)
 
-    def _apply(
+    def _after_step(
         self,
         call: str,
-        optimizer: Optimizer,
-        opt_state: Any,
-        result: BackwardResult,
+        made: MadeStep,
         always_replace: Collection[str],
         replaced: Mapping[str, Any],
-        extra_args: Mapping[str, Any] = NO_ARGS,
-        *,
-        grads_argument: str | None = None,
     ) -> Self:
-        """Applies a backward pass: returns the next state, with new values of some fields.
-
-        The state and the names of the fields were checked. Gradients are checked if they are an
-        argument of the call, `grads_argument`.
-        """
-        if grads_argument is None:
-            params, opt_state = apply_step(
-                optimizer, opt_state, self.params, result, extra_args
-            )
-        else:
-            params, opt_state = apply_users_gradients(
-                grads_argument, optimizer, opt_state, self.params, result, extra_args
-            )
-        step_applied = find_optimizer_state(call, opt_state).step_applied
+        """Returns the state after a step, with new values of some fields."""
         fields = dict(replaced)
         # In the order of the call, which is the same on all hosts: they must trace one program.
         for name, new in replaced.items():
             if name not in always_replace:
                 old = getattr(self, name)
-                fields[name] = select_like(
-                    f"{call}({name}=...)", step_applied, new, old
-                )
-        step = select_if_stepped(
-            f"{call}(step=...)",
-            optimizer,
-            self.opt_state,
-            opt_state,
-            self.step + 1,
-            self.step,
+                fields[name] = select_new(f"{call}({name}=...)", made.applied, new, old)
+        step = select_new(f"{call}(step=...)", made.stepped, self.step + 1, self.step)
+        return self.replace(
+            step=step, params=made.params, opt_state=made.opt_state, **fields
         )
-        return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
-    def _apply_after(
-        self, call: str, after: Callable[[Any], Any], optimizer: Optimizer, before: Any
-    ) -> Self:
-        """Returns the state that a hook made of this one, if the optimizer made a step.
-
-        `before` is the state of the optimizer before that.
-        """
-        argument = f"{call}(after=...)"
+    def _after_hook(self, call: str, after: Callable[[Any], Any], stepped: Any) -> Self:
+        """Returns the state that a hook made of this one, if the optimizer made a step."""
         returned = after(self)
         if type(returned) is not type(self):
             raise TypeError(
-                f"`{argument}` must return the `TrainState` that it got, with other fields, got "
-                f"{type(returned).__name__}. Return `state.replace(...)`."
+                f"`{call}(after=...)` must return the `TrainState` that it got, with other fields, "
+                f"got {type(returned).__name__}. Return `state.replace(...)`."
             )
-        old = {}
-        new = {}
+        changed = {}
         for name in self.__dataclass_fields__:
-            if getattr(returned, name) is not getattr(self, name):
-                old[name] = getattr(self, name)
-                new[name] = getattr(returned, name)
-        new = select_if_stepped(argument, optimizer, before, self.opt_state, new, old)
-        return self.replace(**new)
+            new = getattr(returned, name)
+            old = getattr(self, name)
+            if new is not old:
+                changed[name] = select_new(f"{call}(after=...)", stepped, new, old)
+        return self.replace(**changed)
 
     def _other_fields(self) -> dict[str, Any]:
         """Returns the fields that a subclass adds, in the order of their names."""
@@ -325,11 +280,11 @@ def train_step(
                 f"`{call}(...)(state, ...)` must be a `jaxscale.flax.TrainState`, got "
                 f"{type(state).__name__}. Flax's own keeps no field on a skipped step."
             )
-        optimizer = as_optimizer(call, state.tx)
-        plan.check_retries(optimizer)
+        own = as_optimizer(call, state.tx)
+        plan.check_retries(own)
         fields = state._other_fields()
 
-        def backward(scaling: Any) -> BackwardResult:
+        def backward(scaling: Any) -> Pass:
             if not has_state:
                 return plan.differentiate(scaling, state.params, *args, **kwargs)
             # A copy, as the loss function may change it.
@@ -337,23 +292,23 @@ def train_step(
                 scaling, state.params, dict(fields), *args, **kwargs
             )
 
-        before = optimizer.check_state(f"{call}(opt_state=...)", state.opt_state, "")
+        before = own.enter(f"{call}(opt_state=...)", state.opt_state, "")
         argument = f"{call}(...)(state.opt_state=...)"
-        check_same_optimizer(argument, optimizer, before, state.params)
+        check_same_optimizer(argument, own, before, state.params)
         traced = is_traced(state, args, kwargs)
-        result = plan.find_gradients(optimizer, before, backward, traced, state.params)
+        made = plan.make_step(own, before, state.params, backward, traced=traced)
         replaced: Mapping[str, Any] = {}
         if has_state:
-            replaced = result.state
+            replaced = made.run.state
             _check_replaced(call, replaced, fields)
         hint = "What is always replaced, `loss_fn` must return."
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
-        state = state._apply(call, optimizer, before, result, always_replace, replaced)
+        state = state._after_step(call, made, always_replace, replaced)
         if after is not None:
-            state = state._apply_after(call, after, optimizer, before)
+            state = state._after_hook(call, after, made.stepped)
         if has_aux:
-            return state, (result.loss, result.aux)
-        return state, result.loss
+            return state, (made.run.loss, made.run.aux)
+        return state, made.run.loss
 
     return name_step(step)
 

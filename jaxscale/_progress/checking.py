@@ -13,7 +13,7 @@ from .._policies.adaptive_units import UNSEEN
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
-from .._step.optimizer import (
+from .._step.bare import (
     as_optimizer,
     holds_loss_scaled,
     possible_states,

@@ -1,26 +1,20 @@
 """Whether the trees of a step belong together: gradients, parameters and the optimizer's state."""
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax import is_for_people
-from .._state.find import is_loss_scaled
-from .._state.optimizer import LossScaledState
+from .._state.optimizer import LossScaledState, MultiStepsState
 from .._state.storage import CompactState
 from .._storage.rounding import HALF_DTYPES
 from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import list_some, with_article
 from .._trees.leaf import is_array_like
 
-_OF_GRADIENTS = (
-    "Pass the gradients with respect to the parameters that `init` was given, or the state that it "
-    "returned for these. Without `params` the gradients were taken for them."
-)
+if TYPE_CHECKING:
+    from .wrapped_optimizer import WrappedOptimizer
 
 
 class TreeTypes(NamedTuple):
@@ -28,16 +22,6 @@ class TreeTypes(NamedTuple):
 
     structure: Any
     leaves: list[tuple[Any, Any]]  # shape and dtype of each, `None` for what has none
-
-
-class StepTrees(NamedTuple):
-    """What a user gives a step, and the call and the argument by which two of it are named."""
-
-    grads_argument: str
-    grads: optax.Updates
-    params: optax.Params | None
-    state_argument: str
-    opt_state: Any
 
 
 def types_of(tree: Any) -> TreeTypes:
@@ -49,58 +33,23 @@ def types_of(tree: Any) -> TreeTypes:
     return TreeTypes(structure, types)
 
 
-@contextlib.contextmanager
-def explaining_mismatch(trees: StepTrees, optimizer: Any) -> Iterator[None]:
-    """Inside of this context, an error of a step says which trees do not belong together.
-
-    An error that explains itself is left alone, and so is any if the trees belong together. Some
-    optimizers do take gradients of another structure: so that is asked only if one has failed.
-    Without parameters, as `update` may be called, the gradients stand for them.
-
-    Args:
-      trees: what the step was given.
-      optimizer: that takes it, bare or wrapped.
-
-    Raises:
-      ValueError: if a gradient has another shape than its parameter; and in place of an error, if
-        the gradients have another structure than the parameters, or if the state is that of other
-        parameters.
-    """
-    if trees.params is not None:
-        _check_grads(trees.grads_argument, trees.grads, trees.params)
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if is_for_people(error):
-            raise
-        try:
-            _check_match(trees, optimizer)
-        except ValueError as mismatch:
-            raise mismatch from error
-        raise
+def hashable_types(tree: Any) -> Any:
+    types = types_of(tree)
+    return types.structure, tuple(types.leaves)
 
 
-def _check_match(trees: StepTrees, optimizer: Any) -> None:
-    """Raises a `ValueError` if the trees of a step do not belong together."""
-    if trees.params is None:
-        check_same_optimizer(
-            trees.state_argument, optimizer, trees.opt_state, trees.grads, _OF_GRADIENTS
-        )
-        return
-    reason = _explain_structures(trees.grads_argument, trees.grads, trees.params)
-    if reason:
-        raise ValueError(reason)
-    check_same_optimizer(trees.state_argument, optimizer, trees.opt_state, trees.params)
-
-
-def _check_grads(argument: str, grads: optax.Updates, params: optax.Params) -> None:
-    """Raises a `ValueError` if a gradient has another shape than its parameter.
+def check_gradients(
+    argument: str, grads: optax.Updates, params: optax.Params | None
+) -> None:
+    """Raises a `ValueError` if gradients are not like the parameters, which may be unknown.
 
     Gradients by example, as differential privacy takes them, have axes of their own in front.
-    Trees of two structures are left to the optimizer: a few take gradients of a part.
+    Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
     """
-    reason = _explain_structures(argument, grads, params) if grads is None else ""
-    if reason:  # not every optimizer would notice that there are none
+    if params is None:
+        return
+    reason = _explain_structures(argument, grads, params)
+    if reason:
         raise ValueError(reason)
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
     if jax.tree.structure(grads, is_leaf=_is_none) != structure:
@@ -123,10 +72,7 @@ def _check_grads(argument: str, grads: optax.Updates, params: optax.Params) -> N
 def _explain_structures(
     argument: str, grads: optax.Updates, params: optax.Params
 ) -> str:
-    """Returns how the structure of gradients differs from that of the parameters, if it does.
-
-    Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
-    """
+    """Returns how the structure of gradients differs from that of the parameters, if it does."""
     if type(grads) is not type(params):
         kind = _name_kind(grads)
         expected = _name_kind(params)
@@ -208,24 +154,31 @@ def _is_compact(node: Any) -> bool:
     return isinstance(node, CompactState)
 
 
-def check_has_parts(argument: str, state: LossScaledState, optimizer: Any) -> None:
+def check_has_parts(
+    argument: str, state: LossScaledState, own: "WrappedOptimizer"
+) -> None:
     """Raises a `ValueError` if a state lacks what the optimizer around it was built with.
 
     It comes from a run with other options. What it lacks would be off, and nobody would notice.
     """
-    needs_norm = optimizer.max_norm is not None or optimizer.spikes is not None
+    if own.window.averages and not isinstance(state.inner_state, MultiStepsState):
+        raise TypeError(
+            "`multi_steps(...).update(state=...)` must be a state that its `init` or the last step "
+            f"returned, got one with a {type(state.inner_state).__name__} for its window. Call "
+            "`init` of the optimizer that `multi_steps` returned."
+        )
     lacks = ""
-    if optimizer.spikes is not None and state.spikes is None:
+    if own.spikes is not None and state.spikes is None:
         lacks = "without `spikes`"
-    elif optimizer.track_leaves and state.nonfinite_leaves is None:
+    elif own.track_leaves and state.nonfinite_leaves is None:
         lacks = "without `track_leaves`"
-    elif needs_norm and state.grad_norm is None:
+    elif own.shows_norm and state.grad_norm is None:
         lacks = "without `max_norm`"
-    elif optimizer.spikes is not None:
+    elif own.spikes is not None:
         window = jnp.shape(state.spikes.losses)[-1]
-        if window != optimizer.spikes.window:
+        if window != own.spikes.window:
             lacks = f"with `SpikeRule(window={window})`"
-            lacks += f", where this one has window={optimizer.spikes.window}"
+            lacks += f", where this one has window={own.spikes.window}"
     if lacks:
         raise ValueError(
             f"`{argument}` is the state of an optimizer {lacks}. Take it over once, before the "
@@ -236,8 +189,8 @@ def check_has_parts(argument: str, state: LossScaledState, optimizer: Any) -> No
 
 def check_same_optimizer(
     argument: str,
-    optimizer: Any,
-    opt_state: Any,
+    own: "WrappedOptimizer",
+    state: LossScaledState,
     params: Any,
     way_out: str = "Pass the state that `init` of this optimizer returned for these parameters.",
 ) -> None:
@@ -246,13 +199,10 @@ def check_same_optimizer(
         # for such parameters `init` saw only a part of them, and which is not known
         return
     try:
-        expected = optimizer.expected_types(params)
+        expected = own.expected_types(params)
     except Exception:  # an `init` that needs values cannot be asked here
         return
-    state = opt_state
-    if is_loss_scaled(opt_state):
-        state = opt_state.inner_state
-    difference = _explain_difference(state, expected)
+    difference = _explain_difference(state.inner_state, expected)
     if difference:
         raise ValueError(
             f"`{argument}` is the state of another optimizer or of other parameters. "

@@ -1,8 +1,7 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` runs the
-backward passes and returns the last one, `apply_step` runs the optimizer on its gradients, divided
-by the scale, and `select_if_applied` and `select_if_stepped` choose between new and old state.
+The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
+backward passes and the step, and `select_new` chooses between new and old state.
 """
 
 from collections.abc import Callable
@@ -12,11 +11,12 @@ import jax
 import optax
 
 from .._trees.leaf import is_array_like
-from .apply import select_if_applied, select_if_stepped
+from .backward_pass import Pass
+from .bare import as_optimizer, possible_states
+from .kept_state import select_new
 from .matching import check_same_optimizer
-from .optimizer import Optimizer, apply_step, as_optimizer, possible_states
 from .plan import StepPlan
-from .retry import BackwardResult, is_traced
+from .retry import is_traced
 from .wrapped_optimizer import find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")
@@ -208,14 +208,14 @@ def train_step(
             f"`train_step(argnums={kwargs['argnums']!r})`: the parameters are the first argument. "
             "Put all that is trained into them, as one tree."
         )
-    optimizer = as_optimizer(call, tx)
-    plan.check_retries(optimizer)
+    own = as_optimizer(call, tx)
+    plan.check_retries(own)
     if find_wrapped_optimizer(tx) is None:
         # No `loss_scaled` is visible from outside, but there may be one inside, such as in an
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
         for state in possible_states(tx):
-            plan.warn_if_bare(optimizer, state, stacklevel=3)
+            plan.warn_if_bare(own, state, stacklevel=3)
     order = "(params, opt_state, ...)"
     if has_state:
         order = "(params, opt_state, state, ...)"
@@ -225,8 +225,8 @@ def train_step(
     ) -> tuple[Any, ...]:
         _check_params(plan.transform, params)
         argument = "train_step(...)(opt_state=...)"
-        checked_state = optimizer.check_state(argument, opt_state, order)
-        check_same_optimizer(argument, optimizer, checked_state, params)
+        before = own.enter(argument, opt_state, order)
+        check_same_optimizer(argument, own, before, params)
         carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:
@@ -238,56 +238,30 @@ def train_step(
         # Equinox invalidates a state that was replaced, so each reader gets a copy.
         leaves, treedef = jax.tree.flatten(carried)
 
-        def backward(scaling: Any) -> BackwardResult:
+        def backward(scaling: Any) -> Pass:
             copy = treedef.unflatten(leaves)
             return plan.differentiate(scaling, params, *copy, *args, **loss_kwargs)
 
-        traced = is_traced(params, checked_state, leaves, args, loss_kwargs)
-        result = plan.find_gradients(optimizer, checked_state, backward, traced, params)
-        params, opt_state = apply_step(optimizer, checked_state, params, result)
-        output = result.loss
+        traced = is_traced(params, before, leaves, args, loss_kwargs)
+        made = plan.make_step(own, before, params, backward, traced=traced)
+        output = made.run.loss
         if has_aux:
-            output = (result.loss, result.aux)
+            output = (made.run.loss, made.run.aux)
         if not has_state:
-            return params, opt_state, output
+            return made.params, made.opt_state, output
 
-        (state_before,) = treedef.unflatten(leaves)
-        state = select_if_applied(
-            "train_step(has_state=True)",
-            optimizer,
-            opt_state,
-            result.state,
-            state_before,
-        )
+        (old,) = treedef.unflatten(leaves)
+        call = "train_step(has_state=True)"
+        state = select_new(call, made.applied, made.run.state, old)
         if after is not None:
-            state = _apply_after(
-                after, optimizer, checked_state, opt_state, params, state
-            )
-        return params, opt_state, state, output
+            leaves, treedef = jax.tree.flatten(state)  # a copy for each reader
+            hooked = after(made.params, treedef.unflatten(leaves))
+            unhooked = treedef.unflatten(leaves)
+            call = "train_step(after=...)"
+            state = select_new(call, made.stepped, hooked, unhooked)
+        return made.params, made.opt_state, state, output
 
     return name_step(step)
-
-
-def _apply_after(
-    after: Callable[[Any, Any], Any],
-    optimizer: Optimizer,
-    opt_state_before: Any,
-    opt_state: Any,
-    params: Any,
-    state: Any,
-) -> Any:
-    """Returns what a hook makes of a state, or the state if the optimizer made no step."""
-    leaves, treedef = jax.tree.flatten(state)  # a copy for each reader, as in the step
-    hooked = after(params, treedef.unflatten(leaves))
-    unhooked = treedef.unflatten(leaves)
-    return select_if_stepped(
-        "train_step(after=...)",
-        optimizer,
-        opt_state_before,
-        opt_state,
-        hooked,
-        unhooked,
-    )
 
 
 def name_step(step: Callable[..., Any]) -> Callable[..., Any]:

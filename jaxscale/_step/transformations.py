@@ -195,7 +195,7 @@ def loss_scaled(
         max_norm = optimizer.max_norm
     if on_skip is None:
         on_skip = optimizer.on_skip
-    optimizer = dataclasses.replace(
+    optimizer = rewrap(
         optimizer,
         policy=read_loss_scale("loss_scaled(loss_scale=...)", loss_scale),
         axis_name=axis_name,
@@ -208,7 +208,7 @@ def loss_scaled(
     )
     if not optimizer.skips:
         _check_needs_no_verdict(optimizer)
-    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    return optimizer.transformation()
 
 
 def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
@@ -295,9 +295,6 @@ def skip_nonfinite(
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],
-    *,
-    drop: Literal["micro_batch", "window"] = "micro_batch",
-    growth_unit: Literal["optimizer_step", "micro_batch"] = "optimizer_step",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take one step for several micro-batches.
 
@@ -309,7 +306,9 @@ def multi_steps(
     Each micro-batch takes one `update`, with its own loss as `value`. Until the window is full
     the updates are zero. Then `inner` sees the mean gradients of the micro-batches that counted,
     and as `value` their mean loss. A non-finite micro-batch lowers the loss scale at once, so
-    that the rest of its window has a chance.
+    that the rest of its window has a chance; it grows by the steps of the optimizer. The step is made
+    from the other micro-batches, if any. Other state of a loop, such as batch statistics, follows
+    `step_applied`, so it is kept or replaced for each micro-batch.
 
     Args:
       inner: the transformation to wrap, or a `loss_scaled` one.
@@ -317,12 +316,6 @@ def multi_steps(
         function of the number of steps made so far, an `i32[]`. The number that the schedule
         returns is rounded down, and a number below 1 counts as 1. If a run is resumed with another
         number, that ends the window at hand, whose step is made from the mean of what it holds.
-      drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is made from
-        the others, if any. `"window"`: its whole window; the optimizer makes no step. (Other state
-        of a loop, such as batch statistics, follows `step_applied`, so it is kept or replaced for
-        each micro-batch.)
-      growth_unit: what the loss scale counts towards its growth: `"optimizer_step"` or
-        `"micro_batch"`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` as `loss_scaled` returns it. The `inner_state` of
@@ -357,11 +350,7 @@ def multi_steps(
             "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
             "micro-batches count. Leave it out."
         )
-    one_of("multi_steps", "drop", drop, ("micro_batch", "window"))
-    one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch"))
-    window = Window(length=every_k_schedule, drop=drop, growth_unit=growth_unit)
-    optimizer = dataclasses.replace(optimizer, window=window)
-    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    return rewrap(optimizer, window=Window(every_k_schedule)).transformation()
 
 
 def wrap(call: str, inner: Any) -> WrappedOptimizer:
@@ -369,6 +358,10 @@ def wrap(call: str, inner: Any) -> WrappedOptimizer:
     optimizer = find_wrapped_optimizer(inner)
     if optimizer is not None:
         return optimizer
-    return WrappedOptimizer(
-        inner=as_transformation(f"{call}(inner)", inner), policy=NoOpLossScale()
-    )
+    inner = as_transformation(f"{call}(inner)", inner)
+    return WrappedOptimizer(inner, NoOpLossScale())
+
+
+def rewrap(optimizer: WrappedOptimizer, **changes: Any) -> WrappedOptimizer:
+    """Returns an optimizer with other options, which knows nothing of earlier calls."""
+    return dataclasses.replace(optimizer, known_types={}, known_unread={}, **changes)

@@ -57,10 +57,15 @@ def cast_like(tree: _Tree, like: Any) -> _Tree:
 
 def blank(aval: Any) -> jax.Array:
     """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
+    return filled(aval, 0)
+
+
+def filled(aval: Any, number: Any) -> jax.Array:
+    """Returns an array of a type, as `blank` does, with one number in all places."""
     sharding = None
     # `full` takes no sharding for keys.
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
         sharding = aval.sharding
-    zeros = jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
-    return vary(zeros, varying(aval))
+    array = jax.lax.full(aval.shape, number, aval.dtype, sharding=sharding)
+    return vary(array, varying(aval))

@@ -95,14 +95,6 @@ CASES = {
         lambda: multi_steps(SGD, 2.5),
         "TypeError: every_k_schedule= ... 2.5",
     ),
-    "drop what": (
-        lambda: multi_steps(SGD, 2, drop="batch"),
-        "ValueError: drop= ... 'micro_batch', 'window' ... 'batch'",
-    ),
-    "count what": (
-        lambda: multi_steps(SGD, 2, growth_unit="step"),
-        "ValueError: growth_unit= ... 'optimizer_step', 'micro_batch' ... 'step'",
-    ),
     "accumulate a number": (
         lambda: multi_steps(0.1, 2),
         "TypeError: multi_steps(inner) ... 0.1 ... optax.adam",
