@@ -29,7 +29,7 @@ from ._state.find import find_optimizer_state
 from ._step.backward_pass import Pass
 from ._step.bare import as_optimizer
 from ._step.kept_state import select_new
-from ._step.matching import check_gradients, check_same_optimizer
+from ._step.matching import check_gradients
 from ._step.plan import MadeStep, StepPlan, apply_pass, refuse_more_arguments
 from ._step.retry import is_traced
 from ._step.train_step import name_step
@@ -136,6 +136,7 @@ class TrainState(train_state.TrainState):
         own = as_optimizer(call, self.tx)
         state = own.enter(f"{call}(opt_state=...)", self.opt_state, "")
         check_gradients(f"{call}(grads=...)", grads, self.params)
+        own.check_same(f"{call}(opt_state=...)", state, self.params)
         run = Pass(Scaled(grads), loss=value)
         made = apply_pass(own, run, state, self.params, extra_args or {})
         return self._after_step(call, made, always_replace, kwargs)
@@ -167,13 +168,13 @@ class TrainState(train_state.TrainState):
                 f"`{call}(after=...)` must return the `TrainState` that it got, with other fields, "
                 f"got {type(returned).__name__}. Return `state.replace(...)`."
             )
-        changed = {}
+        old = {}
+        new = {}
         for name in self.__dataclass_fields__:
-            new = getattr(returned, name)
-            old = getattr(self, name)
-            if new is not old:
-                changed[name] = select_new(f"{call}(after=...)", stepped, new, old)
-        return self.replace(**changed)
+            if getattr(returned, name) is not getattr(self, name):
+                old[name] = getattr(self, name)
+                new[name] = getattr(returned, name)
+        return self.replace(**select_new(f"{call}(after=...)", stepped, new, old))
 
     def _other_fields(self) -> dict[str, Any]:
         """Returns the fields that a subclass adds, in the order of their names."""
@@ -294,7 +295,7 @@ def train_step(
 
         before = own.enter(f"{call}(opt_state=...)", state.opt_state, "")
         argument = f"{call}(...)(state.opt_state=...)"
-        check_same_optimizer(argument, own, before, state.params)
+        own.check_same(argument, before, state.params)
         traced = is_traced(state, args, kwargs)
         made = plan.make_step(own, before, state.params, backward, traced=traced)
         replaced: Mapping[str, Any] = {}

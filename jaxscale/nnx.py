@@ -29,7 +29,6 @@ from ._state.scale import unwrap
 from ._step.backward_pass import Pass
 from ._step.bare import as_optimizer
 from ._step.kept_state import select_new
-from ._step.matching import check_same_optimizer
 from ._step.plan import StepPlan, refuse_more_arguments
 from ._step.retry import is_traced
 from ._step.train_step import name_step
@@ -159,9 +158,7 @@ def train_step(
         graphdef, state_before = nnx.split(objects.graph)
         wrt = optimizer.wrt
         params = unwrap(nnx.state(model, wrt))
-        check_same_optimizer(
-            f"{call}(...)(optimizer=...)", own, before, params, _MAKE_IT
-        )
+        own.check_same(f"{call}(...)(optimizer=...)", before, params, _MAKE_IT)
         _check_argnums(call, plan.kwargs.get("argnums", 0), wrt)
         differentiated = wrt
         if nnx.to_flat_state(nnx.state(model, _is_overwrite)):

@@ -56,7 +56,7 @@ def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
 
 
 def agree_on_least(numbers: Sequence[jax.Array], axis_name: Any) -> Sequence[jax.Array]:
-    """Returns the least of each flag or integer on all devices along `axis_name`, in one message."""
+    """Returns the least of each flag or integer along `axis_name`, found in one message."""
     if axis_name is None:
         return numbers
     integers = [number.dtype for number in numbers if number.dtype != jnp.bool_]

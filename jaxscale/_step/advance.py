@@ -6,7 +6,7 @@ return: the new parameters, or updates.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,10 @@ from . import checks
 from .backward_pass import Pass
 from .call_update import call_update
 from .counters import count_step
+from .options import Options
 from .report import report_skip
 from .skip import choose, make_or_keep, minus_zeros
 from .unread import leave_out_unread
-
-if TYPE_CHECKING:
-    from .wrapped_optimizer import WrappedOptimizer
 
 
 class Finish(NamedTuple):
@@ -79,7 +77,7 @@ class _Kept(NamedTuple):
 class _InnerStep:
     """A step of the optimizer inside, but for its gradients, its state and the loss."""
 
-    own: "WrappedOptimizer"
+    own: Options
     params: optax.Params | None
     extra_args: Mapping[str, Any]
     finish: Finish
@@ -132,7 +130,7 @@ class _InnerStep:
 
 
 def advance(
-    own: "WrappedOptimizer",
+    own: Options,
     run: Pass,
     state: LossScaledState,
     params: optax.Params | None,
@@ -146,6 +144,8 @@ def advance(
     inner_step = _InnerStep(own, params, extra_args, finish, state.weights)
     if not own.judges:
         # There is no window, as that needs a vote: `inner_state` is the optimizer's own.
+        if own.max_norm is not None:
+            checks.check_devices_agree(run.grads.divided, None, own.axis_name)
         loss = agree_on_loss(run.loss, own.axis_name)
         outcome, _, made = inner_step.make(
             run.grads.divided, state.inner_state, loss, None
@@ -241,7 +241,7 @@ def advance(
 
 
 def judge_pass(
-    own: "WrappedOptimizer",
+    own: Options,
     run: Pass,
     state: LossScaledState,
     params: optax.Params | None,

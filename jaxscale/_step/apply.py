@@ -102,6 +102,7 @@ def apply_gradients(
     order = "(tx, grads, opt_state, params)"
     state = own.enter("apply_gradients(opt_state=...)", opt_state, order)
     check_gradients("apply_gradients(grads=...)", grads, params)
+    own.check_same("apply_gradients(opt_state=...)", state, params)
     value = extra_args.pop("value", extra_args.get("loss"))
     run = Pass(Scaled(grads), loss=value)
     made = apply_pass(own, run, state, params, extra_args)

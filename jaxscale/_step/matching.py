@@ -1,20 +1,16 @@
 """Whether the trees of a step belong together: gradients, parameters and the optimizer's state."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._state.optimizer import LossScaledState, MultiStepsState
 from .._state.storage import CompactState
 from .._storage.rounding import HALF_DTYPES
 from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import list_some, with_article
 from .._trees.leaf import is_array_like
-
-if TYPE_CHECKING:
-    from .wrapped_optimizer import WrappedOptimizer
 
 
 class TreeTypes(NamedTuple):
@@ -38,16 +34,12 @@ def hashable_types(tree: Any) -> Any:
     return types.structure, tuple(types.leaves)
 
 
-def check_gradients(
-    argument: str, grads: optax.Updates, params: optax.Params | None
-) -> None:
-    """Raises a `ValueError` if gradients are not like the parameters, which may be unknown.
+def check_gradients(argument: str, grads: optax.Updates, params: optax.Params) -> None:
+    """Raises a `ValueError` if gradients are not like the parameters.
 
     Gradients by example, as differential privacy takes them, have axes of their own in front.
     Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
     """
-    if params is None:
-        return
     reason = _explain_structures(argument, grads, params)
     if reason:
         raise ValueError(reason)
@@ -154,63 +146,7 @@ def _is_compact(node: Any) -> bool:
     return isinstance(node, CompactState)
 
 
-def check_has_parts(
-    argument: str, state: LossScaledState, own: "WrappedOptimizer"
-) -> None:
-    """Raises a `ValueError` if a state lacks what the optimizer around it was built with.
-
-    It comes from a run with other options. What it lacks would be off, and nobody would notice.
-    """
-    if own.window.averages and not isinstance(state.inner_state, MultiStepsState):
-        raise TypeError(
-            "`multi_steps(...).update(state=...)` must be a state that its `init` or the last step "
-            f"returned, got one with a {type(state.inner_state).__name__} for its window. Call "
-            "`init` of the optimizer that `multi_steps` returned."
-        )
-    lacks = ""
-    if own.spikes is not None and state.spikes is None:
-        lacks = "without `spikes`"
-    elif own.track_leaves and state.nonfinite_leaves is None:
-        lacks = "without `track_leaves`"
-    elif own.shows_norm and state.grad_norm is None:
-        lacks = "without `max_norm`"
-    elif own.spikes is not None:
-        window = jnp.shape(state.spikes.losses)[-1]
-        if window != own.spikes.window:
-            lacks = f"with `SpikeRule(window={window})`"
-            lacks += f", where this one has window={own.spikes.window}"
-    if lacks:
-        raise ValueError(
-            f"`{argument}` is the state of an optimizer {lacks}. Take it over once, before the "
-            "first step: `opt_state = jaxscale.from_state_dict(tx.init(params), "
-            "jaxscale.to_state_dict(opt_state))`. What is new then starts as `init` makes it."
-        )
-
-
-def check_same_optimizer(
-    argument: str,
-    own: "WrappedOptimizer",
-    state: LossScaledState,
-    params: Any,
-    way_out: str = "Pass the state that `init` of this optimizer returned for these parameters.",
-) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
-    if not all(map(is_array_like, jax.tree.leaves(params))):
-        # for such parameters `init` saw only a part of them, and which is not known
-        return
-    try:
-        expected = own.expected_types(params)
-    except Exception:  # an `init` that needs values cannot be asked here
-        return
-    difference = _explain_difference(state.inner_state, expected)
-    if difference:
-        raise ValueError(
-            f"`{argument}` is the state of another optimizer or of other parameters. "
-            f"`tx.init(params)` {difference}. {way_out}"
-        )
-
-
-def _explain_difference(state: Any, expected: TreeTypes) -> str:
+def explain_difference(state: Any, expected: TreeTypes) -> str:
     """Returns what `init` makes and what a state has instead, empty if they are alike.
 
     A state may hold None in place of an array. It was made for a part of the parameters then, such

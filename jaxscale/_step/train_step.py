@@ -14,7 +14,6 @@ from .._trees.leaf import is_array_like
 from .backward_pass import Pass
 from .bare import as_optimizer, possible_states
 from .kept_state import select_new
-from .matching import check_same_optimizer
 from .plan import StepPlan
 from .retry import is_traced
 from .wrapped_optimizer import find_wrapped_optimizer
@@ -226,7 +225,7 @@ def train_step(
         _check_params(plan.transform, params)
         argument = "train_step(...)(opt_state=...)"
         before = own.enter(argument, opt_state, order)
-        check_same_optimizer(argument, own, before, params)
+        own.check_same(argument, before, params)
         carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:

@@ -306,9 +306,9 @@ def multi_steps(
     Each micro-batch takes one `update`, with its own loss as `value`. Until the window is full
     the updates are zero. Then `inner` sees the mean gradients of the micro-batches that counted,
     and as `value` their mean loss. A non-finite micro-batch lowers the loss scale at once, so
-    that the rest of its window has a chance; it grows by the steps of the optimizer. The step is made
-    from the other micro-batches, if any. Other state of a loop, such as batch statistics, follows
-    `step_applied`, so it is kept or replaced for each micro-batch.
+    that the rest of its window has a chance; the scale grows by the steps of the optimizer. The
+    step is made from the other micro-batches, if any. Other state of a loop, such as batch
+    statistics, follows `step_applied`, so it is kept or replaced for each micro-batch.
 
     Args:
       inner: the transformation to wrap, or a `loss_scaled` one.

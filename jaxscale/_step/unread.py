@@ -9,7 +9,7 @@ Only an optimizer with masks may do so, and it is looked into once for each kind
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,11 @@ from .._trees.overwrites import holds_overwrites
 from .backward_pass import Pass
 from .call_update import call_update
 from .matching import hashable_types
-
-if TYPE_CHECKING:
-    from .wrapped_optimizer import WrappedOptimizer
+from .options import Options
 
 
 def leave_out_unread(
-    own: "WrappedOptimizer",
+    own: Options,
     run: Pass,
     state: Any,
     params: optax.Params | None,
@@ -77,7 +75,7 @@ def _is_masked(node: Any) -> bool:
 
 
 def _find_unread(
-    own: "WrappedOptimizer",
+    own: Options,
     run: Pass,
     opt_state: Any,
     params: optax.Params | None,

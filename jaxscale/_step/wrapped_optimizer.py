@@ -1,7 +1,5 @@
-"""`WrappedOptimizer`: what `loss_scaled` makes of its arguments, and its state before a step."""
+"""`WrappedOptimizer`: what `loss_scaled` returns, and what a training step asks of it."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,91 +7,39 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._policies.base import CheckedLossScale, LossScale
-from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._policies.spikes import SpikeRule
-from .._state.optimizer import LossScaledState
-from .._storage.weights import Rounded, Weights
+from .._policies.base import CheckedLossScale
+from .._policies.fixed import FixedLossScale
+from .._state.optimizer import LossScaledState, MultiStepsState
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
+from .._trees.leaf import is_array_like
 from .._trees.overwrites import holds_overwrites, without_overwrites
 from . import checks
 from .advance import NEW_PARAMS, UPDATES, advance
 from .backward_pass import Pass
 from .counters import start_state
-from .judges import FiniteJudge, Judge, SpikeJudge
 from .matching import (
     TreeTypes,
     are_half,
     check_gradients,
-    check_has_parts,
     check_not_narrower,
+    explain_difference,
     hashable_types,
     types_of,
 )
-from .window import EachStep, Window
+from .options import Options
+
+_MADE_BY_INIT = (
+    "Pass the state that `init` of this optimizer returned for these parameters."
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class WrappedOptimizer:
-    """An optimizer whose bad steps are skipped: what `loss_scaled` makes of its arguments.
+class WrappedOptimizer(Options):
+    """An optimizer whose bad steps are skipped.
 
     Its methods `init` and `update` are those of the transformation that users get. The others are
     what a training step asks of an optimizer. A `BareOptimizer` is one without judges.
-
-    Attributes:
-      inner: the optimizer inside.
-      policy: how the loss scale moves.
-      axis_name: the axes whose devices decide together, or `None`.
-      window: how micro-batches are accumulated; `EachStep` if they are not.
-      max_norm: the global norm to clip gradients to, or `None`.
-      skips: whether bad steps are skipped. If not, there are no judges.
-      check_updates: whether a step is taken back if its updates or its state are not finite.
-      track_leaves: whether the state says which leaves the last overflow was in.
-      spikes: the rule that skips finite steps, or `None`.
-      on_skip: the function that is called on the host after each skipped step, or `None`.
-      weights: how half-precision parameters are kept.
-      known_types: the types of the inner states for parameters that were seen, to trace less.
-      known_unread: which gradients are never read, by the kind of call, to trace less.
     """
-
-    inner: optax.GradientTransformationExtraArgs
-    policy: LossScale
-    axis_name: Any = None
-    window: Window | EachStep = dataclasses.field(default_factory=EachStep)
-    max_norm: float | None = None
-    skips: bool = True
-    check_updates: bool = False
-    track_leaves: bool = False
-    spikes: SpikeRule | None = None
-    on_skip: Callable[[dict[str, Any]], Any] | None = None
-    weights: Weights = dataclasses.field(default_factory=Rounded)
-    known_types: dict[Any, TreeTypes] = dataclasses.field(
-        default_factory=dict, compare=False
-    )
-    known_unread: dict[Any, list[bool]] = dataclasses.field(
-        default_factory=dict, compare=False
-    )
-
-    @property
-    def judges(self) -> tuple[Judge, ...]:
-        """What may refuse a step, in the order in which it is asked."""
-        if not self.skips:
-            return ()
-        judges: list[Judge] = [FiniteJudge(self.track_leaves)]
-        if self.spikes is not None:
-            judges.append(SpikeJudge(self.spikes))
-        return tuple(judges)
-
-    @property
-    def shows_norm(self) -> bool:
-        """Whether the state shows the norm of the gradients."""
-        return self.max_norm is not None or self.spikes is not None
-
-    @property
-    def can_back_off(self) -> bool:
-        """Whether the scale ever moves, so that a retry may help."""
-        return not isinstance(self.policy, NoOpLossScale | FixedLossScale)
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """Returns the optimizer as users get it."""
@@ -139,8 +85,10 @@ class WrappedOptimizer:
                 f"`{call}(params=...)` must be the parameters, got None: a step replaces those "
                 "whose gradients are under a key `_overwrite_with_gradient`."
             )
-        check_gradients(f"{call}(updates=...)", updates, params)
-        self.check_moments(state, params)
+        if params is not None:
+            check_gradients(f"{call}(updates=...)", updates, params)
+            self.check_same(f"{call}(state=...)", state, params)
+        self._check_moments(state, params)
         if value is None:
             value = extra_args.get("loss")  # some trainers pass it under this name
         # A `Scaled` without a divisor: these gradients are unscaled already.
@@ -151,7 +99,7 @@ class WrappedOptimizer:
         self, run: Pass, state: LossScaledState, params: Any, extra_args: Any
     ) -> tuple[Any, LossScaledState]:
         """Applies a backward pass: returns the new parameters and the state."""
-        self.check_moments(state, params)
+        self._check_moments(state, params)
         return advance(self, run, state, params, extra_args, NEW_PARAMS)
 
     def enter(self, argument: str, state: Any, order: str) -> LossScaledState:
@@ -163,7 +111,7 @@ class WrappedOptimizer:
         """
         state = checks.check_state(argument, state, self.policy, order)
         self.weights.check(argument, state.weights)
-        check_has_parts(argument, state, self)
+        self._check_has_parts(argument, state)
         if isinstance(self.policy, FixedLossScale):
             return state._replace(scaling=self.policy.hold(state.scaling))
         # Without skips the scale never moves, and a policy of the user's own may have no maximum.
@@ -197,15 +145,66 @@ class WrappedOptimizer:
         """
         key = hashable_types(params)
         if key not in self.known_types:
-            jax.eval_shape(self.init, params)  # keeps them
+            state = jax.eval_shape(self.init, params)
+            self.known_types[key] = types_of(state.inner_state)
         return self.known_types[key]
 
-    def check_moments(
-        self, state: LossScaledState, params: optax.Params | None
+    def check_same(
+        self,
+        argument: str,
+        state: LossScaledState,
+        params: Any,
+        way_out: str = _MADE_BY_INIT,
     ) -> None:
+        """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
+        if not all(map(is_array_like, jax.tree.leaves(params))):
+            # for such parameters `init` saw only a part of them, and which is not known
+            return
+        try:
+            expected = self.expected_types(params)
+        except Exception:  # an `init` that needs values cannot be asked here
+            return
+        difference = explain_difference(state.inner_state, expected)
+        if difference:
+            raise ValueError(
+                f"`{argument}` is the state of another optimizer or of other parameters. "
+                f"`tx.init(params)` {difference}. {way_out}"
+            )
+
+    def _check_moments(self, state: LossScaledState, params: Any) -> None:
         """Raises a `ValueError` if moments are narrower than this optimizer makes them."""
         if params is not None and are_half(params):
             check_not_narrower(state.inner_state, self.expected_types(params))
+
+    def _check_has_parts(self, argument: str, state: LossScaledState) -> None:
+        """Raises a `ValueError` if a state lacks what the optimizer around it was built with.
+
+        It comes from a run with other options. What it lacks would be off, and nobody would notice.
+        """
+        if self.window.averages and not isinstance(state.inner_state, MultiStepsState):
+            raise TypeError(
+                "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
+                f"step returned, got one with a {type(state.inner_state).__name__} for its window. "
+                "Call `init` of the optimizer that `multi_steps` returned."
+            )
+        lacks = ""
+        if self.spikes is not None and state.spikes is None:
+            lacks = "without `spikes`"
+        elif self.track_leaves and state.nonfinite_leaves is None:
+            lacks = "without `track_leaves`"
+        elif self.shows_norm and state.grad_norm is None:
+            lacks = "without `max_norm`"
+        elif self.spikes is not None:
+            window = jnp.shape(state.spikes.losses)[-1]
+            if window != self.spikes.window:
+                lacks = f"with `SpikeRule(window={window})`"
+                lacks += f", where this one has window={self.spikes.window}"
+        if lacks:
+            raise ValueError(
+                f"`{argument}` is the state of an optimizer {lacks}. Take it over once, before the "
+                "first step: `opt_state = jaxscale.from_state_dict(tx.init(params), "
+                "jaxscale.to_state_dict(opt_state))`. What is new then starts as `init` makes it."
+            )
 
 
 def find_wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:

@@ -224,13 +224,6 @@ CASES = {
             "(), and its parameter (2,)"
         ),
     ),
-    "gradients by example of a number": (
-        lambda: apply_gradients(TX, W, TX.init(W[0]), W[0]),
-        (
-            "ValueError: update of shape (2,) for the parameter at the root, which "
-            "has () ... by example"
-        ),
-    ),
     "a complex loss": (
         lambda: TX.update(W, OPT_STATE, W, value=1 + 1j),
         ("TypeError: value= ... one number, got a complex one, (1+1j).  ... loss.real"),
@@ -282,21 +275,6 @@ CASES = {
         (
             "ValueError: update(updates= ... That of the gradients is  ... , and that of "
             "the parameters  ... Pass"
-        ),
-    ),
-    "update: other keys, without parameters": (
-        lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR)),
-        (
-            "ValueError: update(state=...)` is the state  ... of other parameters ... 'c' "
-            "... got ... 'b' ... Pass the gradients with respect to the parameters that "
-            "`init` was given"
-        ),
-    ),
-    "update: another shape, without parameters": (
-        lambda: SCALED_ADAM.update(jnp.ones(3), SCALED_ADAM.init(W)),
-        (
-            "ValueError: update(state=...)` ... an array of shape (3,) at  ... , got one of "
-            "shape (2,). Pass the gradients"
         ),
     ),
     "update: the state of other parameters": (

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from itertools import product
 from typing import Any, NamedTuple
 
 import jax
