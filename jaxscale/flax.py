@@ -30,7 +30,7 @@ from ._step.backward_pass import Pass
 from ._step.bare import as_optimizer
 from ._step.kept_state import select_new
 from ._step.matching import check_gradients
-from ._step.plan import MadeStep, StepPlan, apply_pass, refuse_more_arguments
+from ._step.plan import MadeStep, StepPlan, apply_pass
 from ._step.retry import is_traced
 from ._step.train_step import name_step
 from ._trees.casts import cast_like
@@ -182,11 +182,6 @@ class TrainState(train_state.TrainState):
         return {name: getattr(self, name) for name in names}
 
 
-@refuse_more_arguments(
-    "flax.train_step",
-    "the step takes the optimizer from the `TrainState`: give `tx` to "
-    "`jaxscale.flax.TrainState.create(apply_fn=..., params=..., tx=tx)`",
-)
 def train_step(
     loss_fn: Callable[..., Any],
     *,

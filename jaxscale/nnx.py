@@ -29,7 +29,7 @@ from ._state.scale import unwrap
 from ._step.backward_pass import Pass
 from ._step.bare import as_optimizer
 from ._step.kept_state import select_new
-from ._step.plan import StepPlan, refuse_more_arguments
+from ._step.plan import StepPlan
 from ._step.retry import is_traced
 from ._step.train_step import name_step
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
@@ -44,11 +44,6 @@ _STATE = nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))
 _MAKE_IT = "Make it from this model, by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
 
 
-@refuse_more_arguments(
-    "nnx.train_step",
-    "the step takes the optimizer when it is called: `step = "
-    "nnx.jit(jaxscale.nnx.train_step(loss_fn))`, and then `loss = step(model, optimizer, ...)`",
-)
 def train_step(
     loss_fn: Callable[..., Any],
     *,

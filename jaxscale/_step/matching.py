@@ -9,7 +9,7 @@ import optax
 from .._state.storage import CompactState
 from .._storage.rounding import HALF_DTYPES
 from .._trees.gradient_leaves import leaf_name
-from .._trees.grammar import list_some, with_article
+from .._trees.grammar import list_some
 from .._trees.leaf import is_array_like
 
 
@@ -65,15 +65,8 @@ def _explain_structures(
     argument: str, grads: optax.Updates, params: optax.Params
 ) -> str:
     """Returns how the structure of gradients differs from that of the parameters, if it does."""
-    if type(grads) is not type(params):
-        kind = _name_kind(grads)
-        expected = _name_kind(params)
-        if kind is None or expected is None or kind == expected:
-            return ""
-        return (
-            f"`{argument}` must have the structure of the parameters, {expected}, got {kind}. Pass "
-            "the gradients with respect to these parameters."
-        )
+    if type(grads) is not type(params) and not (_is_plain(grads) and _is_plain(params)):
+        return ""
     of_grads = jax.tree.structure(grads, is_leaf=_is_none)
     of_params = jax.tree.structure(params, is_leaf=_is_none)
     if of_grads == of_params:
@@ -96,13 +89,9 @@ def _explain_structures(
     )
 
 
-def _name_kind(tree: Any) -> str | None:
-    """Returns what a tree is, `None` if that is a class of somebody's own."""
-    if is_array_like(tree):
-        return "an array"
-    if tree is None or type(tree) in (dict, list, tuple):
-        return with_article(type(tree).__name__)
-    return None
+def _is_plain(tree: Any) -> bool:
+    """Returns whether a tree is none of a class of somebody's own."""
+    return is_array_like(tree) or tree is None or type(tree) in (dict, list, tuple)
 
 
 def _leaf_names(tree: Any) -> list[str]:

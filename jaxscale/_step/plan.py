@@ -7,7 +7,7 @@ import operator
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from .._gradients.verdict import axis_names
 from .._jax import collective_axes, is_told_apart
 from .._state.optimizer import LossScaledState
 from .._trees.casts import cast, widen
-from .._trees.checks import int32, one_of
+from .._trees.checks import int32
 from .._trees.flat import Traced
 from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
@@ -34,28 +34,6 @@ from .kept_state import made_step
 from .retry import repeat_backward
 from .wrapped_optimizer import WrappedOptimizer
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def refuse_more_arguments(call: str, way_out: str) -> Callable[[_Function], _Function]:
-    """Returns a decorator for a function of the loss, which says where the optimizer goes."""
-
-    def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def checked(loss_fn: Any, *others: Any, **kwargs: Any) -> Any:
-            if others:
-                kind = with_article(type(others[0]).__name__)
-                raise TypeError(
-                    f"`{call}(loss_fn)` takes the loss alone, got {kind} beside it. Leave that "
-                    f"out: {way_out}."
-                )
-            return function(loss_fn, **kwargs)
-
-        checked_function: Any = checked
-        return checked_function
-
-    return decorate
-
 
 class MadeStep(NamedTuple):
     """A step that was made or skipped."""
@@ -63,10 +41,9 @@ class MadeStep(NamedTuple):
     run: Pass  # the last backward pass
     params: optax.Params
     opt_state: Any  # as users get it
-    applied: (
-        jax.Array | None
-    )  # bool[], whether it was not skipped, `None` if none ever is
-    stepped: jax.Array | None  # bool[], whether the optimizer made a step, or `None`
+    # bool[], whether it was not skipped, and whether the optimizer made a step; `None` if always
+    applied: jax.Array | None
+    stepped: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,33 +76,7 @@ class StepPlan:
     warnings_given: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not callable(self.loss_fn):
-            raise TypeError(
-                f"`{self.call}(loss_fn)` must be a function that returns the loss, got "
-                f"{type(self.loss_fn).__name__}."
-            )
-        for name, hook in {"on_grads": self.on_grads, "after": self.after}.items():
-            if hook is not None and not callable(hook):
-                raise TypeError(
-                    f"`{self.call}({name}=...)` must be a function or None, got "
-                    f"{type(hook).__name__}."
-                )
-        one_of(self.call, "has_state", self.has_state, (False, True))
-        one_of(self.call, "has_aux", self.has_aux, (False, True))
         int32(self.call, "retries", self.retries, 0, "passes")
-        try:
-            inspect.signature(self.transform).bind(
-                self.loss_fn, has_aux=True, **self.kwargs
-            )
-        except TypeError as error:
-            name = getattr(self.transform, "__name__", type(self.transform).__name__)
-            raise TypeError(
-                f"`{self.call}(...)` got unexpected keyword arguments for `transform`, "
-                f"`{name}`: {error}. Arguments of the optimizer, such as "
-                "`axis_name`, go to `jaxscale.loss_scaled`."
-            ) from error
-        except ValueError:  # a function that does not say what it takes
-            pass
 
     def check_retries(self, own: WrappedOptimizer) -> None:
         """Raises a `ValueError` if retries cannot help, as the scale of the optimizer is fixed."""
@@ -136,11 +87,6 @@ class StepPlan:
         if isinstance(own, BareOptimizer):
             got = "a bare optimizer"
             way_out = "Wrap it, `tx = jaxscale.loss_scaled(tx)`"
-            if own.hides_loss_scaled():
-                got = "one that `loss_scaled` wraps inside of another"
-                way_out = (
-                    "Make it the outermost, `tx = jaxscale.loss_scaled(outer(inner))`"
-                )
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. {way_out}, or leave `retries` out."
@@ -264,34 +210,28 @@ class StepPlan:
 
     def _check_output(self, output: Any) -> None:
         """Raises a `TypeError` if the loss function returned another number of things."""
+        expected = "a loss"
+        fits = not isinstance(output, tuple)
+        if self.has_state or self.has_aux:
+            expected = "(loss, state)" if self.has_state else "(loss, aux)"
+            fits = is_pair(output)
         if self.has_state and self.has_aux:
-            fits = is_pair(output) and is_pair(output[1])
             expected = "(loss, (state, aux))"
-            flags = "has_state=True, has_aux=True"
-        elif self.has_state:
-            fits = is_pair(output)
-            expected = "(loss, state)"
-            flags = "has_state=True"
-        elif self.has_aux:
-            fits = is_pair(output)
-            expected = "(loss, aux)"
-            flags = "has_aux=True"
-        else:
-            fits = not isinstance(output, tuple)
-            expected = "a loss"
-            flags = ""
+            fits = is_pair(output) and is_pair(output[1])
         if fits:
             return
-        arguments = "loss_fn"
+        flags = []
+        for name in ("has_state", "has_aux"):
+            if getattr(self, name):
+                flags.append(f"{name}=True")
         way_out = "Pass has_aux=True if it returns anything beside the loss"
         if flags:
-            arguments = f"loss_fn, {flags}"
-            way_out = f"Return it so, or leave {flags} out"
+            way_out = f"Return it so, or leave {', '.join(flags)} out"
         elif not self.call.startswith("nnx"):
             way_out += ", and has_state=True if that is state that a skipped step keeps"
         raise TypeError(
-            f"`{self.call}({arguments})`: `loss_fn` must return {expected}, got "
-            f"{_describe(output)}. {way_out}."
+            f"`{self.call}({', '.join(['loss_fn', *flags])})`: `loss_fn` must return {expected}, "
+            f"got {_describe(output)}. {way_out}."
         )
 
     def _call_hook(self, run: Pass, params: optax.Params) -> Pass:

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
-from .._trees.leaf import is_array_like
 from .backward_pass import Pass
 from .bare import as_optimizer, possible_states
 from .kept_state import select_new
@@ -181,11 +180,6 @@ def train_step(
       >>> print(w, loss, opt_state.total_retries)
       0.2 1.0 1
     """
-    if getattr(transform, "__module__", "").startswith("flax.nnx"):
-        raise TypeError(
-            "`train_step(transform=...)` is a function of Flax NNX, whose models change in place. "
-            "Use `jaxscale.nnx.train_step`."
-        )
     call = "train_step"
     plan = StepPlan(
         call=call,
@@ -202,11 +196,6 @@ def train_step(
         raise ValueError(
             "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."
         )
-    if kwargs.get("argnums", 0) != 0:
-        raise ValueError(
-            f"`train_step(argnums={kwargs['argnums']!r})`: the parameters are the first argument. "
-            "Put all that is trained into them, as one tree."
-        )
     own = as_optimizer(call, tx)
     plan.check_retries(own)
     if find_wrapped_optimizer(tx) is None:
@@ -222,7 +211,6 @@ def train_step(
     def step(
         params: Any, opt_state: Any, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
-        _check_params(plan.transform, params)
         argument = "train_step(...)(opt_state=...)"
         before = own.enter(argument, opt_state, order)
         own.check_same(argument, before, params)
@@ -268,28 +256,3 @@ def name_step(step: Callable[..., Any]) -> Callable[..., Any]:
     step.__name__ = "train_step"
     step.__qualname__ = "train_step"
     return step
-
-
-def _check_params(transform: Any, params: Any) -> None:
-    """Raises a `TypeError` if this `transform` or this front end cannot take the parameters."""
-    bases = [f"{base.__module__}.{base.__name__}" for base in type(params).__mro__]
-    others = [leaf for leaf in jax.tree.leaves(params) if not is_array_like(leaf)]
-    if hasattr(params, "opt_state"):
-        way_out = ", which holds its optimizer's state. Use `jaxscale.flax.train_step`."
-    elif "flax.nnx.module.Module" in bases:
-        way_out = ", which changes in place. Use `jaxscale.nnx.train_step`."
-    elif isinstance(params, optax.LookaheadParams):
-        way_out = (
-            ", and `optax.lookahead` takes the gradients of `params.fast` alone. Write the step: "
-            "`loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params.fast, ...)`, and "
-            "then `jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss)`."
-        )
-    elif others and transform is jax.value_and_grad:
-        way_out = (
-            f" with leaves that are not arrays, such as {others[0]!r}. For an Equinox module pass "
-            "transform=eqx.filter_value_and_grad."
-        )
-    else:
-        return
-    name = type(params).__name__
-    raise TypeError(f"`train_step(...)(params, ...)`: `params` is a {name}{way_out}")

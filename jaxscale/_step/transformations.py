@@ -4,59 +4,24 @@ In any order of nesting they put their arguments into one `WrappedOptimizer`.
 """
 
 import dataclasses
-import functools
-import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import optax
 
 from .._policies import read_loss_scale
-from .._policies.adaptive import AdaptiveLossScale
 from .._policies.base import LossScale
-from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
-from .._trees.checks import int32, one_of, positive
+from .._trees.checks import int32, positive
 from .._trees.grammar import with_article
 from .checks import as_transformation
 from .window import Window
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# How an argument is written that belongs to something which is an argument itself.
-_WAYS = {
-    DynamicLossScale: "jaxscale.loss_scaled(tx, jaxscale.DynamicLossScale({argument}))",
-    AdaptiveLossScale: "jaxscale.loss_scaled(tx, jaxscale.AdaptiveLossScale({argument}))",
-    SpikeRule: "spikes=jaxscale.SpikeRule({argument})",
-}
-
-
-def _say_where_arguments_belong(function: _Function) -> _Function:
-    """Makes an argument of a policy or of a `SpikeRule` an error that says where it belongs."""
-    own_names = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for name, value in kwargs.items():
-            for owner, way in _WAYS.items():
-                if name in own_names or name not in inspect.signature(owner).parameters:
-                    continue
-                written = way.format(argument=f"{name}={value!r}")
-                raise TypeError(
-                    f"`{function.__name__}({name}=...)`: this is an argument of "
-                    f"`{owner.__name__}`. Pass `{written}`."
-                )
-        return function(*args, **kwargs)
-
-    checked_function: Any = checked
-    return checked_function
-
-
-@_say_where_arguments_belong
 def loss_scaled(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | Literal["dynamic", "adaptive"] | None = "dynamic",
@@ -172,20 +137,6 @@ def loss_scaled(
             f"{type(optimizer.policy).__name__}. Two skips of one step cannot agree: wrap "
             "once, outermost."
         )
-    checks_updates = one_of(
-        "loss_scaled", "check_updates", check_updates, (False, True)
-    )
-    tracks_leaves = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
-    if on_skip is not None and not callable(on_skip):
-        raise TypeError(
-            "`loss_scaled(on_skip=...)` must be a function of a dict of numbers, or None, got "
-            f"{on_skip!r}. To print them, pass `on_skip=print`."
-        )
-    if isinstance(max_norm, bool) or max_norm == 0:
-        raise ValueError(
-            f"`loss_scaled(max_norm=...)` must be a positive number, got {max_norm}. Pass the "
-            "largest norm that is not clipped, such as 1.0, or None to clip nothing."
-        )
     if max_norm is not None and max_norm != math.inf:
         max_norm = positive("loss_scaled", "max_norm", max_norm)
     # What is not given here may have been given to a `skip_nonfinite` inside.
@@ -200,18 +151,18 @@ def loss_scaled(
         policy=read_loss_scale("loss_scaled(loss_scale=...)", loss_scale),
         axis_name=axis_name,
         max_norm=max_norm,
-        skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
-        check_updates=checks_updates or optimizer.check_updates,
-        track_leaves=tracks_leaves or optimizer.track_leaves,
+        skips=skip_nonfinite,
+        check_updates=check_updates or optimizer.check_updates,
+        track_leaves=track_leaves or optimizer.track_leaves,
         spikes=check_spikes("loss_scaled", spikes) or optimizer.spikes,
         on_skip=on_skip,
     )
     if not optimizer.skips:
-        _check_needs_no_verdict(optimizer)
+        _check_needs_no_judges(optimizer)
     return optimizer.transformation()
 
 
-def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
+def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
     """Raises a `ValueError` if an optimizer that skips nothing has a part that needs a verdict."""
     parts = {
         with_article(type(optimizer.policy).__name__): optimizer.can_back_off,
@@ -230,7 +181,6 @@ def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
         )
 
 
-@_say_where_arguments_belong
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
@@ -291,7 +241,6 @@ def skip_nonfinite(
     )
 
 
-@_say_where_arguments_belong
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],
