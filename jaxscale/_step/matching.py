@@ -69,6 +69,8 @@ def _explain_structures(
         return ""
     of_grads = jax.tree.structure(grads, is_leaf=_is_none)
     of_params = jax.tree.structure(params, is_leaf=_is_none)
+    if grads is None and params is not None:
+        of_grads = jax.tree.structure(grads)  # not every optimizer would notice
     if of_grads == of_params:
         return ""
     grad_names = _leaf_names(grads)

@@ -319,10 +319,6 @@ CASES = {
         lambda: jax.jit(nnx_train_step(never_traced))(MODEL, OPTIMIZER, W),
         "TypeError: nnx.train_step ... `nnx.jit(step)` for `jax.jit",
     ),
-    "nnx: the step for plain functions": (
-        lambda: jaxscale.train_step(never_traced, TX, transform=nnx.value_and_grad),
-        "TypeError: train_step(transform= ... Use `jaxscale.nnx.train_step`",
-    ),
     "nnx: an optimizer of another model": (
         lambda: nnx_from(nnx_pair(SKIPPING_ADAM)[0], nnx_pair(SKIPPING_ADAM, 5)[1]),
         (
@@ -370,20 +366,6 @@ CASES = {
         (
             "ValueError: `TrainState.apply_gradients(grads=...)` must have the structure "
             "... gradients: v;  ... parameters: w."
-        ),
-    ),
-    "linen: the optimizer beside the loss": (
-        lambda: flax.train_step(never_traced, TX),
-        (
-            "TypeError: `flax.train_step(loss_fn)` takes the loss alone, got a "
-            "GradientTransformationExtraArgs ... TrainState.create( ... tx=tx)"
-        ),
-    ),
-    "nnx: the optimizer beside the loss": (
-        lambda: nnx_train_step(never_traced, OPTIMIZER),
-        (
-            "TypeError: `nnx.train_step(loss_fn)` takes the loss alone, got an "
-            "Optimizer ... `loss = step(model, optimizer, ...)`"
         ),
     ),
     "nnx: retries without a scale": (
