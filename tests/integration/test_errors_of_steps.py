@@ -20,7 +20,6 @@ from bad_input import (
     product_sum,
     without_return,
 )
-from flax import nnx
 from tables import cases
 
 import jaxscale

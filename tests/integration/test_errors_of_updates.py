@@ -302,7 +302,7 @@ CASES = {
         lambda: apply_gradients(SCALED_ADAM, None, SCALED_ADAM.init(W), W),
         (
             "ValueError: `apply_gradients(grads=...)` must have the structure of "
-            "the parameters. That of the gradients is PyTreeDef(None)"
+            "the parameters ... only among the parameters: the root"
         ),
     ),
 }
