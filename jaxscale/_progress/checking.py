@@ -51,8 +51,9 @@ def check(
     Args:
       tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one. In the state of a
         population each member is judged separately, and the worst one is reported.
-      tx: the optimizer, which knows how far the scale can fall. With it the message can tell a
-        scale at its floor from one that is fixed or still falling. A `TrainState` holds its
+      tx: the optimizer, which knows how far the scale can fall, and how many steps are lost to its
+        growth alone. With it the message can tell a scale at its floor from one that is fixed or
+        still falling. A `TrainState` holds its
         optimizer, so it needs no `tx`.
       max_consecutive: how many steps skipped in a row are still accepted, at least 0. Halving takes
         24 of them from 2**24 down to 1.
