@@ -128,7 +128,7 @@ class TrainState(train_state.TrainState):
             pass `("key",)`.
         """
         call = "TrainState.apply_gradients"
-        always_replace = _check_names(call, always_replace)
+        always_replace = tuple(always_replace)
         known = {"apply_fn", *self._other_fields()}
         hint = "Arguments for the optimizer go into `extra_args`."
         _check_fields(f"{call}(**kwargs)", kwargs, known, hint)
@@ -263,7 +263,7 @@ def train_step(
         on_grads=on_grads,
         after=after,
     )
-    always_replace = _check_names(call, always_replace)
+    always_replace = tuple(always_replace)
     if always_replace and not has_state:
         raise ValueError(
             f"`{call}(always_replace={always_replace!r})` needs has_state=True, so that `loss_fn` "
@@ -271,11 +271,6 @@ def train_step(
         )
 
     def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"`{call}(...)(state, ...)` must be a `jaxscale.flax.TrainState`, got "
-                f"{type(state).__name__}. Flax's own keeps no field on a skipped step."
-            )
         own = as_optimizer(call, state.tx)
         plan.check_retries(own)
         fields = state._other_fields()
@@ -296,7 +291,7 @@ def train_step(
         replaced: Mapping[str, Any] = {}
         if has_state:
             replaced = made.run.state
-            _check_replaced(call, replaced, fields)
+            _check_fields(f"{call}(loss_fn, has_state=True)", replaced, fields)
         hint = "What is always replaced, `loss_fn` must return."
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
         state = state._after_step(call, made, always_replace, replaced)
@@ -309,18 +304,6 @@ def train_step(
     return name_step(step)
 
 
-def _check_replaced(call: str, replaced: Any, fields: Mapping[str, Any]) -> None:
-    """Raises an error if a loss function returned something else than fields of a `TrainState`."""
-    argument = f"{call}(loss_fn, has_state=True)"
-    if not isinstance(replaced, Mapping):
-        raise TypeError(
-            f"`{argument}`: `loss_fn` must return (loss, fields), with a dict from the names of "
-            f"fields to their new values, got {type(replaced).__name__}. The fields of the "
-            f"`TrainState` are: {', '.join(fields) or 'none'}."
-        )
-    _check_fields(argument, replaced, fields)
-
-
 def _check_fields(
     argument: str, names: Iterable[str], known: Collection[str], hint: str = ""
 ) -> None:
@@ -331,18 +314,3 @@ def _check_fields(
             f"`{argument}` got {', '.join(unknown)} among the fields, but those that can be "
             f"replaced are: {', '.join(sorted(known)) or 'none'}. {hint}"
         )
-
-
-def _check_names(call: str, always_replace: Any) -> tuple[str, ...]:
-    """Returns the names as a tuple, which can be read more than once, or raises a `TypeError`."""
-    example = "key"
-    if isinstance(always_replace, str):  # also a collection of strings: of its letters
-        example = always_replace
-    elif isinstance(always_replace, Iterable):
-        names = tuple(always_replace)
-        if all(isinstance(name, str) for name in names):
-            return names
-    raise TypeError(
-        f"`{call}(always_replace=...)` must be a collection of names of fields, got "
-        f"{always_replace!r}. Pass a tuple, also for one: ({example!r},)."
-    )

@@ -87,6 +87,11 @@ class StepPlan:
         if isinstance(own, BareOptimizer):
             got = "a bare optimizer"
             way_out = "Wrap it, `tx = jaxscale.loss_scaled(tx)`"
+            if own.hides_loss_scaled():
+                got = "one that `loss_scaled` wraps inside of another"
+                way_out = (
+                    "Make it the outermost, `tx = jaxscale.loss_scaled(outer(inner))`"
+                )
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. {way_out}, or leave `retries` out."
