@@ -124,8 +124,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
           ValueError: if a field is unknown, or changes its structure or shapes.
-          TypeError: if a field changes its dtypes, or if `always_replace` is a single string:
-            pass `("key",)`.
+          TypeError: if a field changes its dtypes.
         """
         call = "TrainState.apply_gradients"
         always_replace = tuple(always_replace)
@@ -224,8 +223,8 @@ def train_step(
       UserWarning: as `jaxscale.train_step`, when called.
 
     Raises:
-      TypeError: as `jaxscale.train_step`; when called, also if the first argument is not a
-        `jaxscale.flax.TrainState`, or if `after` does not return one.
+      TypeError: as `jaxscale.train_step`; when called, also if `after` does not return a
+        `TrainState`.
       ValueError: as `jaxscale.train_step`, or if `always_replace` comes without `has_state`; when
         called, also if `loss_fn` returns an unknown field, or does not return a field of
         `always_replace`.

@@ -77,8 +77,8 @@ def apply_gradients(
     Raises:
       TypeError: if `tx` is not a gradient transformation, if `opt_state` is not its state, or if
         `keep` is not a pair.
-      ValueError: if `grads` has another structure than `params`, and `params` hold leaves
-        that are not arrays; or if the trees in `keep` differ in structure or shapes.
+      ValueError: if `grads` has another structure or other shapes than `params`, if `opt_state` is
+        that of other parameters, or if the trees in `keep` differ in structure or shapes.
 
     Example:
       >>> import jax.numpy as jnp, optax

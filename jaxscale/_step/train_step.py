@@ -161,9 +161,8 @@ def train_step(
       Parameters and states keep their shapes and dtypes, so that the step compiles once.
 
     Raises:
-      TypeError: if `loss_fn` or a hook is not callable, or `tx` is not an optimizer; when called,
-        if `opt_state` is not the state of `tx`, or if `loss_fn` takes other arguments or returns
-        something else.
+      TypeError: if `tx` is not an optimizer; when called, if `opt_state` is not the state of `tx`,
+        or if `loss_fn` takes other arguments or returns something else.
       ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if `after`
         comes without `has_state`; when called, if `opt_state` belongs to other parameters, or if
         `loss_fn` or a hook changes the structure or the shapes of the state or of the gradients.

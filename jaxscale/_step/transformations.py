@@ -111,11 +111,11 @@ def loss_scaled(
         `jaxscale.master_weights` or `jaxscale.stochastic_rounding`.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation, `loss_scale` is not a policy, or
-        `on_skip` is not a function, or if an argument is one of a policy or of a `SpikeRule`.
-      ValueError: if `max_norm` is not above 0, if a flag is not a bool, or if
-        `skip_nonfinite=False` comes with something that needs a verdict: a dynamic scale,
-        `check_updates`, `track_leaves`, `on_skip`, a window of `multi_steps`.
+      TypeError: if `inner` is not a gradient transformation, or is wrapped with a scale already,
+        or if `loss_scale` is not a policy.
+      ValueError: if `max_norm` is not above 0, or if `skip_nonfinite=False` comes with something
+        that needs a verdict: a dynamic scale, `check_updates`, `track_leaves`, `on_skip`, a window
+        of `multi_steps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -273,7 +273,7 @@ def multi_steps(
     Raises:
       TypeError: if `inner` is not a gradient transformation or has a window already, or if
         `every_k_schedule` is neither an integer nor a function.
-      ValueError: if an argument is out of range.
+      ValueError: if `every_k_schedule` is below 1, or if `inner` has `skip_nonfinite=False`.
 
     Example:
       >>> import jax.numpy as jnp, optax
