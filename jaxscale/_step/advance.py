@@ -5,7 +5,7 @@ return: the new parameters, or updates.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.facts import (
+    Facts,
     Questions,
     clip_by_global_norm,
     find_facts,
@@ -36,6 +37,7 @@ from . import checks
 from .backward_pass import Pass
 from .call_update import call_update
 from .counters import count_step
+from .judges import Judge, Vote
 from .options import Options
 from .report import report_skip
 from .skip import choose, make_or_keep, minus_zeros
@@ -159,22 +161,13 @@ def advance(
         run = judge_pass(own, run, state, params, extra_args)
     facts: Any = run.facts
 
-    # Votes.
-    good = jnp.array(True)
-    blamed = jnp.array(False)
-    free = jnp.array(True)
-    fields: dict[str, Any] = {}
-    for judge in own.judges:
-        remembered = {name: getattr(state, name) for name in judge.fields}
-        vote = judge.judge(facts, remembered, good)
-        good &= vote.good
-        blamed |= vote.blames_scale
-        free &= vote.frees_scale
-        fields |= vote.own
+    vote = _vote(own.judges, facts, state)
 
     # Step or skip. A step of a window is made from the mean of its micro-batches, whose norm is
     # known only then.
-    window_state, ready = own.window.add(state.inner_state, run.grads, facts.loss, good)
+    window_state, ready = own.window.add(
+        state.inner_state, run.grads, facts.loss, vote.good
+    )
     clips_mean = own.max_norm is not None and own.window.averages
     known_norm = None if clips_mean else facts.norm
     shows_mean = clips_mean and state.grad_norm is not None
@@ -215,13 +208,13 @@ def advance(
     if run.retries is not None:
         # Retries may have lowered the scale since this step began.
         scaling_before = run.retries.scaling
-    moved = adjust_scale(own.policy, scaling_before, ~blamed, facts.largest)
-    may_move = free & updates_finite & (stepped | blamed)
+    moved = adjust_scale(own.policy, scaling_before, ~vote.blames_scale, facts.largest)
+    may_move = vote.frees_scale & updates_finite & (stepped | vote.blames_scale)
     scaling = tree_where(may_move, moved, scaling_before)
 
     # Counters.
     next_state = count_step(
-        state, facts, good & updates_finite, updates_finite, scaling, run.retries
+        state, facts, vote.good & updates_finite, updates_finite, scaling, run.retries
     )
     grad_norm = state.grad_norm
     if shows_mean:
@@ -233,11 +226,27 @@ def advance(
         inner_state=own.window.close(window_state, made.opt_state, stepped),
         weights=made.weights,
         grad_norm=grad_norm,
-        **fields,
+        **vote.own,
     )
     if own.on_skip is not None:
         report_skip(own.on_skip, next_state)
     return outcome, next_state
+
+
+def _vote(judges: Sequence[Judge], facts: Facts, state: LossScaledState) -> Vote:
+    """Returns the vote of all judges together, with the next values of all of their fields."""
+    good = jnp.array(True)
+    blames_scale = jnp.array(False)
+    frees_scale = jnp.array(True)
+    fields: dict[str, Any] = {}
+    for judge in judges:
+        own = {name: getattr(state, name) for name in judge.fields}
+        vote = judge.judge(facts, own, good)
+        good &= vote.good
+        blames_scale |= vote.blames_scale
+        frees_scale &= vote.frees_scale
+        fields |= vote.own
+    return Vote(good, blames_scale, frees_scale, fields)
 
 
 def judge_pass(
