@@ -26,21 +26,15 @@ except ModuleNotFoundError as error:
 
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
-from ._step.apply import select_if_stepped
-from ._step.call_update import NO_ARGS
-from ._step.matching import check_same_optimizer
-from ._step.optimizer import (
-    Optimizer,
-    apply_step,
-    apply_users_gradients,
-    as_optimizer,
-)
-from ._step.plan import StepPlan, refuse_more_arguments
-from ._step.retry import BackwardResult, is_traced
+from ._step.backward_pass import Pass
+from ._step.bare import as_optimizer
+from ._step.kept_state import select_new
+from ._step.matching import check_gradients
+from ._step.plan import MadeStep, StepPlan, apply_pass
+from ._step.retry import is_traced
 from ._step.train_step import name_step
 from ._trees.casts import cast_like
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
-from ._trees.selection import select_like
 
 __all__ = ["TrainState", "train_step"]
 
@@ -130,86 +124,48 @@ class TrainState(train_state.TrainState):
 
         Raises:
           ValueError: if a field is unknown, or changes its structure or shapes.
-          TypeError: if a field changes its dtypes, or if `always_replace` is a single string:
-            pass `("key",)`.
+          TypeError: if a field changes its dtypes.
         """
         call = "TrainState.apply_gradients"
-        always_replace = _check_names(call, always_replace)
+        always_replace = tuple(always_replace)
         known = {"apply_fn", *self._other_fields()}
         hint = "Arguments for the optimizer go into `extra_args`."
         _check_fields(f"{call}(**kwargs)", kwargs, known, hint)
         _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
-        optimizer = as_optimizer(call, self.tx)
-        opt_state = optimizer.check_state(f"{call}(opt_state=...)", self.opt_state, "")
-        result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(grads))
-        return self._apply(
-            call,
-            optimizer,
-            opt_state,
-            result,
-            always_replace,
-            kwargs,
-            extra_args or {},
-            grads_argument=f"{call}(grads=...)",
-        )
+        own = as_optimizer(call, self.tx)
+        state = own.enter(f"{call}(opt_state=...)", self.opt_state, "")
+        check_gradients(f"{call}(grads=...)", grads, self.params)
+        own.check_same(f"{call}(opt_state=...)", state, self.params)
+        run = Pass(Scaled(grads), loss=value)
+        made = apply_pass(own, run, state, self.params, extra_args or {})
+        return self._after_step(call, made, always_replace, kwargs)
 
-    def _apply(
+    def _after_step(
         self,
         call: str,
-        optimizer: Optimizer,
-        opt_state: Any,
-        result: BackwardResult,
+        made: MadeStep,
         always_replace: Collection[str],
         replaced: Mapping[str, Any],
-        extra_args: Mapping[str, Any] = NO_ARGS,
-        *,
-        grads_argument: str | None = None,
     ) -> Self:
-        """Applies a backward pass: returns the next state, with new values of some fields.
-
-        The state and the names of the fields were checked. Gradients are checked if they are an
-        argument of the call, `grads_argument`.
-        """
-        if grads_argument is None:
-            params, opt_state = apply_step(
-                optimizer, opt_state, self.params, result, extra_args
-            )
-        else:
-            params, opt_state = apply_users_gradients(
-                grads_argument, optimizer, opt_state, self.params, result, extra_args
-            )
-        step_applied = find_optimizer_state(call, opt_state).step_applied
+        """Returns the state after a step, with new values of some fields."""
         fields = dict(replaced)
         # In the order of the call, which is the same on all hosts: they must trace one program.
         for name, new in replaced.items():
             if name not in always_replace:
                 old = getattr(self, name)
-                fields[name] = select_like(
-                    f"{call}({name}=...)", step_applied, new, old
-                )
-        step = select_if_stepped(
-            f"{call}(step=...)",
-            optimizer,
-            self.opt_state,
-            opt_state,
-            self.step + 1,
-            self.step,
+                fields[name] = select_new(f"{call}({name}=...)", made.applied, new, old)
+        step = select_new(f"{call}(step=...)", made.stepped, self.step + 1, self.step)
+        return self.replace(
+            step=step, params=made.params, opt_state=made.opt_state, **fields
         )
-        return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
-    def _apply_after(
-        self, call: str, after: Callable[[Any], Any], optimizer: Optimizer, before: Any
-    ) -> Self:
-        """Returns the state that a hook made of this one, if the optimizer made a step.
-
-        `before` is the state of the optimizer before that.
-        """
-        argument = f"{call}(after=...)"
+    def _after_hook(self, call: str, after: Callable[[Any], Any], stepped: Any) -> Self:
+        """Returns the state that a hook made of this one, if the optimizer made a step."""
         returned = after(self)
         if type(returned) is not type(self):
             raise TypeError(
-                f"`{argument}` must return the `TrainState` that it got, with other fields, got "
-                f"{type(returned).__name__}. Return `state.replace(...)`."
+                f"`{call}(after=...)` must return the `TrainState` that it got, with other fields, "
+                f"got {type(returned).__name__}. Return `state.replace(...)`."
             )
         old = {}
         new = {}
@@ -217,8 +173,7 @@ class TrainState(train_state.TrainState):
             if getattr(returned, name) is not getattr(self, name):
                 old[name] = getattr(self, name)
                 new[name] = getattr(returned, name)
-        new = select_if_stepped(argument, optimizer, before, self.opt_state, new, old)
-        return self.replace(**new)
+        return self.replace(**select_new(f"{call}(after=...)", stepped, new, old))
 
     def _other_fields(self) -> dict[str, Any]:
         """Returns the fields that a subclass adds, in the order of their names."""
@@ -226,11 +181,6 @@ class TrainState(train_state.TrainState):
         return {name: getattr(self, name) for name in names}
 
 
-@refuse_more_arguments(
-    "flax.train_step",
-    "the step takes the optimizer from the `TrainState`: give `tx` to "
-    "`jaxscale.flax.TrainState.create(apply_fn=..., params=..., tx=tx)`",
-)
 def train_step(
     loss_fn: Callable[..., Any],
     *,
@@ -273,8 +223,8 @@ def train_step(
       UserWarning: as `jaxscale.train_step`, when called.
 
     Raises:
-      TypeError: as `jaxscale.train_step`; when called, also if the first argument is not a
-        `jaxscale.flax.TrainState`, or if `after` does not return one.
+      TypeError: as `jaxscale.train_step`; when called, also if `after` does not return a
+        `TrainState`.
       ValueError: as `jaxscale.train_step`, or if `always_replace` comes without `has_state`; when
         called, also if `loss_fn` returns an unknown field, or does not return a field of
         `always_replace`.
@@ -312,7 +262,7 @@ def train_step(
         on_grads=on_grads,
         after=after,
     )
-    always_replace = _check_names(call, always_replace)
+    always_replace = tuple(always_replace)
     if always_replace and not has_state:
         raise ValueError(
             f"`{call}(always_replace={always_replace!r})` needs has_state=True, so that `loss_fn` "
@@ -320,16 +270,11 @@ def train_step(
         )
 
     def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not isinstance(state, TrainState):
-            raise TypeError(
-                f"`{call}(...)(state, ...)` must be a `jaxscale.flax.TrainState`, got "
-                f"{type(state).__name__}. Flax's own keeps no field on a skipped step."
-            )
-        optimizer = as_optimizer(call, state.tx)
-        plan.check_retries(optimizer)
+        own = as_optimizer(call, state.tx)
+        plan.check_retries(own)
         fields = state._other_fields()
 
-        def backward(scaling: Any) -> BackwardResult:
+        def backward(scaling: Any) -> Pass:
             if not has_state:
                 return plan.differentiate(scaling, state.params, *args, **kwargs)
             # A copy, as the loss function may change it.
@@ -337,37 +282,25 @@ def train_step(
                 scaling, state.params, dict(fields), *args, **kwargs
             )
 
-        before = optimizer.check_state(f"{call}(opt_state=...)", state.opt_state, "")
+        before = own.enter(f"{call}(opt_state=...)", state.opt_state, "")
         argument = f"{call}(...)(state.opt_state=...)"
-        check_same_optimizer(argument, optimizer, before, state.params)
+        own.check_same(argument, before, state.params)
         traced = is_traced(state, args, kwargs)
-        result = plan.find_gradients(optimizer, before, backward, traced, state.params)
+        made = plan.make_step(own, before, state.params, backward, traced=traced)
         replaced: Mapping[str, Any] = {}
         if has_state:
-            replaced = result.state
-            _check_replaced(call, replaced, fields)
+            replaced = made.run.state
+            _check_fields(f"{call}(loss_fn, has_state=True)", replaced, fields)
         hint = "What is always replaced, `loss_fn` must return."
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
-        state = state._apply(call, optimizer, before, result, always_replace, replaced)
+        state = state._after_step(call, made, always_replace, replaced)
         if after is not None:
-            state = state._apply_after(call, after, optimizer, before)
+            state = state._after_hook(call, after, made.stepped)
         if has_aux:
-            return state, (result.loss, result.aux)
-        return state, result.loss
+            return state, (made.run.loss, made.run.aux)
+        return state, made.run.loss
 
     return name_step(step)
-
-
-def _check_replaced(call: str, replaced: Any, fields: Mapping[str, Any]) -> None:
-    """Raises an error if a loss function returned something else than fields of a `TrainState`."""
-    argument = f"{call}(loss_fn, has_state=True)"
-    if not isinstance(replaced, Mapping):
-        raise TypeError(
-            f"`{argument}`: `loss_fn` must return (loss, fields), with a dict from the names of "
-            f"fields to their new values, got {type(replaced).__name__}. The fields of the "
-            f"`TrainState` are: {', '.join(fields) or 'none'}."
-        )
-    _check_fields(argument, replaced, fields)
 
 
 def _check_fields(
@@ -380,18 +313,3 @@ def _check_fields(
             f"`{argument}` got {', '.join(unknown)} among the fields, but those that can be "
             f"replaced are: {', '.join(sorted(known)) or 'none'}. {hint}"
         )
-
-
-def _check_names(call: str, always_replace: Any) -> tuple[str, ...]:
-    """Returns the names as a tuple, which can be read more than once, or raises a `TypeError`."""
-    example = "key"
-    if isinstance(always_replace, str):  # also a collection of strings: of its letters
-        example = always_replace
-    elif isinstance(always_replace, Iterable):
-        names = tuple(always_replace)
-        if all(isinstance(name, str) for name in names):
-            return names
-    raise TypeError(
-        f"`{call}(always_replace=...)` must be a collection of names of fields, got "
-        f"{always_replace!r}. Pass a tuple, also for one: ({example!r},)."
-    )

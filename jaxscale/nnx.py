@@ -26,11 +26,11 @@ except ModuleNotFoundError as error:
 from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
-from ._step.apply import select_if_applied, select_if_stepped
-from ._step.matching import check_same_optimizer
-from ._step.optimizer import apply_step, as_optimizer
-from ._step.plan import StepPlan, refuse_more_arguments
-from ._step.retry import BackwardResult, is_traced
+from ._step.backward_pass import Pass
+from ._step.bare import as_optimizer
+from ._step.kept_state import select_new
+from ._step.plan import StepPlan
+from ._step.retry import is_traced
 from ._step.train_step import name_step
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.overwrites import replace_finite
@@ -44,11 +44,6 @@ _STATE = nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))
 _MAKE_IT = "Make it from this model, by `nnx.Optimizer(model, tx, wrt=nnx.Param)`."
 
 
-@refuse_more_arguments(
-    "nnx.train_step",
-    "the step takes the optimizer when it is called: `step = "
-    "nnx.jit(jaxscale.nnx.train_step(loss_fn))`, and then `loss = step(model, optimizer, ...)`",
-)
 def train_step(
     loss_fn: Callable[..., Any],
     *,
@@ -143,11 +138,11 @@ def train_step(
                 f"`{call}(...)(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, "
                 f"got {type(optimizer).__name__}. {_MAKE_IT}"
             )
-        tx = as_optimizer(f"{call}(...)", optimizer.tx)
-        plan.check_retries(tx)
+        own = as_optimizer(f"{call}(...)", optimizer.tx)
+        plan.check_retries(own)
         argument = f"{call}(...)(opt_state=...)"
         order = "(model, optimizer, ...)"
-        before = unwrap(tx.check_state(argument, optimizer.opt_state, order))
+        before = unwrap(own.enter(argument, optimizer.opt_state, order))
         if is_called_by_jax():
             # Nothing else shows it: the step would run, and its changes would be thrown away.
             raise TypeError(
@@ -158,9 +153,7 @@ def train_step(
         graphdef, state_before = nnx.split(objects.graph)
         wrt = optimizer.wrt
         params = unwrap(nnx.state(model, wrt))
-        check_same_optimizer(
-            f"{call}(...)(optimizer=...)", tx, before, params, _MAKE_IT
-        )
+        own.check_same(f"{call}(...)(optimizer=...)", before, params, _MAKE_IT)
         _check_argnums(call, plan.kwargs.get("argnums", 0), wrt)
         differentiated = wrt
         if nnx.to_flat_state(nnx.state(model, _is_overwrite)):
@@ -172,7 +165,7 @@ def train_step(
         )
         leaves, treedef = jax.tree.flatten(state_before)
 
-        def backward(scaling: Any) -> BackwardResult:
+        def backward(scaling: Any) -> Pass:
             # A copy, made where the pass is traced: NNX lets a variable change only there.
             copy = nnx.merge(graphdef, treedef.unflatten(leaves))
             model, args, kwargs = objects.put_back(copy)
@@ -186,23 +179,20 @@ def train_step(
             )
 
         traced = is_traced(leaves, before, args, kwargs)
-        result = plan.find_gradients(tx, before, backward, traced, params)
-        params, opt_state = apply_step(tx, before, params, result)
-        select = functools.partial(select_if_applied, f"{call}(loss_fn)", tx, opt_state)
+        made = plan.make_step(own, before, params, backward, traced=traced)
+        select = functools.partial(select_new, f"{call}(loss_fn)", made.applied)
         is_trained = nnx.filterlib.to_predicate(wrt)
-        state = _choose_state(state_before, result.state, is_trained, is_kept, select)
+        state = _choose_state(state_before, made.run.state, is_trained, is_kept, select)
         nnx.update(objects.graph, state)
-        nnx.update(model, params)
+        nnx.update(model, made.params)
         if after is not None:
-            select = functools.partial(
-                select_if_stepped, f"{call}(after=...)", tx, before, opt_state
-            )
+            select = functools.partial(select_new, f"{call}(after=...)", made.stepped)
             _apply_after(model, after, select)
-        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+        nnx.update(optimizer.opt_state, nnx.state(made.opt_state))
         optimizer.step[...] += 1
         if has_aux:
-            return result.loss, result.aux
-        return result.loss
+            return made.run.loss, made.run.aux
+        return made.run.loss
 
     return name_step(step)
 

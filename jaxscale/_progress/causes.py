@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._gradients.verdict import flagged_paths
+from .._gradients.facts import flagged_paths
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale
 from .._state.scale import AdaptiveState

@@ -13,7 +13,7 @@ from .._policies.adaptive import UNSEEN
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.optimizer import WINDOW_STATES, MultiStepsState
 from .._state.scale import AdaptiveState, unwrap
-from .._step.optimizer import (
+from .._step.bare import (
     as_optimizer,
     holds_loss_scaled,
     possible_states,
@@ -51,8 +51,9 @@ def check(
     Args:
       tree: a `jaxscale.LossScaledState`, or a tree that holds exactly one. In the state of a
         population each member is judged separately, and the worst one is reported.
-      tx: the optimizer, which knows how far the scale can fall. With it the message can tell a
-        scale at its floor from one that is fixed or still falling. A `TrainState` holds its
+      tx: the optimizer, which knows how far the scale can fall, and how many steps are lost to its
+        growth alone. With it the message can tell a scale at its floor from one that is fixed or
+        still falling. A `TrainState` holds its
         optimizer, so it needs no `tx`.
       max_consecutive: how many steps skipped in a row are still accepted, at least 0. Halving takes
         24 of them from 2**24 down to 1.

@@ -4,11 +4,12 @@ A state may be that of a population: its leaves have an axis of members then, an
 answered for each member.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._policies.base import LossScale
+from .._policies.base import CheckedLossScale, LossScale
 from .._policies.fixed import NoOpLossScale
 from .._state.scale import AdaptiveState, LossScaleState, UnitLossScaleState
 from . import texts
@@ -34,7 +35,7 @@ class _Symptom(NamedTuple):
 
 def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
     """Returns the texts of what holds in any member of a population."""
-    skips_often = loses_often(members)
+    skips_often = loses_often(members, policy)
     if members.spikes is not None:
         skips_often &= ~_are_mostly_spikes(members)
     is_loss = blames_loss(members)
@@ -53,17 +54,34 @@ def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
         _Symptom(texts.IDLE, _is_idle(members)),
     ]
     if members.spikes is not None:
-        symptoms.append(_find_spikes(members))
+        symptoms.append(_find_spikes(members, policy))
     return [symptom.text for symptom in symptoms if np.any(symptom.holds)]
 
 
-def loses_often(members: Any) -> Any:
+def loses_often(members: Any, policy: LossScale | None) -> Any:
     """Returns whether so many steps were lost lately that it is no accident.
 
     In the first thousand steps `skip_rate` is a mean of few: it counts by how many they are.
     """
     certainty = -np.expm1(members.total_steps / -MEMORY)
-    return members.skip_rate * certainty >= OFTEN
+    lost = members.skip_rate - _lost_to_growth(policy)
+    return lost * certainty >= OFTEN
+
+
+def _lost_to_growth(policy: LossScale | None) -> float:
+    """Returns the share of steps that a policy loses if nothing is wrong.
+
+    A growth that goes too far costs as many overflows as it takes to undo it.
+    """
+    interval = getattr(policy, "growth_interval", None)
+    # a name may mean something else in others
+    if not isinstance(policy, CheckedLossScale) or interval is None:
+        return 0.0
+    growth_factor = getattr(policy, "growth_factor", 2.0)
+    backoff_factor = getattr(policy, "backoff_factor", 0.5)
+    hysteresis = getattr(policy, "hysteresis", 1)
+    lost = hysteresis * math.log2(growth_factor) / -math.log2(backoff_factor)
+    return lost / (interval + lost)
 
 
 def _find_decays(members: Any) -> list[_Symptom]:
@@ -120,13 +138,13 @@ def _are_mostly_spikes(members: Any) -> Any:
     return members.spikes.total_spikes > members.total_notfinite
 
 
-def _find_spikes(members: Any) -> _Symptom:
+def _find_spikes(members: Any, policy: LossScale | None) -> _Symptom:
     """Finds members that skip spikes again and again, and says whether norms overflowed."""
     spikes = members.spikes
     steps = members.total_steps
     skips_often = (spikes.total_spikes > steps // 20) & (steps >= 1000)
     skips_often |= spikes.spike_count >= 20
-    skips_often |= loses_often(members) & _are_mostly_spikes(members)
+    skips_often |= loses_often(members, policy) & _are_mostly_spikes(members)
     text = texts.SPIKES
     if np.any(skips_often & (spikes.total_norm_overflows > 0)):
         text += texts.NORMS

@@ -33,11 +33,8 @@ class LossScaledState(NamedTuple):
         falls in a row of skipped steps count as one, and those of the first 25 steps do not
         count: a scale that comes down from a high start does not decay.
       skip_rate: `f32[]`, the recent share of skipped steps, including spikes: the mean of the first
-        thousand steps, then an exponential mean over about a thousand. Each growth of the scale
-        takes back the overflow that it leads to, so that the rate is about 0 for a policy that
-        grows every few steps and falls as often. With accumulation it is the share of micro-batches
-        that were lost, over a thousand steps of the optimizer; a window that leads to no step loses
-        all its micro-batches.
+        thousand steps, then an exponential mean over about a thousand. With accumulation it counts
+        micro-batches.
       row_notfinite_loss: `i32[]`, how many of the `notfinite_count` steps had a loss that itself
         was not finite.
       spikes: with `spikes=SpikeRule()` a `jaxscale.SpikeState`, which counts the steps that were

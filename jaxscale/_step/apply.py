@@ -1,21 +1,20 @@
-"""Update and apply in one skip: `apply_gradients`, and what a step keeps of other state."""
+"""Update and apply in one skip: `apply_gradients`."""
 
 from typing import Any, TypeVar, overload
 
 import optax
 
 from .._gradients.scaled import Scaled
-from .._state.find import is_loss_scaled
-from .._state.optimizer import WINDOW_STATES
-from .._trees.selection import select_like
+from .backward_pass import Pass
+from .bare import as_optimizer
 from .checks import is_pair
-from .optimizer import Optimizer, apply_users_gradients, as_optimizer
-from .retry import BackwardResult
+from .kept_state import select_new
+from .matching import check_gradients
+from .plan import apply_pass
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
 _Kept = TypeVar("_Kept")
-_Tree = TypeVar("_Tree")
 
 
 @overload
@@ -78,8 +77,8 @@ def apply_gradients(
     Raises:
       TypeError: if `tx` is not a gradient transformation, if `opt_state` is not its state, or if
         `keep` is not a pair.
-      ValueError: if `grads` has another structure than `params`, and `params` hold leaves
-        that are not arrays; or if the trees in `keep` differ in structure or shapes.
+      ValueError: if `grads` has another structure or other shapes than `params`, if `opt_state` is
+        that of other parameters, or if the trees in `keep` differ in structure or shapes.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -99,61 +98,16 @@ def apply_gradients(
         raise TypeError(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
         )
-    optimizer = as_optimizer("apply_gradients", tx)
+    own = as_optimizer("apply_gradients", tx)
     order = "(tx, grads, opt_state, params)"
-    opt_state = optimizer.check_state(
-        "apply_gradients(opt_state=...)", opt_state, order
-    )
+    state = own.enter("apply_gradients(opt_state=...)", opt_state, order)
+    check_gradients("apply_gradients(grads=...)", grads, params)
+    own.check_same("apply_gradients(opt_state=...)", state, params)
     value = extra_args.pop("value", extra_args.get("loss"))
-    result = BackwardResult(loss=value, state=None, aux=None, grads=Scaled(grads))
-    params, opt_state = apply_users_gradients(
-        "apply_gradients(grads=...)", optimizer, opt_state, params, result, extra_args
-    )
+    run = Pass(Scaled(grads), loss=value)
+    made = apply_pass(own, run, state, params, extra_args)
     if keep is None:
-        return params, opt_state
+        return made.params, made.opt_state
     new, old = keep
-    kept = select_if_applied(
-        "apply_gradients(keep=...)", optimizer, opt_state, new, old
-    )
-    return params, opt_state, kept
-
-
-def select_if_applied(
-    argument: str, optimizer: Optimizer, opt_state: Any, new: _Tree, old: _Tree
-) -> _Tree:
-    """Returns `new` if the step that led to `opt_state` was applied, otherwise `old`."""
-    verdict_state = optimizer.find_verdict_state(argument, opt_state)
-    if verdict_state is None:  # every step is applied
-        return new
-    return select_like(argument, verdict_state.step_applied, new, old)
-
-
-def select_if_stepped(
-    argument: str, optimizer: Optimizer, before: Any, after: Any, new: _Tree, old: _Tree
-) -> _Tree:
-    """Returns `new` if the optimizer made a step between two of its states, otherwise `old`.
-
-    A micro-batch of a window that is not full makes none, though it is not skipped either.
-    """
-    window_before = _find_window(argument, optimizer, before)
-    verdict_state = optimizer.find_verdict_state(argument, after)
-    if window_before is not None:
-        window_after: Any = _find_window(argument, optimizer, after)
-        stepped = window_before.gradient_step != window_after.gradient_step
-    elif verdict_state is not None:
-        stepped = verdict_state.step_applied
-    else:
-        stepped = True
-    return select_like(argument, stepped, new, old)
-
-
-def _find_window(argument: str, optimizer: Optimizer, opt_state: Any) -> Any:
-    """Returns the state of a window of micro-batches, ours or that of Optax, or `None`."""
-    verdict_state = optimizer.find_verdict_state(argument, opt_state)
-    if verdict_state is not None:
-        opt_state = verdict_state
-    if is_loss_scaled(opt_state):
-        opt_state = opt_state.inner_state
-    if not isinstance(opt_state, WINDOW_STATES):
-        return None
-    return opt_state
+    kept = select_new("apply_gradients(keep=...)", made.applied, new, old)
+    return made.params, made.opt_state, kept

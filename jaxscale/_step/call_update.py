@@ -1,7 +1,6 @@
 """Calls of an optimizer's `update`, with the loss under the name by which it takes that."""
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -9,10 +8,6 @@ from typing import Any
 import optax
 
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
-
-# How Python and Optax say that a function needs an argument which it did not get. Neither has a
-# type of error for it: optimizers raise the `TypeError` of a call, or a `ValueError` of their own.
-_MISSING_ARGUMENT = re.compile(r"required keyword-only argument|must be provided")
 
 
 def call_update(
@@ -26,21 +21,7 @@ def call_update(
     """Calls `tx.update`, with the loss under each name that it takes: `value` or `loss`."""
     if value is not None:
         extra_args = _with_loss(tx, value, extra_args)
-    try:
-        return tx.update(grads, opt_state, params, **extra_args)
-    except (TypeError, ValueError) as error:
-        if not _MISSING_ARGUMENT.search(str(error)):
-            raise
-        message = (
-            f"`tx.update` needs arguments that it was not given, and says: {error} A `train_step` "
-            "gives it the loss, as `value`, and no more. If it needs more, write the loop: `loss, "
-            "grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, ...)`, and then "
-            "`jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss, ...)` with what "
-            "is missing."
-        )
-        if isinstance(error, TypeError):
-            raise TypeError(message) from error
-        raise ValueError(message) from error
+    return tx.update(grads, opt_state, params, **extra_args)
 
 
 def takes_any(function: Callable[..., Any]) -> bool:

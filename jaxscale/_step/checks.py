@@ -1,7 +1,5 @@
 """Checks of what a step is given, with the way out in each message."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ from .._policies.base import CheckedLossScale, LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
+from .._trees.checks import describe_value
 from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import with_article
 from .._trees.leaf import is_array_like
@@ -96,56 +95,17 @@ def _way_to_state(state: Any, order: str) -> str:
     return way
 
 
-@contextlib.contextmanager
-def explaining_functions(params: optax.Params) -> Iterator[None]:
-    """Explains a `TypeError` of an optimizer's `init` that gets functions among the parameters."""
-    try:
-        yield
-    except TypeError as error:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if callable(leaf):
-                raise TypeError(
-                    "`loss_scaled(...).init(params=...)` must be arrays, and that at "
-                    f"{leaf_name(path)} is a function. Of a module of Equinox, pass "
-                    "`eqx.filter(model, eqx.is_inexact_array)`."
-                ) from error
-        raise
-
-
 def check_loss(value: Any) -> None:
     """Raises a `TypeError` if the loss that a step was given is not one real number, or `None`."""
     if value is None:
         return
-    start = "`loss_scaled(...).update(value=...)` must be the loss, one number, got"
-    if callable(value):
-        name = getattr(value, "__name__", type(value).__name__)
-        raise TypeError(f"{start} the function {name}. Pass what it returned.")
-    if not all(map(is_array_like, jax.tree.leaves(value))):
-        raise TypeError(f"{start} {value!r}.")
-    shapes = jax.tree.map(jnp.shape, value)
-    if shapes != ():
-        raise TypeError(f"{start} {shapes}. With has_aux=True, pass only the loss.")
-    if jnp.iscomplexobj(value):
+    is_number = is_array_like(value) and jnp.shape(value) == ()
+    if not is_number or jnp.iscomplexobj(value):
         raise TypeError(
-            f"{start} a complex one, {value}. A loss is real: pass `value=loss.real`, or leave it "
-            "out."
+            "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
+            f"{describe_value(value)}. With has_aux=True, pass only the loss; of a complex one, "
+            "pass `loss.real`."
         )
-
-
-def check_outcome(updates: optax.Updates, params: optax.Params) -> None:
-    """Raises a `ValueError` if updates would change the shape of a parameter."""
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        return
-    with_paths = jax.tree_util.tree_leaves_with_path(updates)
-    for (path, update), param in zip(with_paths, jax.tree.leaves(params), strict=True):
-        if not (is_array_like(update) and is_array_like(param)):
-            continue
-        if jnp.shape(update) != jnp.shape(param):
-            raise ValueError(
-                f"The optimizer made an update of shape {jnp.shape(update)} for the parameter at "
-                f"{leaf_name(path)}, which has {jnp.shape(param)}. Is its gradient that of this "
-                "parameter? Gradients by example need an optimizer that takes their mean."
-            )
 
 
 def check_devices_agree(grads: optax.Updates, value: Any, axis_name: Any) -> None:

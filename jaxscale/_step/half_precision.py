@@ -4,7 +4,6 @@
 `loss_scaled` and `multi_steps` make, in any order of nesting.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from .._storage.weights import MasterWeights, Rounded, StochasticRounding, Weigh
 from .._trees.checks import describe_value, one_of
 from .call_update import call_update
 from .checks import as_transformation
-from .transformations import wrap
+from .transformations import rewrap, wrap
 from .wrapped_optimizer import find_wrapped_optimizer
 
 
@@ -259,5 +258,4 @@ def _keep(
             f"`{call}(inner)`: `inner` is wrapped in `{optimizer.weights.call}` already, and "
             "parameters are kept in one way. Leave one of both out."
         )
-    optimizer = dataclasses.replace(optimizer, weights=weights)
-    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    return rewrap(optimizer, weights=weights).transformation()

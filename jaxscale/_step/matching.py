@@ -1,26 +1,16 @@
 """Whether the trees of a step belong together: gradients, parameters and the optimizer's state."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax import is_for_people
-from .._state.find import is_loss_scaled
-from .._state.optimizer import LossScaledState
 from .._state.storage import CompactState
 from .._storage.rounding import HALF_DTYPES
 from .._trees.gradient_leaves import leaf_name
-from .._trees.grammar import list_some, with_article
+from .._trees.grammar import list_some
 from .._trees.leaf import is_array_like
-
-_OF_GRADIENTS = (
-    "Pass the gradients with respect to the parameters that `init` was given, or the state that it "
-    "returned for these. Without `params` the gradients were taken for them."
-)
 
 
 class TreeTypes(NamedTuple):
@@ -28,16 +18,6 @@ class TreeTypes(NamedTuple):
 
     structure: Any
     leaves: list[tuple[Any, Any]]  # shape and dtype of each, `None` for what has none
-
-
-class StepTrees(NamedTuple):
-    """What a user gives a step, and the call and the argument by which two of it are named."""
-
-    grads_argument: str
-    grads: optax.Updates
-    params: optax.Params | None
-    state_argument: str
-    opt_state: Any
 
 
 def types_of(tree: Any) -> TreeTypes:
@@ -49,58 +29,19 @@ def types_of(tree: Any) -> TreeTypes:
     return TreeTypes(structure, types)
 
 
-@contextlib.contextmanager
-def explaining_mismatch(trees: StepTrees, optimizer: Any) -> Iterator[None]:
-    """Inside of this context, an error of a step says which trees do not belong together.
-
-    An error that explains itself is left alone, and so is any if the trees belong together. Some
-    optimizers do take gradients of another structure: so that is asked only if one has failed.
-    Without parameters, as `update` may be called, the gradients stand for them.
-
-    Args:
-      trees: what the step was given.
-      optimizer: that takes it, bare or wrapped.
-
-    Raises:
-      ValueError: if a gradient has another shape than its parameter; and in place of an error, if
-        the gradients have another structure than the parameters, or if the state is that of other
-        parameters.
-    """
-    if trees.params is not None:
-        _check_grads(trees.grads_argument, trees.grads, trees.params)
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if is_for_people(error):
-            raise
-        try:
-            _check_match(trees, optimizer)
-        except ValueError as mismatch:
-            raise mismatch from error
-        raise
+def hashable_types(tree: Any) -> Any:
+    types = types_of(tree)
+    return types.structure, tuple(types.leaves)
 
 
-def _check_match(trees: StepTrees, optimizer: Any) -> None:
-    """Raises a `ValueError` if the trees of a step do not belong together."""
-    if trees.params is None:
-        check_same_optimizer(
-            trees.state_argument, optimizer, trees.opt_state, trees.grads, _OF_GRADIENTS
-        )
-        return
-    reason = _explain_structures(trees.grads_argument, trees.grads, trees.params)
-    if reason:
-        raise ValueError(reason)
-    check_same_optimizer(trees.state_argument, optimizer, trees.opt_state, trees.params)
-
-
-def _check_grads(argument: str, grads: optax.Updates, params: optax.Params) -> None:
-    """Raises a `ValueError` if a gradient has another shape than its parameter.
+def check_gradients(argument: str, grads: optax.Updates, params: optax.Params) -> None:
+    """Raises a `ValueError` if gradients are not like the parameters.
 
     Gradients by example, as differential privacy takes them, have axes of their own in front.
-    Trees of two structures are left to the optimizer: a few take gradients of a part.
+    Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
     """
-    reason = _explain_structures(argument, grads, params) if grads is None else ""
-    if reason:  # not every optimizer would notice that there are none
+    reason = _explain_structures(argument, grads, params)
+    if reason:
         raise ValueError(reason)
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
     if jax.tree.structure(grads, is_leaf=_is_none) != structure:
@@ -123,21 +64,13 @@ def _check_grads(argument: str, grads: optax.Updates, params: optax.Params) -> N
 def _explain_structures(
     argument: str, grads: optax.Updates, params: optax.Params
 ) -> str:
-    """Returns how the structure of gradients differs from that of the parameters, if it does.
-
-    Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
-    """
-    if type(grads) is not type(params):
-        kind = _name_kind(grads)
-        expected = _name_kind(params)
-        if kind is None or expected is None or kind == expected:
-            return ""
-        return (
-            f"`{argument}` must have the structure of the parameters, {expected}, got {kind}. Pass "
-            "the gradients with respect to these parameters."
-        )
+    """Returns how the structure of gradients differs from that of the parameters, if it does."""
+    if type(grads) is not type(params) and not (_is_plain(grads) and _is_plain(params)):
+        return ""
     of_grads = jax.tree.structure(grads, is_leaf=_is_none)
     of_params = jax.tree.structure(params, is_leaf=_is_none)
+    if grads is None and params is not None:
+        of_grads = jax.tree.structure(grads)  # not every optimizer would notice
     if of_grads == of_params:
         return ""
     grad_names = _leaf_names(grads)
@@ -158,13 +91,9 @@ def _explain_structures(
     )
 
 
-def _name_kind(tree: Any) -> str | None:
-    """Returns what a tree is, `None` if that is a class of somebody's own."""
-    if is_array_like(tree):
-        return "an array"
-    if tree is None or type(tree) in (dict, list, tuple):
-        return with_article(type(tree).__name__)
-    return None
+def _is_plain(tree: Any) -> bool:
+    """Returns whether a tree is none of a class of somebody's own."""
+    return is_array_like(tree) or tree is None or type(tree) in (dict, list, tuple)
 
 
 def _leaf_names(tree: Any) -> list[str]:
@@ -208,59 +137,7 @@ def _is_compact(node: Any) -> bool:
     return isinstance(node, CompactState)
 
 
-def check_has_parts(argument: str, state: LossScaledState, optimizer: Any) -> None:
-    """Raises a `ValueError` if a state lacks what the optimizer around it was built with.
-
-    It comes from a run with other options. What it lacks would be off, and nobody would notice.
-    """
-    needs_norm = optimizer.max_norm is not None or optimizer.spikes is not None
-    lacks = ""
-    if optimizer.spikes is not None and state.spikes is None:
-        lacks = "without `spikes`"
-    elif optimizer.track_leaves and state.nonfinite_leaves is None:
-        lacks = "without `track_leaves`"
-    elif needs_norm and state.grad_norm is None:
-        lacks = "without `max_norm`"
-    elif optimizer.spikes is not None:
-        window = jnp.shape(state.spikes.losses)[-1]
-        if window != optimizer.spikes.window:
-            lacks = f"with `SpikeRule(window={window})`"
-            lacks += f", where this one has window={optimizer.spikes.window}"
-    if lacks:
-        raise ValueError(
-            f"`{argument}` is the state of an optimizer {lacks}. Take it over once, before the "
-            "first step: `opt_state = jaxscale.from_state_dict(tx.init(params), "
-            "jaxscale.to_state_dict(opt_state))`. What is new then starts as `init` makes it."
-        )
-
-
-def check_same_optimizer(
-    argument: str,
-    optimizer: Any,
-    opt_state: Any,
-    params: Any,
-    way_out: str = "Pass the state that `init` of this optimizer returned for these parameters.",
-) -> None:
-    """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
-    if not all(map(is_array_like, jax.tree.leaves(params))):
-        # for such parameters `init` saw only a part of them, and which is not known
-        return
-    try:
-        expected = optimizer.expected_types(params)
-    except Exception:  # an `init` that needs values cannot be asked here
-        return
-    state = opt_state
-    if is_loss_scaled(opt_state):
-        state = opt_state.inner_state
-    difference = _explain_difference(state, expected)
-    if difference:
-        raise ValueError(
-            f"`{argument}` is the state of another optimizer or of other parameters. "
-            f"`tx.init(params)` {difference}. {way_out}"
-        )
-
-
-def _explain_difference(state: Any, expected: TreeTypes) -> str:
+def explain_difference(state: Any, expected: TreeTypes) -> str:
     """Returns what `init` makes and what a state has instead, empty if they are alike.
 
     A state may hold None in place of an array. It was made for a part of the parameters then, such

@@ -7,7 +7,7 @@ import operator
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,40 +16,34 @@ import optax
 from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
-from .._jax import is_told_apart
+from .._jax import collective_axes, is_told_apart
+from .._state.optimizer import LossScaledState
 from .._trees.casts import cast, widen
-from .._trees.checks import int32, one_of
+from .._trees.checks import int32
+from .._trees.flat import Traced
 from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
-from .._trees.params import trained_params
-from .._trees.store_once import store_once
+from .._trees.params import combine, trained_params
+from .advance import judge_pass
+from .backward_pass import Pass
+from .bare import BareOptimizer, holds_loss_scaled
+from .call_update import NO_ARGS
 from .checks import is_pair
-from .optimizer import Optimizer, holds_loss_scaled
-from .retry import BackwardResult, repeat_backward, trace_once
+from .kept_state import made_step
+from .retry import repeat_backward
 from .wrapped_optimizer import WrappedOptimizer
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+class MadeStep(NamedTuple):
+    """A step that was made or skipped."""
 
-def refuse_more_arguments(call: str, way_out: str) -> Callable[[_Function], _Function]:
-    """Returns a decorator for a function of the loss, which says where the optimizer goes."""
-
-    def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def checked(loss_fn: Any, *others: Any, **kwargs: Any) -> Any:
-            if others:
-                kind = with_article(type(others[0]).__name__)
-                raise TypeError(
-                    f"`{call}(loss_fn)` takes the loss alone, got {kind} beside it. Leave that "
-                    f"out: {way_out}."
-                )
-            return function(loss_fn, **kwargs)
-
-        checked_function: Any = checked
-        return checked_function
-
-    return decorate
+    run: Pass  # the last backward pass
+    params: optax.Params
+    opt_state: Any  # as users get it
+    # bool[], whether it was not skipped, and whether the optimizer made a step; `None` if always
+    applied: jax.Array | None
+    stepped: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,57 +76,32 @@ class StepPlan:
     warnings_given: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not callable(self.loss_fn):
-            raise TypeError(
-                f"`{self.call}(loss_fn)` must be a function that returns the loss, got "
-                f"{type(self.loss_fn).__name__}."
-            )
-        for name, hook in {"on_grads": self.on_grads, "after": self.after}.items():
-            if hook is not None and not callable(hook):
-                raise TypeError(
-                    f"`{self.call}({name}=...)` must be a function or None, got "
-                    f"{type(hook).__name__}."
-                )
-        one_of(self.call, "has_state", self.has_state, (False, True))
-        one_of(self.call, "has_aux", self.has_aux, (False, True))
         int32(self.call, "retries", self.retries, 0, "passes")
-        try:
-            inspect.signature(self.transform).bind(
-                self.loss_fn, has_aux=True, **self.kwargs
-            )
-        except TypeError as error:
-            name = getattr(self.transform, "__name__", type(self.transform).__name__)
-            raise TypeError(
-                f"`{self.call}(...)` got unexpected keyword arguments for `transform`, "
-                f"`{name}`: {error}. Arguments of the optimizer, such as "
-                "`axis_name`, go to `jaxscale.loss_scaled`."
-            ) from error
-        except ValueError:  # a function that does not say what it takes
-            pass
 
-    def check_retries(self, optimizer: Optimizer) -> None:
+    def check_retries(self, own: WrappedOptimizer) -> None:
         """Raises a `ValueError` if retries cannot help, as the scale of the optimizer is fixed."""
-        if not self.retries or optimizer.can_back_off:
+        if not self.retries or own.can_back_off:
             return
-        if isinstance(optimizer, WrappedOptimizer):
-            got = f"one with {with_article(type(optimizer.policy).__name__)}"
-            way_out = "Take a policy that lowers it, as `loss_scaled(tx)` does"
-        elif optimizer.hides_loss_scaled():
-            got = "one that `loss_scaled` wraps inside of another"
-            way_out = "Make it the outermost, `tx = jaxscale.loss_scaled(outer(inner))`"
-        else:
+        got = f"one with {with_article(type(own.policy).__name__)}"
+        way_out = "Take a policy that lowers it, as `loss_scaled(tx)` does"
+        if isinstance(own, BareOptimizer):
             got = "a bare optimizer"
             way_out = "Wrap it, `tx = jaxscale.loss_scaled(tx)`"
+            if own.hides_loss_scaled():
+                got = "one that `loss_scaled` wraps inside of another"
+                way_out = (
+                    "Make it the outermost, `tx = jaxscale.loss_scaled(outer(inner))`"
+                )
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. {way_out}, or leave `retries` out."
         )
 
     def warn_if_bare(
-        self, optimizer: Optimizer, opt_state: Any, stacklevel: int
+        self, own: WrappedOptimizer, opt_state: Any, stacklevel: int
     ) -> None:
         """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
-        if self.warnings_given or isinstance(optimizer, WrappedOptimizer):
+        if self.warnings_given or not isinstance(own, BareOptimizer):
             return
         if holds_loss_scaled(opt_state):
             return
@@ -167,8 +136,8 @@ class StepPlan:
                 f"({', '.join(arguments)}): {parts}"
             ) from error
 
-    def differentiate(self, scaling: Any, *args: Any, **kwargs: Any) -> BackwardResult:
-        """Makes one pass with a loss scale state; `None` is a scale of 1."""
+    def differentiate(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
+        """Makes one pass with a loss scale state."""
         run_backward = scale_transform(
             self.call,
             self._checked_loss_fn(),
@@ -183,51 +152,42 @@ class StepPlan:
         aux = result.aux
         if self.has_state and self.has_aux:
             state, aux = result.aux
-        return BackwardResult(
-            loss=result.loss, state=state, aux=aux, grads=result.grads
-        )
+        return Pass(result.grads, result.loss, state=state, aux=aux)
 
-    def find_gradients(
+    def make_step(
         self,
-        optimizer: Optimizer,
-        opt_state: Any,
-        backward: Callable[[Any], BackwardResult],
-        traced: bool,
+        own: WrappedOptimizer,
+        state: LossScaledState,
         params: optax.Params,
-    ) -> BackwardResult:
-        """Makes the backward passes of a step, and returns the last one, with its verdict.
+        backward: Callable[[Any], Pass],
+        *,
+        traced: bool,
+    ) -> MadeStep:
+        """Makes the backward passes of a step, and the step. `backward` makes one pass."""
+        self.warn_if_bare(own, state.inner_state, stacklevel=4)
+        start = own.find_start_scale(state)
 
-        `backward` makes one of them, given a scale state.
-        """
-
-        def hooked_pass(scaling: Any) -> BackwardResult:
+        def hooked_pass(scaling: Any) -> Pass:
             return self._call_hook(backward(scaling), params)
 
-        self.warn_if_bare(optimizer, opt_state, stacklevel=4)
-        start = optimizer.find_start_scale(self.call, opt_state)
-        axis_name = optimizer.axis_name
         one_pass = hooked_pass
-        if optimizer.skips and traced and (self.on_grads is not None or self.retries):
-            program = trace_once(hooked_pass, start)
-            one_pass = program.run
-            axis_name = self._add_axes(axis_name, program.axes)
+        if own.judges and traced and (self.on_grads is not None or self.retries):
+            one_pass = Traced(hooked_pass, start)
+            axis_name = self._add_axes(own.axis_name, collective_axes(one_pass.jaxpr))
+            own = dataclasses.replace(own, axis_name=axis_name)
 
-        def judged_pass(scaling: Any) -> BackwardResult:
-            result = one_pass(scaling)
-            trained = trained_params(params, result.grads.grads)
-            result = optimizer.leave_out_unread(result, opt_state, trained)
-            if optimizer.skips:
-                grads = Scaled(store_once(result.grads.grads), result.grads.divisor)
-                result = result._replace(grads=grads)
-            verdict = optimizer.judge_pass(result, opt_state, axis_name)
-            return result._replace(verdict=verdict, grads_before_hook=None)
+        def judged_pass(scaling: Any) -> Pass:
+            run = one_pass(scaling)
+            trained = trained_params(params, run.grads.grads)
+            return judge_pass(own, run, state, trained, NO_ARGS)
 
-        if not self.retries:
-            return judged_pass(start)
-        policy: Any = optimizer.policy  # one that moves, as `check_retries` saw
-        return repeat_backward(
-            self.call, policy, judged_pass, start, self.retries, traced=traced
-        )
+        if self.retries:
+            run = repeat_backward(
+                self.call, own.policy, judged_pass, start, self.retries, traced=traced
+            )
+        else:
+            run = one_pass(start)
+        return apply_pass(own, run, state, params, NO_ARGS)
 
     def _add_axes(self, axis_name: Any, axes: Sequence[Any]) -> Any:
         """Adds axes along which a pass exchanges numbers to those whose devices agree."""
@@ -255,53 +215,66 @@ class StepPlan:
 
     def _check_output(self, output: Any) -> None:
         """Raises a `TypeError` if the loss function returned another number of things."""
+        expected = "a loss"
+        fits = not isinstance(output, tuple)
+        if self.has_state or self.has_aux:
+            expected = "(loss, state)" if self.has_state else "(loss, aux)"
+            fits = is_pair(output)
         if self.has_state and self.has_aux:
-            fits = is_pair(output) and is_pair(output[1])
             expected = "(loss, (state, aux))"
-            flags = "has_state=True, has_aux=True"
-        elif self.has_state:
-            fits = is_pair(output)
-            expected = "(loss, state)"
-            flags = "has_state=True"
-        elif self.has_aux:
-            fits = is_pair(output)
-            expected = "(loss, aux)"
-            flags = "has_aux=True"
-        else:
-            fits = not isinstance(output, tuple)
-            expected = "a loss"
-            flags = ""
+            fits = is_pair(output) and is_pair(output[1])
         if fits:
             return
-        arguments = "loss_fn"
+        flags = []
+        for name in ("has_state", "has_aux"):
+            if getattr(self, name):
+                flags.append(f"{name}=True")
         way_out = "Pass has_aux=True if it returns anything beside the loss"
         if flags:
-            arguments = f"loss_fn, {flags}"
-            way_out = f"Return it so, or leave {flags} out"
+            way_out = f"Return it so, or leave {', '.join(flags)} out"
         elif not self.call.startswith("nnx"):
             way_out += ", and has_state=True if that is state that a skipped step keeps"
         raise TypeError(
-            f"`{self.call}({arguments})`: `loss_fn` must return {expected}, got "
-            f"{_describe(output)}. {way_out}."
+            f"`{self.call}({', '.join(['loss_fn', *flags])})`: `loss_fn` must return {expected}, "
+            f"got {_describe(output)}. {way_out}."
         )
 
-    def _call_hook(
-        self, result: BackwardResult, params: optax.Params
-    ) -> BackwardResult:
+    def _call_hook(self, run: Pass, params: optax.Params) -> Pass:
         """Gives the gradients of a pass to `on_grads`, and goes on with those that it returns."""
         if self.on_grads is None:
-            return result
+            return run
         old_leaves, structure = jax.tree.flatten(
-            map_gradients(widen, result.grads.divided)
+            map_gradients(widen, run.grads.divided)
         )
         new = self.on_grads(structure.unflatten(old_leaves))
         new_leaves = jax.tree.leaves(new)
         same_structure = jax.tree.structure(new) == structure
         if same_structure and all(map(operator.is_, new_leaves, old_leaves)):
-            return result  # it only looked at them
+            return run  # it only looked at them
         call = f"{self.call}(on_grads=...)"
         grads = _check_hooked(call, new, structure.unflatten(old_leaves), params)
-        return result._replace(grads=Scaled(grads), grads_before_hook=result.grads)
+        return run._replace(grads=Scaled(grads), before_hook=run.grads)
+
+
+def apply_pass(
+    own: WrappedOptimizer,
+    run: Pass,
+    state: LossScaledState,
+    params: optax.Params,
+    extra_args: Mapping[str, Any],
+) -> MadeStep:
+    """Makes a step of a backward pass. The state was checked."""
+    # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
+    trained = trained_params(params, run.grads.grads)
+    trained, new_state = own.apply(run, state, trained, extra_args)
+    applied = own.find_applied(new_state)
+    return MadeStep(
+        run=run,
+        params=combine(trained, params),
+        opt_state=own.leave(new_state),
+        applied=applied,
+        stepped=made_step(own.find_window(state), own.find_window(new_state), applied),
+    )
 
 
 def _check_hooked(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._gradients.verdict import named_flags
+from .._gradients.facts import named_flags
 from .._jax import axes_of_devices, varying
 from .._state.optimizer import WINDOW_STATES, LossScaledState
 from .._state.scale import UnitLossScaleState, unwrap
@@ -102,22 +102,13 @@ def report_skip(
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         call_host(skipped, numbers)  # nothing is compiled, so neither is this
         return
-    is_first = _is_first_device(skipped)
-    report = _make_reporter(call_host)
-    never = report(skipped, is_first, numbers)
-    # Before JAX 0.8 a function with a batching rule has no effects that its callers know of. Where
-    # no state is returned it would be left out, if nothing with an effect needed its result.
-    jax.lax.cond(never, lambda: jax.debug.callback(_do_nothing), _do_nothing)
-
-
-def _is_first_device(skipped: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns whether this device is the first, along each axis of devices that skip together.
-
-    Devices that may differ in what they skip are different runs. The others are one.
-    """
-    own_axes = varying(jax.typeof(skipped))
-    shared_axes = [axis for axis in axes_of_devices() if axis not in own_axes]
-    return tuple(jax.lax.axis_index(axis) == 0 for axis in shared_axes)
+    # Devices that may differ in what they skip are different runs. The others are one, whose first
+    # device reports.
+    is_first = jnp.array(True)
+    for axis in axes_of_devices():
+        if axis not in varying(jax.typeof(skipped)):
+            is_first &= jax.lax.axis_index(axis) == 0
+    _make_reporter(call_host)(skipped, is_first, numbers)
 
 
 def _call_host(
@@ -134,41 +125,26 @@ def _call_host(
         on_skip(values)
 
 
-def _do_nothing() -> None:
-    pass
-
-
 def _make_reporter(
     call_host: Callable[[Any, Any], None],
-) -> Callable[[Any, Any, Any], jax.Array]:
+) -> Callable[[Any, Any, Any], None]:
     """Makes the function that calls the host if any member of a population skipped.
 
-    It takes whether the members skipped, whether the device is the first along each axis, and the
-    numbers. It returns a `bool[]` that never holds.
+    It takes whether the members skipped, whether this device reports, and the numbers.
     """
 
     @jax.custom_batching.custom_vmap
-    def report(skipped: Any, is_first: Any, numbers: Any) -> jax.Array:
-        is_due = jnp.any(skipped)
-        for is_first_along_axis in is_first:
-            is_due &= is_first_along_axis
-
+    def report(skipped: Any, is_first: Any, numbers: Any) -> None:
         def call() -> None:
             jax.debug.callback(call_host, skipped, numbers)
 
-        jax.lax.cond(is_due, call, _do_nothing)
-        return is_due & ~is_due
+        jax.lax.cond(jnp.any(skipped) & is_first, call, lambda: None)
 
     @report.def_vmap
     def report_population(
         size: int, batched: Any, skipped: Any, is_first: Any, numbers: Any
-    ) -> tuple[jax.Array, bool]:
-        skipped_batched, first_batched, numbers_batched = batched
-        # The index along an axis that `vmap` named is batched: its members are no devices.
-        is_first_device = []
-        for flag, is_batched in zip(is_first, first_batched, strict=True):
-            if not is_batched:
-                is_first_device.append(flag)
+    ) -> tuple[None, None]:
+        skipped_batched, _, numbers_batched = batched
 
         def stack(leaf: jax.Array, is_batched: bool) -> jax.Array:
             if is_batched:
@@ -178,7 +154,7 @@ def _make_reporter(
         if any(jax.tree.leaves((skipped_batched, numbers_batched))):
             skipped = stack(skipped, skipped_batched)
             numbers = jax.tree.map(stack, numbers, numbers_batched)
-        report_rest = _make_reporter(call_host)
-        return report_rest(skipped, tuple(is_first_device), numbers), False
+        _make_reporter(call_host)(skipped, is_first, numbers)
+        return None, None
 
     return report

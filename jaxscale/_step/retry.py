@@ -12,40 +12,24 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._gradients.scaled import Scaled
-from .._gradients.verdict import Verdict
-from .._jax import collective_axes, varying
+from .._gradients.facts import Facts
+from .._jax import varying
 from .._policies.base import LossScale, adjust_scale
 from .._trees.casts import blank
-from .._trees.flat import Flat
+from .._trees.flat import Traced
 from .._trees.selection import tree_where
-from .counters import Retries
+from .backward_pass import Pass, Retries
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
 # several; one that tolerates more than this is left alone, and the step is skipped.
 _MAX_BACKOFFS_PER_OVERFLOW = 100
 
 
-class BackwardResult(NamedTuple):
-    """What one forward and backward pass returned, and what was found out about it."""
-
-    loss: Any  # f32[], `None` if it is not known
-    state: Any  # what the loss function carries beside the parameters, if it does
-    aux: Any  # what else the loss function returned, if it does
-    grads: Scaled
-    verdict: Verdict | None = None
-    # those that `on_grads` got, if it changed them
-    grads_before_hook: Scaled | None = None
-    retries: Retries | None = None  # if the pass may be repeated
-
-
 class _Attempt(NamedTuple):
     """A pass, and what is to come after it."""
 
-    result: BackwardResult
-    scaling: (
-        Any  # the scale state of the next pass; that of this one, unless it overflowed
-    )
+    run: Pass
+    scaling: Any  # that of the next pass; that of this one, unless it overflowed
     again: jax.Array  # bool[], whether there is a next pass
 
 
@@ -57,23 +41,15 @@ class _Backoff(NamedTuple):
     number: jax.Array  # i32[], how often it was told
 
 
-class TracedPass(NamedTuple):
-    """A backward pass as a program."""
-
-    # the pass, given a scale state; it is not traced again
-    run: Callable[[Any], BackwardResult]
-    axes: list[Any]  # the names of the axes along which its devices exchange numbers
-
-
 def repeat_backward(
     call: str,
     policy: LossScale,
-    backward: Callable[[Any], BackwardResult],
+    backward: Callable[[Any], Pass],
     scaling: Any,
     retries: int,
     *,
     traced: bool,
-) -> BackwardResult:
+) -> Pass:
     """Repeats a pass until its gradients are finite, and returns the last one with its `retries`.
 
     A pass is made again if its loss is finite, its gradients are not, and the policy lowers the
@@ -82,72 +58,65 @@ def repeat_backward(
     then the step goes on with the scale state of the first.
     """
 
-    def try_pass(scaling: Any, number: Any) -> _Attempt:
-        result = backward(scaling)
-        verdict: Any = result.verdict  # known for every optimizer whose scale moves
-        overflow = verdict.loss_finite & ~verdict.grads_finite & (number < retries)
-        next_scaling = _lower_scale(policy, scaling, overflow, verdict, traced)
+    def try_pass(scaling: Any, number: jax.Array) -> _Attempt:
+        run = backward(scaling)
+        facts: Any = run.facts  # known for every optimizer whose scale moves
+        overflow = facts.loss_finite & ~facts.grads_finite & (number < retries)
+        next_scaling = _lower_scale(policy, scaling, overflow, facts, traced)
         again = overflow & _is_lower(next_scaling, scaling)
-        return _Attempt(result, next_scaling, again)
+        return _Attempt(run, next_scaling, again)
 
+    number = jnp.zeros((), jnp.int32)
     if traced:
         check_axes = functools.partial(_check_devices_retry_together, call, retries)
-        last, number = _repeat_in_program(try_pass, scaling, check_axes)
+        last, number = _repeat_in_program(try_pass, scaling, number, check_axes)
     else:
-        last, number = _repeat_now(try_pass, scaling)
-    last_verdict: Any = last.result.verdict
+        last = try_pass(scaling, number)
+        while last.again:
+            number = number + 1
+            last = try_pass(last.scaling, number)
+    facts: Any = last.run.facts
     # If even the last pass failed, the scale was not to blame.
-    kept = tree_where(last_verdict.grads_finite, last.scaling, scaling)
-    return last.result._replace(retries=Retries(number, kept))
-
-
-def _repeat_now(
-    try_pass: Callable[[Any, Any], _Attempt], scaling: Any
-) -> tuple[_Attempt, jax.Array]:
-    """Returns the last pass, and how many were repeated."""
-    number = jnp.zeros((), jnp.int32)
-    attempt = try_pass(scaling, number)
-    while attempt.again:
-        number = number + 1
-        attempt = try_pass(attempt.scaling, number)
-    return attempt, number
+    kept = tree_where(facts.grads_finite, last.scaling, scaling)
+    return last.run._replace(retries=Retries(number, kept))
 
 
 def _repeat_in_program(
     try_pass: Callable[[Any, Any], _Attempt],
     scaling: Any,
+    number: jax.Array,
     check_axes: Callable[[frozenset[Any]], None],
 ) -> tuple[_Attempt, jax.Array]:
-    """Does what `_repeat_now` does, in a loop of the program that is traced.
+    """Repeats a pass in a loop of the program that is traced: returns the last, and their number.
 
-    The loop carries how many passes were repeated, and the arrays of the last `_Attempt`.
+    The loop carries arrays alone. What else a pass returns, such as functions in `aux`, stays
+    outside.
     """
-    number = jnp.zeros((), jnp.int32)
-    # Traced once, for its types and for the loop.
-    flat = Flat(try_pass, (scaling, number), {}, "arrays_of_pass")
-    arrays_of_pass = jax.jit(flat)
-    types = jax.make_jaxpr(arrays_of_pass)(*flat.arrays).out_avals
-    check_axes(varying(types[-1]))  # those of `again`
+    program = Traced(try_pass, scaling, number)
+    *_, type_of_again = program.output_leaves
+    check_axes(varying(type_of_again))
+
+    def attempt_of(arrays: list[Any]) -> _Attempt:
+        return program.restored(arrays)
 
     def is_due(carry: Any) -> jax.Array:
         _, arrays = carry
-        return flat.restored(arrays).again
+        return attempt_of(arrays).again
 
     def make_pass(carry: Any) -> Any:
         number, arrays = carry
-        before = flat.restored(arrays)
-        arrays = arrays_of_pass(*jax.tree.leaves((before.scaling, number)))
+        arrays = program.call_flat(attempt_of(arrays).scaling, number)
         # Strict promotion adds no bool to an integer.
-        repeated = flat.restored(arrays).again.astype(jnp.int32)
+        repeated = attempt_of(arrays).again.astype(jnp.int32)
         return number + repeated, arrays
 
-    # Before the first pass there is no result. The last arrays are a scale state and a flag, as the
-    # inputs are a scale state and a number.
-    no_result = map(blank, types[: -len(flat.arrays)])
-    before_first = [*no_result, *jax.tree.leaves(scaling), jnp.array(True)]
-    start = (number, before_first)
-    number, arrays = jax.lax.while_loop(is_due, make_pass, start)
-    return flat.restored(arrays), number
+    # Before the first pass there is no result. The last arrays are a scale state and a flag.
+    scales = jax.tree.leaves(scaling)
+    types = program.jaxpr.out_avals
+    no_result = map(blank, types[: -len(scales) - 1])
+    before_first = [*no_result, *scales, jnp.array(True)]
+    number, arrays = jax.lax.while_loop(is_due, make_pass, (number, before_first))
+    return attempt_of(arrays), number
 
 
 def _check_devices_retry_together(
@@ -163,18 +132,6 @@ def _check_devices_retry_together(
     )
 
 
-def trace_once(backward: Callable[[Any], BackwardResult], scaling: Any) -> TracedPass:
-    """Traces a pass for the types of a scale state, so that its program is known before it runs."""
-    flat = Flat(backward, (scaling,), {}, "arrays_of_pass")
-    arrays_of_pass = jax.jit(flat)
-    axes = collective_axes(jax.make_jaxpr(arrays_of_pass)(*flat.arrays))
-
-    def run(scaling: Any) -> BackwardResult:
-        return flat.restored(arrays_of_pass(*jax.tree.leaves(scaling)))
-
-    return TracedPass(run, axes)
-
-
 def is_traced(*inputs: Any) -> bool:
     """Returns whether a step with these inputs is traced, so that their values are not known."""
     # Under `jit` even a sum of constants is traced; under `vmap` alone only what is mapped is.
@@ -183,7 +140,7 @@ def is_traced(*inputs: Any) -> bool:
 
 
 def _lower_scale(
-    policy: LossScale, scaling: Any, overflow: jax.Array, verdict: Verdict, traced: bool
+    policy: LossScale, scaling: Any, overflow: jax.Array, facts: Facts, traced: bool
 ) -> Any:
     """Lowers the scale after an overflow, if the policy ever does; otherwise it stays."""
 
@@ -192,7 +149,7 @@ def _lower_scale(
         return is_due & (now.number < _MAX_BACKOFFS_PER_OVERFLOW)
 
     def back_off(now: _Backoff) -> _Backoff:
-        lower = adjust_scale(policy, now.scaling, jnp.array(False), verdict.largest)
+        lower = adjust_scale(policy, now.scaling, jnp.array(False), facts.largest)
         # At its floor a scale stays, and so does everything else in its state.
         return _Backoff(lower, _differs(lower, now.scaling), now.number + 1)
 

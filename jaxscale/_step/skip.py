@@ -1,4 +1,4 @@
-"""How a step is skipped: by a branch on a CPU, by a selection elsewhere and without `jit`.
+"""How a step is made or skipped: by a branch on a CPU, by a selection elsewhere and without `jit`.
 
 On a GPU or TPU a selection fuses into the step's own kernels and reads nothing twice. On a CPU it
 would keep XLA from updating buffers in place and take minutes to compile over hundreds of leaves;
@@ -13,149 +13,89 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._jax import vary, varying
-from .._trees.casts import cast
-from .._trees.flat import Flat, Leaves
+from .._trees.casts import filled
+from .._trees.flat import Traced
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_array_like
 from .._trees.selection import tree_where
 
+# Returns the leaves that are kept in the place of those of a result. These are arrays or types.
+Keep = Callable[[list[Any]], list[Any]]
 
-def step_if(
-    pred: jax.Array,
-    step: Callable[[Any], Any],
-    operand: Any,
-    skip: Callable[[Any], Any],
+
+def make_or_keep(
+    due: jax.Array, make: Callable[[Any], Any], operand: Any, keep: Keep
 ) -> Any:
-    """Returns `step(operand)` if `pred` holds, and otherwise what `skip` returns.
+    """Returns `make(operand)` if a step is due, and otherwise what is kept in its place.
 
-    The operand may be non-finite if `pred` does not hold. `step` returns a tuple, and is traced
-    once. `skip` gets the parts of such a tuple, each of them a tree, or `Leaves` with the types of
-    one, and returns a tuple of the same type.
+    The operand holds gradients, which may be non-finite if no step is due. `make` is traced once.
     """
+    if not isinstance(jax.lax.add(1, 1), Tracer):
+        # Nothing is traced: each operation runs by itself, even under `vmap`. So the step rounds
+        # as it does when called alone, and nothing is compiled for a single call.
+        return choose(due, make(_zeros_unless(due, operand)), keep)
 
-    def select(branches: jax.Array, step: Callable[[Any], Any]) -> Any:
-        # A selection evaluates both sides, so `step` runs in any case. It gets zeros if its
-        # result does not count, so that no inf or NaN reaches its arithmetic. If `step` branches
-        # itself, nothing is left to select: XLA removes both calls of `tree_where`.
-        choose = pred | branches
-        finite = tree_where(choose, operand, _zeros(operand))
-        result = step(finite)
-        return tree_where(choose, result, skip(result))
+    program = Traced(make, operand)
+    kept = keep(program.output_leaves)
+    axes = []
+    for made_leaf, kept_leaf in zip(program.output_leaves, kept, strict=True):
+        axes.append(_axes_of(made_leaf) | _axes_of(kept_leaf) | _axes_of(due))
 
-    # A constant that is known once the platform is: XLA folds the other form away. JAX's idiom,
-    # `platform_dependent(pred, operand, cpu=branch, default=select)`, compiles to the same, but
-    # writes the step down twice: for AdamW on 30 leaves in 1840 equations instead of 1260.
-    branches = jax.lax.platform_dependent(
-        cpu=lambda: jnp.array(True), default=lambda: jnp.array(False)
-    )
-    if not isinstance(branches, Tracer):
-        # Nothing is traced: each operation runs by itself, even under `vmap`. So `step` rounds as
-        # it does when called alone, and nothing is compiled for a single call.
-        return select(jnp.array(False), step)
+    def on_all_axes(leaves: list[Any]) -> list[Any]:
+        # Both sides of a branch must vary along the same axes of a mesh.
+        return [_vary(*pair) for pair in zip(leaves, axes, strict=True)]
 
-    def branch(operand: Any) -> Any:
-        flat = Flat(step, (operand,), {}, "step")
-        compiled = jax.jit(flat)  # traced once, for its types and for the branch
-        types = jax.make_jaxpr(compiled)(*flat.arrays).out_avals
-        skipped = skip(flat.parts(types))
+    def branch() -> list[Any]:
+        return jax.lax.cond(
+            due,
+            lambda: on_all_axes(jax.tree.leaves(program(operand))),
+            lambda: on_all_axes(kept),
+        )
 
-        kept, structure = jax.tree.flatten(skipped)
-        axes = _axes_of_both(types, kept)
+    def select() -> list[Any]:
+        made = program(_zeros_unless(due, operand))
+        return on_all_axes(tree_where(due, jax.tree.leaves(made), kept))
 
-        def take_step() -> Any:
-            made = compiled(*flat.arrays)
-            return flat.restored(map(vary, made, axes))
-
-        def take_none() -> Any:
-            return structure.unflatten(map(vary, kept, axes))
-
-        return jax.lax.cond(pred | ~branches, take_step, take_none)
-
-    return select(branches, branch)
+    chosen = jax.lax.platform_dependent(cpu=branch, default=select)
+    return program.rebuilt(chosen)
 
 
-def _axes_of_both(made: list[Any], kept: list[Any]) -> list[frozenset[Any]]:
-    """Returns along which mesh axes each result of a branch varies, as branches need equal types.
+def choose(pred: jax.Array, made: Any, keep: Keep) -> Any:
+    """Returns a result if `pred` holds, and otherwise what is kept in its place."""
+    leaves, structure = jax.tree.flatten(made)
+    return structure.unflatten(tree_where(pred, leaves, keep(leaves)))
 
-    It is that of what a step made, by its types, and of what is kept in its place.
+
+def minus_zeros(like: list[Any]) -> list[Any]:
+    """Returns updates that change nothing: minus zero, in both parts of a complex number.
+
+    Adding it keeps the bits of every number, whereas -0.0 + 0.0 is 0.0.
     """
-    if len(made) != len(kept):  # some are not arrays, and come back as they are
-        return [frozenset()] * max(len(made), len(kept))
-    of_both = []
-    for aval, leaf in zip(made, kept, strict=True):
-        of_both.append(varying(aval) | varying(jax.typeof(leaf)))
-    return of_both
-
-
-def _zeros(tree: Any) -> Any:
-    """Returns a tree with zeros in place of the gradients, one array for each type."""
-    zeros: dict[Any, jax.Array] = {}
-
-    def zeros_like(leaf: Any) -> jax.Array:
-        aval = jax.typeof(leaf)
-        if aval not in zeros:
-            zeros[aval] = jnp.zeros_like(leaf)
-        return zeros[aval]
-
-    return map_gradients(zeros_like, tree)
-
-
-def no_updates(like: Any, grads: Any) -> Any:
-    """Returns updates that change nothing, of the types of `like`, on the mesh axes of `grads`."""
-    sources = jax.tree.leaves(grads)
-    if isinstance(like, Leaves):
-        leaves, structure = like
-    else:
-        leaves, structure = jax.tree.flatten(like)
-    own_sources = [None] * len(leaves)
-    if structure == jax.tree.structure(grads):
-        own_sources = sources
-
+    by_type: dict[Any, jax.Array] = {}  # one array serves all leaves of one type
     updates = []
-    by_types: dict[Any, jax.Array] = {}  # one array serves all leaves of one type
-    for leaf, own_source in zip(leaves, own_sources, strict=True):
-        types = (_type_of(leaf), _type_of(own_source))
-        if types not in by_types:
-            by_types[types] = _no_update(leaf, own_source, sources)
-        updates.append(by_types[types])
-    return structure.unflatten(updates)
+    for leaf in like:
+        aval = jax.typeof(leaf) if is_array_like(leaf) else leaf
+        if aval not in by_type:
+            minus_zero: Any = -0.0
+            if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+                minus_zero = complex(-0.0, -0.0)
+            by_type[aval] = filled(aval, minus_zero)
+        updates.append(by_type[aval])
+    return updates
 
 
-def _type_of(leaf: Any) -> Any:
-    """Returns the type of an array; in `Leaves`, a leaf is a type itself."""
+def _zeros_unless(due: jax.Array, operand: Any) -> Any:
+    """Returns an operand, or zeros if no step is due: no inf or NaN enters arithmetic."""
+    return tree_where(due, operand, map_gradients(jnp.zeros_like, operand))
+
+
+def _axes_of(leaf: Any) -> frozenset[Any]:
     if is_array_like(leaf):
-        return jax.typeof(leaf)
+        leaf = jax.typeof(leaf)
+    return varying(leaf)
+
+
+def _vary(leaf: Any, axes: frozenset[Any]) -> Any:
+    if axes:
+        return vary(leaf, axes)
     return leaf
-
-
-def _no_update(leaf: Any, own_source: Any, sources: list[Any]) -> jax.Array:
-    # Minus zero, in both parts of a complex number: adding it keeps the bits of every number,
-    # whereas -0.0 + 0.0 is 0.0.
-    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    minus_zero = -0.0
-    if is_complex:
-        minus_zero = complex(-0.0, -0.0)
-    if isinstance(leaf, jax.Array):
-        return jax.lax.full_like(leaf, minus_zero)
-    # On a mesh the type of an update also says along which axes it varies, and a bare constant
-    # varies along none. A selection from a gradient varies as that does, and folds to the
-    # constant.
-    source = _find_source(leaf.shape, own_source, sources)
-    if jnp.iscomplexobj(source) and not is_complex:
-        source = source.real
-    source = cast(source, leaf.dtype)
-    never = jnp.zeros((), jnp.bool_)
-    update = jax.lax.select(never, source, jax.lax.full_like(source, minus_zero))
-    return jnp.broadcast_to(update, leaf.shape)
-
-
-def _find_source(
-    shape: tuple[int, ...], own_source: Any, sources: list[Any]
-) -> jax.Array:
-    """Returns the gradient of the same leaf, or any of its shape, or a scalar made from one."""
-    if own_source is not None:
-        sources = [own_source, *sources]
-    for source in sources:
-        if jnp.shape(source) == shape:
-            return source
-    return jnp.sum(sources[0])

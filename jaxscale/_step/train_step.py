@@ -1,8 +1,7 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` runs the
-backward passes and returns the last one, `apply_step` runs the optimizer on its gradients, divided
-by the scale, and `select_if_applied` and `select_if_stepped` choose between new and old state.
+The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
+backward passes and the step, and `select_new` chooses between new and old state.
 """
 
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
-from .._trees.leaf import is_array_like
-from .apply import select_if_applied, select_if_stepped
-from .matching import check_same_optimizer
-from .optimizer import Optimizer, apply_step, as_optimizer, possible_states
+from .backward_pass import Pass
+from .bare import as_optimizer, possible_states
+from .kept_state import select_new
 from .plan import StepPlan
-from .retry import BackwardResult, is_traced
+from .retry import is_traced
 from .wrapped_optimizer import find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")
@@ -163,9 +161,8 @@ def train_step(
       Parameters and states keep their shapes and dtypes, so that the step compiles once.
 
     Raises:
-      TypeError: if `loss_fn` or a hook is not callable, or `tx` is not an optimizer; when called,
-        if `opt_state` is not the state of `tx`, or if `loss_fn` takes other arguments or returns
-        something else.
+      TypeError: if `tx` is not an optimizer; when called, if `opt_state` is not the state of `tx`,
+        or if `loss_fn` takes other arguments or returns something else.
       ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if `after`
         comes without `has_state`; when called, if `opt_state` belongs to other parameters, or if
         `loss_fn` or a hook changes the structure or the shapes of the state or of the gradients.
@@ -182,11 +179,6 @@ def train_step(
       >>> print(w, loss, opt_state.total_retries)
       0.2 1.0 1
     """
-    if getattr(transform, "__module__", "").startswith("flax.nnx"):
-        raise TypeError(
-            "`train_step(transform=...)` is a function of Flax NNX, whose models change in place. "
-            "Use `jaxscale.nnx.train_step`."
-        )
     call = "train_step"
     plan = StepPlan(
         call=call,
@@ -203,19 +195,14 @@ def train_step(
         raise ValueError(
             "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."
         )
-    if kwargs.get("argnums", 0) != 0:
-        raise ValueError(
-            f"`train_step(argnums={kwargs['argnums']!r})`: the parameters are the first argument. "
-            "Put all that is trained into them, as one tree."
-        )
-    optimizer = as_optimizer(call, tx)
-    plan.check_retries(optimizer)
+    own = as_optimizer(call, tx)
+    plan.check_retries(own)
     if find_wrapped_optimizer(tx) is None:
         # No `loss_scaled` is visible from outside, but there may be one inside, such as in an
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
         for state in possible_states(tx):
-            plan.warn_if_bare(optimizer, state, stacklevel=3)
+            plan.warn_if_bare(own, state, stacklevel=3)
     order = "(params, opt_state, ...)"
     if has_state:
         order = "(params, opt_state, state, ...)"
@@ -223,10 +210,9 @@ def train_step(
     def step(
         params: Any, opt_state: Any, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
-        _check_params(plan.transform, params)
         argument = "train_step(...)(opt_state=...)"
-        checked_state = optimizer.check_state(argument, opt_state, order)
-        check_same_optimizer(argument, optimizer, checked_state, params)
+        before = own.enter(argument, opt_state, order)
+        own.check_same(argument, before, params)
         carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:
@@ -238,56 +224,30 @@ def train_step(
         # Equinox invalidates a state that was replaced, so each reader gets a copy.
         leaves, treedef = jax.tree.flatten(carried)
 
-        def backward(scaling: Any) -> BackwardResult:
+        def backward(scaling: Any) -> Pass:
             copy = treedef.unflatten(leaves)
             return plan.differentiate(scaling, params, *copy, *args, **loss_kwargs)
 
-        traced = is_traced(params, checked_state, leaves, args, loss_kwargs)
-        result = plan.find_gradients(optimizer, checked_state, backward, traced, params)
-        params, opt_state = apply_step(optimizer, checked_state, params, result)
-        output = result.loss
+        traced = is_traced(params, before, leaves, args, loss_kwargs)
+        made = plan.make_step(own, before, params, backward, traced=traced)
+        output = made.run.loss
         if has_aux:
-            output = (result.loss, result.aux)
+            output = (made.run.loss, made.run.aux)
         if not has_state:
-            return params, opt_state, output
+            return made.params, made.opt_state, output
 
-        (state_before,) = treedef.unflatten(leaves)
-        state = select_if_applied(
-            "train_step(has_state=True)",
-            optimizer,
-            opt_state,
-            result.state,
-            state_before,
-        )
+        (old,) = treedef.unflatten(leaves)
+        call = "train_step(has_state=True)"
+        state = select_new(call, made.applied, made.run.state, old)
         if after is not None:
-            state = _apply_after(
-                after, optimizer, checked_state, opt_state, params, state
-            )
-        return params, opt_state, state, output
+            leaves, treedef = jax.tree.flatten(state)  # a copy for each reader
+            hooked = after(made.params, treedef.unflatten(leaves))
+            unhooked = treedef.unflatten(leaves)
+            call = "train_step(after=...)"
+            state = select_new(call, made.stepped, hooked, unhooked)
+        return made.params, made.opt_state, state, output
 
     return name_step(step)
-
-
-def _apply_after(
-    after: Callable[[Any, Any], Any],
-    optimizer: Optimizer,
-    opt_state_before: Any,
-    opt_state: Any,
-    params: Any,
-    state: Any,
-) -> Any:
-    """Returns what a hook makes of a state, or the state if the optimizer made no step."""
-    leaves, treedef = jax.tree.flatten(state)  # a copy for each reader, as in the step
-    hooked = after(params, treedef.unflatten(leaves))
-    unhooked = treedef.unflatten(leaves)
-    return select_if_stepped(
-        "train_step(after=...)",
-        optimizer,
-        opt_state_before,
-        opt_state,
-        hooked,
-        unhooked,
-    )
 
 
 def name_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,28 +255,3 @@ def name_step(step: Callable[..., Any]) -> Callable[..., Any]:
     step.__name__ = "train_step"
     step.__qualname__ = "train_step"
     return step
-
-
-def _check_params(transform: Any, params: Any) -> None:
-    """Raises a `TypeError` if this `transform` or this front end cannot take the parameters."""
-    bases = [f"{base.__module__}.{base.__name__}" for base in type(params).__mro__]
-    others = [leaf for leaf in jax.tree.leaves(params) if not is_array_like(leaf)]
-    if hasattr(params, "opt_state"):
-        way_out = ", which holds its optimizer's state. Use `jaxscale.flax.train_step`."
-    elif "flax.nnx.module.Module" in bases:
-        way_out = ", which changes in place. Use `jaxscale.nnx.train_step`."
-    elif isinstance(params, optax.LookaheadParams):
-        way_out = (
-            ", and `optax.lookahead` takes the gradients of `params.fast` alone. Write the step: "
-            "`loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params.fast, ...)`, and "
-            "then `jaxscale.apply_gradients(tx, grads, opt_state, params, value=loss)`."
-        )
-    elif others and transform is jax.value_and_grad:
-        way_out = (
-            f" with leaves that are not arrays, such as {others[0]!r}. For an Equinox module pass "
-            "transform=eqx.filter_value_and_grad."
-        )
-    else:
-        return
-    name = type(params).__name__
-    raise TypeError(f"`train_step(...)(params, ...)`: `params` is a {name}{way_out}")

@@ -4,59 +4,24 @@ In any order of nesting they put their arguments into one `WrappedOptimizer`.
 """
 
 import dataclasses
-import functools
-import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import optax
 
 from .._policies import read_loss_scale
-from .._policies.adaptive import AdaptiveLossScale
 from .._policies.base import LossScale
-from .._policies.dynamic import DynamicLossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
-from .._trees.checks import int32, one_of, positive
+from .._trees.checks import int32, positive
 from .._trees.grammar import with_article
 from .checks import as_transformation
 from .window import Window
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# How an argument is written that belongs to something which is an argument itself.
-_WAYS = {
-    DynamicLossScale: "jaxscale.loss_scaled(tx, jaxscale.DynamicLossScale({argument}))",
-    AdaptiveLossScale: "jaxscale.loss_scaled(tx, jaxscale.AdaptiveLossScale({argument}))",
-    SpikeRule: "spikes=jaxscale.SpikeRule({argument})",
-}
-
-
-def _say_where_arguments_belong(function: _Function) -> _Function:
-    """Makes an argument of a policy or of a `SpikeRule` an error that says where it belongs."""
-    own_names = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for name, value in kwargs.items():
-            for owner, way in _WAYS.items():
-                if name in own_names or name not in inspect.signature(owner).parameters:
-                    continue
-                written = way.format(argument=f"{name}={value!r}")
-                raise TypeError(
-                    f"`{function.__name__}({name}=...)`: this is an argument of "
-                    f"`{owner.__name__}`. Pass `{written}`."
-                )
-        return function(*args, **kwargs)
-
-    checked_function: Any = checked
-    return checked_function
-
-
-@_say_where_arguments_belong
 def loss_scaled(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | Literal["dynamic", "adaptive"] | None = "dynamic",
@@ -146,11 +111,11 @@ def loss_scaled(
         `jaxscale.master_weights` or `jaxscale.stochastic_rounding`.
 
     Raises:
-      TypeError: if `inner` is not a gradient transformation, `loss_scale` is not a policy, or
-        `on_skip` is not a function, or if an argument is one of a policy or of a `SpikeRule`.
-      ValueError: if `max_norm` is not above 0, if a flag is not a bool, or if
-        `skip_nonfinite=False` comes with something that needs a verdict: a dynamic scale,
-        `check_updates`, `track_leaves`, `on_skip`, a window of `multi_steps`.
+      TypeError: if `inner` is not a gradient transformation, or is wrapped with a scale already,
+        or if `loss_scale` is not a policy.
+      ValueError: if `max_norm` is not above 0, or if `skip_nonfinite=False` comes with something
+        that needs a verdict: a dynamic scale, `check_updates`, `track_leaves`, `on_skip`, a window
+        of `multi_steps`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -172,20 +137,6 @@ def loss_scaled(
             f"{type(optimizer.policy).__name__}. Two skips of one step cannot agree: wrap "
             "once, outermost."
         )
-    checks_updates = one_of(
-        "loss_scaled", "check_updates", check_updates, (False, True)
-    )
-    tracks_leaves = one_of("loss_scaled", "track_leaves", track_leaves, (False, True))
-    if on_skip is not None and not callable(on_skip):
-        raise TypeError(
-            "`loss_scaled(on_skip=...)` must be a function of a dict of numbers, or None, got "
-            f"{on_skip!r}. To print them, pass `on_skip=print`."
-        )
-    if isinstance(max_norm, bool) or max_norm == 0:
-        raise ValueError(
-            f"`loss_scaled(max_norm=...)` must be a positive number, got {max_norm}. Pass the "
-            "largest norm that is not clipped, such as 1.0, or None to clip nothing."
-        )
     if max_norm is not None and max_norm != math.inf:
         max_norm = positive("loss_scaled", "max_norm", max_norm)
     # What is not given here may have been given to a `skip_nonfinite` inside.
@@ -195,23 +146,23 @@ def loss_scaled(
         max_norm = optimizer.max_norm
     if on_skip is None:
         on_skip = optimizer.on_skip
-    optimizer = dataclasses.replace(
+    optimizer = rewrap(
         optimizer,
         policy=read_loss_scale("loss_scaled(loss_scale=...)", loss_scale),
         axis_name=axis_name,
         max_norm=max_norm,
-        skips=one_of("loss_scaled", "skip_nonfinite", skip_nonfinite, (False, True)),
-        check_updates=checks_updates or optimizer.check_updates,
-        track_leaves=tracks_leaves or optimizer.track_leaves,
+        skips=skip_nonfinite,
+        check_updates=check_updates or optimizer.check_updates,
+        track_leaves=track_leaves or optimizer.track_leaves,
         spikes=check_spikes("loss_scaled", spikes) or optimizer.spikes,
         on_skip=on_skip,
     )
     if not optimizer.skips:
-        _check_needs_no_verdict(optimizer)
-    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+        _check_needs_no_judges(optimizer)
+    return optimizer.transformation()
 
 
-def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
+def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
     """Raises a `ValueError` if an optimizer that skips nothing has a part that needs a verdict."""
     parts = {
         with_article(type(optimizer.policy).__name__): optimizer.can_back_off,
@@ -230,7 +181,6 @@ def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
         )
 
 
-@_say_where_arguments_belong
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
@@ -291,13 +241,9 @@ def skip_nonfinite(
     )
 
 
-@_say_where_arguments_belong
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],
-    *,
-    drop: Literal["micro_batch", "window"] = "micro_batch",
-    growth_unit: Literal["optimizer_step", "micro_batch"] = "optimizer_step",
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take one step for several micro-batches.
 
@@ -309,7 +255,9 @@ def multi_steps(
     Each micro-batch takes one `update`, with its own loss as `value`. Until the window is full
     the updates are zero. Then `inner` sees the mean gradients of the micro-batches that counted,
     and as `value` their mean loss. A non-finite micro-batch lowers the loss scale at once, so
-    that the rest of its window has a chance.
+    that the rest of its window has a chance; the scale grows by the steps of the optimizer. The
+    step is made from the other micro-batches, if any. Other state of a loop, such as batch
+    statistics, follows `step_applied`, so it is kept or replaced for each micro-batch.
 
     Args:
       inner: the transformation to wrap, or a `loss_scaled` one.
@@ -317,12 +265,6 @@ def multi_steps(
         function of the number of steps made so far, an `i32[]`. The number that the schedule
         returns is rounded down, and a number below 1 counts as 1. If a run is resumed with another
         number, that ends the window at hand, whose step is made from the mean of what it holds.
-      drop: what a non-finite micro-batch costs. `"micro_batch"`: only itself; the step is made from
-        the others, if any. `"window"`: its whole window; the optimizer makes no step. (Other state
-        of a loop, such as batch statistics, follows `step_applied`, so it is kept or replaced for
-        each micro-batch.)
-      growth_unit: what the loss scale counts towards its growth: `"optimizer_step"` or
-        `"micro_batch"`.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` as `loss_scaled` returns it. The `inner_state` of
@@ -331,7 +273,7 @@ def multi_steps(
     Raises:
       TypeError: if `inner` is not a gradient transformation or has a window already, or if
         `every_k_schedule` is neither an integer nor a function.
-      ValueError: if an argument is out of range.
+      ValueError: if `every_k_schedule` is below 1, or if `inner` has `skip_nonfinite=False`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -357,11 +299,7 @@ def multi_steps(
             "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
             "micro-batches count. Leave it out."
         )
-    one_of("multi_steps", "drop", drop, ("micro_batch", "window"))
-    one_of("multi_steps", "growth_unit", growth_unit, ("optimizer_step", "micro_batch"))
-    window = Window(length=every_k_schedule, drop=drop, growth_unit=growth_unit)
-    optimizer = dataclasses.replace(optimizer, window=window)
-    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    return rewrap(optimizer, window=Window(every_k_schedule)).transformation()
 
 
 def wrap(call: str, inner: Any) -> WrappedOptimizer:
@@ -369,6 +307,10 @@ def wrap(call: str, inner: Any) -> WrappedOptimizer:
     optimizer = find_wrapped_optimizer(inner)
     if optimizer is not None:
         return optimizer
-    return WrappedOptimizer(
-        inner=as_transformation(f"{call}(inner)", inner), policy=NoOpLossScale()
-    )
+    inner = as_transformation(f"{call}(inner)", inner)
+    return WrappedOptimizer(inner, NoOpLossScale())
+
+
+def rewrap(optimizer: WrappedOptimizer, **changes: Any) -> WrappedOptimizer:
+    """Returns an optimizer with other options, which knows nothing of earlier calls."""
+    return dataclasses.replace(optimizer, known_types={}, known_unread={}, **changes)

@@ -16,16 +16,47 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._jax import variables, vary, varying
+from .._jax import variables
 from .._trees.casts import widen
 from .._trees.flat import Flat
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_inexact_leaf
 from .._trees.overwrites import holds_overwrites
+from .backward_pass import Pass
 from .call_update import call_update
+from .matching import hashable_types
+from .options import Options
 
 
-def may_leave_unread(opt_state: Any) -> bool:
+def leave_out_unread(
+    own: Options,
+    run: Pass,
+    state: Any,
+    params: optax.Params | None,
+    extra_args: Mapping[str, Any],
+) -> Pass:
+    """Returns a backward pass with zeros for the gradients that the optimizer never reads."""
+    opt_state = state.inner_state
+    if own.window.averages:
+        opt_state = getattr(opt_state, "inner_opt_state", None)
+    if not _may_leave_unread(opt_state):
+        return run
+    grads = run.grads.grads
+    names = tuple(sorted(extra_args))
+    call = (hashable_types((grads, params)), run.loss is None, names)
+    if call not in own.known_unread:
+        own.known_unread[call] = _find_unread(own, run, opt_state, params, extra_args)
+    leaves, structure = jax.tree.flatten(grads)
+    kept = []
+    for leaf, is_unread in zip(leaves, own.known_unread[call], strict=True):
+        if is_unread and is_inexact_leaf(leaf):
+            leaf = jnp.zeros_like(leaf)
+        kept.append(leaf)
+    left = Scaled(structure.unflatten(kept), run.grads.divisor)
+    return run._replace(grads=left)
+
+
+def _may_leave_unread(opt_state: Any) -> bool:
     """Returns whether an optimizer may leave gradients unread, as far as its state shows.
 
     The states in it stand in the order in which its parts see the gradients.
@@ -43,26 +74,27 @@ def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedState)
 
 
-def find_unread(
-    tx: optax.GradientTransformationExtraArgs,
-    grads: optax.Updates,
+def _find_unread(
+    own: Options,
+    run: Pass,
     opt_state: Any,
     params: optax.Params | None,
-    value: Any,
     extra_args: Mapping[str, Any],
 ) -> list[bool]:
-    """Returns for each leaf of the gradients whether `tx.update` never reads it."""
+    """Returns for each leaf of the gradients whether the optimizer never reads it."""
+    grads = run.grads.grads
     leaves = jax.tree.leaves(grads)
     nothing = [False] * len(leaves)
-    if holds_overwrites(grads) or not all(
-        isinstance(leaf, jax.Array) for leaf in leaves
-    ):
+    are_arrays = all(isinstance(leaf, jax.Array) for leaf in leaves)
+    if holds_overwrites(grads) or not are_arrays:
         return nothing
     wide_params = map_gradients(widen, params)
 
     def update(grads: optax.Updates) -> Any:
         wide_grads = map_gradients(widen, grads)
-        return call_update(tx, wide_grads, opt_state, wide_params, value, extra_args)
+        return call_update(
+            own.inner, wide_grads, opt_state, wide_params, run.loss, extra_args
+        )
 
     flat = Flat(update, (grads,), {}, "update")
     try:
@@ -80,15 +112,3 @@ def _find_read(program: Any) -> set[Any]:
         if eqn.effects or not read.isdisjoint(eqn.outvars):
             read.update(variables(eqn.invars))
     return read
-
-
-def without_leaves(grads: Scaled, are_unread: list[bool]) -> Scaled:
-    """Returns gradients with zeros in the place of some leaves."""
-    leaves, structure = jax.tree.flatten(grads.grads)
-    kept = []
-    for leaf, is_unread in zip(leaves, are_unread, strict=True):
-        if is_unread and is_inexact_leaf(leaf):
-            # In JAX 0.6 zeros vary along no axis of a mesh, and so would look like copies.
-            leaf = vary(jnp.zeros_like(leaf), varying(jax.typeof(leaf)))
-        kept.append(leaf)
-    return Scaled(structure.unflatten(kept), grads.divisor)

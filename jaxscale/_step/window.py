@@ -6,14 +6,13 @@ and whether it is due; `close` empties a window that is full. `EachStep` is no w
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._gradients.verdict import Verdict
 from .._state.optimizer import MultiStepsState
 from .._trees.casts import cast
 from .._trees.gradient_leaves import is_overwrite, leaf_name
@@ -31,70 +30,41 @@ class Ready(NamedTuple):
     stored: Any
     # from them, or zeros in their place, to those of the step
     gradients_of: Callable[[Any], Any]
-    value: Any  # the loss, or the mean of the losses, `None` if there is none
+    loss: Any  # that of the step, or the mean of several, `None` if there is none
 
 
 @dataclasses.dataclass(frozen=True)
 class EachStep:
-    """What is there without `multi_steps`: a step is due whenever the gradients are good.
-
-    Its methods are those of `Window`.
-    """
+    """No window: a step is due whenever the gradients are good. It has the methods of `Window`."""
 
     averages = False
 
-    def open(self, params: optax.Params, inner_state: Any) -> Any:
-        return inner_state
+    def open(self, params: optax.Params, opt_state: Any) -> Any:
+        return opt_state
 
     def add(
-        self, inner_state: Any, grads: Scaled, value: Any, counts: jax.Array
+        self, opt_state: Any, grads: Scaled, loss: Any, good: jax.Array
     ) -> tuple[Any, Ready]:
-        ready = Ready(
-            due=counts,
-            opt_state=inner_state,
-            stored=grads.grads,
-            gradients_of=grads.times_reciprocal,
-            value=value,
-        )
-        return inner_state, ready
+        ready = Ready(good, opt_state, grads.grads, grads.times_reciprocal, loss)
+        return opt_state, ready
 
-    def close(self, window: Any, inner_state: Any, stepped: jax.Array) -> Any:
-        return inner_state
-
-    def lets_scale_move(
-        self, verdict: Verdict, grads_finite: jax.Array, stepped: jax.Array
-    ) -> jax.Array:
-        return verdict.loss_finite  # a bad loss says nothing about the scale
-
-    def find_step_share(self, window: Any) -> float:
-        return 1.0
-
-    def find_opt_state(self, window: Any) -> Any:
-        return window
-
-    def count_lost(
-        self, window: Any, applied: jax.Array, stepped: jax.Array
-    ) -> jax.Array:
-        return (~applied).astype(jnp.float32)
+    def close(self, window: Any, opt_state: Any, stepped: jax.Array) -> Any:
+        return opt_state
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """How many micro-batches make a step of the optimizer, and what a bad one costs.
+    """How many micro-batches make a step of the optimizer.
 
     Attributes:
       length: how many, or a function of the number of steps made so far, an `i32[]`.
-      drop: what a bad one costs: itself, or its whole window.
-      growth_unit: what the loss scale counts towards its growth.
     """
 
     length: int | Callable[[jax.Array], Any]
-    drop: Literal["micro_batch", "window"]
-    growth_unit: Literal["optimizer_step", "micro_batch"]
 
     averages = True  # whether gradients are means of several micro-batches
 
-    def open(self, params: optax.Params, inner_state: Any) -> MultiStepsState:
+    def open(self, params: optax.Params, opt_state: Any) -> MultiStepsState:
         """Returns the first window, which is empty."""
         # Each in a buffer of its own, as a donated state may hold none twice.
         return MultiStepsState(
@@ -103,20 +73,14 @@ class Window:
             counted=jnp.zeros((), jnp.int32),
             acc_grads=_empty_sums(params),
             acc_value=jnp.zeros((), jnp.float32),
-            inner_opt_state=inner_state,
+            inner_opt_state=opt_state,
             divisor=jnp.zeros((), jnp.int32),
         )
 
     def add(
-        self, state: Any, grads: Scaled, value: Any, counts: jax.Array
+        self, state: MultiStepsState, grads: Scaled, loss: Any, good: jax.Array
     ) -> tuple[MultiStepsState, Ready]:
         """Adds a micro-batch: returns the window with it, and what a step is made from."""
-        if not isinstance(state, MultiStepsState):
-            raise TypeError(
-                "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
-                f"step returned, got one with a {type(state).__name__} for its window. Call "
-                "`init` of the optimizer that `multi_steps` returned."
-            )
         new_grads = grads.divided
         length = self._find_length(state)
         # Sums go on being divided by what they began with, if the length is another by now.
@@ -126,7 +90,7 @@ class Window:
             # Divide first, so that a sum overflows only by rounding; this is exact if the length
             # is a power of two. Select, as a gradient that does not count may be NaN.
             share = saturate(cast(leaf, acc.dtype)) / divisor.astype(acc.dtype)
-            return jnp.where(counts, saturate(acc + share), acc)
+            return jnp.where(good, saturate(acc + share), acc)
 
         def accumulate(path: Any, acc: Any, leaf: Any) -> Any:
             if acc is None:
@@ -140,27 +104,22 @@ class Window:
             # the largest of the finite ones, as FP8 statistics are maxima
             if is_overwrite(path):
                 value = cast(leaf, acc.dtype)
-                return jnp.where(
-                    counts & jnp.isfinite(value), jnp.maximum(acc, value), acc
-                )
+                enters = good & jnp.isfinite(value)
+                return jnp.where(enters, jnp.maximum(acc, value), acc)
             return add_to_sum(acc, leaf)
 
         state = state._replace(
             mini_step=increment(state.mini_step),
-            counted=state.counted + counts.astype(jnp.int32),
+            counted=increment_if(good, state.counted),
             acc_grads=_map_sums(accumulate, state.acc_grads, new_grads),
             divisor=divisor,
         )
-        if value is not None:
-            state = state._replace(acc_value=add_to_sum(state.acc_value, value))
-        if self.drop == "window":
-            is_worth_a_step = state.counted == state.mini_step
-        else:
-            is_worth_a_step = state.counted > 0
-        due = (state.mini_step >= length) & is_worth_a_step
         # From the sums to the mean of those that counted.
         counted = jnp.maximum(state.counted, 1).astype(jnp.float32)
         ratio = divisor.astype(jnp.float32) / counted
+        if loss is not None:
+            state = state._replace(acc_value=add_to_sum(state.acc_value, loss))
+            loss = saturate(state.acc_value * ratio)
 
         def find_mean(path: Any, acc: Any, grad: Any) -> Any:
             if acc is None:
@@ -169,63 +128,29 @@ class Window:
                 return acc
             return saturate(acc * ratio.astype(acc.dtype))
 
-        def gradients_of(sums: Any) -> Any:
-            return _map_sums(find_mean, sums, new_grads)
-
-        if value is not None:
-            value = saturate(state.acc_value * ratio)
         ready = Ready(
-            due=due,
+            due=(state.mini_step >= length) & (state.counted > 0),
             opt_state=state.inner_opt_state,
             stored=state.acc_grads,
-            gradients_of=gradients_of,
-            value=value,
+            gradients_of=lambda sums: _map_sums(find_mean, sums, new_grads),
+            loss=loss,
         )
         return state, ready
 
     def close(
-        self, state: MultiStepsState, inner_state: Any, stepped: jax.Array
+        self, state: MultiStepsState, opt_state: Any, stepped: jax.Array
     ) -> MultiStepsState:
         """Returns the next window: this one, or an empty one if it is full."""
-        full = self._is_full(state)
+        full = state.mini_step >= self._find_length(state)
         return MultiStepsState(
             mini_step=jnp.where(full, 0, state.mini_step),
             gradient_step=increment_if(stepped, state.gradient_step),
             counted=jnp.where(full, 0, state.counted),
             acc_grads=tree_where(full, _empty_sums(state.acc_grads), state.acc_grads),
             acc_value=jnp.where(full, 0.0, state.acc_value),
-            inner_opt_state=inner_state,
+            inner_opt_state=opt_state,
             divisor=jnp.where(full, 0, state.divisor),
         )
-
-    def lets_scale_move(
-        self, verdict: Verdict, grads_finite: jax.Array, stepped: jax.Array
-    ) -> jax.Array:
-        """Returns whether the policy is told of a micro-batch, by `growth_unit`."""
-        if self.growth_unit == "micro_batch":
-            return verdict.loss_finite
-        return verdict.loss_finite & (stepped | ~grads_finite)
-
-    def find_step_share(self, state: MultiStepsState) -> jax.Array:
-        """Returns which share of a step of the optimizer a micro-batch is, an `f32[]`."""
-        return 1 / self._find_length(state).astype(jnp.float32)
-
-    def find_opt_state(self, state: MultiStepsState) -> Any:
-        """Returns the state of the optimizer, which sees the mean of the window."""
-        # One of another optimizer is refused where the micro-batch is added.
-        return getattr(state, "inner_opt_state", None)
-
-    def count_lost(
-        self, state: MultiStepsState, applied: jax.Array, stepped: jax.Array
-    ) -> jax.Array:
-        """Returns how many micro-batches were lost, an `f32[]`: this one, or its whole window."""
-        # Good ones that led to no step are lost at the end of their window.
-        leads_nowhere = self._is_full(state) & ~stepped
-        wasted = jnp.where(leads_nowhere, state.counted, 0)
-        return (~applied).astype(jnp.float32) + wasted.astype(jnp.float32)
-
-    def _is_full(self, state: MultiStepsState) -> jax.Array:
-        return state.mini_step >= self._find_length(state)
 
     def _find_length(self, state: MultiStepsState) -> jax.Array:
         length = self.length

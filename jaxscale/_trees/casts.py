@@ -57,9 +57,14 @@ def cast_like(tree: _Tree, like: Any) -> _Tree:
 
 def blank(aval: Any) -> jax.Array:
     """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
+    return filled(aval, 0)
+
+
+def filled(aval: Any, number: Any) -> jax.Array:
+    """Returns an array of a type, as `blank` does, with one number in all places."""
     sharding = _explicit_sharding(aval)
-    zeros = jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
-    return vary(zeros, varying(aval))
+    array = jax.lax.full(aval.shape, number, aval.dtype, sharding=sharding)
+    return vary(array, varying(aval))
 
 
 def uninitialized(aval: Any) -> jax.Array:

@@ -1,19 +1,11 @@
 """A function of any arguments as a function of arrays, and back."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .._jax import TRACED
-
-
-class Leaves(NamedTuple):
-    """The leaves of a tree, or what stands for them, and its structure."""
-
-    leaves: list[Any]
-    structure: Any  # as `jax.tree.structure` returns it
 
 
 class Flat:
@@ -41,7 +33,7 @@ class Flat:
         self.arrays = [leaf for leaf in self._leaves if isinstance(leaf, TRACED)]
         # What the last call returned, with `_ARRAY` in the place of each array.
         self._outputs: list[Any] = []
-        self._output_structure: Any = None
+        self.output_structure: Any = None
 
     def __call__(self, *arrays: Any) -> list[jax.Array]:
         remaining = iter(arrays)
@@ -51,7 +43,7 @@ class Flat:
                 leaf = next(remaining)
             leaves.append(leaf)
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
-        outputs, self._output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
+        outputs, self.output_structure = jax.tree.flatten(self._fun(*args, **kwargs))
         returned = []
         self._outputs = []
         for output in outputs:
@@ -63,29 +55,52 @@ class Flat:
 
     def restored(self, outputs: Iterable[Any]) -> Any:
         """Returns what the original function returns, given the arrays in it."""
-        return jax.tree.unflatten(self._output_structure, self._with_others(outputs))
+        return jax.tree.unflatten(self.output_structure, self.with_others(outputs))
 
-    def parts(self, outputs: Iterable[Any]) -> list[Leaves]:
-        """Returns the elements of the tuple that the original function returns, not rebuilt.
+    def with_others(self, outputs: Iterable[Any]) -> Iterator[Any]:
+        """Yields all leaves that the original function returns, given the arrays among them.
 
-        The outputs may be anything, such as the types of arrays. Classes that look at their
-        children would refuse those.
+        The arrays may be anything, such as their types.
         """
-        leaves = self._with_others(outputs)
-        parts = []
-        for structure in self._output_structure.children():
-            part = list(itertools.islice(leaves, structure.num_leaves))
-            parts.append(Leaves(part, structure))
-        return parts
-
-    def _with_others(self, outputs: Iterable[Any]) -> Iterator[Any]:
-        """Yields all leaves that the original function returns, given the arrays among them."""
         arrays = iter(outputs)
         for output in self._outputs:
             if output is _ARRAY:
                 yield next(arrays)
             else:
                 yield output
+
+
+class Traced:
+    """A function of trees as a program: traced once, however often it is called.
+
+    It is called with the arrays of other trees like those that it is made with.
+
+    Attributes:
+      jaxpr: the program.
+      output_leaves: the leaves that it returns, with types in the place of arrays.
+    """
+
+    def __init__(self, fun: Callable[..., Any], *args: Any) -> None:
+        self._flat = Flat(fun, args, {}, getattr(fun, "__name__", "traced"))
+        self._compiled = jax.jit(self._flat)
+        self.jaxpr = jax.make_jaxpr(self._compiled)(*self._flat.arrays)
+        self.output_leaves = list(self._flat.with_others(self.jaxpr.out_avals))
+
+    def __call__(self, *args: Any) -> Any:
+        return self.restored(self.call_flat(*args))
+
+    def call_flat(self, *args: Any) -> list[jax.Array]:
+        """Returns the arrays among what the function returns."""
+        arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, TRACED)]
+        return self._compiled(*arrays)
+
+    def restored(self, arrays: Iterable[Any]) -> Any:
+        """Returns what the function returns, given the arrays in it."""
+        return self._flat.restored(arrays)
+
+    def rebuilt(self, leaves: list[Any]) -> Any:
+        """Returns the tree that the function returns, given other leaves of it."""
+        return jax.tree.unflatten(self._flat.output_structure, leaves)
 
 
 # Stands for an array among the outputs of a function. No function returns it.

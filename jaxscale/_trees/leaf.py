@@ -1,7 +1,6 @@
 """Whether a leaf of a tree is an array, a number or neither, and which dtype holds it."""
 
 import enum
-import math
 from typing import Any
 
 import jax
@@ -27,14 +26,6 @@ _KINDS = {
     jnp.integer: NumberKind.INTEGER,
     jnp.floating: NumberKind.FLOATING,
     jnp.complexfloating: NumberKind.COMPLEX,
-}
-
-
-_PYTHON_TYPES = {
-    NumberKind.BOOL: bool,
-    NumberKind.INTEGER: int,
-    NumberKind.FLOATING: float,
-    NumberKind.COMPLEX: complex,
 }
 
 
@@ -100,43 +91,6 @@ def is_equal(a: Any, b: Any) -> bool:
         return bool(a == b)
     except Exception:  # a comparison by element, or an error of its own
         return False
-
-
-def dtype_holds(dtype: Any, number: Any) -> bool:
-    """Returns whether a dtype holds a Python number: exactly, or rounded if it is inexact."""
-    kind = kind_of(dtype)
-    if kind is NumberKind.NONE:
-        return False
-    if kind is not NumberKind.COMPLEX and number.imag != 0:
-        return False
-    if kind is NumberKind.BOOL:
-        return number.real in (0, 1)
-    if kind is NumberKind.INTEGER:
-        info = jnp.iinfo(dtype)
-        is_in_range = info.min <= number.real <= info.max
-        return is_in_range and number.real == int(number.real)
-    limit = _overflow_limit(dtype)
-    parts = (number.real, number.imag)
-    return not any(limit <= abs(part) < math.inf for part in parts)
-
-
-def _overflow_limit(dtype: Any) -> float:
-    """Returns the least number that rounds to inf in an inexact dtype."""
-    info = jnp.finfo(dtype)
-    largest = float(info.max)
-    _, exponent = math.frexp(largest)
-    half_spacing = float(info.eps) / 2 * 2.0 ** (exponent - 1)
-    return largest + half_spacing
-
-
-def make_array(number: Any, dtype: Any) -> np.ndarray:
-    """Returns a Python number as an array of a dtype that holds it."""
-    kind = kind_of(dtype)
-    if kind is not NumberKind.COMPLEX:
-        number = number.real
-    number = _PYTHON_TYPES[kind](number)
-    # NumPy makes the array, as JAX would make the number an int32 or a float32 first.
-    return np.asarray(number, dtype)
 
 
 def parts_in_reach(leaf: Any) -> list[Any]:

@@ -19,14 +19,10 @@ def trained_params(params: optax.Params, grads: optax.Updates) -> optax.Params:
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
     try:
         by_leaf = structure.flatten_up_to(grads)
-    except ValueError as error:
+    except ValueError:
         if all(map(is_array_like, jax.tree.leaves(params))):
             return params
-        raise ValueError(
-            "`apply_gradients(grads=...)` must have the structure of `params`, with `None` where "
-            "there is no gradient. The order of arguments is (tx, grads, opt_state, params). JAX "
-            f"says, and calls `params` the prefix: {error}"
-        ) from error
+        raise
     trained = []
     is_all = True
     for leaf, grad in zip(leaves, by_leaf, strict=True):

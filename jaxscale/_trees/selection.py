@@ -1,23 +1,17 @@
 """One of two trees, selected leaf by leaf, and the errors where they do not match."""
 
+import warnings
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import KeyPath
 
+from .._jax import is_inexact
 from .casts import cast
 from .checks import scalar_bool
-from .leaf import (
-    dtype_holds,
-    dtype_of,
-    is_array_like,
-    is_equal,
-    is_python_number,
-    is_weak,
-    kind_of,
-    make_array,
-)
+from .leaf import dtype_of, is_array_like, is_equal, is_python_number, is_weak
 
 _Tree = TypeVar("_Tree")
 
@@ -76,7 +70,7 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
         dtype = _common_dtype(call, path, a, b)
         if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        return jax.lax.select(pred, _cast_number(a, dtype), _cast_number(b, dtype))
+        return jax.lax.select(pred, _as_array(a, dtype), _as_array(b, dtype))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
@@ -85,13 +79,6 @@ def _are_arrays_of_one_type(a: Any, b: Any) -> bool:
     if not isinstance(a, jax.Array) or not isinstance(b, jax.Array):
         return False
     return a.shape == b.shape and a.dtype == b.dtype and is_weak(a) == is_weak(b)
-
-
-def _cast_number(leaf: Any, dtype: Any) -> Any:
-    """Casts an array, or a Python number that the dtype holds."""
-    if is_python_number(leaf):
-        leaf = make_array(leaf, dtype)
-    return cast(leaf, dtype)
 
 
 def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
@@ -116,30 +103,46 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
 
 def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
     """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
-    numbers = []
-    weak = []
-    strong = []
-    for leaf in (a, b):
-        if is_python_number(leaf):
-            numbers.append(leaf)
-        elif is_weak(leaf):
-            weak.append(leaf)
-        else:
-            strong.append(leaf)
-
-    dtype = dtype_of(strong[0]) if strong else jnp.result_type(*(weak or numbers))
-    is_same = all(dtype_of(leaf) == dtype for leaf in strong)
-    is_lowered = any(kind_of(dtype) < kind_of(dtype_of(leaf)) for leaf in weak)
-    if not is_same or is_lowered:
-        raise TypeError(_unequal_dtypes(call, path, dtype_of(a), dtype_of(b)))
+    numbers = [leaf for leaf in (a, b) if is_python_number(leaf)]
+    arrays = [leaf for leaf in (a, b) if not is_python_number(leaf)]
+    dtypes = [dtype_of(leaf) for leaf in arrays or numbers]
+    dtype = dtypes[0]
+    if dtypes.count(dtype) < len(dtypes):
+        try:
+            with jax.numpy_dtype_promotion("standard"):
+                dtype = jnp.result_type(*(arrays or numbers))
+        except ValueError:  # JAX promotes no floating-point numbers of 8 bits
+            raise TypeError(_unequal_dtypes(call, path, *dtypes)) from None
+    for leaf in arrays:
+        if not is_weak(leaf) and dtype_of(leaf) != dtype:
+            raise TypeError(_unequal_dtypes(call, path, *dtypes))
     for number in numbers:
-        if not dtype_holds(dtype, number):
+        if not _holds(dtype, number):
             raise TypeError(
                 f"`{call}` needs leaves of equal dtypes: that at {_place(path)} is {number!r} in "
                 f"one tree and {dtype} in the other, which does not hold that number. Pass a "
                 f"number that {dtype} holds, or arrays of one dtype."
             )
     return dtype
+
+
+def _holds(dtype: Any, number: Any) -> bool:
+    """Returns whether a dtype holds a Python number: exactly, or rounded if it is inexact."""
+    try:
+        array = _as_array(number, dtype)
+        if is_inexact(dtype) and (array.imag == number.imag or array.imag):
+            return np.isfinite(array) == np.isfinite(number)
+        return bool(array == number)
+    except (OverflowError, TypeError, ValueError):
+        return False
+
+
+def _as_array(leaf: Any, dtype: Any) -> Any:
+    """Casts an array or a Python number."""
+    if not is_python_number(leaf):
+        return cast(leaf, dtype)
+    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+        return np.asarray(leaf).astype(dtype)
 
 
 def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
@@ -167,18 +170,6 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
             "makes it, does that end without `return`?"
         )
     raise ValueError(
-        f"`{call}` needs two trees of one structure. Leaves only in the first: "
-        f"{_name_others(first, second)}; only in the second: {_name_others(second, first)}. "
-        f"They are {first_structure} and {second_structure}."
+        f"`{call}` needs two trees of one structure. They are {first_structure} and "
+        f"{second_structure}."
     )
-
-
-def _name_others(tree: Any, other: Any) -> str:
-    """Returns the paths of the leaves of a tree that are not in another one, as text."""
-    others = _leaf_paths(other)
-    return ", ".join(path for path in _leaf_paths(tree) if path not in others) or "none"
-
-
-def _leaf_paths(tree: Any) -> list[str]:
-    pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return [jax.tree_util.keystr(path) for path, _ in pairs]

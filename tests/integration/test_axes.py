@@ -236,9 +236,6 @@ OPTIMIZERS = {
     "multi_steps": lambda **options: jaxscale.multi_steps(
         jaxscale.loss_scaled(SGD, max_norm=0.5, **options), 2
     ),
-    "windows dropped": lambda **options: jaxscale.multi_steps(
-        jaxscale.loss_scaled(SGD, **options), 2, drop="window"
-    ),
     "named inside": lambda **options: jaxscale.loss_scaled(
         jaxscale.skip_nonfinite(SGD, **options)
     ),

@@ -46,7 +46,7 @@ OPTIMIZERS = {
     "deepspeed": jaxscale.loss_scaled(ADAM, presets.deepspeed(scale_window=3)),
     "no scale": jaxscale.skip_nonfinite(ADAM),
     "accumulated": jaxscale.multi_steps(jaxscale.loss_scaled(ADAM), 2),
-    "windows dropped": jaxscale.multi_steps(ADAM, 2, drop="window"),
+    "accumulated, no scale": jaxscale.multi_steps(ADAM, 2),
     "remainders": jaxscale.master_weights(ADAM),
     "copies": jaxscale.master_weights(jaxscale.loss_scaled(ADAM), "float32"),
     "rounded at random": jaxscale.stochastic_rounding(jaxscale.compact_state(ADAM)),

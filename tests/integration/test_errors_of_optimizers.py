@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from bad_input import PAIR, SGD, TX, W, assert_says
+from bad_input import SGD, TX, W, assert_says
 from tables import cases
 
 import jaxscale
@@ -40,10 +40,9 @@ REFUSED = {
 }
 # What both wrappers refuse, by what the error says.
 WRONG_OPTIONS = {
-    "ValueError: max_norm= ... positive number, got 0": {"max_norm": 0},
+    "ValueError: max_norm= ... above 0, got 0": {"max_norm": 0},
     "ValueError: max_norm= ... finite number, got nan": {"max_norm": math.nan},
-    "ValueError: max_norm= ... positive number, got True": {"max_norm": True},
-    "ValueError: track_leaves= ... one of False, True, got 1": {"track_leaves": 1},
+    "ValueError: max_norm= ... finite number, got True": {"max_norm": True},
     "TypeError: (spikes=...)` must be a `SpikeRule` or None": {"spikes": 128},
 }
 CASES = {
@@ -59,34 +58,9 @@ CASES = {
         lambda: loss_scaled(optax.chain(jaxscale.skip_nonfinite(SGD))).init(W),
         "ValueError: LossScaledState ... at [0] ... wrap once",
     ),
-    "an argument of the policy": (
-        lambda: loss_scaled(SGD, init_scale=2.0**10),
-        (
-            "TypeError: `loss_scaled(init_scale= ... (tx, "
-            "jaxscale.DynamicLossScale(init_scale=1024.0))"
-        ),
-    ),
-    "an argument of the other policy": (
-        lambda: jaxscale.skip_nonfinite(SGD, max_level=12.0),
-        (
-            "TypeError: `skip_nonfinite(max_level= ... "
-            "jaxscale.AdaptiveLossScale(max_level=12.0)"
-        ),
-    ),
-    "an argument of a rule for spikes": (
-        lambda: loss_scaled(SGD, sigmas=4.0),
-        ("TypeError: `loss_scaled(sigmas= ... `spikes=jaxscale.SpikeRule(sigmas=4.0)`"),
-    ),
     "an argument of nothing": (
         lambda: loss_scaled(SGD, initial=4.0),
         "TypeError: loss_scaled() ... 'initial'",
-    ),
-    "parameters with functions, as in a module of Equinox": (
-        lambda: loss_scaled(optax.adam(0.1)).init({"w": W, "activation": jnp.sin}),
-        (
-            "TypeError: loss_scaled(...).init(params= ... at activation is a function ... "
-            "eqx.filter(model, eqx.is_inexact_array)"
-        ),
     ),
     "no window": (
         lambda: multi_steps(SGD, 0),
@@ -95,14 +69,6 @@ CASES = {
     "half a window": (
         lambda: multi_steps(SGD, 2.5),
         "TypeError: every_k_schedule= ... 2.5",
-    ),
-    "drop what": (
-        lambda: multi_steps(SGD, 2, drop="batch"),
-        "ValueError: drop= ... 'micro_batch', 'window' ... 'batch'",
-    ),
-    "count what": (
-        lambda: multi_steps(SGD, 2, growth_unit="step"),
-        "ValueError: growth_unit= ... 'optimizer_step', 'micro_batch' ... 'step'",
     ),
     "accumulate a number": (
         lambda: multi_steps(0.1, 2),
@@ -130,17 +96,6 @@ CASES = {
         lambda: loss_scaled(SGD, jaxscale.DynamicLossScale),
         "TypeError: `loss_scaled(loss_scale= ... mean `DynamicLossScale()`",
     ),
-    "a flag as a norm": (
-        lambda: loss_scaled(SGD, max_norm=True),
-        (
-            "ValueError: `loss_scaled(max_norm=...)` must be a positive number, got True.  "
-            "... such as 1.0, or None"
-        ),
-    ),
-    "a number as whether to skip": (
-        lambda: loss_scaled(SGD, skip_nonfinite=0),
-        "ValueError: skip_nonfinite= ... got 0",
-    ),
     "a scale that moves without a verdict": (
         lambda: loss_scaled(SGD, skip_nonfinite=False),
         "ValueError: a DynamicLossScale",
@@ -160,13 +115,6 @@ CASES = {
     "a window around no verdict": (
         lambda: multi_steps(applying_all(SGD), 2),
         "ValueError: `multi_steps ... =False",
-    ),
-    "on_skip is no function": (
-        lambda: loss_scaled(SGD, on_skip=True),
-        (
-            "TypeError: `loss_scaled(on_skip=...)` must be a function ... got True "
-            "... `on_skip=print`"
-        ),
     ),
     "on_skip where nothing is skipped": (
         lambda: loss_scaled(SGD, None, skip_nonfinite=False, on_skip=print),
@@ -266,7 +214,7 @@ CASES = {
         ),
     ),
     "parameters in float32 after all": (
-        lambda: MASTERS.update(PAIR, MASTERS.init(HALF), {"w": W}),
+        lambda: MASTERS.update({"w": W}, MASTERS.init(HALF), {"w": W}),
         "ValueError: the state has int16[2] ... float32[2] ... with_master_params",
     ),
     "parameters of another structure": (

@@ -33,7 +33,7 @@ CASES = {
     ),
     "other structure": (
         lambda: tree_where(True, {"a": 1, "b": 2}, {"a": 1, "c": 2}),
-        "ValueError: first: ['b'] ... second: ['c']",
+        "ValueError: one structure ... 'b' ... 'c'",
     ),
     "other shape": (
         lambda: tree_where(True, {"a": W}, {"a": jnp.ones(3)}),

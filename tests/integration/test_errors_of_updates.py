@@ -80,7 +80,7 @@ CASES = {
     ),
     "a text as the loss": (
         lambda: TX.update({"w": W}, OPT_STATE, value="1.0"),
-        "TypeError: value= ... one number, got '1.0'",
+        "TypeError: value= ... one number, got str",
     ),
     "arguments swapped": (
         lambda: apply_gradients(TX, W, {"w": W}, OPT_STATE),
@@ -106,7 +106,7 @@ CASES = {
     ),
     "value with aux": (
         lambda: TX.update(W, OPT_STATE, W, value=(W[0], W)),
-        "TypeError: value= ... one number ... ((), (2,)) ... has_aux",
+        "TypeError: value= ... one number, got tuple ... has_aux",
     ),
     "a step that changes the structure of its state": (
         lambda: CHANGING.update(W, CHANGING.init(W), W),
@@ -146,7 +146,7 @@ CASES = {
     ),
     "value is a function": (
         lambda: TX.update(W, OPT_STATE, W, value=jnp.mean),
-        "TypeError: value= ... got the function mean. Pass what it returned",
+        "TypeError: value= ... got function",
     ),
     "a gradient is None": (
         lambda: WINDOW.update({"a": W, "b": None}, WINDOW.init({"a": W, "b": W})),
@@ -224,20 +224,13 @@ CASES = {
             "(), and its parameter (2,)"
         ),
     ),
-    "gradients by example of a number": (
-        lambda: apply_gradients(TX, W, TX.init(W[0]), W[0]),
-        (
-            "ValueError: update of shape (2,) for the parameter at the root, which "
-            "has () ... by example"
-        ),
-    ),
     "a complex loss": (
         lambda: TX.update(W, OPT_STATE, W, value=1 + 1j),
-        ("TypeError: value= ... one number, got a complex one, (1+1j).  ... loss.real"),
+        "TypeError: value= ... one number, got complex ... loss.real",
     ),
     "a complex array as the loss": (
         lambda: jax.jit(TX.update)(W, OPT_STATE, W, value=jnp.array(1j)),
-        "TypeError: value= ... got a complex one ... loss.real",
+        "TypeError: value= ... got complex64[] ... loss.real",
     ),
     "update: other keys": (
         lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR), PAIR),
@@ -271,8 +264,8 @@ CASES = {
     "update: a list for a tuple": (
         lambda: SCALED_ADAM.update([W, W], SCALED_ADAM.init((W, W)), (W, W)),
         (
-            "ValueError: update(updates= ... structure of the parameters, a tuple, "
-            "got a list. Pass"
+            "ValueError: update(updates= ... structure of the parameters ... ([*, *]) ... "
+            "((*, *)). Pass"
         ),
     ),
     "update: a list in place of a tuple further in": (
@@ -282,21 +275,6 @@ CASES = {
         (
             "ValueError: update(updates= ... That of the gradients is  ... , and that of "
             "the parameters  ... Pass"
-        ),
-    ),
-    "update: other keys, without parameters": (
-        lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR)),
-        (
-            "ValueError: update(state=...)` is the state  ... of other parameters ... 'c' "
-            "... got ... 'b' ... Pass the gradients with respect to the parameters that "
-            "`init` was given"
-        ),
-    ),
-    "update: another shape, without parameters": (
-        lambda: SCALED_ADAM.update(jnp.ones(3), SCALED_ADAM.init(W)),
-        (
-            "ValueError: update(state=...)` ... an array of shape (3,) at  ... , got one of "
-            "shape (2,). Pass the gradients"
         ),
     ),
     "update: the state of other parameters": (
@@ -324,7 +302,7 @@ CASES = {
         lambda: apply_gradients(SCALED_ADAM, None, SCALED_ADAM.init(W), W),
         (
             "ValueError: `apply_gradients(grads=...)` must have the structure of "
-            "the parameters, an array, got a NoneType"
+            "the parameters ... only among the parameters: the root"
         ),
     ),
 }

@@ -123,7 +123,6 @@ WIDE = dynamic(
     growth_interval=3, max_scale=2.0**40, growth_factor=4.0, backoff_factor=0.25
 )
 WINDOW = jaxscale.multi_steps(TX, 4)
-STRICT = jaxscale.multi_steps(TX, 32, drop="window")
 HASTY_WINDOW = jaxscale.multi_steps(HASTY, 2)
 
 HEALTHY = {
@@ -143,7 +142,6 @@ HEALTHY = {
     "adaptive, heavy tails": Run(ADAPTIVE, noisy(1.5) / 4, size=noisy(1.5) / 2.0**22),
     "3 % of micro-batches": Run(WINDOW, FINE, nan_where(some(0.03))),
     "micro-batches, grows every 3 steps": Run(HASTY_WINDOW, noisy(0.3)),
-    "few windows lost": Run(STRICT, FINE, nan_where(every(0.0005))),
 }
 # Far from 0.05, so that it is no luck; these alone come close.
 CLOSE = {"50 in a row", "down from 2**40"}
@@ -155,9 +153,12 @@ CLOSE = {"50 in a row", "down from 2**40"}
     fast=["3 % of gradients", "grows every 3 steps, noise", "50 in a row"],
 )
 def test_a_healthy_run_hears_nothing_however_often_it_asks(name):
-    states = states_of(HEALTHY[name])
-    assert texts_of_check(states) == []
-    assert weighed_rate(states).max() < (0.049 if name in CLOSE else 0.045)
+    run = HEALTHY[name]
+    states = states_of(run)
+    assert texts_of_check(states, run.tx) == []
+    # What a policy that grows every few steps loses is known to `check` alone.
+    if "grows" not in name:
+        assert weighed_rate(states).max() < (0.049 if name in CLOSE else 0.045)
 
 
 def test_where_gradients_are_lost_at_any_scale_three_in_a_hundred_are_told_as_a_decay():
@@ -259,15 +260,10 @@ BROKEN = {
     "10 % of micro-batches": Broken(
         Run(WINDOW, overflowing(every(0.1))), 4000, [GRADS], [LOSS]
     ),
-    "most windows lost": Broken(
-        Run(STRICT, overflowing(every(0.02))), 150 * 32, [GRADS], [LOSS]
-    ),
 }
 
 
-@cases(
-    "name", BROKEN, fast=["6 % of gradients", "10 % in bfloat16", "most windows lost"]
-)
+@cases("name", BROKEN, fast=["6 % of gradients", "10 % in bfloat16"])
 def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
     run, within, says, says_not = BROKEN[name]
     states = states_of(run)
@@ -401,40 +397,12 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     assert "skipped lately" in text
 
 
-@cases(
-    "name",
-    ["3 % of losses", "grows every 3 steps, noise", "grows by 4", "few windows lost"],
-    fast=["grows every 3 steps, noise"],
-)
+@cases("name", ["3 % of losses", "grows by 4", "3 % of micro-batches"])
 def test_the_rate_is_that_of_the_reference(name):
-    run = HEALTHY[name]
-    length = 32 if name == "few windows lost" else 1
-    binades_per_skip = 2 if name == "grows by 4" else 1
-    states = states_of(run)
+    states = states_of(HEALTHY[name])
     rate = 0.0
-    scale = run.tx.init(W).scaling.loss_scale
-    num_good = 0  # in this window
-    for step in range(STEPS):
-        now = after(states, step + 1)
-        binades = max(0.0, math.log2(now.scaling.loss_scale / scale))
-        scale = now.scaling.loss_scale
-        lost = 0 if now.step_applied else 1
-        num_good += 1 - lost
-        if length > 1 and (step + 1) % length == 0:
-            if num_good < length:  # the window leads to no step
-                lost += num_good
-            num_good = 0
-        net = lost - binades / binades_per_skip
-        weight = 1 / min(step + 1, 1000 * length)
-        rate = min(1, max(0, rate + weight * (net - rate)))
-        np.testing.assert_allclose(now.skip_rate, rate, rtol=1e-3, atol=1e-7)
-
-
-def test_a_norm_that_is_inf_is_named_where_spikes_are_told():
-    tx = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=16))
-    size = np.where(np.arange(100) < 40, 1.0, 1e25)
-    states = states_of(Run(tx, np.full(100, np.inf), size=size))
-    assert texts_of_check(after(states, 59)) == []
-    (text,) = texts_of_check(after(states, 60))
-    assert "again and again" in text
-    assert "norm is inf in float32" in text
+    for step, applied in enumerate(states.step_applied, 1):
+        rate += (1 - applied - rate) / min(step, 1000)
+        np.testing.assert_allclose(
+            after(states, step).skip_rate, rate, rtol=1e-3, atol=1e-7
+        )

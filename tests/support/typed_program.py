@@ -32,7 +32,7 @@ others = [
     jaxscale.loss_scaled(
         optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=500)
     ),
-    jaxscale.multi_steps(optax.sgd(0.1), 4, drop="window", growth_unit="micro_batch"),
+    jaxscale.multi_steps(optax.sgd(0.1), 4),
     jaxscale.skip_nonfinite(optax.sgd(0.1), track_leaves=True),
 ]
 
@@ -74,8 +74,6 @@ def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:
 
 def typos(params: Params, opt_state: jaxscale.LossScaledState, x: jax.Array) -> None:
     tx = jaxscale.loss_scaled(optax.sgd(0.1), "dynamc")  # error: "dynamc"
-    jaxscale.multi_steps(tx, 2, drop="windw")  # error: "windw"
-    jaxscale.multi_steps(tx, 2, growth_unit="step")  # error: "step"
     jaxscale.value_and_grad(loss_fn, opt_state)(params)  # error: "x"
     jaxscale.grad(loss_fn, opt_state)(params, x, y=x)  # error: "y"
     # error: "LossScaledState"

@@ -1,0 +1,74 @@
+"""`Options`: what `loss_scaled` and the wrappers around it were asked for."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from .._policies.base import LossScale
+from .._policies.fixed import FixedLossScale, NoOpLossScale
+from .._policies.spikes import SpikeRule
+from .._storage.weights import Rounded, Weights
+from .judges import FiniteJudge, Judge, SpikeJudge
+from .matching import TreeTypes
+from .window import EachStep, Window
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """An optimizer, and how its steps are skipped and its scale moves.
+
+    Attributes:
+      inner: the optimizer inside.
+      policy: how the loss scale moves.
+      axis_name: the axes whose devices decide together, or `None`.
+      window: how micro-batches are accumulated; `EachStep` if they are not.
+      max_norm: the global norm to clip gradients to, or `None`.
+      skips: whether bad steps are skipped. If not, there are no judges.
+      check_updates: whether a step is taken back if its updates or its state are not finite.
+      track_leaves: whether the state says which leaves the last overflow was in.
+      spikes: the rule that skips finite steps, or `None`.
+      on_skip: the function that is called on the host after each skipped step, or `None`.
+      weights: how half-precision parameters are kept.
+      known_types: the types of the inner states for parameters that were seen, to trace less.
+      known_unread: which gradients are never read, by the kind of call, to trace less.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    policy: LossScale
+    axis_name: Any = None
+    window: Window | EachStep = dataclasses.field(default_factory=EachStep)
+    max_norm: float | None = None
+    skips: bool = True
+    check_updates: bool = False
+    track_leaves: bool = False
+    spikes: SpikeRule | None = None
+    on_skip: Callable[[dict[str, Any]], Any] | None = None
+    weights: Weights = dataclasses.field(default_factory=Rounded)
+    known_types: dict[Any, TreeTypes] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+    known_unread: dict[Any, list[bool]] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+
+    @property
+    def judges(self) -> tuple[Judge, ...]:
+        """What may refuse a step, in the order in which it is asked."""
+        if not self.skips:
+            return ()
+        judges: list[Judge] = [FiniteJudge(self.track_leaves)]
+        if self.spikes is not None:
+            judges.append(SpikeJudge(self.spikes))
+        return tuple(judges)
+
+    @property
+    def shows_norm(self) -> bool:
+        """Whether the state shows the norm of the gradients."""
+        return self.max_norm is not None or self.spikes is not None
+
+    @property
+    def can_back_off(self) -> bool:
+        """Whether the scale ever moves, so that a retry may help."""
+        return not isinstance(self.policy, NoOpLossScale | FixedLossScale)
