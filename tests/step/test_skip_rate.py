@@ -281,9 +281,13 @@ def test_a_broken_run_is_told_in_time_however_often_it_asks(name):
             assert words not in advice, period
 
 
-@cases("tx, start", [(TX, 2), (SAFE, 30), (ADAPTIVE, 5000)])
-def test_a_row_of_bad_losses_is_told_long_before_it_is_an_error(tx, start):
+DIVERGED = {"from the start": (TX, 2), "no scale": (SAFE, 30), "late": (ADAPTIVE, 5000)}
+
+
+@cases("name", DIVERGED)
+def test_a_row_of_bad_losses_is_told_long_before_it_is_an_error(name):
     """As where a run has diverged: from its tenth step on, and in none before."""
+    tx, start = DIVERGED[name]
     bad = np.arange(STEPS) >= start
     states = states_of(Run(tx, FINE, nan_where(bad)))
     assert texts_of_check(after(states, start + 9), tx) == []
