@@ -1,4 +1,4 @@
-"""Of how many numbers each half-precision gradient is a sum, counted from a traced program.
+"""Counts of the numbers that each half-precision gradient is a sum of, from a traced program.
 
 A parameter in half precision that is read many times, as an embedding is by each token or a weight
 in each turn of a loop, gets its gradient as a sum in half precision. Such a sum stops growing. How
@@ -23,11 +23,9 @@ from .._jax import (
     is_stand_in,
     open_equation,
     scan,
+    slice_sizes,
 )
 from ..diagnostics._trace.places import find_line
-
-# Their derivatives are reductions, which hardware computes in float32.
-_REDUCED_BACKWARD = ("broadcast_in_dim", "tile", "pad", "pvary", "all_gather")
 
 
 class SumOfGradient(NamedTuple):
@@ -116,17 +114,17 @@ def _count_through(eqn: JaxprEqn, outputs: Sequence[_Count]) -> list[_Count]:
     if is_stand_in(eqn):
         return [_Count(0), sent]
     sent_to = [sent] * len(eqn.invars)
-    if Op.SUMS_BACKWARD in op and eqn.primitive.name not in _REDUCED_BACKWARD:
-        share = _count_slices(eqn)
-        if share > 1:
-            where = find_line(eqn, ()).where
-            sent_to[0] = _Count(sent.numbers * share, where)
+    # Only slices that overlap are added in half precision: other sums are reductions, which hardware
+    # computes in float32.
+    share = _count_slices(eqn)
+    if Op.SUMS_BACKWARD in op and share > 1:
+        sent_to[0] = _Count(sent.numbers * share, find_line(eqn, ()).where)
     return sent_to
 
 
 def _count_slices(eqn: JaxprEqn) -> int:
     """Returns how many of the slices that an equation reads may be one and the same."""
-    sizes = eqn.params.get("slice_sizes")
+    sizes = slice_sizes(eqn)
     if not sizes:
         return 1
     aval: Any = eqn.outvars[0].aval

@@ -61,6 +61,11 @@ def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
     return convert_element_type_p.bind(array, **params)
 
 
+def slice_sizes(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Returns the shape of the slices that an equation reads, `()` if it reads none."""
+    return tuple(eqn.params.get("slice_sizes") or ())
+
+
 def fill_value(eqn: JaxprEqn) -> Any:
     """Returns what a gather gives for indices that are out of bounds, or 0 if that is not fixed."""
     number = eqn.params.get("fill_value")
