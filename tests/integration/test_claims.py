@@ -351,6 +351,27 @@ def on_h200(form, to="to_float32"):
     return ratios
 
 
+def steps_on_h200(model, *sizes):
+    """Returns sizes of a model, and the time and memory of its step in three precisions."""
+    figures = H200["figures"][model]
+    numbers = [figures["settings"][size] for size in sizes]
+    in_half = ["bfloat16 by autocast, jaxscale", "float16 by autocast, jaxscale"]
+    for form in ["float32, optax", *in_half]:
+        row = figures["forms"][form]
+        numbers += [row["step_s"] * 1e3, row["bytes"] / 1e9]
+    return numbers
+
+
+def kept_on_h100(model, *sizes):
+    """Returns sizes of a model, and memory and bytes of 0.4.0 and of now, relative to `dtype=`."""
+    row = RESULTS["autocast-h100"]["rows"][model]
+    numbers = [row[size] for size in sizes]
+    for figure in ("temporary_mb", "moved_mb"):
+        for form in ("autocast, 0.4.0", "autocast"):
+            numbers.append(row[form][figure] / row["dtype="][figure])
+    return numbers
+
+
 def part_on_h200():
     (row,) = DEVICE_STEP["rows"]
     return row["methods"][STEP]["to_bare"]["median"]
@@ -473,10 +494,6 @@ CLAIMS = {
     **{MOVED.format(name=name): (moved_by, way) for name, way in WAYS.items()},
     **{ENDS.format(name=f"with {name}"): (ends_of, way) for name, way in WAYS.items()},
     "From step {} on": (first_judged_step,),
-    "a mean over {:.1f} million numbers ends": (pixels,),
-    "PSNR of {} dB in float32, {} dB in float16, and {} dB in float16 with a loss scale.": (
-        lambda: [quickstart(run)[1] for run in THREE],
-    ),
     "float16 has {} bits more than bfloat16, so its rounding errors are {:.0f} times smaller.": (
         lambda: [WORDS[HALF.nmant - BFLOAT.nmant], float(BFLOAT.eps / HALF.eps)],
     ),
@@ -547,9 +564,6 @@ CLAIMS = {
     "{} passes": (replays,),
     "the rules of {} other scalers": (scalers,),
     "on one of {} devices, in one of {} processes": (faults,),
-    "a training step of GPT-2 small takes {:.2f} times as long with": (
-        lambda: on_h200("float32, jaxscale")[0],
-    ),
     "GPT-2 small in float32 takes {:.2f} times as long with `train_step` as with plain optax; of "
     "ResNet-50, {:.2f} times.": (lambda: on_h200("float32, jaxscale")[:2],),
     "GPT-2 takes {:.2f} times as long as with Flax's `DynamicScale`": (
@@ -566,6 +580,40 @@ CLAIMS = {
     "| `optax.apply_if_finite` | {:.2f} | {:.2f} | {:.2f} |": (
         part,
         "optax.apply_if_finite",
+    ),
+    "| GPT-2 small, {} x {} tokens | {:.1f} ms, {:.1f} GB | {:.1f} ms, {:.1f} GB | {:.1f} ms, "
+    "{:.1f} GB |": (steps_on_h200, "transformer", "batch", "length"),
+    "| ResNet-50, {} images | {:.1f} ms, {:.1f} GB | {:.1f} ms, {:.1f} GB | {:.1f} ms, "
+    "{:.1f} GB |": (
+        steps_on_h200,
+        "ResNet",
+        "batch",
+    ),
+    "| ResNet-50, {} images of {} x {} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |": (
+        kept_on_h100,
+        "ResNet-50",
+        "batch",
+        "side",
+        "side",
+    ),
+    "| GPT-2 small, {} x {} tokens | {:.2f} | {:.2f} | {:.2f} | {:.2f} |": (
+        kept_on_h100,
+        "GPT-2 small",
+        "batch",
+        "length",
+    ),
+    "They were measured with jaxscale {}.": (
+        lambda: H200["machine"]["versions"]["jaxscale"],
+    ),
+    "stops growing at about {:.0f} numbers of one size, one in float16 at {:,.0f}.": (
+        lambda: [2 / BFLOAT.eps, 2 / HALF.eps],
+    ),
+    "Without `autocast` it is {:.0f}.": (lambda: 2 / BFLOAT.eps,),
+    "In float32, `train_step` takes {:.2f} times as long as plain optax": (
+        lambda: on_h200("float32, jaxscale")[0],
+    ),
+    "on an NVIDIA H200, with version {}.": (
+        lambda: H200["machine"]["versions"]["jaxscale"],
     ),
     "AdamW, {:.0f} million parameters as in GPT-2, {} cores of an {}": (
         lambda: [
@@ -615,8 +663,6 @@ CLAIMS = {
     "the scale is {:.2g}, and nothing is learned": (
         lambda: float(jnp.finfo(jnp.float32).tiny),
     ),
-    "`autocast` in bfloat16 it takes {:.2f} times as long as in float32, and {:.2f} times the "
-    "memory": (lambda: on_h200("bfloat16 by autocast, jaxscale")[::2],),
     "Tracing and compiling take longer under `autocast`: {:.2f} and {:.2f} times": (
         traced,
     ),
