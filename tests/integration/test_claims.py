@@ -605,6 +605,9 @@ CLAIMS = {
     "They were measured with jaxscale {}.": (
         lambda: H200["machine"]["versions"]["jaxscale"],
     ),
+    "float16 and bfloat16 hold integers up to {:,.0f} and {:.0f}.": (
+        lambda: [2 / HALF.eps, 2 / BFLOAT.eps],
+    ),
     "stops growing at about {:.0f} numbers of one size, one in float16 at {:,.0f}.": (
         lambda: [2 / BFLOAT.eps, 2 / HALF.eps],
     ),
