@@ -60,7 +60,7 @@ MAY_NAME_PRIMITIVES = {
     "_state/saved_numbers.py": "`threefry2x32` is an implementation of keys",
     "_storage/noise.py": "`threefry2x32` is an implementation of keys",
     "_trees/gradient_leaves.py": "`name` is an attribute",
-    "diagnostics/_pictures.py": "`log` is a scale of Matplotlib",
+    "diagnostics/_plot.py": "`log` is a scale of Matplotlib",
     "diagnostics/_trace/evaluate.py": "names the functions of two kinds of `scatter`",
     "diagnostics/_trace/places.py": "`call` is an option of NumPy",
     "presets/_rule.py": "`clamp` is a policy's",
