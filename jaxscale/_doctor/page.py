@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._trees.grammar import and_more
 from ..diagnostics._formats import FORMATS
 from ..diagnostics._histogram import Histogram
-from ..diagnostics._leaves import partition_leaves
 from ..diagnostics._plot import can_draw, draw_histogram
 from ..diagnostics._text import percent, power
 from .diagnosis import say_setting, say_verdict
@@ -36,7 +36,7 @@ _NO_PICTURE = (
 
 
 class _Table(NamedTuple):
-    """The leaves or the layers that have something to tell."""
+    """The leaves that have something to tell."""
 
     headings: Sequence[str]
     rows: Sequence[tuple[Any, ...]]  # a name, and what each column says of it
@@ -163,9 +163,8 @@ def _tabulate_layers(exam: Exam) -> _Table:
 
 
 def _tabulate_leaves(exam: Exam) -> _Table:
-    """Returns the leaves that have something to tell, without the columns that have nothing."""
-    table, others = partition_leaves(exam.leaves, _MOST_LEAVES)
-    headings, *rows = table.cells()
+    """Returns the worst leaves, without the columns that have nothing to tell."""
+    headings, *rows = exam.leaves.cells(_MOST_LEAVES)
     last = len(headings) - 1
     shown = []  # the numbers of the columns
     for i in range(len(headings)):
@@ -174,4 +173,5 @@ def _tabulate_leaves(exam: Exam) -> _Table:
         if is_always_shown or any(row[i] not in _NOTHING for row in rows):
             shown.append(i)
     take_shown = operator.itemgetter(*shown)
+    others = and_more(exam.leaves.rows, _MOST_LEAVES)
     return _Table(take_shown(headings), list(map(take_shown, rows)), others)

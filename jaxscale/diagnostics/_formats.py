@@ -87,19 +87,11 @@ class Boundary(NamedTuple):
 
 
 class Format(NamedTuple):
-    """Where a format rounds to what."""
+    """Where a format rounds to what, from small numbers to large ones."""
 
     nonzero: Boundary  # of the numbers that it does not make 0
     normal: Boundary  # of those that it keeps in full
     overflow: Boundary  # of those that it makes inf or NaN
-    least_exponent: int  # that of its smallest subnormal number
-    least_normal_exponent: int
-    largest_exponent: int  # that of its largest number
-
-    @property
-    def boundaries(self) -> tuple[Boundary, Boundary, Boundary]:
-        """All boundaries, from small numbers to large ones."""
-        return self.nonzero, self.normal, self.overflow
 
 
 def _find_format(name: str) -> Format:
@@ -107,8 +99,7 @@ def _find_format(name: str) -> Format:
     largest = float(info.max)
     normal = float(info.smallest_normal)
     subnormal = float(info.smallest_subnormal)
-    largest_exponent = exponent_of(largest)
-    spacing = 2.0 ** (largest_exponent - info.nmant)  # of the largest numbers
+    spacing = 2.0 ** (exponent_of(largest) - info.nmant)  # of the largest numbers
     # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just below
     # the smallest normal number it is that number. Above the largest number it is the next one,
     # which overflows, if the last bit of the largest is 1. In e4m3fn, where all ones mean NaN, it
@@ -118,9 +109,6 @@ def _find_format(name: str) -> Format:
         nonzero=_find_boundary(subnormal / 2, inclusive=False),
         normal=_find_boundary(normal - subnormal / 2, inclusive=True),
         overflow=_find_boundary(largest + spacing / 2, inclusive=is_last_bit_set),
-        least_exponent=exponent_of(subnormal),
-        least_normal_exponent=exponent_of(normal),
-        largest_exponent=largest_exponent,
     )
 
 
@@ -141,13 +129,6 @@ def exponent_of(value: float) -> int:
 FORMAT_BY_NAME = {name: _find_format(name) for name in FORMATS}
 
 
-def _find_cuts() -> list[int]:
-    mantissas = set()
-    for each_format in FORMAT_BY_NAME.values():
-        for boundary in each_format.boundaries:
-            mantissas.add(boundary.mantissa)
-    return sorted(mantissas - {0})
-
-
+_MANTISSAS = {edge.mantissa for edges in FORMAT_BY_NAME.values() for edge in edges}
 # The mantissas of all boundaries. Class `i` holds the mantissas that are at least `i` of these.
-CUTS = _find_cuts()
+CUTS = sorted(_MANTISSAS - {0})

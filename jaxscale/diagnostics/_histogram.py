@@ -206,22 +206,16 @@ def fetch_leaves(call: str, histograms: Any) -> dict[str, Histogram]:
     return {leaf_name(path): fetch(call, node) for path, node in nodes}
 
 
-class Outcomes(NamedTuple):
-    """How many numbers of each row a format flushes, keeps and loses: each `f64[277]`."""
+def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> list[np.ndarray]:
+    """Returns what a format makes of the numbers of a histogram, scaled by `2**exponent`.
 
-    flushed: np.ndarray
-    subnormal: np.ndarray
-    normal: np.ndarray
-    overflowed: np.ndarray
-
-
-def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> Outcomes:
-    """Returns what a format makes of the numbers of a histogram, scaled by `2**exponent`."""
+    That is how many of each row it flushes, keeps as subnormal, keeps in full, and overflows.
+    """
     beyond = [counts.sum(axis=1)]
-    for boundary in FORMAT_BY_NAME[name].boundaries:
+    for boundary in FORMAT_BY_NAME[name]:
         beyond.append(_count_beyond(counts, boundary, exponent))
     # What is beyond one boundary and not beyond the next becomes the same.
-    return Outcomes(*map(np.subtract, beyond, [*beyond[1:], 0]))
+    return list(map(np.subtract, beyond, [*beyond[1:], 0]))
 
 
 def _count_beyond(counts: np.ndarray, boundary: Boundary, exponent: int) -> np.ndarray:

@@ -62,20 +62,12 @@ class LeafRow(NamedTuple):
         """The share of the nonzero finite numbers that float16 would make 0 or inf."""
         return (self.flushed + self.overflowed) / max(self.nonzero, 1)
 
-    @property
-    def has_something_to_tell(self) -> bool:
-        """Whether it holds inf, NaN, only zeros, or numbers that float16 would not keep in full."""
-        is_zero = 0 < self.size == self.zero
-        is_lossy = self.flushed or self.subnormal or self.overflowed
-        return bool(is_zero or is_lossy or not self.is_finite)
-
 
 class LeafTable(NamedTuple):
     """The leaves of a tree of gradients, worst first; `print` it.
 
     Leaves with the largest share of inf and NaN come first, then those of which float16 loses the
-    largest share. A long table prints only the leaves that matter: those with inf, NaN, only zeros,
-    or numbers that float16 would not keep in full. A dash is a share of nothing.
+    largest share. A long table prints only the worst leaves. A dash is a share of nothing.
 
     Attributes:
       rows: one `LeafRow` for each leaf.
@@ -90,38 +82,18 @@ class LeafTable(NamedTuple):
         """The rows of leaves that hold inf or NaN."""
         return tuple(row for row in self.rows if not row.is_finite)
 
-    def cells(self) -> list[tuple[str, ...]]:
-        """Returns the cells of the table as text: a row of headings, then a row for each leaf."""
-        return [_HEADINGS, *map(_format_row, self.rows)]
+    def cells(self, most: int) -> list[tuple[str, ...]]:
+        """Returns the cells as text: a row of headings, then a row for each of the worst leaves."""
+        return [_HEADINGS, *map(_format_row, self.rows[:most])]
 
     def __str__(self) -> str:
-        shown = self
-        sentences = []
-        if len(self.rows) > _PRINTED_ROWS:
-            shown, sentences = partition_leaves(self, _PRINTED_ROWS)
-            if not shown.rows:
-                return sentences[0].capitalize()
         num_bad = len(self.nonfinite_rows)
         heading = (
             f"Leaves with inf or NaN: {num_bad} of {len(self.rows)}. "
             f"In float16 at loss scale {power(self.loss_scale)}:"
         )
-        return "\n".join([heading, align_columns(shown.cells()), *sentences])
-
-
-def partition_leaves(table: LeafTable, most: int) -> tuple[LeafTable, list[str]]:
-    """Returns up to `most` rows that have something to tell, and sentences on the other rows."""
-    telling = tuple(row for row in table.rows if row.has_something_to_tell)
-    sentences = and_more(telling, most)
-    num_leaves = len(table.rows)
-    num_fine = num_leaves - len(telling)
-    if num_fine:
-        scale = power(table.loss_scale)
-        sentences.append(
-            f"finite, and stored in full by float16 at loss scale {scale}: "
-            f"{num_fine} of {num_leaves} leaves"
-        )
-    return LeafTable(telling[:most], table.loss_scale), sentences
+        cells = align_columns(self.cells(_PRINTED_ROWS))
+        return "\n".join([heading, cells, *and_more(self.rows, _PRINTED_ROWS)])
 
 
 def _format_row(row: LeafRow) -> tuple[str, ...]:
@@ -130,13 +102,9 @@ def _format_row(row: LeafRow) -> tuple[str, ...]:
         largest = f"{row.largest:.3g}"
     return (
         row.path,
-        f"{row.size:,}",
-        f"{row.nan:,}",
-        f"{row.inf:,}",
+        *[f"{number:,}" for number in row[1:4]],
         _format_share(row.zero, row.size),
-        _format_share(row.flushed, row.nonzero),
-        _format_share(row.subnormal, row.nonzero),
-        _format_share(row.overflowed, row.nonzero),
+        *[_format_share(number, row.nonzero) for number in row[5:8]],
         largest,
     )
 
@@ -182,21 +150,15 @@ def table(histograms: Any, *, loss_scale: float = 1.0) -> LeafTable:
 
 def _make_row(path: str, histogram: Histogram, exponent: int) -> LeafRow:
     counts = np.asarray(histogram.counts)
-    outcomes = find_outcomes(counts, "float16", exponent)
+    flushed, subnormal, _, overflowed = find_outcomes(counts, "float16", exponent)
     filled = EXPONENTS[counts.any(axis=1)]
     largest = 0.0
     if filled.size:
         largest = 2.0 ** float(filled[-1])
     others = [histogram.nan, histogram.inf, histogram.zero]
-    return LeafRow(
-        path,
-        int(counts.sum() + sum(others)),
-        *map(int, others),
-        flushed=int(outcomes.flushed.sum()),
-        subnormal=int(outcomes.subnormal.sum()),
-        overflowed=int(outcomes.overflowed.sum()),
-        largest=largest,
-    )
+    lost = [outcome.sum() for outcome in (flushed, subnormal, overflowed)]
+    numbers = [counts.sum() + sum(others), *others, *lost]
+    return LeafRow(path, *map(int, numbers), largest=largest)
 
 
 def _rank_badness(row: LeafRow) -> tuple[float, ...]:

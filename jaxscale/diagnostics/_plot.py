@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import power_of_two
-from ._formats import FORMAT_BY_NAME, FORMATS
+from ._formats import FORMATS, exponent_of
 from ._histogram import (
     EXPONENTS,
     Histogram,
@@ -118,40 +119,45 @@ def _mark_integers(axis: Any, **options: Any) -> None:
     axis.get_major_locator().set_params(integer=True, **options)
 
 
+def _find_range(name: str) -> np.ndarray:
+    """Returns the exponents at which a format's subnormal and normal numbers begin, and its end."""
+    info = jnp.finfo(name)
+    edges = (info.smallest_subnormal, info.smallest_normal, info.max)
+    exponents = np.array([exponent_of(float(edge)) for edge in edges])
+    return exponents + np.array([0, 0, 1])
+
+
 def _find_limits(counts: np.ndarray, scales: Sequence[int]) -> tuple[int, int]:
     """Returns the exponents between which all gradients are, and the range of float16."""
-    number_format = FORMAT_BY_NAME["float16"]
+    range_of_float16 = _find_range("float16")
     shown = [
-        *EXPONENTS[counts.any(axis=1)].tolist(),
-        number_format.least_exponent - max(scales),
-        number_format.largest_exponent - min(scales),
+        *EXPONENTS[counts.any(axis=1)],
+        *range_of_float16 - max(scales),
+        *range_of_float16 - min(scales),
     ]
-    return min(shown) - 2, max(shown) + 3
+    return min(shown) - 2, max(shown) + 2
 
 
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
     filled = np.flatnonzero(counts.sum(axis=1))
-    total = max(counts.sum(), 1.0)
-    outcomes = find_outcomes(counts, "float16", exponent)
-    lost = outcomes.flushed + outcomes.overflowed
+    flushed, subnormal, normal, overflowed = find_outcomes(counts, "float16", exponent)
     # not from the heights, which are rounded
     shares = find_all_shares(counts, exponent)["float16"]
     stack = (
-        ("kept by float16", outcomes.normal, shares.normal, _NORMAL, ""),
-        ("kept as subnormal", outcomes.subnormal, shares.subnormal, _SUBNORMAL, ""),
-        ("flushed to 0, or overflow", lost, shares.lost, _LOST, "////"),
+        ("kept by float16", normal, shares.normal, _NORMAL, ""),
+        ("kept as subnormal", subnormal, shares.subnormal, _SUBNORMAL, ""),
+        ("flushed to 0, or overflow", flushed + overflowed, shares.lost, _LOST, "////"),
     )
     bottom = np.zeros(len(filled))
     for words, numbers, share, color, hatch in stack:
-        height = 100 * numbers[filled] / total
+        height = 100 * numbers[filled] / max(counts.sum(), 1.0)
         ax.bar(
             EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom,
             color=color, hatch=hatch, label=f"{words}: {percent(share)}", **_EDGE,
         )  # fmt: skip
         bottom = bottom + height
     ax.set_ylabel("share of the nonzero\ngradients (%)")
-    ax.set_ylim(0, 1.1 * bottom.max(initial=0) or 1)
     # above the bars: beside them there is no room
     ax.legend(
         title=f"at loss scale {power(2.0**exponent)}", fontsize=8, title_fontsize=8,
@@ -162,13 +168,8 @@ def _draw_bars(ax: Any, counts: np.ndarray, exponent: int) -> None:
 def _draw_ranges(ax: Any, exponent: int, shares: Mapping[str, Shares]) -> None:
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
     for row, (name, shares_of_format) in enumerate(shares.items()):
-        number_format = FORMAT_BY_NAME[name]
-        ends = np.array([
-            number_format.least_exponent,
-            number_format.least_normal_exponent,
-            number_format.largest_exponent + 1,
-        ])  # fmt: skip
-        low, normal, high = np.clip(ends - exponent, *ax.get_xlim())
+        ends = _find_range(name) - exponent
+        low, normal, high = np.clip(ends, *ax.get_xlim())
         for left, right, color in ((low, normal, _SUBNORMAL), (normal, high, _NORMAL)):
             ax.barh(row, right - left, left=left, height=0.6, color=color, **_EDGE)
         flushed = f"to 0: {percent(shares_of_format.flushed)}"
@@ -211,16 +212,11 @@ def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
     is_finite = np.isfinite(loss)
     finite_or_gap = np.where(is_finite, loss, np.nan)
     ax.plot(steps, finite_or_gap, color=_NORMAL, lw=1)
-    if np.all(loss[is_finite] > 0) and is_finite.any():
+    for bad in steps[~is_finite]:
+        ax.axvline(bad, color="black", lw=0.8, ls=":")
+    if np.all(loss[is_finite] > 0):
         ax.set_yscale("log")
     ax.set_ylabel("loss")
-    if is_finite.all():
-        return
-    bad = steps[~is_finite]
-    at_the_top = np.full(bad.shape, 0.93)  # they have no height
-    height_of_axes = ax.get_xaxis_transform()
-    ax.plot(bad, at_the_top, "kx", ms=5, transform=height_of_axes, label="inf or NaN")
-    ax.legend(fontsize=8, loc="best")
 
 
 def _draw_loss_scale(ax: Any, steps: np.ndarray, loss_scale: np.ndarray) -> None:

@@ -30,13 +30,6 @@ def power(loss_scale: float) -> str:
     return f"{loss_scale:g}"
 
 
-def join_ends(first: str, last: str, between: str = " to ") -> str:
-    """Returns both ends of a range as text, or one of them if they are the same."""
-    if first == last:
-        return first
-    return f"{first}{between}{last}"
-
-
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
     """Returns a table for a terminal, its first column aligned left and the others right."""
     columns = zip(*rows, strict=True)
