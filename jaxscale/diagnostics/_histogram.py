@@ -62,10 +62,10 @@ class Histogram(NamedTuple):
       Array(2., dtype=float32)
     """
 
-    counts: jax.Array
-    zero: jax.Array
-    inf: jax.Array
-    nan: jax.Array
+    counts: Any
+    zero: Any
+    inf: Any
+    nan: Any
 
     def __add__(self, other: Any) -> Any:  # tuples alone would be concatenated
         if not isinstance(other, Histogram):
