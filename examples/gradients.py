@@ -3,8 +3,8 @@
 A network doubles the size of photographs, and its loss is the mean squared error of a batch. The
 gradient that the loss sends back into the network is 2 * error / 3.1 million for each number of
 its output. This program computes these gradients for the error of cubic interpolation. It prints
-how large they are, what float16 keeps of them, and at which loss scales float16 keeps them all. It
-writes a picture, for which it needs matplotlib.
+what float16 keeps of them at several loss scales, and writes a picture of how large they are, for
+which it needs matplotlib.
 """
 
 import argparse
@@ -37,12 +37,14 @@ def gradients(batch_size):
 
 
 def main(batch_size=64, picture=None):
-    """Prints the histogram and a loss scale; returns the share that float16 flushes to zero."""
+    """Prints what float16 keeps at each loss scale; returns the share that it flushes to zero."""
     histogram = diagnostics.histogram(gradients(batch_size))
-    print(diagnostics.text_histogram(histogram))
-    print(diagnostics.suggest_scale(histogram))
+    for exponent in range(0, 40, 4):
+        shares = diagnostics.shares(histogram, loss_scale=2.0**exponent)["float16"]
+        flushed = f"{100 * shares.flushed:.1f}% flushed"
+        print(f"2**{exponent}: {flushed}, {100 * shares.overflowed:.1f}% overflow")
     if picture:
-        diagnostics.plot_histogram(histogram).savefig(picture, dpi=80)
+        diagnostics.plot(histogram).savefig(picture, dpi=80)
     return diagnostics.shares(histogram)["float16"].flushed
 
 

@@ -4,14 +4,13 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from .._jax import has_narrow_range
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._histogram import Histogram, Shares
 from ..diagnostics._leaves import LeafTable
-from ..diagnostics._suggest import Suggestion
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
-from ..diagnostics._underflow import Underflow
 from .compiled import BackwardTrial
 from .float32 import Float32Check
 from .gradients import Comparison
@@ -76,8 +75,7 @@ class Exam(NamedTuple):
       histogram: the gradients at the largest scale, where the fewest are flushed to 0 in the
         backward pass.
       shares: what each format would keep of the gradients in `histogram`, at the shown scale.
-      layers: what each format would lose of the gradients of each layer, at the shown scale.
-      suggestion: the loss scale at which float16 would store the gradients best.
+      layers: the same of each leaf.
     """
 
     # What was examined, and how.
@@ -115,8 +113,7 @@ class Exam(NamedTuple):
     leaves: LeafTable
     histogram: Histogram
     shares: dict[str, Shares]
-    layers: Underflow
-    suggestion: Suggestion
+    layers: dict[str, dict[str, Shares]]
 
     @property
     def has_narrow_range(self) -> bool:
@@ -134,9 +131,9 @@ class Exam(NamedTuple):
     @property
     def is_all_zero(self) -> bool:
         """Whether all gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
-        # `needed` is `None` if each gradient at the largest scale is 0 or not finite. It is finite
-        # at a scale that fits; if none is known, that scale is `loss_scale`, as for `leaves`.
-        has_finite_nonzero = self.suggestion.needed is not None
+        # Gradients are finite at a scale that fits. If none is known, that scale is `loss_scale`,
+        # as for `leaves`.
+        has_finite_nonzero = np.any(self.histogram.counts)
         return not has_finite_nonzero and not self.leaves.nonfinite_rows
 
     @property

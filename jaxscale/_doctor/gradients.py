@@ -2,25 +2,18 @@
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from .._trees.gradient_leaves import leaf_name, replace_gradients
 from ..diagnostics._histogram import Histogram, histogram
-from ..diagnostics._leaves import LeafCounts, leaf_counts
 
 CLOSE = 0.1  # gradients are fine if the error of each leaf is at most this
 _ROW_LENGTH = 2**15
-
-# Places in the counts of a leaf, as `LeafRow` names them.
-_SIZE = 0
-_ZERO = 3
-_LARGEST = -1
 
 
 class Gradients(NamedTuple):
@@ -75,26 +68,6 @@ class Comparison(NamedTuple):
     leaves: tuple[LeafError, ...]
 
 
-class CountedGradients(NamedTuple):
-    """How many numbers of which size the gradients hold.
-
-    Attributes:
-      counts: what `leaf_counts` returns.
-      histograms: what `leaf_histograms` returns: a tree with a `Histogram` for each leaf.
-    """
-
-    counts: LeafCounts
-    histograms: Any
-
-    @property
-    def whole(self) -> Histogram:
-        """The histogram of all leaves together."""
-        leaves = jax.tree.leaves(
-            self.histograms, is_leaf=lambda node: isinstance(node, Histogram)
-        )
-        return functools.reduce(operator.add, leaves)
-
-
 def are_finite(grads: Mapping[str, np.ndarray]) -> bool:
     return all(np.isfinite(leaf).all() for leaf in grads.values())
 
@@ -129,60 +102,37 @@ def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Com
     )
 
 
-def count_numbers(grads: optax.Updates, loss_scale: float) -> CountedGradients:
-    """Returns what `leaf_counts` and `leaf_histograms` do, on the host.
+def count_leaves(grads: optax.Updates) -> Any:
+    """Returns what `histogram` does with `by_leaf`, on the host.
 
-    These compile a program for each shape, which takes longer than counting. So each leaf is
+    That compiles a program for each shape, which takes longer than counting. So each leaf is
     counted in rows of one length, the last filled up with zeros, which are taken off again.
     """
-    all_counts = []
-    all_histograms = []
-    for leaf in jax.tree.leaves(grads):
-        rows = _count_rows(np.asarray(leaf), jnp.float32(loss_scale))
-        all_counts.append(rows.counts)
-        all_histograms.append(rows.histogram)
-    counts = LeafCounts(replace_gradients(grads, all_counts), jnp.float32(loss_scale))
-    return CountedGradients(counts, replace_gradients(grads, all_histograms))
+    leaves = map(np.asarray, jax.tree.leaves(grads))
+    return replace_gradients(grads, list(map(_count_rows, leaves)))
 
 
-class _CountedNumbers(NamedTuple):
-    """How many numbers of which size a row or a leaf holds."""
-
-    counts: Any  # f32[8], as `LeafRow` names them
-    histogram: Histogram
-
-
-@jax.jit
-def _count_row(row: jax.Array, loss_scale: jax.Array) -> _CountedNumbers:
-    return _CountedNumbers(
-        leaf_counts(row, loss_scale=loss_scale).leaves, histogram(row)
+def add_histograms(histograms: Any) -> Histogram:
+    """Returns the histogram of all leaves together."""
+    leaves = jax.tree.leaves(
+        histograms, is_leaf=lambda node: isinstance(node, Histogram)
     )
+    return functools.reduce(operator.add, leaves)
 
 
-def _count_rows(leaf: np.ndarray, loss_scale: jax.Array) -> _CountedNumbers:
-    if np.iscomplexobj(leaf):  # two numbers each, as both functions count them
+_count_row = jax.jit(histogram)
+
+
+def _count_rows(leaf: np.ndarray) -> Histogram:
+    if np.iscomplexobj(leaf):  # two numbers each
         leaf = np.stack([np.real(leaf), np.imag(leaf)])
     num_filled = -leaf.size % _ROW_LENGTH
     if not leaf.size:
         num_filled = _ROW_LENGTH
-    zeros = np.zeros(num_filled, leaf.dtype)
-    filled = np.append(leaf.ravel(), zeros)
-    rows = []
-    for row in filled.reshape(-1, _ROW_LENGTH):
-        rows.append(_count_row(row, loss_scale))
-    return _add_rows(jax.device_get(rows), num_filled)
-
-
-def _add_rows(rows: Sequence[_CountedNumbers], num_filled: int) -> _CountedNumbers:
-    """Adds up the counts of rows, without the zeros that fill up the last one."""
-    counts_of_rows = np.array([row.counts for row in rows])
-    counts = counts_of_rows.sum(axis=0)
-    counts[_LARGEST] = counts_of_rows[:, _LARGEST].max()
-    counts[_SIZE] -= num_filled
-    counts[_ZERO] -= num_filled
-    summed = functools.reduce(operator.add, [row.histogram for row in rows])
-    zero = summed.zero - num_filled
-    return _CountedNumbers(counts, summed._replace(zero=zero))
+    filled = np.append(leaf.ravel(), np.zeros(num_filled, leaf.dtype))
+    rows = list(map(_count_row, filled.reshape(-1, _ROW_LENGTH)))
+    summed = functools.reduce(operator.add, jax.device_get(rows))
+    return summed._replace(zero=summed.zero - num_filled)
 
 
 def _norm(leaf: np.ndarray, subtracted: np.ndarray | float = 0.0) -> float:

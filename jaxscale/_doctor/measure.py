@@ -13,17 +13,20 @@ from .._jax import ClosedJaxpr, backward_rule, has_narrow_range, walk_program
 from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._histogram import shares
 from ..diagnostics._leaves import table
-from ..diagnostics._suggest import suggest_scale
 from ..diagnostics._trace.backward import TracedBackward
 from ..diagnostics._trace.findings import Run
 from ..diagnostics._trace.places import find_line
 from ..diagnostics._trace.report import TracedNonfinite, TraceReport
-from ..diagnostics._underflow import Underflow, underflow
 from .announcer import Announce, announce_nothing
 from .compiled import BackwardTrial, CompiledBackward
 from .exam import Exam
 from .float32 import Float32Check, check_against_float32
-from .gradients import are_finite, compare_gradients, count_numbers
+from .gradients import (
+    add_histograms,
+    are_finite,
+    compare_gradients,
+    count_leaves,
+)
 from .origins import Operations
 from .remedy import Relief, find_relief
 from .start import find_start
@@ -34,7 +37,6 @@ from .target import Target, TargetError, error_line
 _FULL = 2.0**12
 # times the largest loss scale: the one to try with some lines in float32
 _HIGHER = 2.0**8
-_MOST_LAYERS = 40  # in the map of layers
 
 
 def examine(
@@ -78,8 +80,8 @@ def examine(
     shown_scale = loss_scale or 1.0
     best_scale = largest_scale or traced_scale
     best = compiled.find_gradients(best_scale)
-    counted = count_numbers(best.tree, traced_scale)
-    histogram = counted.whole
+    histograms = count_leaves(best.tree)
+    histogram = add_histograms(histograms)
     traced_grads = compiled.find_gradients(traced_scale)
     comparison = None
     if largest_scale is not None and shown_scale < largest_scale:
@@ -111,11 +113,10 @@ def examine(
         unshifted=(),
         loss_sums=(),
         zero=(),
-        leaves=table(count_numbers(traced_grads.tree, traced_scale).counts),
+        leaves=table(count_leaves(traced_grads.tree), loss_scale=traced_scale),
         histogram=histogram,
         shares=shares(histogram, loss_scale=shown_scale),
-        layers=find_layers(counted.histograms, shown_scale),
-        suggestion=suggest_scale(histogram),
+        layers=shares(histograms, loss_scale=shown_scale),
     )
     exam = _Tracer(target, compiled, announce).complete(exam)
     zero = _find_zero_leaves(exam.check.grads or best.by_name)
@@ -251,17 +252,6 @@ def _make_empty_report(loss: float, loss_scale: float) -> TraceReport:
 
 def _find_zero_leaves(grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     return tuple(name for name, grad in grads.items() if grad.size and not grad.any())
-
-
-def find_layers(histograms: Any, loss_scale: float) -> Underflow:
-    """Returns what formats lose of each leaf, or of the deepest layers that fit in a picture."""
-    layers = underflow(histograms, loss_scale=loss_scale)
-    deepest = max(name.count("/") for name in layers.layers)
-    for depth in range(deepest, 0, -1):
-        if len(layers.layers) <= _MOST_LAYERS:
-            break
-        layers = underflow(histograms, loss_scale=loss_scale, depth=depth)
-    return layers
 
 
 def _find_dtypes(program: ClosedJaxpr) -> set[Any]:

@@ -4,13 +4,12 @@ Which lines help in float32 was tried (`remedy`). The rest is for what float32 c
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import Place, TracedNonfinite
 from .culprit import Culprit
-from .cures import say_cure_of_sum
+from .cures import say_cure, say_point
 from .exam import Exam
 from .finding import Finding, make_finding
 from .wording import (
@@ -29,9 +28,6 @@ from .wrong_gradients import (
     say_compiled_remedy,
     say_remedy,
 )
-
-_MASK = r"mask|-\s*1e\d|finfo"
-_LARGEST_MASK = 1e4  # in magnitude: a larger one stands for -inf
 
 
 def find_nonfinite(exam: Exam) -> Iterator[Finding]:
@@ -192,18 +188,21 @@ def _list_worst_leaves(exam: Exam) -> list[str]:
     return [f"Gradients with inf or NaN, worst first: {list_names(names)}."]
 
 
+# What makes inf or NaN, as `TracedNonfinite.cause` names it.
+_CAUSES = {
+    "range": ": {dtype} cannot hold these numbers, but float32 could.",
+    "value": ". In float32 the same operands give inf or NaN as well.",
+    "infinities": " from infinities: one minus another, or 0 times one.",
+    "given": ": it was there before, in a constant or an input.",
+}
+
+
 def _explain_cause(place: TracedNonfinite) -> str:
-    what = (
+    why = _CAUSES[place.cause].format(dtype=place.dtype)
+    return (
         f"{name_operation(place)} gives inf or NaN in "
-        f"{percent(place.share)} of {place.dtype}{list(place.shape)}"
+        f"{percent(place.share)} of {place.dtype}{list(place.shape)}{why}"
     )
-    if place.cause == "range":
-        return f"{what}: {place.dtype} cannot hold these numbers, but float32 could."
-    if place.cause == "value":
-        return f"{what}. In float32 the same operands give inf or NaN as well."
-    if place.cause == "infinities":
-        return f"{what} from infinities: one minus another, or 0 times one."
-    return f"{what}: it was there before, in a constant or an input."
 
 
 def _say_operands(place: TracedNonfinite) -> list[str]:
@@ -236,35 +235,8 @@ def _advise(place: TracedNonfinite, exam: Exam) -> list[str]:
             f"{place.dtype} holds, such as -1e4, and leave such rows out of the loss.",
             NOT_TRIED,
         ]
-    cures = _say_cures(place, exam)
+    cures = say_cure(place, exam)
     return [helpless, *cures, *_say_how_to_compute(place, exam, is_first=not cures)]
-
-
-def _say_cures(place: TracedNonfinite, exam: Exam) -> list[str]:
-    """Returns what to write instead of an operation, if something is better than a cast."""
-    is_range = place.cause == "range"
-    if is_range and not exam.blames_autocast and _is_mask(place, exam):
-        return [f"For a mask, use -1e4 instead of -1e9 or `finfo.min`. {NOT_TRIED}"]
-    if place.where in exam.unshifted:
-        return [
-            "Subtract the maximum of each row before the exponential, as `jax.nn.softmax` and "
-            f"`jax.nn.logsumexp` do: then no exponential is above 1. {NOT_TRIED}"
-        ]
-    if is_range:
-        return say_cure_of_sum(place, exam)
-    return []
-
-
-def _is_mask(place: TracedNonfinite, exam: Exam) -> bool:
-    """Returns whether an operation makes -inf of a large negative number that stands for a mask."""
-    if not re.search(_MASK, place.source):
-        return False
-    if place.least_input < -_LARGEST_MASK:
-        return True
-    for constant in exam.trace.constants:
-        if constant.where == place.where and constant.became == -math.inf:
-            return True
-    return False
 
 
 def _say_how_to_compute(
@@ -283,42 +255,4 @@ def _say_how_to_compute(
         return [say_remedy(remedy, exam, place.where)]
     if place.cause == "range":
         return ["What would help was not tried."]
-    return [_advise_on_point(place), NOT_TRIED]
-
-
-def _advise_on_point(place: TracedNonfinite) -> str:
-    """Returns what to do about an operation that is not finite in float32 either."""
-    if (
-        place.primitive in ("log", "sqrt", "rsqrt", "log1p", "pow")
-        and place.least_input < 0
-    ):
-        return (
-            f"The operand is negative, {number(place.least_input, 3)}, as a difference of two "
-            "large numbers may become. An epsilon does not help: compute the difference another "
-            "way, a variance as `((x - x.mean())**2).mean()`."
-        )
-    if place.primitive in ("gather", "dynamic_slice", "scatter"):
-        return (
-            "An index is out of range, where JAX fills in NaN. Check the labels, tokens or "
-            "positions."
-        )
-    if place.primitive in ("exp", "exp2"):
-        return (
-            "Even float32 cannot hold this exponential: clip the exponent, or subtract the maximum "
-            "first, as `jax.nn.softmax` does."
-        )
-    # The primitive alone does not say more: a `div` may be the derivative of a square root.
-    words = (
-        "Here the function or its derivative has no finite value, as a root, a logarithm or a "
-        "division has none at 0. Keep the operand away from such a point: "
-    )
-    if place.least_input < 0 or place.largest_input > 1:
-        return f"{words}clip it, add 1e-3 to it in float32, or replace it with `jnp.where`."
-    # Most probabilities are far below 1e-3.
-    words += "clip it, or replace it with `jnp.where` first."
-    if place.primitive == "log" or "log" in place.source:
-        words += (
-            " Compute the logarithm of a probability from the logits, with `jax.nn.log_softmax` "
-            "or `jax.nn.log_sigmoid`."
-        )
-    return words
+    return say_point(place)

@@ -12,11 +12,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from .._trees.grammar import and_more
 from ..diagnostics._formats import FORMATS
-from ..diagnostics._histogram import HostHistogram, fetch_histogram
-from ..diagnostics._leaves import partition_leaves
-from ..diagnostics._pictures import can_draw, draw_histogram
-from ..diagnostics._text import percent, power, summarize_counts, text_histogram
+from ..diagnostics._histogram import Histogram
+from ..diagnostics._plot import can_draw, draw_histogram
+from ..diagnostics._text import percent, power
 from .diagnosis import say_setting, say_verdict
 from .exam import Exam
 from .finding import Finding
@@ -34,7 +36,7 @@ _NO_PICTURE = (
 
 
 class _Table(NamedTuple):
-    """The leaves or the layers that have something to tell."""
+    """The leaves that have something to tell."""
 
     headings: Sequence[str]
     rows: Sequence[tuple[Any, ...]]  # a name, and what each column says of it
@@ -58,11 +60,10 @@ def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
         import jinja2
     except ImportError:
         return None
-    numbers = fetch_histogram("doctor", exam.histogram)
-    has_sizes = bool(numbers.counts.sum())
+    has_sizes = bool(np.any(exam.histogram.counts))
     picture = None
     if has_sizes and can_draw():
-        picture = _draw_picture(exam, numbers)
+        picture = _draw_picture(exam)
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -80,10 +81,9 @@ def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
         at_best=_say_scale(exam, exam.best_scale),
         at_shown=_say_scale(exam, exam.shown_scale),
         at_traced=_say_scale(exam, exam.loss_scale),
-        summary=summarize_counts(numbers),
+        summary=_summarize_counts(exam.histogram),
         has_sizes=has_sizes,
         picture=picture,
-        text_picture=text_histogram(exam.histogram, loss_scale=exam.shown_scale),
         layers=_tabulate_layers(exam),
         leaves=_tabulate_leaves(exam),
     )
@@ -97,17 +97,26 @@ def _say_scale(exam: Exam, scale: float) -> str:
     return f"at loss scale {power(scale)}"
 
 
-def _draw_picture(exam: Exam, numbers: HostHistogram) -> str:
+def _summarize_counts(histogram: Histogram) -> str:
+    """Returns how many gradients there are, and how many of them no bar shows."""
+    num_zero, num_inf, num_nan = map(float, histogram[1:])
+    total = float(np.sum(histogram.counts)) + num_zero + num_inf + num_nan
+    share = percent(num_zero / max(total, 1.0))
+    return (
+        f"{total:,.0f} gradients: {share} are exactly 0, {num_inf:,.0f} inf, "
+        f"{num_nan:,.0f} NaN."
+    )
+
+
+def _draw_picture(exam: Exam) -> str:
     """Returns the histogram as the base64 of a PNG."""
-    # First the scale of the table of layers. The suggestion of `plot_histogram` would be one more.
+    # First the scale of the table of layers.
     scales = (exam.shown_scale, exam.loss_scale, exam.best_scale)
     titles = {}
     for scale in scales:
         exponent = round(math.log2(scale))
         titles[exponent] = f"ranges {_say_scale(exam, scale)}"
-    figure = draw_histogram(
-        numbers, titles, formats=_list_formats(exam), is_narrow=True
-    )
+    figure = draw_histogram(exam.histogram, titles, _list_formats(exam))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -121,7 +130,7 @@ def _list_formats(exam: Exam) -> list[str]:
 def _tabulate_layers(exam: Exam) -> _Table:
     """Returns the shares that each format would lose of the layers that lose something."""
     formats = _list_formats(exam)
-    layers = exam.layers.layers
+    layers = exam.layers
     blank = []
     lost = {}  # by each format, of each other layer
     for name, shares in layers.items():
@@ -154,9 +163,8 @@ def _tabulate_layers(exam: Exam) -> _Table:
 
 
 def _tabulate_leaves(exam: Exam) -> _Table:
-    """Returns the leaves that have something to tell, without the columns that have nothing."""
-    table, others = partition_leaves(exam.leaves, _MOST_LEAVES)
-    headings, *rows = table.cells()
+    """Returns the worst leaves, without the columns that have nothing to tell."""
+    headings, *rows = exam.leaves.cells(_MOST_LEAVES)
     last = len(headings) - 1
     shown = []  # the numbers of the columns
     for i in range(len(headings)):
@@ -165,4 +173,5 @@ def _tabulate_leaves(exam: Exam) -> _Table:
         if is_always_shown or any(row[i] not in _NOTHING for row in rows):
             shown.append(i)
     take_shown = operator.itemgetter(*shown)
+    others = and_more(exam.leaves.rows, _MOST_LEAVES)
     return _Table(take_shown(headings), list(map(take_shown, rows)), others)

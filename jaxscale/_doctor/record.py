@@ -1,19 +1,22 @@
 """The results as JSON. Other programs read it: a version with other fields has another number."""
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..diagnostics._histogram import EXPONENTS, Histogram
-from ..diagnostics._text import to_json
 from .compiled import BackwardTrial
 from .diagnosis import say_verdict
 from .exam import Exam
 from .finding import Finding, has_problem
 from .float32 import Float32Check
 
-_VERSION = 2
+_VERSION = 3
+_NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}  # as JSON may write them
 # What the parts of an exam keep for the text alone.
 _NOT_WRITTEN = ("is_divided", "is_lost", "grads", "error")
 
@@ -23,7 +26,7 @@ def make_record(exam: Exam, findings: Sequence[Finding]) -> dict[str, Any]:
 
     Names of files, lines and leaves are as in the text. Infinities and NaN are strings. What
     `jaxscale.diagnostics` returns has the fields that it has there: `calibration`, `ceiling`,
-    `trace`, `leaves`, `shares`, `layers` and `suggestion`.
+    `trace`, `leaves`, `shares` and `layers`.
     """
     record = {
         "version": _VERSION,
@@ -39,7 +42,7 @@ def make_record(exam: Exam, findings: Sequence[Finding]) -> dict[str, Any]:
     for name in _NOT_WRITTEN:
         del record[name]
     record["histogram"] = _record_histogram(exam.histogram)
-    return to_json(record)
+    return _to_json(record)
 
 
 def _record_histogram(histogram: Histogram) -> dict[str, Any]:
@@ -47,3 +50,24 @@ def _record_histogram(histogram: Histogram) -> dict[str, Any]:
     counts = np.asarray(histogram.counts, np.float64).sum(axis=1)
     by_exponent = {k: n for k, n in zip(EXPONENTS, counts, strict=True) if n}
     return histogram._asdict() | {"counts": by_exponent}
+
+
+def _to_json(result: Any) -> Any:
+    """Returns a result as what `json.dumps` accepts, with no number rounded.
+
+    JSON has no NaN and no infinities: they become the strings `"NaN"`, `"Infinity"` and
+    `"-Infinity"`, which `float` turns back into numbers.
+    """
+    if hasattr(result, "_asdict"):
+        result = result._asdict()
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = vars(result)
+    if isinstance(result, Mapping):
+        return {str(key): _to_json(value) for key, value in result.items()}
+    if isinstance(result, (np.ndarray, np.generic, jax.Array)):
+        result = np.asarray(result).tolist()
+    if isinstance(result, (list, tuple)):
+        return list(map(_to_json, result))
+    if isinstance(result, float) and not math.isfinite(result):
+        return _NONFINITE.get(result, "NaN")
+    return result

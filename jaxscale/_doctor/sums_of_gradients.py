@@ -114,8 +114,8 @@ def _count_through(eqn: JaxprEqn, outputs: Sequence[_Count]) -> list[_Count]:
     if is_stand_in(eqn):
         return [_Count(0), sent]
     sent_to = [sent] * len(eqn.invars)
-    # Only slices that overlap are added in half precision: other sums are reductions, which hardware
-    # computes in float32.
+    # Only slices that overlap are added in half precision. Other sums are reductions, which
+    # hardware computes in float32.
     share = _count_slices(eqn)
     if Op.SUMS_BACKWARD in op and share > 1:
         sent_to[0] = _Count(sent.numbers * share, find_line(eqn, ()).where)

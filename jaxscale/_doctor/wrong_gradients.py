@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ..diagnostics._text import number, percent, power
 from ..diagnostics._trace.report import TracedUnderflow
 from .culprit import Culprit
-from .cures import say_cure
+from .cures import say_cure_of_culprit
 from .exam import Exam
 from .finding import Finding, make_finding
 from .float32 import STABLE
@@ -77,33 +77,33 @@ def _say_no_culprit(exam: Exam) -> list[str]:
     return sentences
 
 
+# How an equation makes finite gradients wrong, as `Culprit.kind` names it.
+_KINDS = {
+    "overflow": "turns numbers that {dtype} cannot hold into inf. That becomes finite again before "
+    "it reaches the loss, as 1/inf is 0.",
+    "underflow": "flushes {share} of its nonzero numbers to 0{help}.",
+    "saturation": "rounds {share} of its numbers to 1 or -1, which float32 tells from them.",
+    "rounding": "rounds: its numbers are as large as {largest}, where {dtype} only holds multiples "
+    "of {spacing}.",
+    "unknown": "gives other numbers than in float32.",
+}
+
+
 def explain_culprit(culprit: Culprit) -> str:
     """Returns how an equation makes finite gradients wrong."""
     place = culprit.place
-    what = name_operation(place)
-    if culprit.kind == "overflow":
-        return (
-            f"{what} turns numbers that {place.dtype} cannot hold into inf. That becomes finite "
-            "again before it reaches the loss, as 1/inf is 0."
-        )
-    if culprit.kind == "underflow":
-        flushes = f"{what} flushes {percent(place.share)} of its nonzero numbers to 0"
-        if place.scaled:
-            return f"{flushes}."
-        return f"{flushes}, and no loss scale helps."
-    if culprit.kind == "saturation":
-        return (
-            f"{what} rounds {percent(place.share)} of its numbers to 1 or -1, which float32 tells "
-            "from them."
-        )
-    if not culprit.largest:
-        return f"{what} gives other numbers than in float32."
+    kind = culprit.kind
+    if kind == "rounding" and not culprit.largest:
+        kind = "unknown"
     exponent = math.frexp(culprit.largest)[1] - 1
-    spacing = 2.0 ** (exponent - _MANTISSA_BITS.get(place.dtype, 10))
-    return (
-        f"{what} rounds: its numbers are as large as {number(culprit.largest, 4)}, where "
-        f"{place.dtype} only holds multiples of {number(spacing, 3)}."
-    )
+    words = {
+        "dtype": place.dtype,
+        "share": percent(place.share),
+        "help": "" if place.scaled else ", and no loss scale helps",
+        "largest": number(culprit.largest, 4),
+        "spacing": number(2.0 ** (exponent - _MANTISSA_BITS.get(place.dtype, 10)), 3),
+    }
+    return f"{name_operation(place)} {_KINDS[kind].format(**words)}"
 
 
 def advise_on_culprit(culprit: Culprit, exam: Exam) -> list[str]:
@@ -113,7 +113,7 @@ def advise_on_culprit(culprit: Culprit, exam: Exam) -> list[str]:
         return []
     cures = []
     if remedy.works:
-        cures = say_cure(culprit)
+        cures = say_cure_of_culprit(culprit)
     where = culprit.place.where
     return [*cures, say_remedy(remedy, exam, where, is_first=not cures)]
 

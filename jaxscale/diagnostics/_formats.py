@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._trees.checks import describe_value
 from .._trees.gradient_leaves import list_gradients
 from .._trees.leaf import is_array_like, is_python_number
-from .._trees.numbers import INFINITY_BITS
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -36,16 +34,6 @@ def describe(leaf: Any) -> str:
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return describe_value(leaf)
     return f"`{type(leaf).__name__}`"
-
-
-def check_result(call: str, name: str, value: Any, cls: type, function: str) -> None:
-    """Raises a `TypeError` unless a value is what a function returned, and not traced."""
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
-    if is_traced or not isinstance(value, cls):
-        raise TypeError(
-            f"`{call}({name}=...)` must be what `jaxscale.diagnostics.{function}` returned, "
-            f"outside of `jit`, got {type(value).__name__}."
-        )
 
 
 def gradient_leaves(call: str, name: str, tree: Any) -> list[Any]:
@@ -75,47 +63,16 @@ def gradient_leaves(call: str, name: str, tree: Any) -> list[Any]:
 def magnitude_bits(leaf: Any) -> jax.Array:
     """Returns the bits of `|leaf|` in float32, as integers in the order of the numbers.
 
-    A complex leaf becomes its real and imaginary parts. A float64 number is cut to 24 bits. The
-    last is set if any nonzero bit was cut off, so that the number compares with numbers of fewer
-    bits as before. Outside float32's range it becomes the nearest end of the range.
+    A complex leaf becomes its real and imaginary parts. A float64 number is rounded to float32.
     """
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    if leaf.dtype == jnp.float64:
-        return _cut_float64_bits(leaf)
     if leaf.dtype == jnp.bfloat16:  # the upper half of a float32
         bits = jax.lax.bitcast_convert_type(leaf, jnp.uint16).astype(jnp.uint32) << 16
     else:  # the subnormal numbers of float16 and FP8 are normal numbers in float32
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
     return bits & jnp.uint32(0x7FFFFFFF)
-
-
-def _cut_float64_bits(numbers: jax.Array) -> jax.Array:
-    """Returns the bits of the magnitudes of float64 numbers as those of float32 numbers."""
-    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint64)
-    magnitude = bits & jnp.uint64(2**63 - 1)  # without the sign
-    # In float32's normal range: of the mantissa 29 bits less, and another bias of the exponent.
-    biases = jnp.uint64((1023 - 127) << 23)
-    normal = _mark_cut(magnitude >> 29, magnitude << 35 != 0) - biases
-    # Below that range the bits are those of an integer, in units of the smallest subnormal.
-    multiple = jnp.abs(numbers) * 2.0**149
-    integer = multiple.astype(jnp.uint64)
-    subnormal = _mark_cut(integer, integer.astype(jnp.float64) != multiple)
-    least_normal = jnp.uint64((1023 - 126) << 52)
-    in_range = jnp.where(magnitude < least_normal, subnormal, normal)
-    # A number that XLA takes for 0, or one that is too large, becomes the end of the range.
-    is_nonzero = (magnitude != 0).astype(jnp.uint64)
-    finite = jnp.clip(in_range, is_nonzero, jnp.uint64(INFINITY_BITS - 1))
-    infinity = jnp.uint64(0x7FF << 52)
-    is_nan = (magnitude > infinity).astype(jnp.uint64)
-    nonfinite = jnp.uint64(INFINITY_BITS) + is_nan
-    return jnp.where(magnitude < infinity, finite, nonfinite).astype(jnp.uint32)
-
-
-def _mark_cut(bits: jax.Array, is_cut: jax.Array) -> jax.Array:
-    """Returns bits with the last one set where others were cut off behind it."""
-    return bits | is_cut.astype(bits.dtype)
 
 
 class Boundary(NamedTuple):
@@ -128,32 +85,13 @@ class Boundary(NamedTuple):
     exponent: int
     mantissa: int
 
-    def bits(self, loss_scale: jax.Array) -> jax.Array:
-        """Returns the bits of the least number that is beyond it once it is scaled."""
-        # The last bit is left out of the division, so that the quotient by a power of two is
-        # exact, and added again.
-        last_bit = self.mantissa % 2
-        exact_mantissa = self.mantissa - last_bit
-        significand = 1 + exact_mantissa / 2**23
-        value = jnp.float32(2.0**self.exponent * significand)
-        bits = jax.lax.bitcast_convert_type(value / loss_scale, jnp.uint32)
-        return bits + jnp.uint32(last_bit)
-
 
 class Format(NamedTuple):
-    """Where a format rounds to what."""
+    """Where a format rounds to what, from small numbers to large ones."""
 
     nonzero: Boundary  # of the numbers that it does not make 0
     normal: Boundary  # of those that it keeps in full
     overflow: Boundary  # of those that it makes inf or NaN
-    least_exponent: int  # that of its smallest subnormal number
-    least_normal_exponent: int
-    largest_exponent: int  # that of its largest number
-
-    @property
-    def boundaries(self) -> tuple[Boundary, Boundary, Boundary]:
-        """All boundaries, from small numbers to large ones."""
-        return self.nonzero, self.normal, self.overflow
 
 
 def _find_format(name: str) -> Format:
@@ -161,8 +99,7 @@ def _find_format(name: str) -> Format:
     largest = float(info.max)
     normal = float(info.smallest_normal)
     subnormal = float(info.smallest_subnormal)
-    largest_exponent = exponent_of(largest)
-    spacing = 2.0 ** (largest_exponent - info.nmant)  # of the largest numbers
+    spacing = 2.0 ** (exponent_of(largest) - info.nmant)  # of the largest numbers
     # A tie goes to the even neighbour. Between 0 and the smallest subnormal that is 0. Just below
     # the smallest normal number it is that number. Above the largest number it is the next one,
     # which overflows, if the last bit of the largest is 1. In e4m3fn, where all ones mean NaN, it
@@ -172,9 +109,6 @@ def _find_format(name: str) -> Format:
         nonzero=_find_boundary(subnormal / 2, inclusive=False),
         normal=_find_boundary(normal - subnormal / 2, inclusive=True),
         overflow=_find_boundary(largest + spacing / 2, inclusive=is_last_bit_set),
-        least_exponent=exponent_of(subnormal),
-        least_normal_exponent=exponent_of(normal),
-        largest_exponent=largest_exponent,
     )
 
 
@@ -195,13 +129,6 @@ def exponent_of(value: float) -> int:
 FORMAT_BY_NAME = {name: _find_format(name) for name in FORMATS}
 
 
-def _find_cuts() -> list[int]:
-    mantissas = set()
-    for each_format in FORMAT_BY_NAME.values():
-        for boundary in each_format.boundaries:
-            mantissas.add(boundary.mantissa)
-    return sorted(mantissas - {0})
-
-
+_MANTISSAS = {edge.mantissa for edges in FORMAT_BY_NAME.values() for edge in edges}
 # The mantissas of all boundaries. Class `i` holds the mantissas that are at least `i` of these.
-CUTS = _find_cuts()
+CUTS = sorted(_MANTISSAS - {0})

@@ -5,6 +5,7 @@ Rows are powers of two. Columns split them at the few mantissas at which a forma
 exactly what each format loses at every such scale: see `find_outcomes`.
 """
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,16 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._trees.checks import power_of_two
-from .._trees.gradient_leaves import replace_gradients
+from .._trees.gradient_leaves import leaf_name, replace_gradients
 from .._trees.numbers import INFINITY_BITS
 from ._formats import (
     CUTS,
     FORMAT_BY_NAME,
     FORMATS,
     Boundary,
-    check_result,
     gradient_leaves,
     magnitude_bits,
 )
@@ -61,10 +62,10 @@ class Histogram(NamedTuple):
       Array(2., dtype=float32)
     """
 
-    counts: jax.Array
-    zero: jax.Array
-    inf: jax.Array
-    nan: jax.Array
+    counts: Any
+    zero: Any
+    inf: Any
+    nan: Any
 
     def __add__(self, other: Any) -> Any:  # tuples alone would be concatenated
         if not isinstance(other, Histogram):
@@ -98,26 +99,28 @@ class Shares(NamedTuple):
         return self.flushed + self.overflowed
 
 
-def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
-    """Returns the base-2 exponent histogram of all gradients in a tree.
+def histogram(tree: Any, *, by_leaf: bool = False, axis_name: Any = None) -> Any:
+    """Returns the base-2 exponent histogram of the gradients in a tree, of all or of each.
 
     Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the device. `shares`,
-    `suggest_scale`, `text_histogram` and `plot_histogram` read it.
+    `table` and `plot` read it.
 
     Args:
       tree: a pytree of gradients, unscaled, of any floating or complex dtypes. Other leaves,
         `None`, and everything under a key `_overwrite_with_gradient` are left out. Pass gradients
         computed in float32, or by `jaxscale.grad` at a high scale: a gradient that float16 flushed
         on the way counts as 0, like a true zero.
+      by_leaf: whether each gradient has a histogram of its own.
       axis_name: a mesh or `pmap` axis name, or a tuple of them, along which devices hold different
         parts of the gradients: counts are summed. If they hold equal gradients, leave it out, as
         under plain `jit`. In a mesh of explicit axes, wrap the call in JAX's auto_axes (from
         jax.sharding, in newer versions of JAX).
 
     Returns:
-      A `Histogram`. Exponents are exact, even those of subnormal numbers. Counts are exact up to
-      2**24 and rounded to 24 bits beyond. A complex element counts as two numbers. A float64 number
-      outside float32's range counts as the nearest end of the range.
+      A `Histogram`, or with `by_leaf` a tree of the same structure with a `Histogram` of 10 kB for
+      each gradient, and `None` for other leaves. Exponents are exact, even those of subnormal
+      numbers. Counts are exact up to 2**24 and rounded to 24 bits beyond. A complex element counts
+      as two numbers. A float64 number is rounded to float32 first.
 
     Raises:
       ValueError: if no leaf is floating or complex, or a leaf has 2**31 elements or more.
@@ -130,34 +133,10 @@ def histogram(tree: Any, *, axis_name: Any = None) -> Histogram:
       2.0 1.0
     """
     leaves = gradient_leaves("histogram", "tree", tree)
-    counts = jnp.zeros(_NUM_COUNTS, jnp.float32)
-    for leaf in leaves:
-        counts = counts + _count_cells(leaf)
-    return _unpack(counts, axis_name)
-
-
-def leaf_histograms(tree: Any, *, axis_name: Any = None) -> Any:
-    """Returns the base-2 exponent histogram of each gradient in a tree.
-
-    Args:
-      tree: a pytree of gradients, as in `histogram`.
-      axis_name: the axes along which to sum the counts, as in `histogram`.
-
-    Returns:
-      A tree of the same structure for `underflow`: a `Histogram` of 10 kB for each gradient, and
-      `None` for other leaves.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxscale import diagnostics
-      >>> diagnostics.leaf_histograms({"w": jnp.zeros(3), "b": jnp.ones(2)})["w"].zero
-      Array(3., dtype=float32)
-    """
-    leaves = gradient_leaves("leaf_histograms", "tree", tree)
-    histograms = []
-    for leaf in leaves:
-        counts = _count_cells(leaf)
-        histograms.append(_unpack(counts, axis_name))
+    counts = list(map(_count_cells, leaves))
+    if not by_leaf:
+        return _unpack(functools.reduce(operator.add, counts), axis_name)
+    histograms = [_unpack(of_leaf, axis_name) for of_leaf in counts]
     return replace_gradients(tree, histograms)
 
 
@@ -201,45 +180,42 @@ def _unpack(counts: jax.Array, axis_name: Any) -> Histogram:
     )
 
 
-class HostHistogram(NamedTuple):
-    """A histogram on the host, with its leading axes summed up."""
+def fetch(call: str, histogram: Any) -> Histogram:
+    """Returns a histogram on the host in float64, with its leading axes summed up.
 
-    counts: np.ndarray  # f64[277, 9]
-    zero: float
-    inf: float
-    nan: float
-
-    @property
-    def total(self) -> float:
-        """How many numbers there are."""
-        return float(self.counts.sum()) + self.zero + self.inf + self.nan
-
-
-def fetch_histogram(call: str, histogram: Any) -> HostHistogram:
-    """Fetches the numbers of a histogram, or raises a `TypeError` if it is something else."""
-    check_result(call, "histogram", histogram, Histogram, "histogram")
-    histogram = jax.device_get(histogram)
-    counts, *others = [np.asarray(array, np.float64) for array in histogram]
-    sums = [float(array.sum()) for array in others]
-    return HostHistogram(counts.reshape(-1, *_SHAPE).sum(axis=0), *sums)
+    Raises:
+      TypeError: if it is something else, or still traced.
+    """
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(histogram))
+    if is_traced or not isinstance(histogram, Histogram):
+        raise TypeError(
+            f"`{call}` must get what `jaxscale.diagnostics.histogram` returned, outside of `jit`, "
+            f"got {type(histogram).__name__}."
+        )
+    counts, *others = [np.asarray(x, np.float64) for x in jax.device_get(histogram)]
+    return Histogram(
+        counts.reshape(-1, *_SHAPE).sum(axis=0), *[array.sum() for array in others]
+    )
 
 
-class Outcomes(NamedTuple):
-    """How many numbers of each row a format flushes, keeps and loses: each `f64[277]`."""
+def fetch_leaves(call: str, histograms: Any) -> dict[str, Histogram]:
+    """Returns the histograms of a tree on the host, by the paths of their leaves."""
+    nodes = jax.tree_util.tree_leaves_with_path(
+        histograms, is_leaf=lambda node: isinstance(node, Histogram)
+    )
+    return {leaf_name(path): fetch(call, node) for path, node in nodes}
 
-    flushed: np.ndarray
-    subnormal: np.ndarray
-    normal: np.ndarray
-    overflowed: np.ndarray
 
+def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> list[np.ndarray]:
+    """Returns what a format makes of the numbers of a histogram, scaled by `2**exponent`.
 
-def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> Outcomes:
-    """Returns what a format makes of the numbers of a histogram, scaled by `2**exponent`."""
+    That is how many of each row it flushes, keeps as subnormal, keeps in full, and overflows.
+    """
     beyond = [counts.sum(axis=1)]
-    for boundary in FORMAT_BY_NAME[name].boundaries:
+    for boundary in FORMAT_BY_NAME[name]:
         beyond.append(_count_beyond(counts, boundary, exponent))
     # What is beyond one boundary and not beyond the next becomes the same.
-    return Outcomes(*map(np.subtract, beyond, [*beyond[1:], 0]))
+    return list(map(np.subtract, beyond, [*beyond[1:], 0]))
 
 
 def _count_beyond(counts: np.ndarray, boundary: Boundary, exponent: int) -> np.ndarray:
@@ -252,7 +228,7 @@ def _count_beyond(counts: np.ndarray, boundary: Boundary, exponent: int) -> np.n
     return np.where(is_beyond, counts, 0).sum(axis=1)
 
 
-def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares]:
+def shares(histogram: Any, *, loss_scale: float = 1.0) -> dict[str, Any]:
     """Returns which shares of gradients each small format would lose at a loss scale.
 
     The shares are those of the gradients multiplied by the loss scale and then rounded to the
@@ -265,29 +241,42 @@ def shares(histogram: Histogram, *, loss_scale: float = 1.0) -> dict[str, Shares
     Returns:
       A `Shares` for each of `"float16"`, `"bfloat16"`, `"float8_e4m3fn"` and
       `"float8_e5m2"`, exact where the counts are; all zero if no number is finite and nonzero.
+      For histograms by leaf, such a dictionary for each leaf, under its path.
+
+    Raises:
+      TypeError: if `histogram` is something else, or still traced.
+      ValueError: if `loss_scale` is not a power of two in float32's normal range.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxscale import diagnostics
-      >>> histogram = diagnostics.histogram({"w": jnp.array([2.0**-26, 2.0**-10, 1.0, 0.0])})
-      >>> print(round(diagnostics.shares(histogram)["float16"].flushed, 3))
-      0.333
-      >>> diagnostics.shares(histogram, loss_scale=2.0**12)["float16"].normal
+      >>> grads = {"w": jnp.array([2.0**-26, 2.0**-10, 1.0, 0.0]), "b": jnp.ones(2)}
+      >>> counted = diagnostics.histogram(grads)
+      >>> diagnostics.shares(counted)["float16"].flushed
+      0.2
+      >>> diagnostics.shares(counted, loss_scale=2.0**12)["float16"].normal
       1.0
+      >>> by_leaf = diagnostics.histogram(grads, by_leaf=True)
+      >>> print(round(diagnostics.shares(by_leaf)["w"]["float16"].lost, 3))
+      0.333
     """
     exponent = power_of_two("shares", "loss_scale", loss_scale)
-    return find_all_shares(fetch_histogram("shares", histogram).counts, exponent)
+    if isinstance(histogram, Histogram):
+        return find_all_shares(fetch("shares", histogram).counts, exponent)
+    by_leaf = {}
+    for path, of_leaf in fetch_leaves("shares", histogram).items():
+        by_leaf[path] = find_all_shares(of_leaf.counts, exponent)
+    return by_leaf
 
 
 def find_all_shares(
     counts: np.ndarray, exponent: int, formats: Iterable[str] = FORMATS
 ) -> dict[str, Shares]:
     """Returns the shares of some counts that each format flushes, keeps and loses."""
-    return {name: find_shares(counts, name, exponent) for name in formats}
-
-
-def find_shares(counts: np.ndarray, name: str, exponent: int) -> Shares:
-    """Returns the shares of some counts that one format flushes, keeps and loses."""
-    outcomes = find_outcomes(counts, name, exponent)
     total = max(counts.sum(), 1.0)
-    return Shares(*[float(numbers.sum() / total) for numbers in outcomes])
+    shares_by_format = {}
+    for name in formats:
+        outcomes = find_outcomes(counts, name, exponent)
+        shares = [float(numbers.sum() / total) for numbers in outcomes]
+        shares_by_format[name] = Shares(*shares)
+    return shares_by_format

@@ -1,4 +1,4 @@
-"""Gradients on the host: counted as `jaxscale.diagnostics` counts them, and by layer."""
+"""Gradients on the host: counted as `jaxscale.diagnostics` counts them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,12 @@ import pytest
 from tables import assert_same_bits
 
 from jaxscale import diagnostics
-from jaxscale._doctor.gradients import Gradients, compare_gradients, count_numbers
-from jaxscale._doctor.measure import find_layers
+from jaxscale._doctor.gradients import (
+    Gradients,
+    add_histograms,
+    compare_gradients,
+    count_leaves,
+)
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -24,13 +28,11 @@ def test_numbers_are_counted_as_on_the_device():
         "empty": np.zeros(0, np.float32),
         "none": None,
     }
-    counted = count_numbers(grads, 4.0)
-    histograms = diagnostics.leaf_histograms(grads)
-    counts = diagnostics.leaf_counts(grads, loss_scale=4.0)
-    assert diagnostics.table(counted.counts) == diagnostics.table(counts)
-    assert_same_bits(counted.histograms, jax.device_get(histograms))
-    total = sum(node for name, node in histograms.items() if name != "none")
-    assert_same_bits(counted.whole, jax.device_get(total))
+    counted = count_leaves(grads)
+    expected = jax.device_get(diagnostics.histogram(grads, by_leaf=True))
+    assert_same_bits(counted, expected)
+    whole = jax.device_get(diagnostics.histogram(grads))
+    assert_same_bits(add_histograms(counted), whole)
 
 
 def test_a_comparison_says_what_is_lost_and_where():
@@ -52,13 +54,3 @@ def test_a_comparison_says_what_is_lost_and_where():
 def test_the_largest_gradient_may_be_complex_or_negative():
     tree = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([3 + 4j]), "c": jnp.zeros(0)}
     assert Gradients.from_tree(tree).largest == 5
-
-
-def test_too_many_leaves_are_shown_by_layer():
-    """Of 42 leaves there are 21 rows, each of a pair."""
-    pair = (np.float32(1), np.complex64(1))
-    counted = count_numbers([pair] * 21, 1.0)
-    assert counted.whole.zero == 21  # the imaginary parts
-    assert len(find_layers(counted.histograms, 1.0).layers) == 21
-    few = count_numbers([pair] * 20, 1.0)
-    assert len(find_layers(few.histograms, 1.0).layers) == 40

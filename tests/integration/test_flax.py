@@ -450,12 +450,6 @@ def complaint(*args, **kwargs):
     return {str(error.value): 0}
 
 
-def columns(state):
-    history = diagnostics.History()
-    history.append(state)
-    return history.columns()
-
-
 def restore(name, state):
     _, optimizer = created(TXS[name])
     saved = jaxscale.to_state_dict(state)
@@ -472,7 +466,6 @@ CALLS = WHOLE | {  # of the state alone
     "unscale": lambda n, s: jaxscale.unscale(s, X),
     "grad": lambda n, s: jaxscale.grad(jnp.sum, s)(X),
     "metrics of the scale": lambda n, s: jaxscale.metrics(s.scaling),
-    "History.append": lambda n, s: columns(s),
     "update": lambda n, s: OWN[n].update(s.scaling, GRADS),
     "adjust": lambda n, s: OWN[n].adjust(s.scaling, jnp.array(False), jnp.float32(3)),
     "to_state_dict": lambda n, s: jaxscale.to_state_dict(s),

@@ -56,11 +56,11 @@ PRIMITIVES = {p.name for p in vars(primitives).values() if isinstance(p, Primiti
 PRIMITIVES |= _jax.FORMS.keys() | _jax.primitives_that(_jax.Op(0))
 # What else may write the name of a primitive, and why.
 MAY_NAME_PRIMITIVES = {
-    "_doctor/nonfinite.py": "says in words what an operation is known for",
+    "_doctor/cures.py": "says in words what an operation is known for",
     "_state/saved_numbers.py": "`threefry2x32` is an implementation of keys",
     "_storage/noise.py": "`threefry2x32` is an implementation of keys",
     "_trees/gradient_leaves.py": "`name` is an attribute",
-    "diagnostics/_pictures.py": "`log` is a scale of Matplotlib",
+    "diagnostics/_plot.py": "`log` is a scale of Matplotlib",
     "diagnostics/_trace/evaluate.py": "names the functions of two kinds of `scatter`",
     "diagnostics/_trace/places.py": "`call` is an option of NumPy",
     "presets/_rule.py": "`clamp` is a policy's",

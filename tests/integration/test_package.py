@@ -122,7 +122,7 @@ IMPORTS = {module: set(imports(file)) for module, file in MODULES.items()}
 EXTRAS = {
     "flax": {"flax"},
     "nnx": {"flax"},
-    "diagnostics._pictures": {"matplotlib"},
+    "diagnostics._plot": {"matplotlib"},
     "_doctor.page": {"jinja2"},
 }
 

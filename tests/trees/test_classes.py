@@ -211,10 +211,8 @@ def test_they_are_updated_and_kept(name):
 
 def test_their_gradients_are_counted_by_name():
     grads = {"layer": jax.grad(loss)(PARAMS, BATCH)}
-    rows = diagnostics.table(diagnostics.leaf_counts(grads)).rows
+    rows = diagnostics.table(diagnostics.histogram(grads, by_leaf=True)).rows
     assert {row.path for row in rows} == {"layer/w", "layer/b"}
-    histograms = diagnostics.leaf_histograms(grads)
-    assert "layer/w" in str(diagnostics.underflow(histograms))
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ class TracedConstant:
 
 @dataclasses.dataclass(frozen=True)
 class TraceReport:
-    """What `trace` found, as plain Python values; `print` it, or pass it to `to_json`.
+    """What `trace` found, as plain Python values; `print` it.
 
     Attributes:
       loss: the loss.

@@ -1,0 +1,172 @@
+"""What the pictures of histograms and runs show, and that their texts fit."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from tables import cases
+
+import jaxscale
+from jaxscale import diagnostics
+from jaxscale.diagnostics._histogram import fetch
+from jaxscale.diagnostics._plot import draw_histogram
+
+pytestmark = pytest.mark.standard_promotion
+
+KERNEL = np.exp2(np.random.default_rng(0).normal(-22, 4, 4000)).astype(np.float32)
+GRADS = {"kernel": KERNEL, "out": np.array([0.0, np.inf, 1e-3], np.float32)}
+HISTOGRAM = jax.jit(diagnostics.histogram)(GRADS)
+TX = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=3))
+PARAMS = jnp.ones(2)
+
+
+def drawn(figure):
+    """Lays a figure out, and checks that every text is inside it, and over no other of its axes."""
+    canvas = FigureCanvasAgg(figure)
+    figure.draw_without_rendering()
+    inside = figure.bbox.padded(1)
+    for ax in figure.axes:
+        boxes = []
+        for text in visible_texts(ax):
+            box = text.get_window_extent(canvas.get_renderer())
+            assert all(inside.contains(*corner) for corner in box.corners()), text
+            assert not any(box.overlaps(other) for other in boxes), text
+            boxes.append(box)
+    return figure
+
+
+def visible_texts(ax):
+    left, right, bottom, top = ax.axis()
+    texts = [*ax.texts, ax.xaxis.label, ax.yaxis.label]
+    for label in ax.get_xticklabels():
+        if min(left, right) <= label.get_position()[0] <= max(left, right):
+            texts.append(label)
+    for label in ax.get_yticklabels():
+        if min(bottom, top) <= label.get_position()[1] <= max(bottom, top):
+            texts.append(label)
+    return [text for text in texts if text.get_text()]
+
+
+def title_of(ax):
+    return ax.get_title(loc="left")
+
+
+@cases("loss_scale", [2.0**-10, 1.0, 2.0**15, 2.0**100], fast=[2.0**15])
+def test_the_bars_are_the_shares_and_the_ranges_those_of_float16(loss_scale):
+    figure = drawn(diagnostics.plot(HISTOGRAM, loss_scale=loss_scale))
+    bars, ranges = figure.axes
+    heights = []
+    for stack in bars.containers:
+        heights.append(sum(bar.get_height() for bar in stack))
+    shares = diagnostics.shares(HISTOGRAM, loss_scale=loss_scale)["float16"]
+    expected = 100 * np.array([shares.normal, shares.subnormal, shares.lost])
+    np.testing.assert_allclose(heights, expected, rtol=1e-9, atol=1e-9)
+
+    exponent = round(np.log2(loss_scale))
+    assert title_of(ranges) == f"what formats hold at loss scale 2**{exponent}"
+    # float16 holds 2**-24 to 2**16, divided by the scale.
+    subnormal = ranges.containers[0][0]
+    normal = ranges.containers[1][0]
+    ends = [subnormal.get_x(), normal.get_x(), normal.get_x() + normal.get_width()]
+    np.testing.assert_array_equal(ends, np.array([-24, -14, 16]) - exponent)
+
+
+@cases("number", [0.0, 1.0])
+def test_the_histogram_of_one_number(number):
+    drawn(diagnostics.plot(diagnostics.histogram(jnp.full(3, number))))
+
+
+def test_shares_that_do_not_add_up_to_one_in_floating_point_are_all():
+    powers = np.exp2(np.arange(-7, 7, dtype=np.float32))
+    figure = diagnostics.plot(diagnostics.histogram(np.stack([powers] * 7)))
+    first_label = figure.axes[0].get_legend().get_texts()[0]
+    assert first_label.get_text() == "kept by float16: 100%"
+
+
+def test_a_histogram_shows_the_scales_and_formats_that_it_is_asked_for():
+    titles = {
+        3: "at 8",
+        20: "ranges at loss scale 2**20, the largest that does not overflow",
+    }
+    formats = ["float16", "bfloat16"]
+    figure = drawn(draw_histogram(fetch("", HISTOGRAM), titles, formats))
+    bars, *ranges = figure.axes
+    assert [title_of(ax) for ax in ranges] == list(titles.values())
+    for ax in ranges:
+        assert [label.get_text() for label in ax.get_yticklabels()] == formats
+    legend = bars.get_legend()
+    assert legend.get_title().get_text() == "at loss scale 2**3"
+    box = legend.get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    assert not box.overlaps(bars.bbox)
+    assert figure.bbox.padded(1).contains(box.x1, box.y1)
+
+
+@jax.jit
+def step(state, grad, loss):
+    _, state = TX.update(grad * PARAMS, state, PARAMS, value=loss)
+    return state, jaxscale.metrics(state) | {"loss": loss}
+
+
+def test_a_run_is_drawn_as_its_metrics_were():
+    losses = [2.0 / (i + 1) for i in range(12)]
+    losses[7] = np.nan
+    losses[9] = np.inf
+    # Of a run that was resumed: not all of its steps and skips are here.
+    state = TX.init(PARAMS)._replace(
+        total_notfinite=jnp.array(40), total_steps=jnp.array(90)
+    )
+    run = []
+    for i, loss in enumerate(losses):
+        state, row = step(state, jnp.inf if i in (0, 4) else 1.0, loss)
+        run.append(row)
+    loss, scale, skipped = drawn(diagnostics.plot(run)).axes
+    steps = np.arange(91, 103)
+    np.testing.assert_array_equal(scale.lines[0].get_xdata(), steps)
+    loss_scales = [float(row["loss_scale"]) for row in run]
+    np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(loss_scales))
+    gaps = [line.get_xdata()[0] for line in loss.lines[1:]]
+    assert gaps == [98, 100]  # where the loss is not finite
+    assert skipped.lines[1].get_xdata().tolist() == [91, 95, 98, 100]
+    assert skipped.lines[0].get_ydata()[-1] == 4
+
+
+def test_a_run_without_losses_and_counters_is_its_loss_scales():
+    scales = [np.float32(8), jnp.float32(4), 2.0]
+    (ax,) = drawn(diagnostics.plot([{"loss_scale": scale} for scale in scales])).axes
+    assert ax.lines[0].get_xdata().tolist() == [1, 2, 3]
+    assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for result in (HISTOGRAM, [{"loss_scale": 1.0}]):
+        with pytest.raises(ImportError, match=r"`plot`.*: pip install matplotlib\."):
+            diagnostics.plot(result)
+
+
+BAD = {
+    "nothing to draw": (ValueError, lambda: diagnostics.plot([])),
+    r"power of two, got 3\.0": (
+        ValueError,
+        lambda: diagnostics.plot(HISTOGRAM, loss_scale=3.0),
+    ),
+    r"`plot` must get what .*got dict": (
+        TypeError,
+        lambda: diagnostics.plot({"w": HISTOGRAM}),
+    ),
+    r"`jaxscale\.metrics` returned.*list with one float": (
+        TypeError,
+        lambda: diagnostics.plot([1.0]),
+    ),
+}
+
+
+@cases("message", BAD)
+def test_bad_use_is_an_error(message):
+    error, call = BAD[message]
+    with pytest.raises(error, match=message):
+        call()
