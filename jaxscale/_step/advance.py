@@ -203,13 +203,13 @@ def advance(
         updates_finite = made.updates_finite
     stepped = ready.due & updates_finite
 
-    # Scale. It also stays where an optimizer makes an inf of finite gradients.
+    # Scale. It stays where nothing is stepped or blamed, as where checked updates were not finite.
     scaling_before = state.scaling
     if run.retries is not None:
         # Retries may have lowered the scale since this step began.
         scaling_before = run.retries.scaling
     moved = adjust_scale(own.policy, scaling_before, ~vote.blames_scale, facts.largest)
-    may_move = vote.frees_scale & updates_finite & (stepped | vote.blames_scale)
+    may_move = vote.frees_scale & (stepped | vote.blames_scale)
     scaling = tree_where(may_move, moved, scaling_before)
 
     # Counters.

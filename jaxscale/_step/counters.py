@@ -73,10 +73,10 @@ def _move_skip_rate(state: LossScaledState, applied: jax.Array) -> jax.Array:
     It is the plain mean of the first thousand steps. From then on each further one weighs a
     thousandth.
     """
-    num_steps = state.total_steps.astype(jnp.float32) + 1
-    weight = jnp.maximum(1 / _MEMORY, 1 / num_steps)
+    num_steps = jnp.minimum(state.total_steps.astype(jnp.float32) + 1, _MEMORY)
     lost = (~applied).astype(jnp.float32)
-    return state.skip_rate + weight * (lost - state.skip_rate)
+    # A product and a sum might be rounded once in one program, and twice in another.
+    return state.skip_rate + (lost - state.skip_rate) / num_steps
 
 
 def _count_retries(

@@ -30,34 +30,36 @@ def make_or_keep(
 
     The operand holds gradients, which may be non-finite if no step is due. `make` is traced once.
     """
-    if not isinstance(jax.lax.add(1, 1), Tracer):
+    # A constant that is known once the platform is: XLA folds the other form away. Two arms of a
+    # `platform_dependent` compile to the same, but would hold the step twice.
+    branches = jax.lax.platform_dependent(
+        cpu=lambda: jnp.array(True), default=lambda: jnp.array(False)
+    )
+    if not isinstance(branches, Tracer):
         # Nothing is traced: each operation runs by itself, even under `vmap`. So the step rounds
         # as it does when called alone, and nothing is compiled for a single call.
         return choose(due, make(_zeros_unless(due, operand)), keep)
 
+    # The step runs on zeros where its result is not used, so that no inf or NaN enters arithmetic.
+    is_used = due | branches
+    operand = _zeros_unless(is_used, operand)
     program = Traced(make, operand)
     kept = keep(program.output_leaves)
     axes = []
     for made_leaf, kept_leaf in zip(program.output_leaves, kept, strict=True):
-        axes.append(_axes_of(made_leaf) | _axes_of(kept_leaf) | _axes_of(due))
+        axes.append(_axes_of(made_leaf) | _axes_of(kept_leaf))
 
     def on_all_axes(leaves: list[Any]) -> list[Any]:
         # Both sides of a branch must vary along the same axes of a mesh.
         return [_vary(*pair) for pair in zip(leaves, axes, strict=True)]
 
-    def branch() -> list[Any]:
-        return jax.lax.cond(
-            due,
-            lambda: on_all_axes(jax.tree.leaves(program(operand))),
-            lambda: on_all_axes(kept),
-        )
-
-    def select() -> list[Any]:
-        made = program(_zeros_unless(due, operand))
-        return on_all_axes(tree_where(due, jax.tree.leaves(made), kept))
-
-    chosen = jax.lax.platform_dependent(cpu=branch, default=select)
-    return program.rebuilt(chosen)
+    made = jax.lax.cond(
+        due | ~branches,
+        lambda: on_all_axes(jax.tree.leaves(program(operand))),
+        lambda: on_all_axes(kept),
+    )
+    # If the program branches, nothing is left to select.
+    return program.rebuilt(tree_where(is_used, made, kept))
 
 
 def choose(pred: jax.Array, made: Any, keep: Keep) -> Any:
@@ -85,7 +87,7 @@ def minus_zeros(like: list[Any]) -> list[Any]:
 
 
 def _zeros_unless(due: jax.Array, operand: Any) -> Any:
-    """Returns an operand, or zeros if no step is due: no inf or NaN enters arithmetic."""
+    """Returns an operand, or zeros in the place of its gradients if no step is due."""
     return tree_where(due, operand, map_gradients(jnp.zeros_like, operand))
 
 
