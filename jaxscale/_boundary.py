@@ -1,4 +1,4 @@
-"""What `autocast` and `scale_backward` share: the boundary of a function with a scaled backward.
+"""The boundary of a scaled backward pass, shared by `autocast` and `scale_backward`.
 
 `scale_backward` marks its equation with a named scope. An `autocast` around it finds the scope, and
 passes float32 through the boundary: a cotangent in float16 would have flushed before it is scaled.

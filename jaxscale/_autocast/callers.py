@@ -1,4 +1,4 @@
-"""Whose a product is: the model's, or a step of an algorithm that was written for float32.
+"""Product ownership: a product is the model's, or a step of an algorithm written for float32.
 
 It depends on who called JAX's product function, not on what the product looks like: a convolution
 may be a layer, or the product of two polynomials. The algorithms are known, and all else is the

@@ -1,4 +1,4 @@
-"""Which carries of a `scan` may be in half precision, with `half_carries`."""
+"""The carries of a `scan` that may be in half precision, with `half_carries`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

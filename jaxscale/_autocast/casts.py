@@ -1,4 +1,4 @@
-"""Which products are cast: those of matrices, and the convolutions, that the user's model asks for.
+"""The products that are cast: matrix products and convolutions that the user's model asks for.
 
 All of this is known before the program runs.
 """

@@ -1,4 +1,4 @@
-"""How functions with derivative rules of their own are rewritten.
+"""Rules for functions with derivative rules of their own.
 
 `jax.jvp` or `jax.vjp` traces how JAX differentiates the equation as it is written, and the result
 runs like any other program. So nothing here depends on how JAX keeps a rule. The new rules do not

@@ -1,4 +1,4 @@
-"""What is known of a program before it runs: its parts, and how its variables are read."""
+"""The plan of a jaxpr: its parts, and how its variables are read."""
 
 import collections
 import itertools

@@ -1,4 +1,4 @@
-"""How a program that an equation holds is rewritten, for the inputs that it comes with.
+"""Rewritten jaxprs of equations, for the inputs that these come with.
 
 A program is rewritten once for each combination of precisions that its inputs come in, and takes
 the place of the one that the equation has.

@@ -1,4 +1,4 @@
-"""How a segment runs: in float32, and again in the backward pass.
+"""Segments: computed in float32, and again in the backward pass.
 
 A segment is what lies between products (see `parts.py`). It computes in float32 from the
 half-precision arrays that products returned, inside of `jax.checkpoint`. So the backward pass keeps

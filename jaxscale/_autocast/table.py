@@ -1,4 +1,4 @@
-"""What `autocast` knows of JAX's primitives, and of who calls them.
+"""Tables of JAX's primitives, and of the files that call them.
 
 Products run in half precision. Everything else runs in float32, so it needs no list: neither that
 of PyTorch (https://pytorch.org/docs/stable/amp.html#autocast-op-reference) nor that of TensorFlow

@@ -1,4 +1,4 @@
-"""What `autocast` says of the products that it leaves in float32: it leaves none in silence.
+"""Warnings about products that stay in float32: none does in silence.
 
 A call of `autocast` warns of each primitive once. It also warns of products that it casts if it is
 not known whether they are the model's. If it has nothing else to warn of, it warns if it changed

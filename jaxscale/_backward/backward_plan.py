@@ -1,4 +1,4 @@
-"""How `scale_backward` runs a program that is split in two: forward, and back through both parts.
+"""The passes of a jaxpr that is split in two: forward, and back through both parts.
 
 The backward pass has four steps:
 

@@ -1,4 +1,4 @@
-"""Which equations of a program have half-precision values that a cotangent comes back to."""
+"""A search for half-precision values that a cotangent comes back to."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What JAX knows of derivatives that are zero, carried from one part of a program to the other.
+"""Derivatives that JAX knows to be zero, carried from one part of a jaxpr to the other.
 
 JAX knows of some derivatives that they are zero, and a function's own derivative rule may ask. But
 `jax.vjp` takes and returns arrays: what crosses from the head to the tail, or back, would look as

@@ -1,4 +1,4 @@
-"""What to write instead of a line, where something is better than a cast to float32.
+"""Cures that are better than a cast to float32.
 
 `CURES` is the table: what was found, and what to write. The rest of the file finds it.
 """

@@ -1,4 +1,4 @@
-"""What the results of an exam mean, in plain sentences.
+"""The diagnosis: the results of an exam in plain sentences.
 
 Here the doctor decides what is a problem and what is only worth knowing. A problem is
 

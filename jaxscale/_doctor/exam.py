@@ -1,4 +1,4 @@
-"""What the doctor measured: the results that all findings are made of."""
+"""The exam: the measurements that all findings are made of."""
 
 import math
 from typing import NamedTuple

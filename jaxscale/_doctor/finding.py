@@ -1,4 +1,4 @@
-"""What a finding is, and how one is made."""
+"""Findings, and how one is made."""
 
 import linecache
 import os

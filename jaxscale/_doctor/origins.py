@@ -1,4 +1,4 @@
-"""What a number was computed from: a softmax, a product of many numbers, a sum that is the loss.
+"""Origins of a number: a softmax, a product of many numbers, a sum that is the loss.
 
 Some faults have a cure that is better than a cast: the logarithm of a softmax is `log_softmax`.
 Which one fits shows in the operations around the faulty one, so that it does not matter whether

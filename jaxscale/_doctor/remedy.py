@@ -1,4 +1,4 @@
-"""Which line a wrong gradient comes from, and which lines in float32 make it right.
+"""A search for the line of a wrong gradient, and for lines whose cast makes it right.
 
 Both are found by trying. With all equations in float32 the gradients are right. `find_culprit`
 runs the first n equations as they are written and the others in float32, and bisects n: the

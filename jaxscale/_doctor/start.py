@@ -1,4 +1,4 @@
-"""How to start training at the largest loss scale that fits."""
+"""The first lines of training at the largest loss scale that fits."""
 
 import math
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How an equation is evaluated for other inputs than its own."""
+"""Evaluation of an equation for other inputs than its own."""
 
 from collections.abc import Sequence
 from typing import Any

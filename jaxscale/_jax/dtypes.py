@@ -1,4 +1,4 @@
-"""What a dtype can hold. `holds_*` ask that of an array or a type, which need not have a dtype."""
+"""Ranges of dtypes. `holds_*` ask an array or a type, which need not have a dtype."""
 
 import functools
 from typing import Any

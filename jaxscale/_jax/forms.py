@@ -1,4 +1,4 @@
-"""Which primitives hold programs, in which form, and what is raised for a form that is not known.
+"""Forms in which primitives hold jaxprs, and the error for a form that is not known.
 
 An equation whose parameters have no form that is known here raises an `UnknownFormError`. Whoever
 reads it runs it as it is written, and says so.

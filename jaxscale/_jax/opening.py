@@ -1,4 +1,4 @@
-"""What an equation holds: its programs, and which of its inputs and outputs are theirs.
+"""The inside of an equation: its jaxprs, and which of its inputs and outputs are theirs.
 
 A form that JAX adds is a row of `FORMS`, and one function here.
 """

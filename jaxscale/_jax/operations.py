@@ -1,4 +1,4 @@
-"""What JAX's primitives do, as far as anything here asks: one row for each.
+"""A table of JAX's primitives: what each does, as far as anything here asks.
 
 `autocast`, `scale_backward`, the trace and the doctor read these rows. A primitive that has none
 does nothing that is known, and is treated so: it runs once, in float32, and may lose and make

@@ -1,4 +1,4 @@
-"""What a matrix product or a convolution says of its operands and its precision."""
+"""Operands and precision of matrix products and convolutions."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What Python's frames tell: who calls, and by which expression."""
+"""Python's frames: the caller, and the expression of the call."""
 
 import itertools
 import linecache

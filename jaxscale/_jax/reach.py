@@ -1,4 +1,4 @@
-"""Whether an equation holds a program that nobody here can read.
+"""A search for a jaxpr in an equation that no other file can read.
 
 JAX keeps programs in parameters of equations, and moves them: into objects, functions that are
 closed over, and what may come. A list of the classes that hold none would be long and soon out of

@@ -1,4 +1,4 @@
-"""Where an equation is from: its context, its scopes, its source line and who called it."""
+"""The origin of an equation: its context, its scopes, its source line and its callers."""
 
 import os
 from collections.abc import Iterator, Sequence

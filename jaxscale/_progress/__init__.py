@@ -1,4 +1,4 @@
-"""What happened in training: as numbers for a log, and as an error if nothing moves.
+"""Progress of training: numbers for a log, and an error if nothing moves.
 
 `metrics` collects the scale and the counters of a state. `check` reads them on the host, and if
 training is stuck, derives the likely cause from them, the policy and the leaves that were tracked.

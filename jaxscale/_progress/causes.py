@@ -1,4 +1,4 @@
-"""Why the steps of a row were skipped, as far as a state, its policy and its leaves tell."""
+"""Causes of skipped steps, as far as a state, its policy and its leaves tell."""
 
 import math
 from typing import Any

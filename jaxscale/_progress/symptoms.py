@@ -1,4 +1,4 @@
-"""What `check` warns of: questions of a state on the host, and the texts that answer them.
+"""Symptoms that `check` warns of: questions of a state on the host, and their texts.
 
 A state may be that of a population: its leaves have an axis of members then, and each question is
 answered for each member.

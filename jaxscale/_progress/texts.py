@@ -1,4 +1,4 @@
-"""What `check` says, and what its errors and its warnings have in common."""
+"""The texts of `check`: its warnings, and what its errors have in common with them."""
 
 from .limits import MANY_BAD_LOSSES, MANY_FALLS
 

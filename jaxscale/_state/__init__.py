@@ -1,1 +1,1 @@
-"""What is carried from one step to the next."""
+"""States: what is carried from one step to the next."""

@@ -1,4 +1,4 @@
-"""How the loss scale in a training state is found, and checks of the state that was found.
+"""A search for the loss scale in a training state, and checks of the state that was found.
 
 Public functions take any tree with exactly one: a policy's or optimizer's state, a `TrainState`.
 """

@@ -1,1 +1,1 @@
-"""What ties states, gradients and policies together in a step."""
+"""Steps: states, gradients and policies, tied together."""

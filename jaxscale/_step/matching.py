@@ -1,4 +1,4 @@
-"""Whether the trees of a step belong together: gradients, parameters and the optimizer's state."""
+"""Checks that the trees of a step belong together: gradients, parameters, optimizer state."""
 
 from typing import Any, NamedTuple
 

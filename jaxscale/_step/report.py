@@ -1,4 +1,4 @@
-"""What a step reports: its numbers for a log, and to `on_skip`, a function on the host.
+"""Reports of a step: its numbers for a log, and for `on_skip`, a function on the host.
 
 A callback under a condition is called only where that holds, but `vmap` makes a selection of a
 condition, and would call the host in every step. So the report has a batching rule of its own,

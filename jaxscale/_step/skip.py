@@ -1,4 +1,4 @@
-"""How a step is made or skipped: by a branch on a CPU, by a selection elsewhere and without `jit`.
+"""Skips of a step: by a branch on a CPU, by a selection elsewhere and without `jit`.
 
 On a GPU or TPU a selection fuses into the step's own kernels and reads nothing twice. On a CPU it
 would keep XLA from updating buffers in place and take minutes to compile over hundreds of leaves;

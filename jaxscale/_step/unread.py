@@ -1,4 +1,4 @@
-"""Which gradients an optimizer never reads: those of parameters that it keeps frozen.
+"""Gradients that an optimizer never reads: those of parameters that it keeps frozen.
 
 A `partition` with `set_to_zero` in it does not move some of the parameters, whatever their
 gradients are. Such a gradient says nothing of the step: an inf in it is no reason to skip, and

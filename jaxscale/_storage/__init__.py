@@ -1,1 +1,1 @@
-"""How parameters and optimizer states are kept in fewer bits than they are computed in."""
+"""Storage: parameters and optimizer states in fewer bits than they are computed in."""

@@ -1,4 +1,4 @@
-"""How a step keeps half-precision parameters, and what an optimizer sees of them.
+"""Half-precision parameters in a step, and what an optimizer sees of them.
 
 An optimizer sees float32 parameters, and what it makes of them is rounded to the dtype in which
 they are kept. `Rounded` only rounds, for all leaves. `MasterWeights` keeps the other bits or a copy

@@ -1,4 +1,4 @@
-"""Which leaves of a tree are gradients, and what is done with these alone.
+"""The leaves of a tree that are gradients, and operations on these alone.
 
 Only floating-point and complex leaves are gradients; `None`, `float0`, integers, bools, typed PRNG
 keys and leaves that are not arrays pass through.

@@ -1,4 +1,4 @@
-"""Whether a leaf of a tree is an array, a number or neither, and which dtype holds it."""
+"""Leaves of a tree: an array, a number or neither, and the dtype that holds it."""
 
 import enum
 from typing import Any

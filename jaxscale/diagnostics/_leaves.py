@@ -1,4 +1,4 @@
-"""Which leaves of the gradients hold inf, NaN or numbers too small for float16, as a table."""
+"""Leaves of the gradients with inf, NaN or numbers too small for float16."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""How many products a function computes in which precision, and the lines of those."""
+"""Counts of a function's products by their precision, with their lines."""
 
 import collections
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""How results are written: numbers in words, and tables."""
+"""Results as text: numbers in words, tables, histograms, and JSON."""
 
 import math
 from collections.abc import Sequence

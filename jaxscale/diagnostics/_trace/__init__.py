@@ -1,1 +1,1 @@
-"""Where numbers get lost in a program, operation by operation: see `../README.md`."""
+"""Lost numbers in a jaxpr, operation by operation: see `../README.md`."""

@@ -1,4 +1,4 @@
-"""What one equation did to its numbers: whether it made an inf or a NaN, and what it lost.
+"""Damage of one equation to its numbers: an inf or a NaN that it made, and what it lost.
 
 Each equation is judged by its own inputs. A value that was lost earlier is a zero here, also in
 float32, so it counts once, where it was lost.

@@ -1,4 +1,4 @@
-"""What was seen in a pass: where inf and NaN were made, and where small values were lost."""
+"""Findings of a pass: where inf and NaN were made, and where small values were lost."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which equations hold other equations, and what each equation is needed for.
+"""Needs: the equations that hold others, and what each equation is needed for.
 
 Nothing here looks at values. The jaxpr of `value_and_grad` has the equations of both passes in one
 list, and some that no output needs. Those that the loss needs are the forward pass. Those that only

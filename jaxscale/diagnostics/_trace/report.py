@@ -1,4 +1,4 @@
-"""What a trace found, as plain Python values, and how it prints."""
+"""Reports of a trace as plain Python values, and how they print."""
 
 import dataclasses
 from collections.abc import Sequence
