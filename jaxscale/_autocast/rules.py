@@ -136,9 +136,10 @@ def widen(frame: Frame, eqn: JaxprEqn) -> Outputs:
     (atom,) = eqn.invars
     if not (frame.meets(atom) and is_half(atom) and is_float32(eqn.outvars[0])):
         return run_as_written(frame, eqn)
-    if atom.aval.dtype == frame.dtype:
-        return [frame.read_views(atom)]
-    return [frame.read_float32(atom)]
+    narrow = frame.read_views(atom)
+    if narrow.half.dtype == frame.dtype:
+        return [narrow]
+    return [narrow.wide]
 
 
 def _moves_narrow(frame: Frame, eqn: JaxprEqn) -> bool:

@@ -42,8 +42,8 @@ CURES = {
     "`((x - x.mean())**2).mean()`.",
     "index": "An index is out of range, where JAX fills in NaN. Check the labels, tokens or "
     "positions.",
-    "exponential": "Even float32 cannot hold this exponential: clip the exponent, or subtract the "
-    "maximum first, as `jax.nn.softmax` does.",
+    "exponential of a large number": "Even float32 cannot hold this exponential: clip the "
+    "exponent, or subtract the maximum first, as `jax.nn.softmax` does.",
     "operand of any size": f"{_KEEP_AWAY}clip it, add 1e-3 to it in float32, or replace it with "
     "`jnp.where`.",
     # Most probabilities are far below 1e-3.
@@ -60,7 +60,7 @@ _LARGEST_MASK = 1e4  # in magnitude: a larger one stands for -inf
 _OF_NEGATIVE_OPERANDS = ("log", "sqrt", "rsqrt", "log1p", "pow")
 _KNOWN_POINTS = {
     **dict.fromkeys(("gather", "dynamic_slice", "scatter"), "index"),
-    **dict.fromkeys(("exp", "exp2"), "exponential"),
+    **dict.fromkeys(("exp", "exp2"), "exponential of a large number"),
 }
 
 

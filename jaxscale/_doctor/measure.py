@@ -11,7 +11,7 @@ import numpy as np
 from .._autocast.api import autocast
 from .._jax import ClosedJaxpr, backward_rule, has_narrow_range, walk_program
 from .._trees.gradient_leaves import leaf_name
-from ..diagnostics._histogram import shares
+from ..diagnostics._histogram import find_shares_by_leaf, shares
 from ..diagnostics._leaves import table
 from ..diagnostics._trace.backward import TracedBackward
 from ..diagnostics._trace.findings import Run
@@ -116,7 +116,7 @@ def examine(
         leaves=table(count_leaves(traced_grads.tree), loss_scale=traced_scale),
         histogram=histogram,
         shares=shares(histogram, loss_scale=shown_scale),
-        layers=shares(histograms, loss_scale=shown_scale),
+        layers=find_shares_by_leaf(histograms, round(math.log2(shown_scale))),
     )
     exam = _Tracer(target, compiled, announce).complete(exam)
     zero = _find_zero_leaves(exam.check.grads or best.by_name)

@@ -39,7 +39,7 @@ class Halves(NamedTuple):
 
 
 @jax.custom_jvp
-def split(numbers: jax.Array) -> Halves:
+def _split(numbers: jax.Array) -> Halves:
     """Cuts float32 numbers in two halves, from which `join` makes the same bits again.
 
     The upper half is rounded, with ties away from zero: then it follows from the bits alone which
@@ -59,7 +59,7 @@ def split(numbers: jax.Array) -> Halves:
     )
 
 
-@split.defjvp
+@_split.defjvp
 def _split_tangent(primals: Any, tangents: Any) -> tuple[Halves, Halves]:
     halves = split(*primals)
     (tangent,) = tangents
@@ -68,7 +68,7 @@ def _split_tangent(primals: Any, tangents: Any) -> tuple[Halves, Halves]:
 
 
 @jax.custom_jvp
-def join(high: jax.Array, rest: jax.Array) -> jax.Array:
+def _join(high: jax.Array, rest: jax.Array) -> jax.Array:
     """Makes float32 numbers of their halves.
 
     A weight that was set to 0 still has the rest of the number that was there. A rest below 0
@@ -82,14 +82,14 @@ def join(high: jax.Array, rest: jax.Array) -> jax.Array:
     return _float((high_bits << 16) + _bitcast(wide_rest, jnp.uint32))
 
 
-@join.defjvp
+@_join.defjvp
 def _join_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     tangent, _ = tangents
     return join(*primals), tangent.astype(jnp.float32)
 
 
 @jax.custom_jvp
-def follow(copy: jax.Array, param: jax.Array) -> jax.Array:
+def _follow(copy: jax.Array, param: jax.Array) -> jax.Array:
     """Returns float32 copies of half-precision parameters, and the parameters where they differ.
 
     A copy that the parameter is not rounded from is out of date: the weight was replaced. Whoever
@@ -107,7 +107,7 @@ def follow(copy: jax.Array, param: jax.Array) -> jax.Array:
     return jnp.where(distance <= _HALF_UNIT, copy, _float(high_bits))
 
 
-@follow.defjvp
+@_follow.defjvp
 def _follow_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     # A copy and its parameter move together. That of the parameter is also known if the copy was
     # made outside of what is differentiated.
@@ -115,7 +115,7 @@ def _follow_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return follow(*primals), tangent.astype(jnp.float32)
 
 
-def nearest(numbers: jax.Array, dtype: Any) -> jax.Array:
+def _nearest(numbers: jax.Array, dtype: Any) -> jax.Array:
     """Rounds float32 numbers to the nearest in bfloat16 or float16.
 
     bfloat16 is rounded as by `split`. In float16 ties go to even as by a cast, and finite numbers
@@ -138,7 +138,7 @@ def _to_float16_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Arr
     return _to_float16(*primals), tangent.astype(jnp.float16)
 
 
-def stochastic(numbers: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
+def _stochastic(numbers: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
     """Rounds float32 numbers up or down at random, so that the mean is the number.
 
     The nearer a neighbour is, the more often a number is rounded to it. What bfloat16 or float16
@@ -235,8 +235,8 @@ def _bitcast(array: jax.Array, dtype: Any) -> jax.Array:
 # A tree has many leaves of few types. Each function is traced once for each type, and not once for
 # each leaf, which halves the time to trace a step. `inline` keeps the program as it was.
 _traced_once = functools.partial(jax.jit, inline=True)
-split = _traced_once(split)
-join = _traced_once(join)
-follow = _traced_once(follow)
-nearest = _traced_once(nearest, static_argnames="dtype")
-stochastic = _traced_once(stochastic, static_argnames="dtype")
+split = _traced_once(_split)
+join = _traced_once(_join)
+follow = _traced_once(_follow)
+nearest = _traced_once(_nearest, static_argnames="dtype")
+stochastic = _traced_once(_stochastic, static_argnames="dtype")

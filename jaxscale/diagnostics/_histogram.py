@@ -263,9 +263,14 @@ def shares(histogram: Any, *, loss_scale: float = 1.0) -> dict[str, Any]:
     exponent = power_of_two("shares", "loss_scale", loss_scale)
     if isinstance(histogram, Histogram):
         return find_all_shares(fetch("shares", histogram).counts, exponent)
+    return find_shares_by_leaf(histogram, exponent)
+
+
+def find_shares_by_leaf(histograms: Any, exponent: int) -> dict[str, dict[str, Shares]]:
+    """Returns the shares of each leaf of a tree, which may be one leaf by itself."""
     by_leaf = {}
-    for path, of_leaf in fetch_leaves("shares", histogram).items():
-        by_leaf[path] = find_all_shares(of_leaf.counts, exponent)
+    for path, histogram in fetch_leaves("shares", histograms).items():
+        by_leaf[path] = find_all_shares(histogram.counts, exponent)
     return by_leaf
 
 

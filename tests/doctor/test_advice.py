@@ -31,7 +31,7 @@ def blamed_lines(name):
     return rf"begins {place}|{place}\. Take a mean instead"
 
 
-@cases("name", ADVICE, fast=["log_of_probability_that_is_cast"])
+@cases("name", ADVICE, fast=["log_of_probability_that_is_cast", "log_of_density"])
 def test_the_fault_is_named_with_its_cure(name, doctor, no_pictures):
     answer = doctor(f"advised.py:{name}__faulty")
     assert answer.status == 1
