@@ -38,7 +38,7 @@ def list_warnings(members: Any, policy: LossScale | None) -> list[str]:
     skips_often = loses_often(members, policy)
     if members.spikes is not None:
         skips_often &= ~_are_mostly_spikes(members)
-    is_loss = blames_loss(members)
+    is_loss = blames_loss(members, policy)
     rate_of_loss = texts.RATE_LOSS
     rate_of_grads = texts.RATE_GRADS
     if is_unscaled(members, policy):
@@ -151,7 +151,7 @@ def _find_spikes(members: Any, policy: LossScale | None) -> _Symptom:
     return _Symptom(text, skips_often)
 
 
-def blames_loss(members: Any) -> Any:
+def blames_loss(members: Any, policy: LossScale | None = None) -> Any:
     """Returns whether most steps that were skipped had a bad loss.
 
     Those of the present row decide, as what was long ago may have had another cause. Between two
@@ -162,7 +162,8 @@ def blames_loss(members: Any) -> Any:
     bad_losses = members.total_notfinite_loss
     share = bad_losses / np.maximum(members.total_steps, 1)
     blames_in_all = 2 * bad_losses >= members.total_notfinite
-    blames_in_all |= 2 * share >= np.maximum(members.skip_rate, OFTEN)
+    lost = members.skip_rate - _lost_to_growth(policy)
+    blames_in_all |= 2 * share >= np.maximum(lost, OFTEN)
     return np.where(members.notfinite_count > 0, blames_in_row, blames_in_all)
 
 

@@ -84,8 +84,7 @@ FEW, MANY = (len(counted.shapes(layers)) for layers in (1, 3))
 MORE_MATRICES = 2 * 4  # in two layers
 # How many kernels and, at the most, equations a leaf takes. Gradients that are unscaled before the
 # branch are stored, each by a kernel; an update of the wrapper is applied outside of it. The
-# equations unscale, judge (twice: CPUs split large leaves), and select four times. What a CPU
-# stores is one equation for all leaves, and two for each matrix: its flat view, and back.
+# equations unscale, judge (twice: CPUs split large leaves), and select four times.
 EACH = {WHOLE: (0, 8), APPLY: (1, 7), WRAPPER: (2, 7)}
 
 
@@ -138,13 +137,6 @@ def test_updates_are_moved_once_and_parameters_once_more(of_dtype):
     # The updates, in float32, are written, and read to apply them to parameters, which are read
     # and written once more.
     assert of_dtype(MOVED, WRAPPER) <= of_dtype(MOVED, APPLY) + 12.1
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_that_products_make_are_stored_by_rows(count, dtype):
-    # XLA puts the transpose of a product into it, but not if a cast stands between.
-    for name in EACH:
-        assert count("by columns", name, dtype, "products") == 0, name
 
 
 def test_a_step_branches_once(of_dtype):
