@@ -1,4 +1,4 @@
-"""Where the derivative of a program adds up cotangents in half precision.
+"""Sums of half-precision cotangents: a search for those that a derivative makes.
 
 The cotangent of a half-precision array is in half precision. A sum of many stops growing in it, as
 that to a row of an embedding, or to a weight that each turn of a loop reads.

@@ -1,4 +1,4 @@
-"""Which other state a step keeps: it follows the verdict, or the steps of the optimizer."""
+"""Other state that a step keeps: it follows the verdict, or the steps of the optimizer."""
 
 from typing import Any, TypeVar
 

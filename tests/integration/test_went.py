@@ -19,6 +19,9 @@ PAGE = pathlib.Path(__file__).parents[2] / ".github" / "site" / "pages" / "went.
 NAMES = {
     "jaxscale": jaxscale,
     "presets": presets,
+    "diagnostics": jaxscale.diagnostics,
+    "g": {"w": jnp.ones(3)},
+    "opt_state": jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3)),
     "optax": optax,
     "jnp": jnp,
     "np": np,
