@@ -256,7 +256,10 @@ BROKEN = {
     "98 %": Broken(Run(SAFE, overflowing(every(0.98))), 150, [GRADS, UNSCALED], [LOSS]),
     "10 % of losses, grows every 3 steps": Broken(
         # what its own growth costs is told apart only over more steps
-        Run(HASTY, FINE, NAN), 5000, [LOSS], [GRADS]
+        Run(HASTY, FINE, NAN),
+        5000,
+        [LOSS],
+        [GRADS],
     ),
     "10 % of micro-batches": Broken(
         Run(WINDOW, overflowing(every(0.1))), 4000, [GRADS], [LOSS]
