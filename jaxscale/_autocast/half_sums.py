@@ -32,11 +32,22 @@ def has_gradient(eqn: JaxprEqn) -> bool:
 
 
 def find_pulled(eqn: JaxprEqn) -> Iterator[Any]:
-    """Yields the variables that cotangents may come back to through an equation, each time."""
+    """Yields the variables that cotangents may come back to through an equation, each time.
+
+    A segment of another `autocast` reads a half-precision array as a stand-in, without a cotangent.
+    """
     if not has_gradient(eqn):
         return
     if _jax.is_stand_in(eqn):
         yield eqn.invars[1]
+    elif form_of(eqn) is Form.RECOMPUTED:
+        segment = _jax.callee(eqn).jaxpr
+        pulled = set(variables(segment.outvars))
+        for inner in segment.eqns:
+            pulled.update(find_pulled(inner))
+        for atom, var in zip(eqn.invars, segment.invars, strict=True):
+            if var in pulled:
+                yield from variables([atom])
     else:
         yield from variables(eqn.invars)
 
