@@ -274,7 +274,8 @@ def _choose_state(
         new_value = unwrap(new[path])
         if path in overwrites:
             new_value = replace_finite(overwrites[path], old_value)
-        new[path] = _select_named(select, path, new_value, old_value)
+        chosen = _select_named(select, path, new_value, old_value)
+        new[path] = _with_value(variable, chosen)
     return nnx.from_flat_state(new)
 
 
@@ -298,10 +299,22 @@ def _apply_after(
             f"{', '.join(names)}. Make them where the model is made."
         )
     changed = {}
-    for path, value in new.items():
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = new[path]
         if value is not old[path]:
-            changed[path] = _select_named(select, path, value, old[path])
+            chosen = _select_named(select, path, value, old[path])
+            changed[path] = _with_value(variable, chosen)
     nnx.update(model, nnx.from_flat_state(changed))
+
+
+def _with_value(variable: Any, value: Any) -> Any:
+    """Returns a variable of a state with another value.
+
+    A value alone would not do: if that is a dictionary, NNX takes it for a part of the state.
+    """
+    if isinstance(variable, nnx.Variable):
+        return variable.replace(value)
+    return value
 
 
 def _read_variables(model: nnx.Module) -> dict[Any, Any]:

@@ -400,6 +400,34 @@ def test_a_hook_draws_noise_where_a_step_was_made_and_nowhere_else():
     assert first != second
 
 
+def test_a_variable_that_holds_a_dictionary_keeps_it():
+    """As an average of all parameters does; in a skipped step it keeps its values, too."""
+    model, optimizer = created(CALM)
+    trained = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    model.average = Counter(jax.tree.map(jnp.copy, trained))
+
+    def move(model):
+        new = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        old = model.average.get_value()
+        model.average.set_value(optax.incremental_update(new, old, 0.25))
+
+    for after in (None, move):
+        step = nnx.jit(jaxscale.nnx.train_step(loss_fn, after=after))
+        for batch in BATCHES:
+            before = jax.tree.map(np.asarray, model.average.get_value())
+            skipped = int(optimizer.opt_state.total_notfinite[...])
+            step(model, optimizer, batch)
+            average = model.average.get_value()
+            assert type(average) is dict
+            assert jax.tree.structure(average) == jax.tree.structure(trained)
+            was_skipped = optimizer.opt_state.total_notfinite[...] > skipped
+            if after is None or was_skipped:
+                assert_same_bits(average, before)
+            else:
+                new = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+                assert_same_bits(average, optax.incremental_update(new, before, 0.25))
+
+
 def is_variable(node):
     return isinstance(node, nnx.Variable)
 
