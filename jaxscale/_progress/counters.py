@@ -23,9 +23,8 @@ def metrics(tree: Any, *, prefix: str = "") -> dict[str, jax.Array]:
       dtype. So `json.dumps` of it is JSON. It has `loss_scale` and the trackers of the policy,
       which its state explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`). If there is
       an optimizer state, it has `step_applied` and the counters that `jaxscale.LossScaledState`
-      explains (`grads_finite` is the old name of `step_applied`, until 1.0). With
-      `jaxscale.multi_steps` these count micro-batches. Then, and with an `optax.MultiSteps` inside
-      `loss_scaled`, there are also `mini_step` and `gradient_step`.
+      explains. With `jaxscale.multi_steps` these count micro-batches. Then, and with an
+      `optax.MultiSteps` inside `loss_scaled`, there are also `mini_step` and `gradient_step`.
       Without a loss scale, as with `jaxscale.skip_nonfinite`, `loss_scale` is 1, and there are no
       trackers, `backoff_count`, `total_retries` and `total_exhausted`. The mappings of `nnx.state`
       and `nnx.split` do not tell such a state from others: of them these are shown, too, and are 0.

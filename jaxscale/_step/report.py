@@ -67,7 +67,6 @@ def _counters_of(state: LossScaledState) -> dict[str, Any]:
     values = _without(state._asdict(), _PARTS)
     if isinstance(state.scaling, UnitLossScaleState):
         values = _without(values, _OF_SCALE)
-    values["grads_finite"] = values["step_applied"]  # its name in 0.1, until 1.0
     if state.spikes is not None:
         values |= _without(state.spikes._asdict(), _WINDOWS)
     if state.grad_norm is not None:

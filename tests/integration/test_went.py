@@ -32,7 +32,7 @@ NAMES = {
     "policy": jaxscale.DynamicLossScale(),
     "state": jaxscale.DynamicLossScale().init(),
 }
-GONE = (AttributeError, ImportError, TypeError, ValueError)
+GONE = (AttributeError, ImportError, KeyError, TypeError, ValueError)
 
 
 def find_rows():
