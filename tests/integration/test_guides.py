@@ -185,5 +185,5 @@ def test_a_link_that_leads_nowhere_is_found():
 
 
 def test_a_name_that_is_not_there_is_found():
-    names = "`apply_step`, `StepPlan.gone`, `StepPlan.differentiate`, `wholly_gone(x)`, `test_gone`"
+    names = "`advance`, `StepPlan.gone`, `StepPlan.differentiate`, `wholly_gone(x)`, `test_gone`"
     assert missing_names(names) == ["StepPlan.gone", "wholly_gone", "test_gone"]
