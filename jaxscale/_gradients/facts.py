@@ -76,9 +76,11 @@ def find_facts(
     if has_second:
         passes.append(reduce_gradients(grads.divided, by_leaf=by_leaf, squares=squares))
 
-    flags = [_all_hold(each.finite() for each in passes), all_finite(loss)]
+    # Without a hook both passes read the same gradients, so the first says whether they are finite.
+    judged = passes[:1] if before_hook is None else passes
+    flags = [_all_hold(each.finite() for each in judged), all_finite(loss)]
     if by_leaf:
-        of_leaves = zip(*[each.finite_groups() for each in passes], strict=True)
+        of_leaves = zip(*[each.finite_groups() for each in judged], strict=True)
         flags += map(_all_hold, of_leaves)
     sizes = {}
     if passes[0].holds_sizes:

@@ -92,7 +92,9 @@ def _name_of_rule(eqn: JaxprEqn) -> str | None:
     """Returns the name of the derivative rule of a `custom_jvp` function."""
     if eqn.primitive.name == OBJECT:
         return getattr(eqn.params["_prim"].jvp_rule, "__name__", None)
-    return eqn.params["jvp_jaxpr_fun"].debug_info.func_name
+    # Without such a parameter it has a form that is not known; who opens it says so.
+    rule = eqn.params.get("jvp_jaxpr_fun")
+    return None if rule is None else rule.debug_info.func_name
 
 
 def form_of(eqn: JaxprEqn) -> Form:

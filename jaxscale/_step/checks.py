@@ -180,23 +180,6 @@ def check_state_kept(new_state: Any, opt_state: Any) -> None:
         )
 
 
-def check_clips_the_mean(inner_state: Any) -> None:
-    """Raises a `ValueError` if each micro-batch would be clipped, and not their mean."""
-    for node in jax.tree.leaves(inner_state, is_leaf=_accumulates):
-        if _accumulates(node):
-            raise ValueError(
-                "`loss_scaled(inner, max_norm=...)`: `inner` accumulates gradients itself "
-                f"(`{type(node).__name__}`), so that each micro-batch would be clipped, and not "
-                "their mean. Accumulate outside: `jaxscale.multi_steps(jaxscale.loss_scaled("
-                "optax.adamw(1e-3), max_norm=1.0), 4)`. Or clip inside of `optax.MultiSteps`, by "
-                "`optax.clip_by_global_norm`."
-            )
-
-
-def _accumulates(node: Any) -> bool:
-    return isinstance(node, optax.MultiStepsState | optax.ApplyEvery)
-
-
 def check_not_nested(inner_state: Any) -> None:
     """Raises a `ValueError` if an optimizer is wrapped that is already wrapped further inside."""
     for path, node in jax.tree_util.tree_leaves_with_path(
