@@ -219,7 +219,12 @@ COUNTED = {
     "hysteresis": jaxscale.DynamicLossScale(
         growth_interval=30, hysteresis=2, init_scale=2.0**24
     ),
-    "refilled": presets.apex_hysteresis(growth_interval=30, hysteresis=2),
+    "refilled": presets.deepspeed(
+        init_scale=2.0**24,
+        scale_window=30,
+        delayed_shift=2,
+        consecutive_hysteresis=True,
+    ),
     "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**20, memory=4, period=64),
 }
 # The others may grow in a step that was repeated, which a state after the step does not show.
