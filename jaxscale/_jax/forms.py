@@ -12,7 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from jax.extend.core import JaxprEqn
 
 # The versions of JAX that the tests were run with.
-TESTED = "0.10.0 to 0.12.0"
+TESTED = "0.10.2 to 0.12.0"
 
 RECOMPUTED = "jaxscale_recomputed"
 OBJECT = "call_hi_primitive"
