@@ -26,7 +26,7 @@ _PROGRAM = {
     Form.JIT: "jaxpr",
     Form.INLINED: "call_jaxpr",
     Form.REMAT: "jaxpr",
-    Form.RECOMPUTED: "program",
+    Form.RECOMPUTED: "call_jaxpr",
     Form.CUSTOM_JVP: "call_jaxpr",
     Form.CUSTOM_VJP: "call_jaxpr",
 }

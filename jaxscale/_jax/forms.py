@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn
 TESTED = "0.10.2 to 0.12.0"
 
 RECOMPUTED = "jaxscale_recomputed"
+KEPT_RULE = "jaxscale_kept_rule"
 OBJECT = "call_hi_primitive"
 
 
@@ -47,6 +48,7 @@ FORMS = {
     RECOMPUTED: Form.RECOMPUTED,
     "custom_jvp_call": Form.CUSTOM_JVP,
     "custom_vjp_call": Form.CUSTOM_VJP,
+    KEPT_RULE: Form.CUSTOM_VJP,
     OBJECT: Form.OBJECT,
     "scan": Form.SCAN,
     "while": Form.WHILE,

@@ -30,9 +30,6 @@ _OLD_NAMES = {
     "CheckpointNameFwd": "name",
 }
 
-# The name of the derivative rule of a function that `kept_rules.py` has made.
-KEPT_RULE = "jaxscale_kept_rule"
-
 # A name says nothing but the name: what it runs is not looked at.
 _NAMES = {"CheckpointName", "CheckpointNameFwd"}
 
@@ -77,24 +74,12 @@ def remember_by_form(fun: Callable[..., Any]) -> Callable[..., Any]:
 def operation(eqn: JaxprEqn) -> str:
     """Returns the name of the primitive of an equation, or of one that means the same.
 
-    So it is `remat2` for `jax.checkpoint` in either form, and `custom_vjp_call` for a function of
-    `keep_rule`.
+    So it is `remat2` for `jax.checkpoint` in either form.
     """
     name = eqn.primitive.name
     if name == OBJECT:
-        name = _OLD_NAMES.get(_class_of_jax(eqn), name)
-    if name == "custom_jvp_call" and _name_of_rule(eqn) == KEPT_RULE:
-        return "custom_vjp_call"
+        return _OLD_NAMES.get(_class_of_jax(eqn), name)
     return name
-
-
-def _name_of_rule(eqn: JaxprEqn) -> str | None:
-    """Returns the name of the derivative rule of a `custom_jvp` function."""
-    if eqn.primitive.name == OBJECT:
-        return getattr(eqn.params["_prim"].jvp_rule, "__name__", None)
-    # Without such a parameter it has a form that is not known; who opens it says so.
-    rule = eqn.params.get("jvp_jaxpr_fun")
-    return None if rule is None else rule.debug_info.func_name
 
 
 def form_of(eqn: JaxprEqn) -> Form:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from autodiff import in_old_form
 from half_programs import normal
 from jax.sharding import PartitionSpec as P
 from tables import cases, pairs
@@ -232,7 +231,6 @@ KEEPING_NOTHING = ["relu", "own_relu"]
 @cases("dtype", HALVES)
 @cases("activation", KEEPING_NOTHING)
 @cases("layer", ["stream", "within", "two_of_one"])
-@in_old_form
 def test_the_backward_pass_of_relus_keeps_nothing_in_float32(layer, activation, dtype):
     def loss(w, x):
         for _ in range(3):

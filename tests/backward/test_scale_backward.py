@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autodiff import in_old_form
 from scaled_networks import (
     ACCURACY,
     HALF,
@@ -576,7 +575,6 @@ def test_outputs_of_any_type_are_those_of_the_function():
     assert_same_bits(arrays_of(output), arrays_of(expected))
 
 
-@in_old_form
 def test_aux_of_any_type_passes_through():
     args, kwargs = arguments_of_any_type()
     grad = jax.value_and_grad(
@@ -696,7 +694,6 @@ def grad_of_first_output(fun):
 
 @pytest.mark.standard_promotion  # the programs themselves mix dtypes
 @cases("name", half_programs.PROGRAMS, fast=["mlp", "own_precision"])
-@in_old_form
 def test_gradients_are_right_inside_of_autocast(name):
     fun, args = half_programs.PROGRAMS[name]
     grads = jax.jit(grad_of_first_output(autocast_scaled(fun)))(*args)
@@ -713,7 +710,6 @@ OF_ONE_PASS = sorted(
 
 @pytest.mark.standard_promotion
 @cases("name", OF_ONE_PASS, fast=["mlp", "own_precision"])
-@in_old_form
 def test_as_many_products_are_in_half_precision_inside_of_autocast_and_outside(name):
     fun, args = half_programs.PROGRAMS[name]
     counts = set()
