@@ -238,6 +238,27 @@ def test_effects_keep_their_order(wrap):
     assert reported[-1] == ["first", "second", "third", "fourth"]
 
 
+def test_an_ordered_effect_of_a_derivative_rule_runs_once_for_each_derivative():
+    reported = []
+
+    @jax.custom_jvp
+    def activation(x):
+        return jnp.tanh(x)
+
+    @activation.defjvp
+    def derive(primals, tangents):
+        y = activation(*primals)
+        jax.debug.callback(lambda _: reported.append("rule"), y[0, 0], ordered=True)
+        return y, (1 - y * y) * tangents[0]
+
+    def loss(x):
+        return jnp.sum(activation(activation(x @ x) @ x) @ x)
+
+    jax.jit(jax.grad(jaxscale.autocast(loss)))(jnp.eye(3))
+    jax.effects_barrier()
+    assert reported == ["rule", "rule"]
+
+
 def write_and_read(x):
     """A mutable array that is written and read between products, at one level and at another."""
     ref = _jax.new_ref(jnp.zeros_like(x))
