@@ -299,6 +299,7 @@ ALGORITHMS_BY_NAME = {
     "_lstsq": lambda x, a: jnp.linalg.lstsq(a, x[0])[0],
     "cov": OWN["cov"],
     "detrend": lambda x, a: jsp.signal.detrend(x),
+    "conv_general_dilated_patches": OWN["patches"],
 }
 PASSING_ON = {
     "lax/lax.py": jax.lax.dot,
