@@ -304,7 +304,6 @@ ALGORITHMS_BY_NAME = {
 PASSING_ON = {
     "lax/lax.py": jax.lax.dot,
     "lax/convolution.py": MODEL["convolve2d"],
-    "lax/other.py": local_layer,
     "numpy/tensor_contractions.py": lambda x, a: jnp.matvec(a, x[0]),
     "numpy/einsum.py": MODEL["einsum"],
     "numpy/array_methods.py": MODEL["@"],
@@ -330,6 +329,7 @@ PASSING_ON_BY_NAME = {
     "correlate2d": lambda x, a: jsp.signal.correlate2d(x, a),
     "_convolve_nd": MODEL["convolve2d"],
     "apply_along_axis": MODEL["apply_along_axis"],
+    "conv_general_dilated_local": local_layer,
 }
 LISTS = {
     "ALGORITHMS": ALGORITHMS,
