@@ -8,7 +8,7 @@ import optax
 
 from .._gradients.verdict import axis_names
 from .._jax import varying
-from .._policies.base import CheckedLossScale, LossScale
+from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
@@ -16,7 +16,6 @@ from .._trees.checks import describe_value
 from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import with_article
 from .._trees.leaf import is_array_like
-from .._trees.numbers import LARGEST
 from .call_update import takes_any
 
 
@@ -69,17 +68,6 @@ def check_state(
             "`tx.init(params)._replace(inner_state=state.inner_state)`."
         )
     return state
-
-
-def cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
-    """Lowers the scale in a scale state to the highest that a policy ever has."""
-    max_scale = getattr(policy, "max_scale", LARGEST)
-    # Some presets may start above their maximum, as their libraries do.
-    highest = jnp.float32(max(max_scale, policy.init_scale))
-    scale = jnp.asarray(scaling.loss_scale)
-    # A scale of NaN stays, for the policy to replace.
-    capped = jnp.where(scale > highest, highest, scale)
-    return scaling._replace(loss_scale=capped)
 
 
 def _way_to_state(state: Any, order: str) -> str:

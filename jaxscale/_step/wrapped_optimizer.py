@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._policies.base import CheckedLossScale
-from .._policies.fixed import FixedLossScale
 from .._state.optimizer import LossScaledState, MultiStepsState
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
@@ -106,18 +104,13 @@ class WrappedOptimizer(Options):
         """Checks that an argument is the state of a step, and returns it as arrays.
 
         A scale that this policy never has, as another may leave it, is replaced: that of a fixed
-        policy by its number, and one above the maximum by the maximum. `order` is the order of the
-        call's arguments, for the error message.
+        policy by its number, and others by the nearest in range. `order` is the order of the call's
+        arguments, for the error message.
         """
         state = checks.check_state(argument, state, self.policy, order)
         self.weights.check(argument, state.weights)
         self._check_has_parts(argument, state)
-        if isinstance(self.policy, FixedLossScale):
-            return state._replace(scaling=self.policy.hold(state.scaling))
-        # Without skips the scale never moves, and a policy of the user's own may have no maximum.
-        if not self.skips or not isinstance(self.policy, CheckedLossScale):
-            return state
-        return state._replace(scaling=checks.cap_scale(self.policy, state.scaling))
+        return state._replace(scaling=self.policy.hold(state.scaling))
 
     def leave(self, state: LossScaledState) -> Any:
         """Returns the state that users get back after a step."""
