@@ -168,6 +168,23 @@ def check_state_kept(new_state: Any, opt_state: Any) -> None:
         )
 
 
+def check_clips_the_mean(inner_state: Any) -> None:
+    """Raises a `ValueError` if each micro-batch would be clipped, and not their mean."""
+    for node in jax.tree.leaves(inner_state, is_leaf=_accumulates):
+        if _accumulates(node):
+            raise ValueError(
+                "`loss_scaled(inner, max_norm=...)`: `inner` accumulates gradients itself "
+                f"(`{type(node).__name__}`), so each micro-batch would be clipped, and not their "
+                "mean. Accumulate by `jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3), "
+                "max_norm=1.0), 4)`, or leave `max_norm` out and put `optax.clip_by_global_norm` "
+                "inside of the `optax.MultiSteps`."
+            )
+
+
+def _accumulates(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState | optax.ApplyEvery)
+
+
 def check_not_nested(inner_state: Any) -> None:
     """Raises a `ValueError` if an optimizer is wrapped that is already wrapped further inside."""
     for path, node in jax.tree_util.tree_leaves_with_path(

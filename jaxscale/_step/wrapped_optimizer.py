@@ -50,6 +50,8 @@ class WrappedOptimizer(Options):
         # What is under a key `_overwrite_with_gradient` is replaced by a step, not optimized.
         inner_state = self.inner.init(without_overwrites(wide_params))
         checks.check_not_nested(inner_state)
+        if self.max_norm is not None:
+            checks.check_clips_the_mean(inner_state)
         # Leaves that an optimizer makes from Python numbers are weakly typed. After a step they
         # would not be, so the second step would compile anew. A cast to its own dtype makes a leaf
         # strongly typed.

@@ -54,6 +54,19 @@ CASES = {
         lambda: loss_scaled(TX),
         "TypeError: loss_scaled(inner) ... DynamicLossScale ... wrap once",
     ),
+    "a clip of each micro-batch": (
+        lambda: loss_scaled(optax.MultiSteps(SGD, 4), max_norm=1.0).init(W),
+        (
+            "ValueError: `loss_scaled(inner, max_norm=...)` ... MultiStepsState ... "
+            "jaxscale.multi_steps(jaxscale.loss_scaled("
+        ),
+    ),
+    "a clip of each micro-batch, deeper": (
+        lambda: jaxscale.skip_nonfinite(
+            optax.chain(SGD, optax.apply_every(4)), max_norm=1.0
+        ).init(W),
+        "ValueError: ApplyEvery ... and not their mean ... Accumulate by",
+    ),
     "wrapped deeper": (
         lambda: loss_scaled(optax.chain(jaxscale.skip_nonfinite(SGD))).init(W),
         "ValueError: LossScaledState ... at [0] ... wrap once",
