@@ -104,8 +104,8 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       in the first step; `opt_state._replace(scaling=policy.init())` starts it
       again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
       the policy starts with its initial one. A scale outside of the policy's bounds is brought to
-      the nearest one in the first step. A float32 state is read into that of `jaxscale.compact_state`,
-      rounded to nearest, and a compact one into a float32 state.
+      the nearest one in the first step. A float32 state is read into that of
+      `jaxscale.compact_state`, rounded to nearest, and a compact one into a float32 state.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::

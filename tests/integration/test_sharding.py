@@ -284,9 +284,9 @@ def run_divided(name, way, division, mesh):
     ),
     fast=[
         ("remainders", by_train_step, "ZeRO-1", AxisType.Explicit),
-        ("skip_nonfinite", by_update, "ZeRO-1", AxisType.Explicit),
+        ("skip_nonfinite", by_train_step, "ZeRO-1", AxisType.Explicit),
         ("at random", by_update, "FSDP", AxisType.Explicit),
-        ("loss_scaled", by_train_step, "ZeRO-1", AxisType.Auto),
+        ("loss_scaled", by_update, "ZeRO-1", AxisType.Auto),
     ],
 )
 def test_a_run_ends_where_that_on_one_device_ends(name, way, division, kind):
