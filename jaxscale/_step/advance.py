@@ -110,10 +110,10 @@ class _InnerStep:
             own.inner, wide_grads, opt_state, wide_params, loss, self.extra_args
         )
         if own.judges:
-            checks.check_state_kept(new_state, opt_state)
+            checks.check_state_kept(own.call, new_state, opt_state)
         like = trained_grads if params is None else params
-        checks.check_copies_stay_equal("the update", updates, like, own.axis_name)
-        checks.check_copies_stay_equal("its state", new_state, opt_state, own.axis_name)
+        self._check_copies("the update", updates, like)
+        self._check_copies("its state", new_state, opt_state)
         # Where no step is skipped, the state may change its structure.
         if jax.tree.structure(new_state) == jax.tree.structure(opt_state):
             new_state = cast_like(new_state, opt_state)
@@ -129,6 +129,10 @@ class _InnerStep:
         if norm is not None:
             norm = shown_norm(norm)
         return outcome, updates, _Kept(new_state, weights, norm, None)
+
+    def _check_copies(self, what: str, new: Any, old: Any) -> None:
+        own = self.own
+        checks.check_copies_stay_equal(own.call, what, new, old, own.axis_name)
 
 
 def advance(
@@ -147,7 +151,7 @@ def advance(
     if not own.judges:
         # There is no window, as that needs a vote: `inner_state` is the optimizer's own.
         if own.max_norm is not None:
-            checks.check_devices_agree(run.grads.divided, None, own.axis_name)
+            checks.check_devices_agree(own.call, run.grads.divided, None, own.axis_name)
         loss = agree_on_loss(run.loss, own.axis_name)
         outcome, _, made = inner_step.make(
             run.grads.divided, state.inner_state, loss, None
@@ -257,9 +261,9 @@ def judge_pass(
     extra_args: Mapping[str, Any],
 ) -> Pass:
     """Returns a pass with zeros for gradients that are never read, and with what judges ask."""
-    checks.check_loss(run.loss)
+    checks.check_loss(own.call, run.loss)
     run = leave_out_unread(own, run, state, params, extra_args)
-    checks.check_devices_agree(run.grads.divided, run.loss, own.axis_name)
+    checks.check_devices_agree(own.call, run.grads.divided, run.loss, own.axis_name)
     # With a window, the optimizer clips the mean of several micro-batches, so the norm of one of
     # them is of no use to it.
     clips = own.max_norm is not None and not own.window.averages

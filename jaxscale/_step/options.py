@@ -22,6 +22,7 @@ class Options:
     Attributes:
       inner: the optimizer inside.
       policy: how the loss scale moves.
+      call: the public function that made it, the outermost of several, for messages.
       axis_name: the axes whose devices decide together, or `None`.
       window: how micro-batches are accumulated; `EachStep` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
@@ -37,6 +38,7 @@ class Options:
 
     inner: optax.GradientTransformationExtraArgs
     policy: LossScale
+    call: str = dataclasses.field(default="loss_scaled", compare=False)
     axis_name: Any = None
     window: Window | EachStep = dataclasses.field(default_factory=EachStep)
     max_norm: float | None = None

@@ -49,16 +49,16 @@ class WrappedOptimizer(Options):
         wide_params = map_gradients(widen, params)
         # What is under a key `_overwrite_with_gradient` is replaced by a step, not optimized.
         inner_state = self.inner.init(without_overwrites(wide_params))
-        checks.check_not_nested(inner_state)
+        checks.check_not_nested(self.call, inner_state)
         if self.max_norm is not None:
-            checks.check_clips_the_mean(inner_state)
+            checks.check_clips_the_mean(self.call, inner_state)
         # Leaves that an optimizer makes from Python numbers are weakly typed. After a step they
         # would not be, so the second step would compile anew. A cast to its own dtype makes a leaf
         # strongly typed.
         inner_state = cast_like(inner_state, inner_state)
         window_state = self.window.open(wide_params, inner_state)
         if not self.known_types:  # once, however often states are made
-            self.weights.warn_of_losses(params, inner_state)
+            self.weights.warn_of_losses(self.call, params, inner_state)
         self.known_types[hashable_types(params)] = types_of(window_state)
 
         state = start_state(self.policy.init(), window_state)
@@ -77,7 +77,7 @@ class WrappedOptimizer(Options):
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        call = "loss_scaled(...).update"
+        call = f"{self.call}(...).update"
         order = "(grads, opt_state, params)"
         state = self.enter(f"{call}(state=...)", state, order)
         if params is None and holds_overwrites(updates):

@@ -50,8 +50,8 @@ class PresetLossScale(DynamicLossScale):
       refill_on_backoff: whether each backoff takes `hysteresis` non-finite steps.
       clip_growth: whether a growth beyond `max_scale` ends at `max_scale`. Otherwise the scale
         stays, which keeps it a power of two even if `max_scale` is not one.
-      clamp: whether `init_scale` may lie outside of the bounds. `"never"`: it must not. `"moves"`: it
-        may, and a growth then ends at most at `max_scale` and a backoff at least at `min_scale`,
+      clamp: whether `init_scale` may lie outside of the bounds. `"never"`: it must not. `"moves"`:
+        it may, and a growth then ends at most at `max_scale` and a backoff at least at `min_scale`,
         even if that lowers or raises it.
 
     Example:
