@@ -32,6 +32,7 @@ from .._trees.overwrites import (
     overwriting_updates,
     without_overwrites,
 )
+from .._trees.params import apply_updates
 from .._trees.selection import tree_where
 from . import checks
 from .backward_pass import Pass
@@ -196,7 +197,14 @@ def advance(
         if not own.check_updates:
             return outcome, made
         new_state = _without_old_infs(made.opt_state, ready.opt_state)
-        finite = all_finite((updates, new_state), axis_name=own.axis_name)
+        new_params = None
+        if params is not None:
+            new_params = outcome
+            if not finish.returns_params:
+                new_params = apply_updates(params, outcome)
+            new_params = _without_old_infs(new_params, params)
+        checked = (updates, new_state, new_params)
+        finite = all_finite(checked, axis_name=own.axis_name)
         made = made._replace(updates_finite=finite)
         outcome, made = choose(finite, (outcome, made), keep)
         return outcome, made._replace(updates_finite=finite)
@@ -277,10 +285,11 @@ def judge_pass(
     return run._replace(facts=facts, before_hook=None)
 
 
-def _without_old_infs(new_state: Any, old_state: Any) -> Any:
-    """Returns a new state with zeros where the old one was not finite already.
+def _without_old_infs(new_tree: Any, old_tree: Any) -> Any:
+    """Returns new arrays with zeros where the old ones were not finite already.
 
-    An optimizer may start from an inf, as `optax.contrib.reduce_on_plateau` does.
+    An optimizer may start from an inf, as `optax.contrib.reduce_on_plateau` does, and a parameter
+    that is not trained may be a mask of -inf.
     """
 
     def without_old(new: Any, old: Any) -> Any:
@@ -288,4 +297,4 @@ def _without_old_infs(new_state: Any, old_state: Any) -> Any:
             return new
         return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
 
-    return jax.tree.map(without_old, new_state, old_state)
+    return jax.tree.map(without_old, new_tree, old_tree)

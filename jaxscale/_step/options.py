@@ -27,7 +27,7 @@ class Options:
       window: how micro-batches are accumulated; `EachStep` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
       skips: whether bad steps are skipped. If not, there are no judges.
-      check_updates: whether a step is taken back if its updates or its state are not finite.
+      check_updates: whether a step is taken back if what it makes is not finite.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.

@@ -69,12 +69,12 @@ def loss_scaled(
         `scaling` has a type of its own; `jaxscale.to_state_dict` and `jaxscale.from_state_dict`
         move a run from one type to the other.)
       check_updates: whether the verdict also covers what `inner` makes of finite gradients: its
-        updates and its new state. Set it for optimizers that compute gradients inside `update`:
-        `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also for those that
-        may make a NaN of finite gradients, such as `optax.contrib.prodigy` of a first gradient of
-        0, and where a single huge gradient may set a second moment to inf for good. Such a step is
-        skipped, and the scale stays where it is. What was not finite in the old state may stay so.
-        It takes one more pass, over the updates and the state.
+        updates, its new state and the new parameters. Set it for optimizers that compute gradients
+        inside `update`: `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also
+        for those that may make a NaN of finite gradients, such as `optax.contrib.prodigy` of a
+        first gradient of 0, and where a single huge gradient may set a second moment to inf for
+        good. Such a step is skipped, and the scale stays where it is. What was not finite before
+        may stay so. It takes one more pass, over all of these.
       track_leaves: whether `nonfinite_leaves` of the state says which leaves the last overflow was
         in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This takes no extra pass.
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
