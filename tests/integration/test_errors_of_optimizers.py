@@ -265,8 +265,8 @@ CASES = {
             jaxscale.to_state_dict(jaxscale.master_weights(SGD, "float32").init(HALF)),
         ),
         (
-            "ValueError: `from_state_dict(state_dict)` at /weights ... copies ... "
-            "remainders ... with_"
+            "ValueError: `from_state_dict(state_dict)` at /weights ... target: remainders/w; ... "
+            "dictionary: copies/bfloat16/w ... with_master_params(old._replace("
         ),
     ),
     "a compact state in another": (
