@@ -65,6 +65,8 @@ def check(
           steps are enough after about 1800 steps, 10 % after 700, 50 % after 105.
         - The loss itself was not finite in 10 steps in a row. (More than `max_consecutive` of them
           are an error.)
+        - All gradients were 0 in 50 steps in a row: something else may clean them before the
+          optimizer gets them, and hide every overflow.
         - The `loss_scaled` optimizer is inside of another one, which a skipped step still changes.
           With `tx`, or in a `TrainState`, this is always seen.
         - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer

@@ -103,9 +103,9 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       replaces the policy's initial one, except that a `FixedLossScale` goes back to its own number
       in the first step; `opt_state._replace(scaling=policy.init())` starts it
       again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
-      the policy starts with its initial one. A scale above the policy's maximum is lowered to the
-      maximum in the first step. A float32 state is read into that of `jaxscale.compact_state`,
-      rounded to nearest, and a compact one into a float32 state.
+      the policy starts with its initial one. A scale outside of the policy's bounds is brought to
+      the nearest one in the first step. A float32 state is read into that of
+      `jaxscale.compact_state`, rounded to nearest, and a compact one into a float32 state.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::
@@ -239,18 +239,38 @@ def _fill_unit(state: UnitLossScaleState) -> UnitLossScaleState:
 def _check_same_weights(
     path: str, children: dict[str, Any], values: dict[str, Any]
 ) -> None:
-    """Raises a `ValueError` if float32 parameters were saved in another form than the target's."""
-    forms = {"remainders", "copies"}
-    saved = {name for name in forms if not _is_empty(values.get(name))}
-    wanted = {name for name in forms if not _is_empty(children[name])}
-    if not saved or not wanted or saved & wanted:
+    """Raises a `ValueError` if float32 parameters were saved beside others than the target's.
+
+    It is the `mask` or the `storage` that has changed, and neither of both has what the other
+    keeps. What keeps none at all is the state of another wrapper.
+    """
+    wanted = _list_beside(children)
+    saved = _list_beside(values)
+    if not saved or not wanted or saved == wanted:
         return
+    only_wanted = ", ".join(sorted(wanted - saved)) or "none"
+    only_saved = ", ".join(sorted(saved - wanted)) or "none"
     raise ValueError(
-        f"{place_of('state_dict', path)} has the float32 parameters as {saved.pop()}, and the "
-        f"target as {wanted.pop()}. Restore with the `storage` of `master_weights` that was "
-        "saved, and then pass `jaxscale.with_master_params(tx.init(params), "
-        "jaxscale.master_params(opt_state, params))`."
+        f"{place_of('state_dict', path)} has other float32 parameters than the target. Only in the "
+        f"target: {only_wanted}; only in the dictionary: {only_saved}. If the `mask` or the "
+        "`storage` of `master_weights` has changed, restore with those that were saved, `old = "
+        "jaxscale.from_state_dict(old_tx.init(params), state_dict)`, and go on from there, with "
+        "all bits and moments: `_, opt_state = jaxscale.with_master_params(old._replace("
+        "weights=tx.init(params).weights), jaxscale.master_params(old, params))`. If the model has "
+        "changed, make the target from the one that was saved."
     )
+
+
+def _list_beside(weights: dict[str, Any]) -> set[str]:
+    """Returns the paths of what stands beside parameters, in a state or in what was saved of it."""
+    paths = set()
+    for form in ("remainders", "copies"):
+        pairs = jax.tree_util.tree_leaves_with_path(weights.get(form))
+        for path, _ in pairs:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            # Flax and Orbax write variables as dictionaries.
+            paths.add(f"{form}/{name}".removesuffix("/value"))
+    return paths
 
 
 def _is_variable(values: dict[str, Any], children: dict[str, Any] | None) -> bool:

@@ -258,4 +258,4 @@ def _keep(
             f"`{call}(inner)`: `inner` is wrapped in `{optimizer.weights.call}` already, and "
             "parameters are kept in one way. Leave one of both out."
         )
-    return rewrap(optimizer, weights=weights).transformation()
+    return rewrap(optimizer, call, weights=weights).transformation()

@@ -9,7 +9,7 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from .._jax import is_inexact
-from .casts import cast
+from .casts import cast, common_sharding, placed
 from .checks import scalar_bool
 from .leaf import dtype_of, is_array_like, is_equal, is_python_number, is_weak
 
@@ -29,7 +29,8 @@ def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
       on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
 
     Returns:
-      A pytree of that structure, with the shapes and dtypes of both trees. A Python number
+      A pytree of that structure, with the shapes and dtypes of both trees. On a mesh with explicit
+      axes it lies as `on_false`. A Python number
       takes the dtype of the array it meets, and so does a weakly typed array of the same or a
       lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
       Python numbers, or two weakly typed arrays, become what JAX promotes them to; two weakly
@@ -58,7 +59,7 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
 
     def select_leaf(path: KeyPath, a: Any, b: Any) -> Any:
         if _are_arrays_of_one_type(a, b):  # the usual case, first because it is fast
-            return jax.lax.select(pred, a, b)
+            return _select_array(pred, a, b)
         if not is_array_like(a) or not is_array_like(b):
             if not is_equal(a, b):
                 raise TypeError(
@@ -70,9 +71,15 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
         dtype = _common_dtype(call, path, a, b)
         if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        return jax.lax.select(pred, _as_array(a, dtype), _as_array(b, dtype))
+        return _select_array(pred, _as_array(a, dtype), _as_array(b, dtype))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
+
+
+def _select_array(pred: Any, new: Any, old: Any) -> jax.Array:
+    """Selects one of two arrays of one shape and dtype, which may lie on a mesh in two ways."""
+    sharding = common_sharding(old, new)
+    return jax.lax.select(pred, placed(new, sharding), placed(old, sharding))
 
 
 def _are_arrays_of_one_type(a: Any, b: Any) -> bool:

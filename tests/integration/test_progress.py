@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from tables import cases
+from tables import cases, unchanged
 
 import jaxscale
 
@@ -235,6 +235,42 @@ def trained(tx, loss_fn, batches, pass_value=True):
     for x in batches:
         w, state = step(w, state, jnp.full(3, x))
     return state
+
+
+def cleaned(grads):
+    return jnp.nan_to_num(grads, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+# The optimizer, what is done to gradients before it gets them, and the loss and batch of a step.
+ALL_ZERO = {
+    "dynamic": (TX, unchanged, square_loss, 0.0),
+    "adaptive, after others": (ADAPTIVE, unchanged, square_loss, 0.0),
+    "fixed": (FIXED, unchanged, square_loss, -0.0),
+    "unscaled": (jaxscale.skip_nonfinite(SGD), unchanged, square_loss, 0.0),
+    "clipped": (jaxscale.loss_scaled(SGD, max_norm=1.0), unchanged, square_loss, 0.0),
+    "hidden": (TX, cleaned, large_half_loss, 1.0),
+}
+
+
+@cases("name", ALL_ZERO)
+def test_steps_whose_gradients_are_all_0_are_told_of(name):
+    tx, clean, loss_fn, x = ALL_ZERO[name]
+
+    @jax.jit
+    def step(w, state, x):
+        loss, grads = jaxscale.value_and_grad(loss_fn, state)(w, jnp.full(3, x))
+        return jaxscale.apply_gradients(tx, clean(grads), state, w, value=loss)
+
+    state = tx.init(W)
+    if clean is unchanged:
+        _, state = step(W, state, 1.0)
+        assert state.zero_count == 0
+    for steps in (49, 1):
+        jaxscale.check(state, tx=tx)
+        for _ in range(steps):
+            _, state = step(W, state, x)
+    with pytest.warns(UserWarning, match=r"0 in 50 steps.*`on_grads="):
+        jaxscale.check(state, tx=tx)
 
 
 class Hopeless(NamedTuple):

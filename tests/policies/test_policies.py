@@ -393,15 +393,20 @@ def test_policies_keep_avals_and_follow_the_verdict(policy, grads):
 
 @policies
 @cases("finite", [True, False])
-def test_an_unusable_restored_scale_is_the_first_one(policy, finite):
+def test_a_restored_scale_that_a_policy_never_has_is_replaced(policy, finite):
     policy = ALL[policy]
     first = policy.init()
     if always_applies(policy):
         return  # whose state stays as it is
-    scales = (first.loss_scale.item(), 0.0, 1e-40, -1.0, np.inf, np.nan)
-    for size, scale in itertools.product((1.0, 0.0), scales):
+    unusable = (0.0, 1e-40, -1.0, np.inf, np.nan)
+    replacements = dict.fromkeys(unusable, policy.init_scale)
+    for outside in (1e-12, 3e38):  # PyTorch's scaler has no bounds
+        nearest = np.clip(outside, policy.min_scale, policy.max_scale)
+        replacements[outside] = nearest
+    for size, (scale, taken) in itertools.product((1.0, 0.0), replacements.items()):
         after = policy.adjust(first._replace(loss_scale=scale), finite, size)
-        assert_same_bits(after, policy.adjust(first, finite, size))
+        expected = policy.adjust(replaced(first, loss_scale=taken), finite, size)
+        assert_same_bits(after, expected)
         assert avals(after) == avals(first)  # also of a number of Python
 
 

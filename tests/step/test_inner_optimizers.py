@@ -19,6 +19,7 @@ from tables import (
     cases,
     fused_step,
     pairs,
+    step,
     take_form_for_accelerators,
     unchanged,
     wide,
@@ -342,6 +343,34 @@ def test_a_state_that_a_finite_gradient_ruins_is_kept_where_asked_for(name):
         if is_checked:
             assert_same_bits((params, after.inner_state), (TRAINED, before.inner_state))
             assert_same_bits(after.scaling, before.scaling)
+
+
+# The updates and the state are finite, and the parameter is not.
+BEYOND = {
+    "float16": (unchanged, jnp.float16, 65000.0, 1000.0),
+    "bfloat16": (jaxscale.stochastic_rounding, jnp.bfloat16, 3.3e38, 3e37),
+    "bfloat16 with masters": (jaxscale.master_weights, jnp.bfloat16, 3.3e38, 3e37),
+    "float32": (unchanged, jnp.float32, 3.3e38, 3e37),
+}
+
+
+@cases("name, way", product(BEYOND, [fused_step, step]))
+def test_a_parameter_that_becomes_inf_is_kept_where_asked_for(name, way):
+    keep, dtype, start, size = BEYOND[name]
+    params = {"w": jnp.array([start, 1.0], dtype), "mask": jnp.array([-jnp.inf, 0.0])}
+    grads = {"w": jnp.array([size, 0.0]), "mask": jnp.zeros(2)}
+    for is_checked in (False, True):
+        inner = optax.scale(1.0)
+        tx = keep(jaxscale.skip_nonfinite(inner, check_updates=is_checked))
+        one_step = jax.jit(functools.partial(way, tx))
+        new_params, state = one_step(params, tx.init(params), grads)
+        assert jnp.isinf(new_params["w"][0]) != is_checked
+        assert state.step_applied != is_checked
+        if is_checked:
+            assert_same_bits(new_params, params)
+            small = jax.tree.map(lambda leaf: leaf * -1e-9, grads)
+            _, state = one_step(params, state, small)
+            assert state.step_applied
 
 
 def test_an_inf_that_a_state_starts_with_is_no_reason_to_skip():

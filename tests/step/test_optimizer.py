@@ -118,7 +118,15 @@ FAST_AS_THEY_ARE = [
     ("remainders", "momentum", "train_step", None),
     ("at random", "momentum", "vmap", None),
 ]
-AS_THEY_ARE = pairs(WRAPPERS, INNERS, WAYS, [None])
+
+
+def may_meet(wrapper, inner, way, dtype):
+    """Whether an optimizer bears the options: one that accumulates cannot be clipped around."""
+    _, options = WRAPPERS[wrapper]
+    return inner != "multi_steps" or "max_norm" not in options
+
+
+AS_THEY_ARE = pairs(WRAPPERS, INNERS, WAYS, [None], where=may_meet)
 AS_THEY_ARE += [row for row in FAST_AS_THEY_ARE if row not in AS_THEY_ARE]
 # Rows with a dtype. Their steps get the loss as `value`.
 CAST = [

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import re
 
 import equinox as eqx
 import jax
@@ -368,3 +369,42 @@ def test_a_class_that_looks_at_its_children_learns(wrapper):
     assert masters.w.dtype == jnp.float32
     if wrapper == "remainder":
         assert_same_bits(jaxscale.with_master_params(state, masters)[0].w, params.w)
+
+
+def masters(mask, storage="remainder"):
+    return jaxscale.master_weights(optax.adam(1e-3), storage, mask=mask)
+
+
+LEAVES = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.full(4, 0.3, jnp.bfloat16)}
+LEAVES |= {"c": jnp.ones(4, jnp.float16)}
+FROZEN = {"a": True, "b": False, "c": True}
+# The optimizer of a run, and the one that goes on with it.
+CHANGED = {
+    "unfrozen": (masters(FROZEN), masters(None)),
+    "frozen": (masters(None), masters(FROZEN)),
+    "storage": (masters(FROZEN), masters(FROZEN, "float32")),
+    "both": (masters(None), masters(FROZEN, "float32")),
+}
+
+
+@cases("name", CHANGED)
+def test_the_way_that_is_named_after_a_change_keeps_all_bits(name):
+    old_tx, tx = CHANGED[name]
+    params, old = LEAVES, old_tx.init(LEAVES)
+    for _ in range(3):
+        grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1), params)
+        params, old = jaxscale.apply_gradients(old_tx, grads, old, params)
+    names = {"jaxscale": jaxscale, "old_tx": old_tx, "tx": tx, "params": params}
+    names["state_dict"] = jaxscale.to_state_dict(old)
+    with pytest.raises(ValueError, match="`mask` or the `storage`") as error:
+        jaxscale.from_state_dict(tx.init(params), names["state_dict"])
+    for line in re.findall(r"`([^`]* = [^`]*\))`", str(error.value)):
+        exec(line, names)
+    state = names["opt_state"]
+    assert_same_bits(state.inner_state, old.inner_state)
+    expected = jaxscale.master_params(old, params)
+    actual = jaxscale.master_params(state, params)
+    if name in ("frozen", "both"):  # what is left out keeps no bits beside it
+        del expected["b"], actual["b"]
+    assert_same_bits(actual, expected)
+    jaxscale.apply_gradients(tx, grads, state, params)

@@ -400,8 +400,6 @@ def test_what_stands_beside_a_parameter_has_its_bytes():
 
 # The warning.
 
-LOST = r"`loss_scaled\(...\).init`: {} .* without float32 copies"
-
 
 def warnings_of(tx, params):
     with warnings.catch_warnings(record=True) as caught:
