@@ -5,12 +5,10 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
 import autocast_targets
-import behaviors
 import checks
 import hlo
 import jax
@@ -186,13 +184,6 @@ def timed(path, *command):
 
 
 @pytest.mark.slow
-def test_steps_are_timed_with_their_model(tmp_path):
-    (row,) = timed(tmp_path / "whole.json", "transformer.py", "--size=tiny")
-    for name, report in row["methods"].items():
-        assert report["to_bare"]["median"] > 0, name
-
-
-@pytest.mark.slow
 def test_steps_are_timed_alone(tmp_path):
     command = ["step.py", "--size=tiny", "--clip", "--gradients=float16"]
     row, with_products = timed(tmp_path / "step.json", *command)
@@ -265,31 +256,6 @@ def test_what_the_backward_pass_keeps_is_counted_without_parameters(kept):
     fun, expected = KEPT_BYTES[kept]
     num_bytes = jaxprs.residual_bytes(lambda w: jnp.sum(fun(w)), jnp.ones(100))
     assert num_bytes == expected
-
-
-@pytest.mark.slow
-def test_autocast_is_measured_beside_float32(tmp_path):
-    path = tmp_path / "autocast.json"
-    command = ["autocast.py", "--size=tiny", "--steps=10", "--rounds=1"]
-    options = [
-        "--models",
-        "transformer, scanned and remat",
-        "--only",
-        "jaxscale.autocast",
-    ]
-    run(*command, *options, f"--json={path}")
-    (row,) = json.loads(path.read_text())["rows"]
-    plain, cast = row["methods"]["float32"], row["methods"]["jaxscale.autocast"]
-    assert (plain["cosine"], plain["smallest_cosine"]) == pytest.approx((1, 1))
-    assert plain["trace"]["median"] == plain["compile"]["median"] == 1
-    for way in ("forward", "backward"):
-        assert plain[way]["half"] == 0
-        assert cast[way]["half"] == cast[way]["products"] == plain[way]["products"] >= 9
-    assert 0.999 < cast["smallest_cosine"] < 1
-    assert cast["loss"] == pytest.approx(plain["loss"], rel=1e-2)
-    assert cast["not_finite"] == cast["skipped"] == 0
-    # copies of the parameters count
-    assert 0 < cast["kept_bytes"] < 1.5 * plain["kept_bytes"]
 
 
 SMALL = zoo.SIZES["small"]
@@ -388,8 +354,6 @@ def test_a_device_is_examined(tmp_path):
     result = json.loads(path.read_text())
     assert path.stem == result["machine"]["device"] == "cpu"
     assert result["machine"]["versions"]["jax"] == jax.__version__
-    assert len(result["laws"]) > 20
-    assert all(law["passed"] is True for law in result["laws"])
     for name, figures in result["figures"].items():
         forms = figures["forms"]
         if not importlib.util.find_spec("jmp"):
@@ -417,22 +381,3 @@ def test_the_tables_in_the_readme_are_those_of_the_figures(name):
     rows = json.loads((FOLDER / "results" / f"{name}.json").read_text())["rows"]
     for table in TABLES[name]:
         assert table(rows) in (FOLDER / "results" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_methods_do_with_bad_steps_what_the_table_says():
-    path = FOLDER / "results" / "behaviors-cpu.json"
-    recorded = json.loads(path.read_text())["rows"]
-    for row, cells in behaviors.measure().items():
-        assert (
-            cells.items() <= recorded[row].items()
-        )  # some methods may not be installed
-
-
-@pytest.mark.slow
-def test_half_precision_parameters_have_the_bytes_that_the_page_says():
-    names = ["optax, float32", "remainder + compact", "stochastic + compact"]
-    printed = run("half_params.py", "--steps", "0", "--only", *names)
-    figures = dict(re.findall(r"^  (.*?) {2,}(\d+\.\d) ", printed, re.MULTILINE))
-    # with the gradients, of 4 and of 2 bytes
-    assert [float(figures[name]) for name in names] == [16.0, 10.0, 8.0]
