@@ -10,10 +10,6 @@ import shlex
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from tables import cases
 
@@ -54,21 +50,6 @@ def test_the_blocks_of_a_page_run(page):
     HOOKS.run_blocks(PAGES[page].read_text(), page)
 
 
-@pytest.mark.slow
-def test_the_loop_of_the_page_makes_a_step():
-    names = HOOKS.run_blocks(PAGES["plain_jax"].read_text(), "plain_jax")
-    tx = jaxscale.loss_scaled(optax.adamw(1e-3))
-    start = {"w": jnp.ones((4, 1))}
-    batch = {"x": jnp.full((8, 4), 0.125), "y": jnp.zeros((8, 1))}
-    names["tx"] = tx
-    for name in ("my_step", "faster_step"):
-        step = names[name].__wrapped__
-        params, opt_state, loss = jax.jit(step)(start, tx.init(start), batch)
-        assert opt_state.step_applied
-        assert np.all(params["w"] < start["w"])
-        assert loss == 0.25
-
-
 def block(code, language="python"):
     return f"```{language}\n{code}\n```\n"
 
@@ -90,29 +71,6 @@ def test_a_wrong_block_is_an_error(name):
     markdown, error, message = WRONG_BLOCKS[name]
     with pytest.raises(error, match=message):
         HOOKS.run_blocks(markdown, "page")
-
-
-def test_blocks_go_on_from_each_other_and_text_is_output_only_right_after_a_block():
-    page = block("no output", "text") + block("x = 1") + "words\n" + block("print(x)")
-    page += block("1", "text") + "words\n" + block("2", "text")
-    names = HOOKS.run_blocks(page, "page")
-    assert names["x"] == 1
-
-
-def test_each_block_is_one_that_runs():
-    # In a block of another language, or of none, nobody would notice a broken program.
-    languages = {"python", "text", "diff", "console"}
-    for name, page in PAGES.items():
-        fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
-        assert set(fences[::2]) <= languages, name
-        assert set(fences[1::2]) <= {""}, name
-
-
-def test_a_power_is_not_bold():
-    # Markdown prints what stands between two `2**15` in bold: write `2\*\*15`, or code.
-    for page in [ROOT / "README.md", *PAGES.values()]:
-        words = re.sub(r"(?ms)^```.*?^```$|`[^`]*`", "", page.read_text())
-        assert not re.findall(r".{0,20}\d\*\*\d.*", words), page.name
 
 
 def has_own_docstring(cls, method):
@@ -168,18 +126,6 @@ def test_the_site_has_all_pages_and_the_reference_all_names(built):
     for page in (built / "reference").glob("*.html"):
         anchors |= set(re.findall(r'<h\d id="(jaxscale[\w.]+)"', page.read_text()))
     assert anchors >= PUBLIC
-
-
-@pytest.mark.slow
-def test_backticks_in_a_docstring_lead_on_to_other_names(built):
-    page = (built / "reference" / "flax.html").read_text()
-    assert 'href="core.html#jaxscale.loss_scaled"' in page
-
-
-@pytest.mark.slow
-def test_an_example_in_the_reference_is_a_program_and_no_quotation(built):
-    page = (built / "reference" / "core.html").read_text()
-    assert "&gt;&gt;&gt; import jaxscale" not in page
 
 
 WRONG_PAGE = """# Wrong
