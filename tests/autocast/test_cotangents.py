@@ -14,7 +14,7 @@ from half_programs import PROGRAMS, W, X, assert_near_by_norm, loss_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases, unchanged
+from tables import cases, pairs, spread, unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -294,7 +294,7 @@ BY_HAND = {"written_in_half", "cast_by_hand"}
 @pytest.mark.filterwarnings("ignore:.*carries nothing in half precision:UserWarning")
 @cases(
     "name, around",
-    itertools.product(MEETINGS, AROUND),
+    spread(list(MEETINGS), list(AROUND)),
     fast=[
         ("in_jit", "grad"),
         ("constant_of_scan", "half_carries"),
@@ -608,16 +608,14 @@ WAYS = {
 }
 
 
-def list_read_often():
-    for name, way, dtype in itertools.product(READ_OFTEN, WAYS, HALVES):
-        # parameters in float16 are refused
-        if not (way.startswith("scale_backward") and dtype == "float16"):
-            yield name, way, dtype
+def is_allowed(name, way, dtype):
+    """Parameters in float16 are refused by `scale_backward`."""
+    return dtype == "bfloat16" or not way.startswith("scale_backward")
 
 
 @cases(
     "name, way, dtype",
-    list_read_often(),
+    pairs(READ_OFTEN, WAYS, HALVES, where=is_allowed),
     fast=[
         ("embedded", "alone", "bfloat16"),
         ("weight_over_steps", "closed over", "float16"),
@@ -668,7 +666,7 @@ MARGINS = {6.0: 16, 9.0: 12, 11.0: 16, 14.0: 12, 18.0: 16}
 
 @cases(
     "name, margin, dtype",
-    itertools.product(LOSSES, MARGINS, HALVES),
+    pairs(LOSSES, MARGINS, HALVES),
     fast=[("cross entropy", 9.0, "float16")],
 )
 def test_confident_predictions_have_the_gradients_of_products_in_half_by_hand(

@@ -16,7 +16,7 @@ from autodiff import FLAGS, HAS_NEW_FORM, form
 from half_programs import PROGRAMS, W, X, assert_near_by_norm, equations, products
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import residual_bytes
-from tables import cases
+from tables import cases, pairs, spread
 
 import jaxscale
 from jaxscale import _jax, diagnostics
@@ -123,7 +123,7 @@ def differentiate(loss, wrap, is_new):
         return Differentiated(result, sorted(products(value_and_grad, W)))
 
 
-@cases("name, wrap", itertools.product(BOTH, WRAPPED), fast=FAST)
+@cases("name, wrap", spread(list(BOTH), list(WRAPPED), times=1), fast=FAST)
 def test_both_forms_have_the_same_products_and_gradients(name, wrap):
     loss = BOTH[name]
     transform = WRAPPED[wrap]
@@ -178,7 +178,7 @@ ALONE = {flag: (flag,) for flag in FLAGS} | {"all": FLAGS}
 
 @cases(
     "name, inside, flags",
-    itertools.product(ACTIVATIONS, OF_LAYERS, ALONE),
+    pairs(ACTIVATIONS, OF_LAYERS, ALONE),
     fast=[
         ("silu", "chain", "jax_remat3"),
         ("elu", "scan", "jax_remat3"),

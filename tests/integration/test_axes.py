@@ -5,7 +5,6 @@ part of the batch, and so its own loss, and `axis_name` says that the devices de
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -324,7 +323,7 @@ def clip_by_largest_part(layout, grads):
 
 @cases(
     "form, layout, name",
-    itertools.product(
+    pairs(
         ["shard_map, unchecked", "pmap"], ["ZeRO", "experts"], ["max_norm", "no skips"]
     ),
     fast=[("pmap", "experts", "max_norm"), ("pmap", "ZeRO", "no skips")],

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from tables import (
     cases,
     gradients,
     spoiled,
+    spread,
     step,
     wide,
 )
@@ -168,18 +168,17 @@ WAYS = {
     "raw_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, tree)),
 }
 LACK_KEYS = ("equinox", "flax_bytes")
+RESTORED = [
+    ("train_state", "raw_orbax"),
+    *spread([name for name in OPTIMIZERS if name != NOISY], list(WAYS)),
+    *spread([NOISY, "train_state"], [way for way in WAYS if way not in LACK_KEYS]),
+    *spread(list(PLACES), ["dict_in_msgpack", "raw_orbax"], times=1),
+]
 
 
 @cases(
     "case, way",
-    [
-        row
-        for row in (
-            *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
-            *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
-        )
-        if row not in {(NOISY, way) for way in LACK_KEYS}
-    ],
+    RESTORED,
     fast=[("train_state", "raw_orbax")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from front_ends import BATCHES, FRONT_ENDS, PARAMS, STATS, averaged, loss_fn
-from tables import assert_same_bits, avals, cases, pairs
+from tables import assert_same_bits, avals, cases, pairs, spread
 
 import jaxscale
 
@@ -191,7 +191,7 @@ INSIDE = r"inside of another one.*`loss_scaled\(outer\(inner\)\)`"
 
 @cases(
     "name, around",
-    product(FRONT_ENDS, AROUND),
+    spread(list(FRONT_ENDS), list(AROUND)),
     fast=[("plain", "flatten"), ("linen", "chain"), ("objects", "partition")],
 )
 def test_a_wrapper_around_the_wrapped_optimizer_is_told_how_to_be_written(name, around):

@@ -13,7 +13,7 @@ from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from scaled_networks import autocast_scaled, scaled_autocast
-from tables import assert_same_bits, cases, fused_step, step
+from tables import assert_same_bits, cases, fused_step, pairs, spread, step
 
 import jaxscale
 
@@ -91,7 +91,7 @@ BAD = {"a": GOOD["a"].at[5].set(jnp.nan), "b": GOOD["b"].at[5].set(jnp.inf)}
 
 @cases(
     "name, check, step_of_tx",
-    itertools.product(AGREEING, [True, False], [fused_step, step]),
+    pairs(AGREEING, [True, False], [fused_step, step]),
     fast=[("clipped", True, fused_step), ("tracked", False, step)],
 )
 def test_shard_map_over_sharded_parameters_agrees(name, check, step_of_tx):
@@ -550,7 +550,7 @@ def place_explicit(fun, mesh):
 )
 @cases(
     "fun, way",
-    itertools.product(EXPLICIT, WRAPPERS),
+    spread(list(EXPLICIT), list(WRAPPERS), times=1),
     fast=[
         (tensor_parallel, "autocast"),
         (remat_in_shard_map, "scale_backward of autocast"),

@@ -131,6 +131,22 @@ def each(*columns):
     return list(itertools.islice(rows, max(map(len, columns))))
 
 
+def spread(first, second, times=2):
+    """A table in which each value of one column meets some of another, each as often as any other.
+
+    For a program and the ways to run it, where what goes wrong goes wrong with most programs of a
+    way, or in most ways of a program.
+    """
+    rows = []
+    of_second = itertools.cycle(second)
+    for number, value in enumerate(first):
+        # not the same ones again and again, where the one length divides the other
+        if number and number * times % len(second) == 0:
+            next(of_second)
+        rows += [(value, next(of_second)) for _ in range(times)]
+    return Thinned(rows, whole=list(itertools.product(first, second)))
+
+
 def unchanged(fun):
     """A transformation that does nothing, in the place of one."""
     return fun
