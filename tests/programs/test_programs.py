@@ -3,11 +3,9 @@
 The whole cross: PYTHONPATH=. python tests/programs/run.py --all
 """
 
-import activations
 import corpus
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import optax
 import plan
@@ -54,31 +52,11 @@ def test_what_is_recorded_is_what_is_found(name, entry):
     np.testing.assert_allclose(errors, arrays[f"{name} reference"], rtol=0.1, atol=2e-5)
 
 
-# What the corpus holds.
-
-
-def test_there_are_enough_programs_and_every_family_meets_every_entry():
-    assert len(ROWS) >= 100
+def test_every_entry_meets_programs_of_most_kinds():
     assert {row.framework for row in ROWS.values()} == set(corpus.FRAMEWORKS)
-    met = {family: set() for family in corpus.FAMILIES}
-    for name, entries in SELECTED.items():
-        met[ROWS[name].family].update(entries)
-    for family, entries in met.items():
-        assert entries == {*plan.ALL_ENTRIES}, family
-    assert {ROWS[name].family for name in plan.FAST} >= {*corpus.FAMILIES} - {"vision"}
-
-
-@pytest.mark.parametrize(
-    ("library", "family"),
-    [(optax.losses, losses), (jax.nn, activations)],
-    ids=["optax", "jax"],
-)
-def test_all_functions_of_a_library_are_there_or_left_out_for_a_reason(library, family):
-    public = {name for name in dir(library) if not name.startswith("_")}
-    prefix = f"{family.__name__}."
-    there = {name.removeprefix(prefix) for name in ROWS if name.startswith(prefix)}
-    assert public - there - {*family.LEFT_OUT} == set()
-    assert there & {*family.LEFT_OUT} == set()
+    for entry in plan.ALL_ENTRIES:
+        names = [name for name, entries in SELECTED.items() if entry in entries]
+        assert len({ROWS[name].family for name in names}) >= 5, entry
 
 
 # The reference is no part of the package, but it must do what it says.
