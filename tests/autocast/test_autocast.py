@@ -57,6 +57,7 @@ def test_twice_is_once(name):
     assert once(*args) == twice(*args)
 
 
+@pytest.mark.device
 @every_program
 def test_outputs_keep_their_types_and_come_close(name):
     fun, args = PROGRAMS[name]
@@ -111,6 +112,7 @@ def assert_products_are_in(dtype, name, differentiate):
         assert set(dtypes) == {dtype}
 
 
+@pytest.mark.device
 @every_program_and_dtype
 def test_products_are_in_half_precision_and_nothing_that_needs_range_is(name, dtype):
     assert_not_in(dtype, IN_FLOAT32, name, loss_of)
@@ -142,6 +144,7 @@ def test_a_compiled_gradient_is_compiled_once(name):
     assert step._cache_size() == 1
 
 
+@pytest.mark.device
 @every_gradient
 def test_gradients_have_the_types_of_parameters_and_come_close(name):
     fun, args = PROGRAMS[name]

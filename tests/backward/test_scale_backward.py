@@ -193,6 +193,7 @@ PLACES = [
 MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `net`
 
 
+@pytest.mark.device
 @cases(
     "place, exponent",
     itertools.product(PLACES, [-60, 40]),
@@ -694,6 +695,7 @@ def grad_of_first_output(fun):
     return jax.grad(loss)
 
 
+@pytest.mark.device
 @pytest.mark.standard_promotion  # the programs themselves mix dtypes
 @cases("name", half_programs.PROGRAMS, fast=["mlp", "own_precision"])
 @in_old_form

@@ -99,6 +99,7 @@ def spoil(leaf, i):
     return spoiled
 
 
+@pytest.mark.device
 @pytest.mark.standard_promotion
 @cases(
     "name, dtype",
@@ -122,6 +123,7 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
                 assert not verdict(spoiled), (key, i)
 
 
+@pytest.mark.device
 @pytest.mark.standard_promotion
 @cases(
     "name, dtype",

@@ -193,7 +193,7 @@ def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
 @kinds
 @cases("differentiate", [unchanged, jax.grad])
 def test_a_program_has_half_as_many_equations_more_at_most(differentiate, kind):
-    # Tracing and compiling take as long as there are equations: `benchmarks/autocast.py`.
+    # Tracing and compiling take as long as there are equations.
     plain, params = transformer(kind)
     cast = differentiate(jaxscale.autocast(plain))
     number = len(primitives(differentiate(plain), params, TOKENS))

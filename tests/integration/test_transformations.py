@@ -52,6 +52,7 @@ def scan_in_vmap():
     return jax.vmap(scanned(train_step), in_axes=(0, 1)), train_step
 
 
+@pytest.mark.device
 @cases("make", [vmap_in_scan, scan_in_vmap], fast=[vmap_in_scan])
 def test_each_member_of_a_population_trains_as_if_it_were_alone(make):
     run, train_step = make()

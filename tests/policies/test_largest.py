@@ -165,6 +165,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.device
 @pytest.mark.standard_promotion
 @cases(
     "name, option",

@@ -9,7 +9,6 @@ from tables import cases
 import jaxscale
 from jaxscale import presets
 
-
 TORCH = presets.torch()
 ADAPTIVE = jaxscale.AdaptiveLossScale()
 RECORDED = simulator.recorded()

@@ -147,7 +147,7 @@ def test_any_steps_are_judged_as_by_the_reference(runs, seed, options):
 
 
 def list_recorded_runs():
-    """The losses and norms of each plain run of `benchmarks/spikes.py`, one after the other.
+    """The losses and norms of each plain run in `spikes-cpu.json`, one after the other.
 
     There is one for each seed and each player: a GAN has two.
     """

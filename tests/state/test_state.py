@@ -282,6 +282,7 @@ def test_containers_are_written_by_key_and_index():
     assert_same_bits(jaxscale.to_state_dict(CONTAINERS), SAVED_CONTAINERS)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "state_dict", [SAVED_CONTAINERS, ORBAX_CONTAINERS], ids=["as written", "by Orbax"]
 )

@@ -288,6 +288,7 @@ RUNS = {
 }
 
 
+@pytest.mark.device
 @cases("name", RUNS, fast=[name for name in RUNS if name != "skips"])
 def test_a_step_is_made_when_the_window_is_full(name):
     run = RUNS[name]

@@ -95,6 +95,7 @@ every_step = cases(
 )
 
 
+@pytest.mark.device
 @every_step
 def test_it_is_what_optax_does(norm, debug_nans, way, name):
     updates, state = clip(norm, debug_nans, way, name)
@@ -115,6 +116,7 @@ def test_the_state_shows_the_norm(norm, debug_nans, way, name):
     assert avals(state) == avals(CLIPPED[name].init(PARAMS))
 
 
+@pytest.mark.device
 def test_an_infinite_gradient_makes_no_nan():
     tx = CLIPPED["safe"]
     grads = gradients(1, 2.0)

@@ -182,6 +182,7 @@ def test_states_and_counts_with_retries_are_by_the_book(policy, retries, mode):
         assert states_of_run.total_notfinite_loss[-1] == 1
 
 
+@pytest.mark.device
 @cases("window", [None, "inside", "outside"], fast=[None, "outside"])
 def test_a_step_counts_its_passes_compiles_the_model_once_and_loses_no_batch(window):
     traces = []
@@ -265,6 +266,7 @@ def step_of_any_type(mode, scale, retries, batch=GOOD):
     return step(OF_ANY_TYPE, tx.init(OF_ANY_TYPE), batch)
 
 
+@pytest.mark.device
 @cases("mode", ["jit", "eager"], fast=["jit"])
 def test_leaves_of_any_type_pass_through_the_loop(mode):
     params, opt_state, (_, aux) = step_of_any_type(mode, 2.0**24, retries=30)

@@ -80,6 +80,7 @@ EVERY_PAIR = [
 ]
 
 
+@pytest.mark.device
 @cases(
     "entry, optimizer",
     EVERY_PAIR,

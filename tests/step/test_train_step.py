@@ -206,6 +206,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.device
 @cases(
     "has_state, has_aux, retries",
     [(*has, retries) for has in OUTPUTS for retries in (0, 3)],

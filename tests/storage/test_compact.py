@@ -115,6 +115,7 @@ def test_a_weight_and_its_state_take_the_bytes_that_are_promised(wrapper):
     assert promised <= per_parameter < promised + 0.01
 
 
+@pytest.mark.device
 def test_a_skipped_step_keeps_the_state_and_its_key():
     tx = jaxscale.loss_scaled(jaxscale.compact_state(optax.adam(1e-3)))
     step = jax.jit(functools.partial(jaxscale.apply_gradients, tx))

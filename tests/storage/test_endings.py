@@ -1,4 +1,4 @@
-"""Where training ends with half-precision parameters, beside float32: a small network that learns."""
+"""Where training with half-precision parameters ends, beside float32: a small network learns."""
 
 import jax
 import jax.numpy as jnp

@@ -34,6 +34,7 @@ def is_nan(bits):
     return (bits & 0x7FFFFFFF) > 0x7F800000
 
 
+@pytest.mark.device
 @cases("low, compiled", product(LOWS, [False, True]))
 def test_two_halves_are_the_number_bit_for_bit(low, compiled):
     split, join = rounding.split, rounding.join
@@ -170,6 +171,7 @@ def draws(numbers, dtype, number=100_000):
     return np.asarray(rounded)
 
 
+@pytest.mark.device
 @cases("name, dtype", product(RANDOM, HALVES), fast=each(RANDOM, HALVES))
 def test_rounding_at_random_is_right_on_average(name, dtype):
     numbers = RANDOM[name]
@@ -190,6 +192,7 @@ def test_rounding_at_random_is_right_on_average(name, dtype):
 LARGEST = {jnp.bfloat16: float(jnp.finfo(jnp.bfloat16).max), jnp.float16: 65504.0}
 
 
+@pytest.mark.device
 @cases("dtype", HALVES)
 def test_no_finite_number_is_rounded_to_inf_and_what_is_not_finite_stays(dtype):
     largest = LARGEST[dtype]

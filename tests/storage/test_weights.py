@@ -200,6 +200,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.device
 @cases(
     "wrapper, options, form, compiled",
     pairs(WRAPPERS, OPTIONS, FORMS, [False, True]),
@@ -291,6 +292,7 @@ def test_weights_that_were_set_to_zero_learn_again(wrapper):
         assert (leaf != 0).mean() > 0.9
 
 
+@pytest.mark.device
 def test_bfloat16_alone_learns_nothing_where_these_learn():
     """One minus a thousand steps of 1e-4: what every one is for."""
     w = jnp.ones(256, jnp.bfloat16)
@@ -464,6 +466,7 @@ def test_nothing_is_told_where_nothing_is_lost(name):
 # Read and written as float32.
 
 
+@pytest.mark.device
 @cases("storage", STORAGES)
 def test_float32_parameters_go_in_and_come_out_bit_for_bit(storage):
     tx = jaxscale.master_weights(optax.adamw(1e-3), storage)
