@@ -31,11 +31,13 @@ import hypothesis
 import jax
 import pytest
 
+# Of the README's command. The tests that also run in the other worlds of `.ci/tests` have a mark of
+# their own.
+LEFT_OUT = ("slow", "docs", "worlds")
+
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--slow", action="store_true", help="run the tests marked slow and docs, too"
-    )
+    parser.addoption("--slow", action="store_true", help="run all tests")
 
 
 def pytest_configure(config):
@@ -45,6 +47,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: runs only with --slow")
     config.addinivalue_line(
         "markers", "docs: of what is written about the code; runs only with --slow"
+    )
+    config.addinivalue_line(
+        "markers", "worlds: runs with --slow, and with each version of .ci/tests"
     )
     config.addinivalue_line(
         "markers", "device: a law that holds on any accelerator, and is run on one"
@@ -66,7 +71,7 @@ def pytest_collection_modifyitems(config, items):
         return
 
     def is_left_out(item):
-        return any(mark.name in ("slow", "docs") for mark in item.iter_markers())
+        return any(mark.name in LEFT_OUT for mark in item.iter_markers())
 
     config.hook.pytest_deselected(items=list(filter(is_left_out, items)))
     items[:] = itertools.filterfalse(is_left_out, items)

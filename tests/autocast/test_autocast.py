@@ -119,6 +119,7 @@ def test_products_are_in_half_precision_and_nothing_that_needs_range_is(name, dt
     assert_products_are_in(dtype, name, loss_of)
 
 
+@pytest.mark.worlds
 @every_program_and_dtype
 def test_backward_products_are_in_half_precision_and_no_sum_is(name, dtype):
     assert_not_in(dtype, SUMS, name, gradient_of_loss)
@@ -134,6 +135,7 @@ def flatten(tree):
 every_gradient = cases("name", PROGRAMS, fast=["attention", "custom_vjp"])
 
 
+@pytest.mark.worlds
 @every_gradient
 def test_a_compiled_gradient_is_compiled_once(name):
     fun, args = PROGRAMS[name]
@@ -217,6 +219,7 @@ def gradient_of_carry(fun):
     return jax.grad(lambda *args: jnp.sum(fun(*args)[0][0]))
 
 
+@pytest.mark.worlds
 @cases("half_carries", [False, True])
 @cases("name", CARRIED, fast=["remat"])
 def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(
@@ -501,6 +504,7 @@ def test_help_shows_the_table():
     assert set(shown) >= table.PRODUCTS
 
 
+@pytest.mark.worlds
 @cases(
     "name",
     ["attention", "activations", "custom_jvp", "custom_vjp"],

@@ -291,6 +291,7 @@ AROUND = {
 BY_HAND = {"written_in_half", "cast_by_hand"}
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:.*carries nothing in half precision:UserWarning")
 @cases(
     "name, around",
@@ -416,6 +417,7 @@ SUMMED += [with_a_backward_rule, with_a_derivative_rule]
 SUMMED = {fun.__name__: fun for fun in SUMMED}
 
 
+@pytest.mark.worlds
 @cases(
     "name, dtype",
     itertools.product(SUMMED, HALVES),
@@ -468,6 +470,7 @@ def test_a_number_that_a_function_with_a_rule_returns_is_not_rounded(dtype):
     np.testing.assert_allclose(sine, np.sin(0.1), rtol=1e-6)
 
 
+@pytest.mark.worlds
 def test_a_weight_that_many_layers_share_has_the_sum_of_their_gradients():
     """In bfloat16 a sum of as many stops growing: each is less than half of its last bit."""
     x = jnp.arange(32.0).reshape(4, 8) / 8
@@ -613,6 +616,7 @@ def is_allowed(name, way, dtype):
     return dtype == "bfloat16" or not way.startswith("scale_backward")
 
 
+@pytest.mark.worlds
 @cases(
     "name, way, dtype",
     pairs(READ_OFTEN, WAYS, HALVES, where=is_allowed),
@@ -664,6 +668,7 @@ LOSSES = {"cross entropy": cross_entropy, "InfoNCE": contrast, "DQN": q_learning
 MARGINS = {6.0: 16, 9.0: 12, 11.0: 16, 14.0: 12, 18.0: 16}
 
 
+@pytest.mark.worlds
 @cases(
     "name, margin, dtype",
     pairs(LOSSES, MARGINS, HALVES),
@@ -755,6 +760,7 @@ def test_a_stand_in_has_the_tangent_of_the_second_array():
     np.testing.assert_array_equal(tangent, 2 * HALF)
 
 
+@pytest.mark.worlds
 def test_a_stand_in_is_differentiated_twice():
     second = jax.hessian(lambda wide: jnp.sum(stand_in_of(wide) ** 2))(WIDE)
     np.testing.assert_array_equal(second, 2 * np.eye(2))

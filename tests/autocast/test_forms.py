@@ -123,6 +123,7 @@ def differentiate(loss, wrap, is_new):
         return Differentiated(result, sorted(products(value_and_grad, W)))
 
 
+@pytest.mark.worlds
 @cases("name, wrap", spread(list(BOTH), list(WRAPPED), times=1), fast=FAST)
 def test_both_forms_have_the_same_products_and_gradients(name, wrap):
     loss = BOTH[name]
@@ -176,6 +177,7 @@ OF_LAYERS = {"chain": chain_layers, "scan": scan_layers}
 ALONE = {flag: (flag,) for flag in FLAGS} | {"all": FLAGS}
 
 
+@pytest.mark.worlds
 @cases(
     "name, inside, flags",
     pairs(ACTIVATIONS, OF_LAYERS, ALONE),
@@ -273,6 +275,7 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
     assert names_of_autodiff(cast, is_new=True) == {_jax.OBJECT}
 
 
+@pytest.mark.worlds
 @pytest.mark.parametrize("was_new", [False, True])
 def test_one_program_is_rewritten_under_the_flags_of_both_forms_in_turn(was_new):
     with form(was_new):
@@ -285,6 +288,7 @@ def test_one_program_is_rewritten_under_the_flags_of_both_forms_in_turn(was_new)
         np.testing.assert_allclose(gradient, plain_gradient, atol=2e-3)
 
 
+@pytest.mark.worlds
 @in_both_forms
 def test_the_trace_looks_into_both_forms(is_new):
     def loss(w):
@@ -335,6 +339,7 @@ def test_a_custom_root_is_solved_in_half_precision_and_its_linear_system_in_floa
         assert "float16" not in products(marked, W)
 
 
+@pytest.mark.worlds
 @in_both_forms
 @cases("differentiate", [jax.grad, jax.jacfwd], fast=[jax.grad])
 def test_derivatives_of_a_custom_root_come_close(differentiate, is_new):
@@ -352,6 +357,7 @@ def test_a_custom_root_is_batched(is_new):
         np.testing.assert_allclose(batch, [root(W), root(W / 2)], rtol=0.01)
 
 
+@pytest.mark.worlds
 @in_both_forms
 def test_the_trace_looks_into_a_custom_root(is_new):
     scaling = jaxscale.FixedLossScale(8).init()

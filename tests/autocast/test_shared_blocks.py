@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from half_programs import assert_near_by_norm, normal
 from tables import cases, pairs, unchanged
 
@@ -116,6 +117,7 @@ def one_weight(block, ws, x):
 ORDERS = {fun.__name__: fun for fun in (data_first, activations_first, one_weight)}
 
 
+@pytest.mark.worlds
 @cases(
     "rule, block, order, shape",
     pairs(RULED, BLOCKS, ORDERS, SHAPES),

@@ -197,6 +197,7 @@ def derivatives(way, layer, activation, dtype, inputs):
     return WAYS[way](with_activation, wrap)(W, INPUTS[inputs])
 
 
+@pytest.mark.worlds
 @cases(
     "way, layer, activation, dtype, inputs",
     pairs(WAYS, LAYERS, ACTIVATIONS, HALVES, INPUTS),
@@ -229,6 +230,7 @@ def test_derivatives_have_the_bits_that_they_have_with_signs_of_float32(
 KEEPING_NOTHING = ["relu", "own_relu"]
 
 
+@pytest.mark.worlds
 @cases("dtype", HALVES)
 @cases("activation", KEEPING_NOTHING)
 @cases("layer", ["stream", "within", "two_of_one"])

@@ -130,6 +130,7 @@ def assert_gradient_is(gradient, expected):
     assert jnp.linalg.norm(gradient - expected) < 2e-3 * jnp.linalg.norm(expected)
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
 @cases(
     "model, form",
@@ -165,6 +166,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", GRADIENTS)
 def test_a_ref_from_outside_is_written_once(name):
     ref = new_ref(jnp.ones(()))

@@ -118,6 +118,7 @@ for place in PLACES:
     BUILT[f"Equinox, {place}"] = functools.partial(run_equinox, place)
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases("name", BUILT, fast=["Linen, apply", "Equinox, module"])
 @in_old_form

@@ -111,6 +111,7 @@ def step(state, grad, loss):
     return state, jaxscale.metrics(state) | {"loss": loss}
 
 
+@pytest.mark.worlds
 def test_a_run_is_drawn_as_its_metrics_were():
     losses = [2.0 / (i + 1) for i in range(12)]
     losses[7] = np.nan

@@ -75,6 +75,7 @@ PLANTED = {
 OVERFLOWS = [(model, plant) for model, plant in PLANTED if plant != "underflow"]
 
 
+@pytest.mark.worlds
 @cases(("model", "plant"), PLANTED, fast=[("rnn", "backward")])
 def test_a_fault_is_found_at_its_line(model, plant):
     report = trace_model(model, plant, 2.0**15)
@@ -345,6 +346,7 @@ def rows_with(field):
     return [name for name, row in FIRST.items() if getattr(row, field) is not None]
 
 
+@pytest.mark.worlds
 @cases(
     "name", FIRST, fast=["masked row", "backward rule", "log", "collected", "report"]
 )
@@ -358,6 +360,7 @@ def test_the_report_has_the_loss_and_what_is_not_finite(name):
     assert_fields(first_report(name), **FIRST[name].report)
 
 
+@pytest.mark.worlds
 @cases("name", FIRST)
 def test_the_text_has_the_line_of_the_first_inf_or_nan(name):
     report = first_report(name)
@@ -373,6 +376,7 @@ def test_the_text_says_what_happened(name):
         assert words in text
 
 
+@pytest.mark.worlds
 def test_the_text_counts_many_gradients():
     @summed
     def loss_fn(params):
@@ -495,6 +499,7 @@ def is_subnormal(x):
     return (x != 0) & (np.abs(x) < 2.0**-14)
 
 
+@pytest.mark.worlds
 @hypothesis.given(HALVES, HALVES)
 def test_what_a_product_loses_is_what_numpy_counts(x, y):
     # The product of two float16 numbers is exact in float64.
@@ -529,6 +534,7 @@ def test_what_was_subnormal_before_is_not_lost_again():
     assert find_lost(PRODUCT, [normal, normal], [subnormal], least=0.5).subnormals == 8
 
 
+@pytest.mark.worlds
 def test_a_value_is_lost_once_where_it_is_lost():
     @summed
     def loss_fn(w):
@@ -688,6 +694,7 @@ def test_numbers_that_become_one_are_named_with_their_lines():
     assert "0.99999 is 1 in float16" in str(one)
 
 
+@pytest.mark.worlds
 def test_numbers_in_bfloat16_are_what_they_say():
     ones = jnp.ones(4, jnp.bfloat16)
     assert trace(with_rounded_numbers, ones, loss_scale=1).constants == ()

@@ -247,6 +247,7 @@ def squared_sum(w, x):
     return jnp.sum(w * x) ** 2 / 64, jnp.sum(x)
 
 
+@pytest.mark.worlds
 @cases(
     "name, compared",
     itertools.product(MAPS, COMPARED),

@@ -279,6 +279,7 @@ def batches_for(name):
     return {"lbfgs": BATCHES[:3], "no skips": GOOD}.get(name, BATCHES)
 
 
+@pytest.mark.worlds
 @cases(
     "form, layout, name",
     pairs(FORMS, LAYOUTS, OPTIMIZERS, where=is_equal_to_one),
@@ -299,6 +300,7 @@ def test_many_devices_end_where_one_ends(form, layout, name):
     jax.tree.map(assert_close, actual, end_on_one(layout, name))
 
 
+@pytest.mark.worlds
 def test_bad_batches_and_the_one_that_stands_out_are_skipped_and_the_plateau_is_seen():
     """So that the rows above are no runs in which nothing happens."""
     _, state = end_on_one("replicated", "spikes")
@@ -321,6 +323,7 @@ def clip_by_largest_part(layout, grads):
     return jax.tree.map(lambda grad: grad * 0.5 / max(norms), grads)
 
 
+@pytest.mark.worlds
 @cases(
     "form, layout, name",
     pairs(

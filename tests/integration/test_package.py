@@ -304,6 +304,7 @@ def test_names_in_docstrings_resolve():
             assert resolves(inner), f"{name}: {inner}"
 
 
+@pytest.mark.worlds
 @cases("program", ["imports_lazily", "without_flax"], fast=["imports_lazily"])
 def test_a_program_imports_the_package(program):
     path = ROOT / "tests" / "support" / f"{program}.py"

@@ -89,6 +89,7 @@ GOOD = {"a": PAIR["a"].at[4:6].set([3, 4]), "b": PAIR["b"] * 0}
 BAD = {"a": GOOD["a"].at[5].set(jnp.nan), "b": GOOD["b"].at[5].set(jnp.inf)}
 
 
+@pytest.mark.worlds
 @cases(
     "name, check, step_of_tx",
     pairs(AGREEING, [True, False], [fused_step, step]),
@@ -176,6 +177,7 @@ class PlacedRun:
         return after
 
 
+@pytest.mark.worlds
 @cases(
     "layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")]
 )
@@ -290,6 +292,7 @@ def step_over_devices(way, retries):
     return lambda x, scale: compiled(PARAMS, hot(scale).init(PARAMS), x)
 
 
+@pytest.mark.worlds
 @every_way
 def test_all_skip_together_without_retries(way):
     once = step_over_devices(way, retries=0)
@@ -300,6 +303,7 @@ def test_all_skip_together_without_retries(way):
         assert state.total_notfinite_loss == 1
 
 
+@pytest.mark.worlds
 @every_way
 def test_all_go_round_together(way):
     again = step_over_devices(way, retries=30)
@@ -383,6 +387,7 @@ def all_reduces_of_update(tx):
     return all_reduces(functools.partial(step, tx), LEAVES, tx.init(LEAVES), LEAVES)
 
 
+@pytest.mark.worlds
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_verdict_costs_one_all_reduce(policy):
     assert all_reduces_of_update(optax.adamw(1e-3)) == []
@@ -413,6 +418,7 @@ def test_in_a_whole_step_the_verdict_travels_with_the_gradients(policy):
         assert added <= len(LEAVES)
 
 
+@pytest.mark.worlds
 @cases(
     "policy, tracked",
     itertools.product(["dynamic", "adaptive"], [False, True]),
@@ -545,6 +551,7 @@ def place_explicit(fun, mesh):
     return jax.device_put((WEIGHTS, X), shardings)
 
 
+@pytest.mark.worlds
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="axes are not Explicit by default"
 )

@@ -90,6 +90,7 @@ def dynamic_policies(draw):
     )
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @hypothesis.given(
     dynamic_policies(),
@@ -105,6 +106,7 @@ def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(
     follow(policy, start or first, steps)
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 def test_moves_at_the_bounds_are_those_of_the_reference():
     numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
@@ -180,6 +182,7 @@ SIZES = st.lists(
 FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 5)
 
 
+@pytest.mark.worlds
 @FEW
 @hypothesis.given(adaptive_policies(), SIZES)
 def test_the_adaptive_rule_follows_the_reference(policy, sizes):

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import simulator
 from tables import cases
 
@@ -20,6 +21,7 @@ def totals(policy, retries=0):
     return {key: sum(row[key] for row in rows) for key in rows[0]}
 
 
+@pytest.mark.worlds
 def test_a_fifth_of_pytorchs_skips_at_a_scale_as_high():
     ours, theirs = totals(ADAPTIVE), totals(TORCH)
     assert theirs["skips"] == 38
@@ -28,6 +30,7 @@ def test_a_fifth_of_pytorchs_skips_at_a_scale_as_high():
         assert ours[key] / 5 >= theirs[key] / 5 - 0.5
 
 
+@pytest.mark.worlds
 def test_with_retries_no_step_is_lost_and_few_are_repeated():
     ours, theirs = totals(ADAPTIVE, retries=8), totals(TORCH, retries=1)
     assert (ours["skips"], theirs["skips"], theirs["extra"]) == (0, 0, 38)
@@ -60,6 +63,7 @@ WAYS = {"alike": ({}, SHARES), "of many sizes": ({"noise": 1.0}, SHARES[1:])}
 WAYS |= {"five at a time": ({"burst": 5}, SHARES[2:])}
 
 
+@pytest.mark.worlds
 @cases("way, seed", itertools.product(WAYS, range(2)), fast=[("alike", 0)])
 def test_rare_large_batches_are_learned_and_not_lost(way, seed):
     options, shares = WAYS[way]

@@ -119,6 +119,7 @@ def draw_steps(runs, seed, length=200):
 RUN = st.tuples(st.sampled_from(list(STEP_KINDS)), st.integers(1, 15))
 
 
+@pytest.mark.worlds
 @given(
     runs=st.lists(RUN, max_size=25),
     seed=st.integers(0, 99),
@@ -160,6 +161,7 @@ def list_recorded_runs():
                 yield run[:, np.isfinite(run).all(0)]
 
 
+@pytest.mark.worlds
 def test_recorded_runs_are_judged_as_by_the_reference():
     num_spikes = 0
     for losses, norms in list_recorded_runs():
@@ -175,6 +177,7 @@ def test_recorded_runs_are_judged_as_by_the_reference():
 # What the docstring of `SpikeRule` says.
 
 
+@pytest.mark.worlds
 @cases(("sigma", "per_10_000"), [(0.3, 3), (0.6, 22), (1.0, 57)], fast=[(1.0, 57)])
 def test_good_steps_of_a_heavy_tailed_norm_are_taken_for_spikes(sigma, per_10_000):
     norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
@@ -254,6 +257,7 @@ def test_without_a_loss_the_norm_judges_alone():
     assert_same_bits(take_last(states), expected)
 
 
+@pytest.mark.worlds
 def test_other_dtypes_are_judged_in_float32():
     rule = SpikeRule(window=4)
     state = state_after(rule, [1.0, 1.25, 0.75])

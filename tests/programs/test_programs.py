@@ -21,6 +21,7 @@ ROWS = corpus.load()
 SELECTED = plan.two_entries(ROWS)
 
 
+@pytest.mark.worlds
 @pytest.mark.parametrize(("name", "entry"), plan.FAST.items())
 def test_a_program_is_no_worse_than_with_its_products_in_half(name, entry):
     assert Trial.recorded(ROWS[name], entry).judge(entry).wrong == []
@@ -135,6 +136,7 @@ def in_everything(product):
     return fun
 
 
+@pytest.mark.worlds
 def test_the_reference_rounds_products_wherever_they_stand_and_nothing_else():
     outputs = run_by_reference(in_everything(jnp.matmul), X, W)
     expected = jax.jit(in_everything(by_hand))(X, W)

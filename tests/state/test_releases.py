@@ -53,6 +53,7 @@ def test_each_release_has_a_file():
     assert sorted(WRITTEN) == ["0.3.0", "0.4.0"]
 
 
+@pytest.mark.worlds
 @cases("release, name", ROWS)
 def test_a_dictionary_goes_on_as_in_its_release(release, name):
     written = WRITTEN[release]

@@ -149,6 +149,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "name, retries, binades",
     pairs(POLICIES, [0, 8], [0, 8]),
@@ -166,6 +167,7 @@ def test_a_healthy_run_is_never_warned_of(name, retries, binades):
 DECAYED = [name for name in POLICIES if name != "hasty"]
 
 
+@pytest.mark.worlds
 @cases(
     "name, retries",
     product(DECAYED, [0, 8]),
@@ -210,6 +212,7 @@ FALLS = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "name, retries",
     [*product(COUNTED, [0]), *product(REPEATED, [3])],
@@ -280,6 +283,7 @@ FORMS = {
 }
 
 
+@pytest.mark.worlds
 @cases("form", FORMS, fast=["six falls to 2**15", "six falls", "NNX", "a population"])
 def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form):
     make_state, is_warned_of = FORMS[form]
@@ -295,6 +299,7 @@ def test_updates_that_are_not_finite_after_retries_are_no_further_fall():
     assert state.scaling.loss_scale == 2.0**12
 
 
+@pytest.mark.worlds
 @cases(
     "policy, steps",
     product(["dynamic", "hysteresis", "adaptive"], [10, 12]),

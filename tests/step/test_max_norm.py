@@ -95,6 +95,7 @@ every_step = cases(
 )
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @every_step
 def test_it_is_what_optax_does(norm, debug_nans, way, name):
@@ -116,6 +117,7 @@ def test_the_state_shows_the_norm(norm, debug_nans, way, name):
     assert avals(state) == avals(CLIPPED[name].init(PARAMS))
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 def test_an_infinite_gradient_makes_no_nan():
     tx = CLIPPED["safe"]
@@ -129,6 +131,7 @@ def test_an_infinite_gradient_makes_no_nan():
         assert state.grad_norm == jnp.inf, name
 
 
+@pytest.mark.worlds
 @cases("judged", [False, True], fast=[True])
 def test_the_norm_is_that_of_a_window(judged):
     """Also where spikes are looked for, which asks for the norm of each micro-batch."""
@@ -168,6 +171,7 @@ def triple(grads):
     return jax.tree.map(lambda leaf: 3 * leaf, grads)
 
 
+@pytest.mark.worlds
 def test_the_norm_is_that_of_what_a_hook_made_and_of_a_loss_that_is_bad():
     tx = CLIPPED["dynamic"]
     params = PARAMS | {"half": jnp.ones(5)}

@@ -182,6 +182,7 @@ def test_states_and_counts_with_retries_are_by_the_book(policy, retries, mode):
         assert states_of_run.total_notfinite_loss[-1] == 1
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @cases("window", [None, "inside", "outside"], fast=[None, "outside"])
 def test_a_step_counts_its_passes_compiles_the_model_once_and_loses_no_batch(window):
@@ -266,6 +267,7 @@ def step_of_any_type(mode, scale, retries, batch=GOOD):
     return step(OF_ANY_TYPE, tx.init(OF_ANY_TYPE), batch)
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @cases("mode", ["jit", "eager"], fast=["jit"])
 def test_leaves_of_any_type_pass_through_the_loop(mode):
@@ -285,6 +287,7 @@ def test_leaves_of_any_type_pass_through_the_loop(mode):
     assert_same_bits(kept, OF_ANY_TYPE)
 
 
+@pytest.mark.worlds
 @cases("mode", ["jit", "eager"], fast=["jit"])
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_a_scale_that_is_nan_is_replaced_by_one_retry(policy, mode):
@@ -300,6 +303,7 @@ def test_a_scale_that_is_nan_is_replaced_by_one_retry(policy, mode):
     assert (state.step_applied, state.total_retries) == (True, 1)
 
 
+@pytest.mark.worlds
 def test_counters_stay_at_their_largest_value():
     most = jnp.array(np.iinfo(np.int32).max)
     state = hot().init(PARAMS)

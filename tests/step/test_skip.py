@@ -95,6 +95,7 @@ def signed_numbers(dtype):
 MODES = {"eager": step, "jit": jax.jit(step, static_argnums=0)}
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @cases(
     "dtype, mode",

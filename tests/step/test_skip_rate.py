@@ -324,6 +324,7 @@ def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far(name):
         assert texts_of_check(jax.tree.map(lambda leaf: leaf[:steps], states)) == []
 
 
+@pytest.mark.worlds
 def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
     for tx in (
         jaxscale.multi_steps(ADAPTIVE, 64),
@@ -360,6 +361,7 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     assert "skipped lately" in text
 
 
+@pytest.mark.worlds
 @cases("name", ["3 % of losses", "grows by 4", "3 % of micro-batches"])
 def test_the_rate_is_that_of_the_reference(name):
     states = states_of(HEALTHY[name])

@@ -62,6 +62,7 @@ def run(wrapper, number=3, params=PARAMS):
     return params, state
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder", "random, compact"])
 def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
     tx = make(wrapper)
@@ -80,6 +81,7 @@ def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
     assert_same_bits(looped, params)
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["random, compact"])
 def test_a_pickle_goes_on_with_the_same_bits(wrapper):
     params, state = run(wrapper)
@@ -88,6 +90,7 @@ def test_a_pickle_goes_on_with_the_same_bits(wrapper):
     assert_same_bits(step(*saved, GRADS), step(params, state, GRADS))
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_population_draw_differently(wrapper):
     tx = make(wrapper)
@@ -119,6 +122,7 @@ def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
     assert_same_bits(train(0.01, 1)["w"], train(0.01, jnp.int32(1))["w"])
 
 
+@pytest.mark.worlds
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_a_population_is_so_many_runs(wrapper):
     tx = make(wrapper)
@@ -136,6 +140,7 @@ DEVICES = np.array(jax.devices("cpu")).reshape(4, 2)
 SPECS = {"w": P("data", "model"), "h": P("model")}
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, kind",
     [(name, kind) for name in WRAPPERS for kind in (AxisType.Auto, AxisType.Explicit)],
@@ -176,6 +181,7 @@ def take_steps(wrapper, params, grads):
 MESH = Mesh(DEVICES[:, 0], ("data",))
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, checked",
     [(name, flag) for name in WRAPPERS for flag in (True, False)],
@@ -202,6 +208,7 @@ def test_replicas_stay_equal(wrapper, checked):
         assert (leaf == leaf[:1]).all()
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_shards_draw_differently(wrapper):
     params = {"w": jnp.concatenate([PARAMS["w"][:16]] * 4), "h": PARAMS["h"]}
@@ -240,6 +247,7 @@ def own_nnx_step(model, optimizer, x, y):
     return loss
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder"])
 def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
     ends = []
@@ -279,6 +287,7 @@ def test_a_train_state_is_read_and_written_in_float32(wrapper):
         assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder"])
 def test_a_module_of_equinox_is_read_in_float32(wrapper):
     mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
@@ -315,6 +324,7 @@ def test_a_step_may_donate_what_was_made_of_a_checkpoint(storage):
     assert not any(leaf.is_deleted() for leaf in checkpoint.values())
 
 
+@pytest.mark.worlds
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_nnx_starts_from_float32_parameters(wrapper):
     model = Perceptron(nnx.Rngs(0))

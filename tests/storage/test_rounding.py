@@ -266,6 +266,7 @@ def words_of_steps(key, number=2):
     return words
 
 
+@pytest.mark.worlds
 def test_steps_arrays_and_members_draw_differently():
     like = jnp.zeros(2**16)
     words = []
@@ -323,6 +324,7 @@ def roundings(dtype):
     yield lambda x: rounding.join(*rounding.split(x))
 
 
+@pytest.mark.worlds
 @cases("dtype, way", product(HALVES, range(4)))
 def test_rounding_has_the_derivative_of_a_cast(dtype, way):
     rounded = list(roundings(dtype))[way]
