@@ -24,7 +24,6 @@ SUMS = {
 }
 
 
-@pytest.mark.worlds
 @cases("name", SUMS)
 def test_the_sums_of_a_loss_have_their_weights(name):
     loss, expected = SUMS[name]
