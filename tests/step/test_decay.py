@@ -181,6 +181,22 @@ def test_a_scale_that_decays_is_warned_of(name, retries):
         assert warns_of(states), run
 
 
+@cases("retries", [0, 8], fast=[0])
+def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
+    """Its loss takes a logarithm in half precision.
+
+    The other one learns its labels by heart, and its scale rests at 2**9 after 150 steps.
+    """
+    paths = (simulator.FOLDER / "decays").glob("vit*.npz")
+    runs = {path.stem: np.load(path) for path in paths}
+    traces = {}
+    for name, run in runs.items():
+        traces[name] = run["ceiling"].astype(np.int32), run["largest"] / 256
+    states = histories(jaxscale.DynamicLossScale(), traces, retries)
+    assert warns_of(states["vit_wrong_labels"])
+    assert states["vit_memorised"].backoff_count.max() >= 5
+
+
 COUNTED = {
     "fixed": jaxscale.FixedLossScale(2.0**8),
     "dynamic": jaxscale.DynamicLossScale(growth_interval=40, max_scale=2.0**17),
