@@ -14,7 +14,7 @@ from half_programs import PROGRAMS, W, X, assert_near_by_norm, loss_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases, pairs, spread, unchanged
+from tables import cases, half, pairs, spread, unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -420,7 +420,7 @@ SUMMED = {fun.__name__: fun for fun in SUMMED}
 @pytest.mark.worlds
 @cases(
     "name, dtype",
-    itertools.product(SUMMED, HALVES),
+    spread(list(SUMMED), list(HALVES), times=1),
     fast=[("gathered", "bfloat16"), ("in_many_products", "bfloat16")],
 )
 def test_what_is_left_of_a_sum_is_as_with_products_in_half_by_hand(name, dtype):
@@ -611,6 +611,9 @@ WAYS = {
 }
 
 
+meet = half(READ_OFTEN, WAYS)
+
+
 def is_allowed(name, way, dtype):
     """Parameters in float16 are refused by `scale_backward`."""
     return dtype == "bfloat16" or not way.startswith("scale_backward")
@@ -619,7 +622,13 @@ def is_allowed(name, way, dtype):
 @pytest.mark.worlds
 @cases(
     "name, way, dtype",
-    pairs(READ_OFTEN, WAYS, HALVES, where=is_allowed),
+    pairs(
+        READ_OFTEN,
+        WAYS,
+        HALVES,
+        where=is_allowed,
+        among=lambda *row: meet(row[0], row[1]),
+    ),
     fast=[
         ("embedded", "alone", "bfloat16"),
         ("weight_over_steps", "closed over", "float16"),

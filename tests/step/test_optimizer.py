@@ -20,6 +20,7 @@ from tables import (
     avals,
     cases,
     fused_step,
+    half,
     pairs,
     step,
     wide,

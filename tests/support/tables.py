@@ -107,22 +107,39 @@ class Thinned(list):
         self.whole = whole
 
 
-def pairs(*columns, where=lambda *row: True):
+def pairs(*columns, where=lambda *row: True, among=lambda *row: True):
     """A table in which each two values of two columns meet in a row, with far fewer than all rows.
 
     What goes wrong goes wrong with two of them; nearly nothing needs three at once. `where` says of
-    a row whether it may be one.
+    a row whether it may be one, and `among` whether it may be chosen (see `half`).
     """
+    whole = [row for row in itertools.product(*columns) if where(*row)]
     pairs_of = {}
-    for row in itertools.product(*columns):
-        if where(*row):
+    for row in whole:
+        if among(*row):
             pairs_of[row] = set(itertools.combinations(enumerate(row), 2))
     left = set().union(*pairs_of.values())
     table = []
     while left:
         table.append(max(pairs_of, key=lambda row: len(left & pairs_of[row])))
         left -= pairs_of[table[-1]]
-    return Thinned(table, whole=pairs_of)
+    return Thinned(table, whole=whole)
+
+
+def half(first, second):
+    """Returns whether two values are among the half of all pairs in which each value is as often.
+
+    For `among` of `pairs`, with two long columns, whose pairs are most of the table.
+    """
+    places = {}
+    for column in (first, second):
+        for place, value in enumerate(column):
+            places[value] = place
+
+    def is_chosen(one, other):
+        return (places[one] + places[other]) % 2 == 0
+
+    return is_chosen
 
 
 def each(*columns):
