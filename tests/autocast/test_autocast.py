@@ -48,6 +48,7 @@ def assert_near(a, b):
 every_program = cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
 
 
+@pytest.mark.worlds
 @every_program
 def test_twice_is_once(name):
     fun, args = PROGRAMS[name]
@@ -146,6 +147,7 @@ def test_a_compiled_gradient_is_compiled_once(name):
     assert step._cache_size() == 1
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @every_gradient
 def test_gradients_have_the_types_of_parameters_and_come_close(name):

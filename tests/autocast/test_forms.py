@@ -350,6 +350,7 @@ def test_derivatives_of_a_custom_root_come_close(differentiate, is_new):
     np.testing.assert_allclose(actual, expected, atol=tolerance)
 
 
+@pytest.mark.worlds
 @in_both_forms
 def test_a_custom_root_is_batched(is_new):
     with form(is_new):

@@ -279,6 +279,7 @@ CALLS = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", CALLS)
 def test_a_module_of_nnx_is_an_argument_and_keeps_its_parameters(name):
     module = Attention()

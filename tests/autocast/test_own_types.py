@@ -153,6 +153,7 @@ def test_values_of_own_types_pass_and_a_product_in_their_operations_is_named(
     assert_near(gradient, plain_gradient, share=0.02)
 
 
+@pytest.mark.worlds
 @cases("loss", [dequantized, multiplied])
 def test_the_trace_names_operations_of_own_types(loss):
     report = diagnostics.trace(loss, SCALING)(X, QUANTIZED)

@@ -729,6 +729,7 @@ OF_ONE_PASS = sorted(
 )
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases("name", OF_ONE_PASS, fast=["mlp", "own_precision"])
 @in_old_form

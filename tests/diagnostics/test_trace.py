@@ -90,6 +90,7 @@ def test_a_fault_is_found_at_its_line(model, plant):
     assert place.times == 1
 
 
+@pytest.mark.worlds
 @cases(("model", "plant"), OVERFLOWS, fast=[("rnn", "backward")])
 def test_the_elements_that_overflow_are_counted_and_followed(model, plant):
     place = trace_model(model, plant, 2.0**15).first_nonfinite
@@ -355,6 +356,7 @@ def test_the_first_inf_or_nan_is_named(name):
     assert_fields(first, line=line(name), **FIRST[name].first)
 
 
+@pytest.mark.worlds
 @cases("name", rows_with("report"))
 def test_the_report_has_the_loss_and_what_is_not_finite(name):
     assert_fields(first_report(name), **FIRST[name].report)
@@ -386,6 +388,7 @@ def test_the_text_counts_many_gradients():
     assert text.endswith("reaches loss, 4 of the gradients")
 
 
+@pytest.mark.worlds
 @cases("name", rows_with("causes"))
 def test_the_causes_of_all_places_are_told_apart(name):
     causes = {place.cause for place in first_report(name).nonfinite}
@@ -412,6 +415,7 @@ def report_of_underflows():
     return trace(eight_underflows, half(*[1e-4] * 4), loss_scale=2.0**12)
 
 
+@pytest.mark.worlds
 def test_equal_reports_have_equal_hashes():
     assert hash(FIRST["report"].run()) == hash(first_report("report"))
     # It fails if anything in a report is an array or a list.

@@ -124,6 +124,7 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
                 assert not verdict(spoiled), (key, i)
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @pytest.mark.standard_promotion
 @cases(

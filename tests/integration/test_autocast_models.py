@@ -192,6 +192,7 @@ def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
     assert ours <= 1.02 * theirs
 
 
+@pytest.mark.worlds
 @kinds
 @cases("differentiate", [unchanged, jax.grad])
 def test_a_program_has_half_as_many_equations_more_at_most(differentiate, kind):

@@ -556,6 +556,7 @@ def test_every_function_takes_a_state_in_variables_as_one_without(name):
         assert_takes_variables(function, name, [run.state, run.opaque])
 
 
+@pytest.mark.worlds
 @every_policy
 def test_a_state_in_variables_is_found_in_any_tree(name):
     run = skip_three_steps(name)

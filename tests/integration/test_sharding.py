@@ -319,6 +319,7 @@ def test_all_go_round_together(way):
     assert_same_on_host(state.scaling[:2], fitting.scaling[:2])
 
 
+@pytest.mark.worlds
 @every_way
 def test_a_bad_loss_on_one_device_is_not_repeated_on_any(way):
     kept, state = step_over_devices(way, retries=30)(BAD_X, 2.0**24)

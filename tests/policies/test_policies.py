@@ -223,6 +223,7 @@ def adaptive_states(draw):
     )
 
 
+@pytest.mark.worlds
 @hypothesis.given(adaptive_states(), SIZES)
 def test_the_adaptive_rule_follows_the_reference_from_any_state(start, sizes):
     follow(ADAPTIVE, start, sizes)

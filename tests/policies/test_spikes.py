@@ -57,6 +57,7 @@ def assert_thresholds_are(states, looks):
             np.testing.assert_allclose(numbers, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.worlds
 @cases(
     "name",
     STREAMS,

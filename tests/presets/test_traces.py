@@ -278,6 +278,7 @@ def test_the_scale_is_that_of_the_library(system):
         assert np.all(error <= ulps * ulp), case["id"]
 
 
+@pytest.mark.worlds
 @systems
 def test_a_step_is_applied_if_the_library_applied_it(system):
     for run, outcome in replay_system(system):
@@ -288,6 +289,7 @@ def test_a_step_is_applied_if_the_library_applied_it(system):
         assert applied.tolist() == recorded, run.case["id"]
 
 
+@pytest.mark.worlds
 @systems
 def test_counters_are_those_of_the_library(system):
     _, expect = SYSTEMS[system]

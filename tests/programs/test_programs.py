@@ -127,6 +127,7 @@ def test_the_reference_rounds_products_wherever_they_stand_and_nothing_else():
         assert np.array_equal(output, expected[form]), form
 
 
+@pytest.mark.worlds
 def test_the_reference_leaves_nothing_behind():
     in_half = run_by_reference(jnp.matmul, X, W)
     plain = jax.jit(jnp.matmul)(X, W)
@@ -141,6 +142,7 @@ def gradient_of(product):
     return jax.grad(loss)
 
 
+@pytest.mark.worlds
 def test_the_reference_differentiates_as_by_hand():
     gradient = run_by_reference(gradient_of(jnp.matmul), W)
     assert np.array_equal(gradient, jax.jit(gradient_of(by_hand))(W))

@@ -415,6 +415,7 @@ def with_scale(state, scale):
     return state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(scale)))
 
 
+@pytest.mark.worlds
 @cases("name", HIGH)
 def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it(name):
     tx, scale, factor, expected = HIGH[name]

@@ -109,6 +109,7 @@ def test_it_is_what_optax_does(norm, debug_nans, way, name):
         assert_same_bits(updates, expected)
 
 
+@pytest.mark.worlds
 @every_step
 def test_the_state_shows_the_norm(norm, debug_nans, way, name):
     _, state = clip(norm, debug_nans, way, name)

@@ -20,7 +20,6 @@ from tables import (
     avals,
     cases,
     fused_step,
-    half,
     pairs,
     step,
     wide,

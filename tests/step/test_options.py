@@ -73,6 +73,7 @@ def overflow(tx):
     return state
 
 
+@pytest.mark.worlds
 @cases("option", OPTIONS)
 def test_a_state_keeps_its_structure_under_an_optimizer_without_it(option):
     plain = jaxscale.loss_scaled(INNER)

@@ -150,6 +150,7 @@ def states_in(mode, step, opt_state):
     return jax.tree.map(lambda *leaves: stack(*leaves)[None], *states)
 
 
+@pytest.mark.worlds
 @cases(
     "policy, retries, mode",
     pairs(MOVING_POLICIES, [3, 1, 30], ["eager", "vmap"]),

@@ -333,6 +333,7 @@ AVERAGED = {
 NEVER_SKIPS = {"bare", "bare window", "switched off"}
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings(
     "ignore:.train_step.*(inside of another|is a bare optimizer)"
 )

@@ -104,6 +104,7 @@ def test_members_of_a_population_draw_differently(wrapper):
         assert (first["w"][member] != first["w"][0]).mean() > 0.2
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
     """They start from the same weights, so that nothing else tells them apart."""
@@ -365,6 +366,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder", "random"])
 def test_a_class_that_looks_at_its_children_learns(wrapper):
     params = Strict(PARAMS["w"], jnp.ones(64, jnp.bfloat16))

@@ -35,6 +35,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "name, compiled", product(MOMENTS, [False, True]), fast=each(MOMENTS, [False, True])
 )

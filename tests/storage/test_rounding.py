@@ -109,6 +109,7 @@ def test_float16_is_rounded_as_by_a_cast_and_saturates(low, compiled):
 # Copies.
 
 
+@pytest.mark.worlds
 @cases("dtype, rounded_by", product(HALVES, ["nearest", "cast"]))
 def test_a_copy_survives_that_the_parameter_is_rounded_from(dtype, rounded_by):
     # ties among them
@@ -171,6 +172,7 @@ def draws(numbers, dtype, number=100_000):
     return np.asarray(rounded)
 
 
+@pytest.mark.worlds
 @pytest.mark.device
 @cases("name, dtype", product(RANDOM, HALVES), fast=each(RANDOM, HALVES))
 def test_rounding_at_random_is_right_on_average(name, dtype):
