@@ -48,6 +48,7 @@ def assert_near(a, b):
 every_program = cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
 
 
+@pytest.mark.worlds
 @every_program
 def test_twice_is_once(name):
     fun, args = PROGRAMS[name]
@@ -57,6 +58,7 @@ def test_twice_is_once(name):
     assert once(*args) == twice(*args)
 
 
+@pytest.mark.device
 @every_program
 def test_outputs_keep_their_types_and_come_close(name):
     fun, args = PROGRAMS[name]
@@ -111,12 +113,14 @@ def assert_products_are_in(dtype, name, differentiate):
         assert set(dtypes) == {dtype}
 
 
+@pytest.mark.device
 @every_program_and_dtype
 def test_products_are_in_half_precision_and_nothing_that_needs_range_is(name, dtype):
     assert_not_in(dtype, IN_FLOAT32, name, loss_of)
     assert_products_are_in(dtype, name, loss_of)
 
 
+@pytest.mark.worlds
 @every_program_and_dtype
 def test_backward_products_are_in_half_precision_and_no_sum_is(name, dtype):
     assert_not_in(dtype, SUMS, name, gradient_of_loss)
@@ -132,6 +136,7 @@ def flatten(tree):
 every_gradient = cases("name", PROGRAMS, fast=["attention", "custom_vjp"])
 
 
+@pytest.mark.worlds
 @every_gradient
 def test_a_compiled_gradient_is_compiled_once(name):
     fun, args = PROGRAMS[name]
@@ -142,6 +147,8 @@ def test_a_compiled_gradient_is_compiled_once(name):
     assert step._cache_size() == 1
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @every_gradient
 def test_gradients_have_the_types_of_parameters_and_come_close(name):
     fun, args = PROGRAMS[name]
@@ -214,6 +221,7 @@ def gradient_of_carry(fun):
     return jax.grad(lambda *args: jnp.sum(fun(*args)[0][0]))
 
 
+@pytest.mark.worlds
 @cases("half_carries", [False, True])
 @cases("name", CARRIED, fast=["remat"])
 def test_half_carries_are_those_that_are_computed_from_a_product_of_themselves(
@@ -498,6 +506,7 @@ def test_help_shows_the_table():
     assert set(shown) >= table.PRODUCTS
 
 
+@pytest.mark.worlds
 @cases(
     "name",
     ["attention", "activations", "custom_jvp", "custom_vjp"],

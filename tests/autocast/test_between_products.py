@@ -159,6 +159,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "family, form, dtype, entry",
     pairs(FAMILIES, FORMS, ["float16", "bfloat16"], ENTRIES),
@@ -269,6 +270,7 @@ def write_and_read(x):
     return jnp.sum((before @ x) ** 2 + (after * jnp.exp(before * 1e-2)) ** 2)
 
 
+@pytest.mark.worlds
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no refs")
 def test_refs_are_read_in_their_order():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4)), jnp.float32)

@@ -424,6 +424,7 @@ def test_attention_of_another_name_is_named(monkeypatch, unlist):
         jax.make_jaxpr(jaxscale.autocast(attend))(*ATTENDED)
 
 
+@pytest.mark.worlds
 def test_a_solver_of_a_library_calls_the_field_of_the_model():
     def solve(a, y):
         return ode.odeint(lambda y, t: a @ y - y, y, TIMES)
@@ -458,6 +459,7 @@ def test_the_default_algorithm_is_not_a_demand():
     assert cast_products(product, X, A) == ["float16"]
 
 
+@pytest.mark.worlds
 def test_a_loss_of_impossible_symbols_is_finite():
     def loss(a):
         is_possible = jnp.arange(8) < 4
@@ -493,6 +495,7 @@ def test_the_logits_of_attention_are_multiplied_into_float32(dtype):
     assert dtypes.count(dtype) == 1
 
 
+@pytest.mark.worlds
 @cases("dtype", HALVES, fast=["float16"])
 def test_the_logits_of_attention_may_be_larger_than_float16_holds(dtype):
     logits = jnp.einsum("btnh,bsnh->bnts", *LARGE[:2])
@@ -501,6 +504,7 @@ def test_the_logits_of_attention_may_be_larger_than_float16_holds(dtype):
     np.testing.assert_allclose(actual, attend(*LARGE), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.worlds
 @cases("dtype", HALVES, fast=["float16"])
 def test_the_derivative_of_attention_multiplies_in_half_precision(dtype):
     """For which hardware is made."""

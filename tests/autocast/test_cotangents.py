@@ -14,7 +14,7 @@ from half_programs import PROGRAMS, W, X, assert_near_by_norm, loss_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from tables import cases, unchanged
+from tables import cases, half, pairs, spread, unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -291,10 +291,11 @@ AROUND = {
 BY_HAND = {"written_in_half", "cast_by_hand"}
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:.*carries nothing in half precision:UserWarning")
 @cases(
     "name, around",
-    itertools.product(MEETINGS, AROUND),
+    spread(list(MEETINGS), list(AROUND)),
     fast=[
         ("in_jit", "grad"),
         ("constant_of_scan", "half_carries"),
@@ -416,9 +417,10 @@ SUMMED += [with_a_backward_rule, with_a_derivative_rule]
 SUMMED = {fun.__name__: fun for fun in SUMMED}
 
 
+@pytest.mark.worlds
 @cases(
     "name, dtype",
-    itertools.product(SUMMED, HALVES),
+    spread(list(SUMMED), list(HALVES), times=1),
     fast=[("gathered", "bfloat16"), ("in_many_products", "bfloat16")],
 )
 def test_what_is_left_of_a_sum_is_as_with_products_in_half_by_hand(name, dtype):
@@ -468,6 +470,7 @@ def test_a_number_that_a_function_with_a_rule_returns_is_not_rounded(dtype):
     np.testing.assert_allclose(sine, np.sin(0.1), rtol=1e-6)
 
 
+@pytest.mark.worlds
 def test_a_weight_that_many_layers_share_has_the_sum_of_their_gradients():
     """In bfloat16 a sum of as many stops growing: each is less than half of its last bit."""
     x = jnp.arange(32.0).reshape(4, 8) / 8
@@ -608,16 +611,24 @@ WAYS = {
 }
 
 
-def list_read_often():
-    for name, way, dtype in itertools.product(READ_OFTEN, WAYS, HALVES):
-        # parameters in float16 are refused
-        if not (way.startswith("scale_backward") and dtype == "float16"):
-            yield name, way, dtype
+meet = half(READ_OFTEN, WAYS)
 
 
+def is_allowed(name, way, dtype):
+    """Parameters in float16 are refused by `scale_backward`."""
+    return dtype == "bfloat16" or not way.startswith("scale_backward")
+
+
+@pytest.mark.worlds
 @cases(
     "name, way, dtype",
-    list_read_often(),
+    pairs(
+        READ_OFTEN,
+        WAYS,
+        HALVES,
+        where=is_allowed,
+        among=lambda *row: meet(row[0], row[1]),
+    ),
     fast=[
         ("embedded", "alone", "bfloat16"),
         ("weight_over_steps", "closed over", "float16"),
@@ -666,9 +677,10 @@ LOSSES = {"cross entropy": cross_entropy, "InfoNCE": contrast, "DQN": q_learning
 MARGINS = {6.0: 16, 9.0: 12, 11.0: 16, 14.0: 12, 18.0: 16}
 
 
+@pytest.mark.worlds
 @cases(
     "name, margin, dtype",
-    itertools.product(LOSSES, MARGINS, HALVES),
+    pairs(LOSSES, MARGINS, HALVES),
     fast=[("cross entropy", 9.0, "float16")],
 )
 def test_confident_predictions_have_the_gradients_of_products_in_half_by_hand(
@@ -757,6 +769,7 @@ def test_a_stand_in_has_the_tangent_of_the_second_array():
     np.testing.assert_array_equal(tangent, 2 * HALF)
 
 
+@pytest.mark.worlds
 def test_a_stand_in_is_differentiated_twice():
     second = jax.hessian(lambda wide: jnp.sum(stand_in_of(wide) ** 2))(WIDE)
     np.testing.assert_array_equal(second, 2 * np.eye(2))

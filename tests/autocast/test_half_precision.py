@@ -109,6 +109,7 @@ def loss_with(call):
     return lambda w: jnp.mean(jnp.square(call(jnp.tanh(X @ w[0]), w[1]) @ w[2]))
 
 
+@pytest.mark.worlds
 @cases("dtype", HALF)
 @cases("around", AROUND, fast=["nothing", "jit"])
 @cases("name", KERNELS)
@@ -278,6 +279,7 @@ CALLS = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", CALLS)
 def test_a_module_of_nnx_is_an_argument_and_keeps_its_parameters(name):
     module = Attention()
@@ -293,6 +295,7 @@ def test_a_module_of_nnx_is_an_argument_and_keeps_its_parameters(name):
     assert module.calls[...] == 1
 
 
+@pytest.mark.worlds
 def test_a_step_with_a_kernel_learns():
     def loss_fn(w, x):
         return jnp.mean(jnp.square(KERNELS["pallas"](x, w) - 1))

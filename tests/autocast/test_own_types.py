@@ -138,6 +138,7 @@ def assert_near(actual, expected, share):
     np.testing.assert_allclose(actual, expected, atol=share * largest)
 
 
+@pytest.mark.worlds
 @cases("wrap", [jaxscale.autocast, jaxscale.scale_backward])
 @cases("loss", [dequantized, multiplied])
 def test_values_of_own_types_pass_and_a_product_in_their_operations_is_named(
@@ -152,6 +153,7 @@ def test_values_of_own_types_pass_and_a_product_in_their_operations_is_named(
     assert_near(gradient, plain_gradient, share=0.02)
 
 
+@pytest.mark.worlds
 @cases("loss", [dequantized, multiplied])
 def test_the_trace_names_operations_of_own_types(loss):
     report = diagnostics.trace(loss, SCALING)(X, QUANTIZED)
@@ -176,5 +178,6 @@ def test_an_operation_of_arrays_keeps_its_rule(argnum):
     assert_near(actual, jax.grad(loss_of_arrays, argnum)(X, W[0]), share=0.01)
 
 
+@pytest.mark.worlds
 def test_the_trace_looks_into_an_operation_of_arrays():
     assert not diagnostics.trace(cast_loss_of_arrays, SCALING)(X, W[0]).not_entered

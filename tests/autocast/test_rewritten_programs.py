@@ -62,6 +62,7 @@ def count_operations(fun):
     return {name: count for name, count in counts.items() if name not in ADDED}
 
 
+@pytest.mark.worlds
 @cases("after", AFTER_A_PRODUCT)
 def test_nothing_is_computed_twice_in_the_forward_pass(after):
     def fun(x):
@@ -134,6 +135,7 @@ BARRIERS = {
 }
 
 
+@pytest.mark.worlds
 @cases("fun, platform", BARRIERS)
 def test_barriers_stand_where_xla_would_keep_what_is_to_be_computed_again(
     fun, platform

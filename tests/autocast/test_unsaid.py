@@ -271,6 +271,7 @@ def sum_of_product_after(part):
     return lambda x: jnp.sum(part(x) @ W[1])
 
 
+@pytest.mark.worlds
 @cases("name", OPAQUE)
 def test_what_cannot_be_looked_into_is_named(name):
     fun = sum_of_product_after(OPAQUE[name])
@@ -435,6 +436,7 @@ AS_IT_SHOULD = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", NOTHING_TO_CAST)
 def test_a_function_in_which_nothing_is_cast_is_named(name):
     fun, x, why = NOTHING_TO_CAST[name]

@@ -1,13 +1,11 @@
 """`scale_backward` of functions that make or take refs: mutable arrays."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scaled_networks import unchanged
-from tables import cases
+from tables import cases, spread
 from traced_losses import DIFFERENTIATED, new_ref
 
 import jaxscale
@@ -132,10 +130,11 @@ def assert_gradient_is(gradient, expected):
     assert jnp.linalg.norm(gradient - expected) < 2e-3 * jnp.linalg.norm(expected)
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
 @cases(
     "model, form",
-    itertools.product(MODELS, FORMS),
+    spread(list(MODELS), list(FORMS)),
     fast=[(overwritten, "alone"), (inside_a_checkpoint, "alone")],
 )
 def test_gradients_are_those_of_float32_and_values_those_of_the_function(model, form):
@@ -167,6 +166,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", GRADIENTS)
 def test_a_ref_from_outside_is_written_once(name):
     ref = new_ref(jnp.ones(()))

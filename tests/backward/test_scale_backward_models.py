@@ -117,6 +117,7 @@ for place in PLACES:
     BUILT[f"Equinox, {place}"] = functools.partial(run_equinox, place)
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases("name", BUILT, fast=["Linen, apply", "Equinox, module"])
 def test_models_of_libraries_have_their_gradients_and_change_as_they_do(name):

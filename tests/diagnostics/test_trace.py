@@ -75,6 +75,7 @@ PLANTED = {
 OVERFLOWS = [(model, plant) for model, plant in PLANTED if plant != "underflow"]
 
 
+@pytest.mark.worlds
 @cases(("model", "plant"), PLANTED, fast=[("rnn", "backward")])
 def test_a_fault_is_found_at_its_line(model, plant):
     report = trace_model(model, plant, 2.0**15)
@@ -89,6 +90,7 @@ def test_a_fault_is_found_at_its_line(model, plant):
     assert place.times == 1
 
 
+@pytest.mark.worlds
 @cases(("model", "plant"), OVERFLOWS, fast=[("rnn", "backward")])
 def test_the_elements_that_overflow_are_counted_and_followed(model, plant):
     place = trace_model(model, plant, 2.0**15).first_nonfinite
@@ -345,6 +347,7 @@ def rows_with(field):
     return [name for name, row in FIRST.items() if getattr(row, field) is not None]
 
 
+@pytest.mark.worlds
 @cases(
     "name", FIRST, fast=["masked row", "backward rule", "log", "collected", "report"]
 )
@@ -353,11 +356,13 @@ def test_the_first_inf_or_nan_is_named(name):
     assert_fields(first, line=line(name), **FIRST[name].first)
 
 
+@pytest.mark.worlds
 @cases("name", rows_with("report"))
 def test_the_report_has_the_loss_and_what_is_not_finite(name):
     assert_fields(first_report(name), **FIRST[name].report)
 
 
+@pytest.mark.worlds
 @cases("name", FIRST)
 def test_the_text_has_the_line_of_the_first_inf_or_nan(name):
     report = first_report(name)
@@ -373,6 +378,7 @@ def test_the_text_says_what_happened(name):
         assert words in text
 
 
+@pytest.mark.worlds
 def test_the_text_counts_many_gradients():
     @summed
     def loss_fn(params):
@@ -382,6 +388,7 @@ def test_the_text_counts_many_gradients():
     assert text.endswith("reaches loss, 4 of the gradients")
 
 
+@pytest.mark.worlds
 @cases("name", rows_with("causes"))
 def test_the_causes_of_all_places_are_told_apart(name):
     causes = {place.cause for place in first_report(name).nonfinite}
@@ -408,6 +415,7 @@ def report_of_underflows():
     return trace(eight_underflows, half(*[1e-4] * 4), loss_scale=2.0**12)
 
 
+@pytest.mark.worlds
 def test_equal_reports_have_equal_hashes():
     assert hash(FIRST["report"].run()) == hash(first_report("report"))
     # It fails if anything in a report is an array or a list.
@@ -495,6 +503,7 @@ def is_subnormal(x):
     return (x != 0) & (np.abs(x) < 2.0**-14)
 
 
+@pytest.mark.worlds
 @hypothesis.given(HALVES, HALVES)
 def test_what_a_product_loses_is_what_numpy_counts(x, y):
     # The product of two float16 numbers is exact in float64.
@@ -529,6 +538,7 @@ def test_what_was_subnormal_before_is_not_lost_again():
     assert find_lost(PRODUCT, [normal, normal], [subnormal], least=0.5).subnormals == 8
 
 
+@pytest.mark.worlds
 def test_a_value_is_lost_once_where_it_is_lost():
     @summed
     def loss_fn(w):
@@ -688,6 +698,7 @@ def test_numbers_that_become_one_are_named_with_their_lines():
     assert "0.99999 is 1 in float16" in str(one)
 
 
+@pytest.mark.worlds
 def test_numbers_in_bfloat16_are_what_they_say():
     ones = jnp.ones(4, jnp.bfloat16)
     assert trace(with_rounded_numbers, ones, loss_scale=1).constants == ()

@@ -61,6 +61,7 @@ COMPUTED = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", COMPUTED, fast=["rewritten"])
 def test_what_it_computes_is_what_eager_evaluation_computes(name):
     assert_computed_eagerly(*COMPUTED[name])
@@ -279,6 +280,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.worlds
 @cases("fun", ROUNDED)
 def test_numbers_of_the_source_are_exact_in_float32(fun):
     exact, rounded = ROUNDED[fun]
@@ -297,6 +299,7 @@ def test_a_number_that_a_function_returns_is_not_guessed():
     assert report.constants == ()
 
 
+@pytest.mark.worlds
 def test_like_calls_have_their_own_numbers_and_keep_what_is_read_of_them():
     # A program begins at each product. Like programs are compiled once.
     @functools.partial(jax.jit, static_argnums=1)

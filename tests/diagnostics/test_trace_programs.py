@@ -209,6 +209,7 @@ def test_an_underflow_is_found_inside_of(name):
 # Passes of the same programs.
 
 
+@pytest.mark.worlds
 @cases("name", HOLDERS, fast=["while"])
 def test_a_pass_in_a_hurry_stops_at_the_first_overflow_of_a_full_one(name):
     def fun(x):
@@ -501,6 +502,7 @@ def test_what_reads_a_number_in_float32_does_not_round_it():
     assert in_float32.report().loss == 0.5
 
 
+@pytest.mark.worlds
 def test_the_compiled_program_has_the_gradients_of_its_equations():
     def fun(w):
         def body(x, y):

@@ -39,6 +39,7 @@ leaves histogram shares layers
 """
 
 
+@pytest.mark.worlds
 def test_the_json_has_the_results(doctor, no_pictures):
     answer = doctor("doctored:fine", "--json")
     assert answer.status == 0

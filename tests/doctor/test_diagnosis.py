@@ -490,6 +490,7 @@ def assert_said(answer, case):
     assert marks.count("!") == case.status
 
 
+@pytest.mark.worlds
 @cases("name", CASES, fast=["uneven at 8", "number"])
 def test_it_says_what_is_wrong_and_where(name, doctor, no_pictures):
     case = CASES[name]

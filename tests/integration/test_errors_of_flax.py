@@ -351,6 +351,7 @@ CASES = {
 }
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing:UserWarning")

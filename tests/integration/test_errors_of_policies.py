@@ -193,6 +193,7 @@ def test_a_policy_says_what_its_state_is(name):
         policy.adjust(None, FINITE)
 
 
+@pytest.mark.worlds
 @cases("name", OWN, fast=["dynamic"])
 def test_the_states_of_a_population_are_updated_under_vmap_alone(name):
     policy = OWN[name]

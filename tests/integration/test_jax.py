@@ -67,6 +67,7 @@ MAY_NAME_PRIMITIVES = {
 }
 
 
+@pytest.mark.worlds
 def test_what_a_primitive_does_is_asked_of_one_table():
     """No other room writes the name of a primitive, so that a new one is one row."""
     names_by_file = {}
@@ -440,6 +441,7 @@ WAYS = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "way, compiled, kind",
     itertools.product(WAYS, [False, True], AUTODIFF),

@@ -85,6 +85,7 @@ LOGGED = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", LOGGED, fast=["everything", "window"])
 def test_metrics_are_json_at_all_times_and_have_the_same_names(name):
     tx = LOGGED[name]
@@ -190,6 +191,7 @@ def test_by_default_a_scale_may_come_down_all_the_way():
     stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
 
 
+@pytest.mark.worlds
 def test_a_policy_that_follows_gradients_needs_some_that_are_not_0():
     for steps, size, tx in ((5, 0.0, ADAPTIVE), (6, 1.0, ADAPTIVE), (6, 0.0, TX)):
         jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
@@ -409,6 +411,7 @@ HOPELESS = {
 }
 
 
+@pytest.mark.worlds
 @cases("case", HOPELESS, fast=["a shard of bad data", "a floor that is too high"])
 def test_the_right_cause_is_named(case):
     run = HOPELESS[case]
@@ -420,6 +423,7 @@ def test_the_right_cause_is_named(case):
         assert words not in message
 
 
+@pytest.mark.worlds
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_line_that_is_named_helps(policy):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
@@ -511,6 +515,7 @@ def test_check_reads_a_state_that_holds_more_than_scalars():
         stuck(state, r"7 steps.*on its way down, to 4:", tx=tx, max_consecutive=5)
 
 
+@pytest.mark.worlds
 def test_the_advice_finds_where_an_overflow_is_born():
     def loss_fn(w):
         return jnp.sum(jnp.sqrt(w))

@@ -13,7 +13,7 @@ from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from scaled_networks import autocast_scaled, scaled_autocast
-from tables import assert_same_bits, cases, fused_step, pairs, step
+from tables import assert_same_bits, cases, fused_step, pairs, spread, step
 
 import jaxscale
 
@@ -89,9 +89,10 @@ GOOD = {"a": PAIR["a"].at[4:6].set([3, 4]), "b": PAIR["b"] * 0}
 BAD = {"a": GOOD["a"].at[5].set(jnp.nan), "b": GOOD["b"].at[5].set(jnp.inf)}
 
 
+@pytest.mark.worlds
 @cases(
     "name, check, step_of_tx",
-    itertools.product(AGREEING, [True, False], [fused_step, step]),
+    pairs(AGREEING, [True, False], [fused_step, step]),
     fast=[("clipped", True, fused_step), ("tracked", False, step)],
 )
 def test_shard_map_over_sharded_parameters_agrees(name, check, step_of_tx):
@@ -176,6 +177,7 @@ class PlacedRun:
         return after
 
 
+@pytest.mark.worlds
 @cases(
     "layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")]
 )
@@ -383,6 +385,7 @@ def step_over_devices(way, retries):
     return lambda x, scale: compiled(PARAMS, hot(scale).init(PARAMS), x)
 
 
+@pytest.mark.worlds
 @every_way
 def test_all_skip_together_without_retries(way):
     once = step_over_devices(way, retries=0)
@@ -393,6 +396,7 @@ def test_all_skip_together_without_retries(way):
         assert state.total_notfinite_loss == 1
 
 
+@pytest.mark.worlds
 @every_way
 def test_all_go_round_together(way):
     again = step_over_devices(way, retries=30)
@@ -408,6 +412,7 @@ def test_all_go_round_together(way):
     assert_same_on_host(state.scaling[:2], fitting.scaling[:2])
 
 
+@pytest.mark.worlds
 @every_way
 def test_a_bad_loss_on_one_device_is_not_repeated_on_any(way):
     kept, state = step_over_devices(way, retries=30)(BAD_X, 2.0**24)
@@ -476,6 +481,7 @@ def all_reduces_of_update(tx):
     return all_reduces(functools.partial(step, tx), LEAVES, tx.init(LEAVES), LEAVES)
 
 
+@pytest.mark.worlds
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_verdict_costs_one_all_reduce(policy):
     assert all_reduces_of_update(optax.adamw(1e-3)) == []
@@ -506,6 +512,7 @@ def test_in_a_whole_step_the_verdict_travels_with_the_gradients(policy):
         assert added <= len(LEAVES)
 
 
+@pytest.mark.worlds
 @cases(
     "policy, tracked",
     itertools.product(["dynamic", "adaptive"], [False, True]),
@@ -638,12 +645,13 @@ def place_explicit(fun, mesh):
     return jax.device_put((WEIGHTS, X), shardings)
 
 
+@pytest.mark.worlds
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="axes are not Explicit by default"
 )
 @cases(
     "fun, way",
-    itertools.product(EXPLICIT, WRAPPERS),
+    spread(list(EXPLICIT), list(WRAPPERS), times=1),
     fast=[
         (tensor_parallel, "autocast"),
         (remat_in_shard_map, "scale_backward of autocast"),

@@ -75,6 +75,7 @@ WAYS = {
 SPIKES = jaxscale.SpikeRule()
 
 
+@pytest.mark.worlds
 @cases("way", WAYS, fast=["loss= and others (MaxText, levanter)"])
 def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
     tx = jaxscale.skip_nonfinite(INJECTED, spikes=SPIKES)
@@ -89,6 +90,7 @@ def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
     assert state.hyperparams["learning_rate"] == 0.5
 
 
+@pytest.mark.worlds
 def test_an_nnx_optimizer_skips_a_bad_step_and_has_hyperparameters_in_reach():
     """As Tunix uses it."""
     model = Model()
@@ -123,6 +125,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", WRAPPED)
 def test_hyperparameters_are_written_through_the_wrapper(name):
     """As trainers do that adapt the learning rate on the host: into the dictionary."""

@@ -90,6 +90,8 @@ def dynamic_policies(draw):
     )
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @hypothesis.given(
     dynamic_policies(),
     st.tuples(powers(-30, 40), st.integers(0, 9), st.integers(0, 9)) | st.none(),
@@ -104,6 +106,8 @@ def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(
     follow(policy, start or first, steps)
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 def test_moves_at_the_bounds_are_those_of_the_reference():
     numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
     policies = [jaxscale.DynamicLossScale(**numbers)]
@@ -178,6 +182,7 @@ SIZES = st.lists(
 FEW = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 5)
 
 
+@pytest.mark.worlds
 @FEW
 @hypothesis.given(adaptive_policies(), SIZES)
 def test_the_adaptive_rule_follows_the_reference(policy, sizes):
@@ -218,6 +223,7 @@ def adaptive_states(draw):
     )
 
 
+@pytest.mark.worlds
 @hypothesis.given(adaptive_states(), SIZES)
 def test_the_adaptive_rule_follows_the_reference_from_any_state(start, sizes):
     follow(ADAPTIVE, start, sizes)
@@ -370,6 +376,7 @@ GRADS = {
 }
 
 
+@pytest.mark.device
 @policies
 @cases("grads", GRADS)
 def test_policies_keep_avals_and_follow_the_verdict(policy, grads):

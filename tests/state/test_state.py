@@ -283,6 +283,7 @@ def test_containers_are_written_by_key_and_index():
     assert_same_bits(jaxscale.to_state_dict(CONTAINERS), SAVED_CONTAINERS)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "state_dict", [SAVED_CONTAINERS, ORBAX_CONTAINERS], ids=["as written", "by Orbax"]
 )
@@ -429,6 +430,7 @@ def with_scale(state, scale):
     return state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(scale)))
 
 
+@pytest.mark.worlds
 @cases("name", RESTORED)
 def test_a_scale_that_a_policy_never_has_is_replaced_before_a_step(name):
     tx, scale, factor, expected = RESTORED[name]

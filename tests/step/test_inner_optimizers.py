@@ -87,6 +87,7 @@ def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
     assert not jnp.array_equal(params["w"], TWO["w"])
 
 
+@pytest.mark.worlds
 @cases(
     "keep, wrap",
     product(
@@ -268,6 +269,7 @@ def trained_with(tx, sizes, params, jit=True):
     return params, state
 
 
+@pytest.mark.worlds
 @cases(
     "freeze, guard, window, jit",
     pairs(FREEZING, GUARDS, (1, 2), (False, True)),
@@ -296,6 +298,7 @@ def test_gradients_that_the_optimizer_never_reads_do_not_count(
         assert_same_bits(params["w"], alone["w"])
 
 
+@pytest.mark.worlds
 @cases("read", READING, fast=["set to zero last"])
 def test_gradients_that_the_optimizer_reads_count(read):
     tx = jaxscale.loss_scaled(READING[read](optax.adam(0.1)), max_norm=0.5)
@@ -306,6 +309,7 @@ def test_gradients_that_the_optimizer_reads_count(read):
     np.testing.assert_allclose(state.grad_norm, math.sqrt(2 + 3 * 100.0**2), rtol=1e-6)
 
 
+@pytest.mark.worlds
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_training_step_skips_nothing_for_a_frozen_parameter(retries):
     def loss_fn(params, x):
@@ -328,6 +332,7 @@ RUINED = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", RUINED, fast=["adam", "dadapt"])
 def test_a_state_that_a_finite_gradient_ruins_is_kept_where_asked_for(name):
     inner, size = RUINED[name]

@@ -220,6 +220,7 @@ def train(wrapper, inner, way, dtype):
     return Trained(mixed, good, num_traces=len(traces), num_selections=len(selections))
 
 
+@pytest.mark.device
 @every_row
 def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype):
     """A run ends with the bits of one on its good steps, but for the scale and the counters."""
@@ -233,6 +234,7 @@ def test_bad_steps_leave_no_trace(wrapper, inner, way, dtype):
         assert jaxscale.all_finite(end)
 
 
+@pytest.mark.device
 @every_row
 def test_a_bad_step_changes_the_scale_and_the_counters_alone(
     wrapper, inner, way, dtype
@@ -266,6 +268,7 @@ def test_steps_are_counted(wrapper, inner, way, dtype):
             assert state.total_notfinite_loss == 0, number
 
 
+@pytest.mark.device
 @every_row
 def test_types_stay(wrapper, inner, way, dtype):
     trained = train(wrapper, inner, way, dtype)
@@ -274,6 +277,7 @@ def test_types_stay(wrapper, inner, way, dtype):
         assert avals(after) == expected
 
 
+@pytest.mark.device
 @every_row
 def test_a_compiled_step_is_traced_once(wrapper, inner, way, dtype):
     trained = train(wrapper, inner, way, dtype)

@@ -150,6 +150,7 @@ def states_in(mode, step, opt_state):
     return jax.tree.map(lambda *leaves: stack(*leaves)[None], *states)
 
 
+@pytest.mark.worlds
 @cases(
     "policy, retries, mode",
     pairs(MOVING_POLICIES, [3, 1, 30], ["eager", "vmap"]),
@@ -182,6 +183,8 @@ def test_states_and_counts_with_retries_are_by_the_book(policy, retries, mode):
         assert states_of_run.total_notfinite_loss[-1] == 1
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases("window", [None, "inside", "outside"], fast=[None, "outside"])
 def test_a_step_counts_its_passes_compiles_the_model_once_and_loses_no_batch(window):
     traces = []
@@ -265,6 +268,8 @@ def step_of_any_type(mode, scale, retries, batch=GOOD):
     return step(OF_ANY_TYPE, tx.init(OF_ANY_TYPE), batch)
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases("mode", ["jit", "eager"], fast=["jit"])
 def test_leaves_of_any_type_pass_through_the_loop(mode):
     params, opt_state, (_, aux) = step_of_any_type(mode, 2.0**24, retries=30)
@@ -283,6 +288,7 @@ def test_leaves_of_any_type_pass_through_the_loop(mode):
     assert_same_bits(kept, OF_ANY_TYPE)
 
 
+@pytest.mark.worlds
 @cases("mode", ["jit", "eager"], fast=["jit"])
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_a_scale_that_is_nan_is_replaced_by_one_retry(policy, mode):
@@ -298,6 +304,7 @@ def test_a_scale_that_is_nan_is_replaced_by_one_retry(policy, mode):
     assert (state.step_applied, state.total_retries) == (True, 1)
 
 
+@pytest.mark.worlds
 def test_counters_stay_at_their_largest_value():
     most = jnp.array(np.iinfo(np.int32).max)
     state = hot().init(PARAMS)

@@ -80,6 +80,8 @@ EVERY_PAIR = [
 ]
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases(
     "entry, optimizer",
     EVERY_PAIR,
@@ -123,6 +125,7 @@ OVERFLOWING = 1e20  # its square is not finite
 SIZES = [OVERFLOWING, 1.0, *[OVERFLOWING] * 21]
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion  # Adam raises a float to a power that is an integer
 @cases("one_step", [step, fused_step], fast=[step])
 @cases("wrapper", WRAPPERS, fast=["scaled"])
@@ -151,6 +154,7 @@ def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrapper, one
     assert metrics["total_notfinite"] == 0
 
 
+@pytest.mark.worlds
 @cases("optimizer", OPTIMIZERS, fast=["scaled"])
 def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
     tx = OPTIMIZERS[optimizer]
@@ -170,6 +174,7 @@ def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
     assert (params_after["w"] != params["w"]).all()  # by its momentum
 
 
+@pytest.mark.worlds
 def test_micro_batches_are_judged_one_by_one():
     tx = jaxscale.multi_steps(OPTIMIZERS["safe"], 2)
     train_step = jax.jit(by_hand(tx))
@@ -182,6 +187,7 @@ def test_micro_batches_are_judged_one_by_one():
     assert counters(opt_state)["total_spikes"] == 1
 
 
+@pytest.mark.worlds
 def test_the_mean_loss_of_all_devices_is_judged():
     tx = jaxscale.skip_nonfinite(MOMENTUM, spikes=RULE, axis_name="d")
 

@@ -63,6 +63,7 @@ def run(wrapper, number=3, params=PARAMS):
     return params, state
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder", "random, compact"])
 def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
     tx = make(wrapper)
@@ -81,6 +82,7 @@ def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
     assert_same_bits(looped, params)
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["random, compact"])
 def test_a_pickle_goes_on_with_the_same_bits(wrapper):
     params, state = run(wrapper)
@@ -89,6 +91,7 @@ def test_a_pickle_goes_on_with_the_same_bits(wrapper):
     assert_same_bits(step(*saved, GRADS), step(params, state, GRADS))
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_population_draw_differently(wrapper):
     tx = make(wrapper)
@@ -102,6 +105,7 @@ def test_members_of_a_population_draw_differently(wrapper):
         assert (first["w"][member] != first["w"][0]).mean() > 0.2
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
     """They start from the same weights, so that nothing else tells them apart."""
@@ -120,6 +124,7 @@ def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
     assert_same_bits(train(0.01, 1)["w"], train(0.01, jnp.int32(1))["w"])
 
 
+@pytest.mark.worlds
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_a_population_is_so_many_runs(wrapper):
     tx = make(wrapper)
@@ -137,6 +142,7 @@ DEVICES = np.array(jax.devices("cpu")).reshape(4, 2)
 SPECS = {"w": P("data", "model"), "h": P("model")}
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, kind",
     [(name, kind) for name in WRAPPERS for kind in (AxisType.Auto, AxisType.Explicit)],
@@ -177,6 +183,7 @@ def take_steps(wrapper, params, grads):
 MESH = Mesh(DEVICES[:, 0], ("data",))
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, checked",
     [(name, flag) for name in WRAPPERS for flag in (True, False)],
@@ -203,6 +210,7 @@ def test_replicas_stay_equal(wrapper, checked):
         assert (leaf == leaf[:1]).all()
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_shards_draw_differently(wrapper):
     params = {"w": jnp.concatenate([PARAMS["w"][:16]] * 4), "h": PARAMS["h"]}
@@ -241,6 +249,7 @@ def own_nnx_step(model, optimizer, x, y):
     return loss
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder"])
 def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
     ends = []
@@ -280,6 +289,7 @@ def test_a_train_state_is_read_and_written_in_float32(wrapper):
         assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder"])
 def test_a_module_of_equinox_is_read_in_float32(wrapper):
     mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
@@ -316,6 +326,7 @@ def test_a_step_may_donate_what_was_made_of_a_checkpoint(storage):
     assert not any(leaf.is_deleted() for leaf in checkpoint.values())
 
 
+@pytest.mark.worlds
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_nnx_starts_from_float32_parameters(wrapper):
     model = Perceptron(nnx.Rngs(0))
@@ -356,6 +367,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder", "random"])
 def test_a_class_that_looks_at_its_children_learns(wrapper):
     params = Strict(PARAMS["w"], jnp.ones(64, jnp.bfloat16))

@@ -356,6 +356,7 @@ def make_leaves(make, n, m):
     ]
 
 
+@pytest.mark.worlds
 def test_shapes_may_be_symbols():
     def step(params, grads):
         moved = apply_updates(params, jaxscale.unscale(EIGHT, grads))
