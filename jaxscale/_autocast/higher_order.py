@@ -181,13 +181,13 @@ def _read_for_each(
 
 
 def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
+    """Evaluates `shard_map`: the program of each device is rewritten."""
     mapping = _jax.mapped(eqn)
     if not _changes_inside(frame, eqn):
         return run_as_written(frame, eqn)
     args: list[Any] = []
     specs: list[Any] = []
-    for atom, spec in zip(eqn.invars, mapping.options[mapping.inputs], strict=True):
+    for atom, spec in zip(eqn.invars, mapping.options["in_specs"], strict=True):
         if frame.is_narrow(atom):
             # Where devices share an input, what comes back to it is added.
             args.append(frame.read_views(atom))
@@ -203,5 +203,5 @@ def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
         outputs = frame.autocast.run(mapping.program, args, place)
         return tuple(map(without_mark, outputs))
 
-    run_on_devices = mapping.map(run, **{mapping.inputs: tuple(specs)})
+    run_on_devices = mapping.map(run, in_specs=tuple(specs))
     return run_on_devices(*leaves)

@@ -61,7 +61,6 @@ _RULES_OF_FORMS: dict[Form, Rule] = {
     Form.WHILE: rewrite_loop_or_branches,
     Form.BRANCHES: rewrite_loop_or_branches,
     Form.SHARD_MAP: rewrite_mapped,
-    Form.PMAP: rewrite_mapped,
 }
 # Which rule rewrites an equation, by the name of its primitive.
 RULES = dict(SIMPLE_RULES)

@@ -452,9 +452,6 @@ def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
     jaxscale.autocast(jaxscale.full_precision(batched_by_hand))(W[0], X)
 
 
-@pytest.mark.skipif(
-    not hasattr(jax, "new_ref"), reason="this version of JAX has no refs"
-)
 def test_refs_are_read_and_written():
     def fun(ref):
         before = ref[...]

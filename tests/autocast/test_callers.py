@@ -259,7 +259,6 @@ def expand_series(x, a):
 # Most algorithms ask for the highest precision. Asked for by all, it says nothing of one.
 def own_precision_aside(fun):
     def run(*args):
-        # A context of its own each time: one inside of itself never ends in JAX 0.6.
         with jax.default_matmul_precision("highest"):
             return fun(*args)
 

@@ -100,24 +100,20 @@ def logsumexp():
     return network_with(pooled)
 
 
-if hasattr(jax.nn, "logmeanexp"):
+@program("jax")
+def logmeanexp():
+    def pooled(x):
+        return jax.nn.logmeanexp(x.reshape(len(x), -1, 2), axis=-1)
 
-    @program("jax")
-    def logmeanexp():
-        def pooled(x):
-            return jax.nn.logmeanexp(x.reshape(len(x), -1, 2), axis=-1)
-
-        return network_with(pooled)
+    return network_with(pooled)
 
 
-if hasattr(jax.nn, "log1mexp"):
+@program("jax")
+def log1mexp():
+    def negated(x):
+        return jax.nn.log1mexp(jax.nn.softplus(x) + 0.1)
 
-    @program("jax")
-    def log1mexp():
-        def negated(x):
-            return jax.nn.log1mexp(jax.nn.softplus(x) + 0.1)
-
-        return network_with(negated)
+    return network_with(negated)
 
 
 @program("jax")

@@ -24,7 +24,6 @@ PRODUCTS = (
     "dot_general_p",
     "conv_general_dilated_p",
     "ragged_dot_general_p",
-    "ragged_dot_p",
 )
 
 # Algorithms of JAX that hold products which nobody asked for by name.
