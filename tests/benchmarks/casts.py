@@ -25,11 +25,6 @@ def autocast(task):
     return jaxscale.autocast(float32(task))
 
 
-def half_carries(task):
-    """The same, with the residual stream of scanned layers in float16."""
-    return jaxscale.autocast(float32(task), half_carries=True)
-
-
 def jaxamp(task):
     """jaxamp: "Replace `loss_fn(model, minibatch)` with `jaxamp.amp(loss_fn)(...)`"."""
     import jaxamp
@@ -88,12 +83,11 @@ def flax_dtype_and_softmax(task):
     return flax_dtype(task, attention={"force_fp32_for_softmax": True})
 
 
-FLOAT32, HALF_CARRIES = "float32", "jaxscale.autocast, half_carries"
+FLOAT32 = "float32"
 FLOAT32_SOFTMAX = "Flax dtype, float32 softmax"
 METHODS = {
     FLOAT32: float32,
     "jaxscale.autocast": autocast,
-    HALF_CARRIES: half_carries,
     "jaxamp": jaxamp,
     "jmp": jmp,
     "MPX": mpx,
@@ -104,5 +98,5 @@ METHODS = {
 
 def apart(names, kind):
     """Returns those names whose methods differ for this model, by its attention and its loop."""
-    needed = {FLOAT32_SOFTMAX: "transformer", HALF_CARRIES: "scanned"}
+    needed = {FLOAT32_SOFTMAX: "transformer"}
     return [name for name in names if needed.get(name, "") in kind]

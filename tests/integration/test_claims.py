@@ -674,11 +674,6 @@ CLAIMS = {
         half_params_on_h200,
     ),
     "compiled for an H100, {:.2f} times the bytes": (moved_by_scale_backward,),
-    "carries float16, as in Flax with `dtype=`; the last figure is then {:.2f}.": (
-        memory,
-        1,
-        "jaxscale.autocast, half_carries",
-    ),
 }
 
 

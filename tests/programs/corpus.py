@@ -46,8 +46,6 @@ class Program(NamedTuple):
     batch: Any
     state: Any = None
     scale: float = 2.0**10  # what the loss is scaled by, where that is fixed
-    # Whether its loops are steps of an ODE, for which `half_carries` is not made.
-    integrates: bool = False
 
 
 class Row(NamedTuple):

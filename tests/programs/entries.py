@@ -33,7 +33,6 @@ Differentiate = Callable[[Any, Any], Result]
 class Entry(NamedTuple):
     make: Callable[[Case], Differentiate]
     dtype: str = "float16"
-    half_carries: bool = False
 
 
 def in_float32(case: Case) -> Differentiate:
@@ -66,11 +65,11 @@ def _differentiate(case: Case, fun: Callable[..., Any]) -> Differentiate:
     return differentiate
 
 
-def _by_value_and_grad(dtype: str, half_carries: bool = False) -> Any:
+def _by_value_and_grad(dtype: str) -> Any:
     def entry(case: Case) -> Differentiate:
         def differentiate(params: Any, batch: Any) -> Result:
             backward = jaxscale.value_and_grad(
-                jaxscale.autocast(case.written, dtype, half_carries=half_carries),
+                jaxscale.autocast(case.written, dtype),
                 jaxscale.FixedLossScale(case.scale).init(),
                 transform=case.transform,
                 has_aux=True,
@@ -261,9 +260,6 @@ def _kept_by_nnx(optimizer: nnx.Optimizer) -> list[Any]:
 ENTRIES = {
     "value_and_grad": Entry(_by_value_and_grad("float16")),
     "value_and_grad, bfloat16": Entry(_by_value_and_grad("bfloat16"), "bfloat16"),
-    "half_carries": Entry(
-        _by_value_and_grad("float16", half_carries=True), half_carries=True
-    ),
     "train_step": Entry(_by_train_step),
     "scale_backward outside": Entry(_outside("float16")),
     "scale_backward inside": Entry(_inside("float16")),

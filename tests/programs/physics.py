@@ -120,7 +120,7 @@ def runge_kutta_in_scan():
         return error, {"speed": jnp.linalg.norm(velocities)}
 
     batch = normal(8, 4, seed=1), normal(8, 4, seed=2)
-    return Program(loss, Field(nnx.Rngs(0)), batch, integrates=True)
+    return Program(loss, Field(nnx.Rngs(0)), batch)
 
 
 @program("jax")
@@ -156,7 +156,7 @@ def hamiltonian_network():
         return mean_squared_error(paths, wanted), {}
 
     batch = normal(4, 2, seed=3), normal(4, 2, seed=4), normal(4, 3, 2, seed=5)
-    return Program(loss, params, batch, integrates=True)
+    return Program(loss, params, batch)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
