@@ -146,7 +146,7 @@ def loss_scaled(
         max_norm = optimizer.max_norm
     if on_skip is None:
         on_skip = optimizer.on_skip
-    optimizer = rewrap(
+    return rewrap(
         optimizer,
         policy=read_loss_scale("loss_scaled(loss_scale=...)", loss_scale),
         axis_name=axis_name,
@@ -156,10 +156,7 @@ def loss_scaled(
         track_leaves=track_leaves or optimizer.track_leaves,
         spikes=check_spikes("loss_scaled", spikes) or optimizer.spikes,
         on_skip=on_skip,
-    )
-    if not optimizer.skips:
-        _check_needs_no_judges(optimizer)
-    return optimizer.transformation()
+    ).transformation()
 
 
 def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
@@ -294,11 +291,6 @@ def multi_steps(
         )
     if not callable(every_k_schedule):
         every_k_schedule = int32("multi_steps", "every_k_schedule", every_k_schedule)
-    if not optimizer.skips:
-        raise ValueError(
-            "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
-            "micro-batches count. Leave it out."
-        )
     return rewrap(optimizer, window=Window(every_k_schedule)).transformation()
 
 
@@ -313,4 +305,9 @@ def wrap(call: str, inner: Any) -> WrappedOptimizer:
 
 def rewrap(optimizer: WrappedOptimizer, **changes: Any) -> WrappedOptimizer:
     """Returns an optimizer with other options, which knows nothing of earlier calls."""
-    return dataclasses.replace(optimizer, known_types={}, known_unread={}, **changes)
+    optimizer = dataclasses.replace(
+        optimizer, known_types={}, known_unread={}, **changes
+    )
+    if not optimizer.skips:
+        _check_needs_no_judges(optimizer)
+    return optimizer
