@@ -307,7 +307,7 @@ def _batch(
 
 def _is_high(*types: Any, function: _Function, program: Any) -> bool:
     """Returns whether the program holds operations that are objects, for JAX to replace."""
-    return bool(getattr(program, "is_high", False))
+    return program.is_high
 
 
 _RECOMPUTED: Any = Primitive(RECOMPUTED)

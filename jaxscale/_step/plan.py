@@ -27,7 +27,7 @@ from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.params import combine, trained_params
 from .advance import judge_pass
 from .backward_pass import Pass
-from .bare import BareOptimizer, holds_loss_scaled
+from .bare import BareOptimizer, holds_loss_scaled, say_inside
 from .call_update import NO_ARGS
 from .checks import is_pair
 from .kept_state import made_step
@@ -84,7 +84,9 @@ class StepPlan:
             return
         got = f"one with {with_article(type(own.policy).__name__)}"
         if isinstance(own, BareOptimizer):
-            got = "an optimizer that `loss_scaled` does not wrap outermost"
+            if own.hides_loss_scaled():
+                raise ValueError(say_inside(f"{self.call}(retries={self.retries})"))
+            got = "a bare optimizer"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
             f"{got}. Write `tx = jaxscale.loss_scaled(tx)`, whose policy lowers it, or leave "

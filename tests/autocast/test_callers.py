@@ -332,12 +332,6 @@ FAST_ENTRIES = [
     ("PASSING_ON_BY_NAME", "_conv"),
 ]
 ENTRIES = [(name, entry) for name, entries in LISTS.items() for entry in entries]
-# Entries that older versions of JAX do without: a random number is then from a file in no folder.
-NEWER = {
-    "random": jax.random.normal.__module__ == "jax._src.random",
-    "scipy/special.py": not hasattr(jsp.special, "owens_t"),
-    "lax/eval_jaxpr.py": "__call__" not in vars(jax.stages.Traced),
-}
 
 
 def without(entries, entry):
@@ -377,8 +371,6 @@ def unlist(monkeypatch):
 
 @cases("name, entry", ENTRIES, fast=FAST_ENTRIES)
 def test_products_whose_callers_are_in_no_list_are_cast_and_named(name, entry, unlist):
-    if NEWER.get(entry):
-        pytest.skip("this JAX does without it")
     fun = own_precision_aside(LISTS[name][entry])
     is_model = name.startswith("PASSING_ON")
     cast = own_precision_aside(lambda: cast_products(fun, X, A))

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 FAMILIES = (
     "vision",
@@ -30,8 +29,6 @@ FAMILIES = (
 )
 
 FRAMEWORKS = ("jax", "linen", "nnx", "equinox", "haiku")
-
-nnx_list = getattr(nnx, "List", list)  # since Flax 0.12 lists of modules are modules
 
 
 class Program(NamedTuple):

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from cases import Case
-from corpus import nnx_list
 from flax import nnx
 
 import jaxscale
@@ -211,8 +210,8 @@ class _Model(nnx.Module):
     """An NNX model that holds the parameters and the state of another framework."""
 
     def __init__(self, params: Any, state: Any) -> None:
-        self.leaves = nnx_list([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
-        self.state = nnx_list([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
+        self.leaves = nnx.List([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
+        self.state = nnx.List([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
 
 
 def _unflatten(tree: Any, variables: Any) -> Any:

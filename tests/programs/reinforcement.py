@@ -15,7 +15,6 @@ from corpus import (
     cross_entropy,
     dense,
     integers,
-    nnx_list,
     normal,
     program,
     two_layers,
@@ -229,7 +228,7 @@ def soft_actor_critic():
     class Agent(nnx.Module):
         def __init__(self, rngs):
             self.policy = MLP(6, 4, rngs)
-            self.critics = nnx_list([MLP(8, 1, rngs), MLP(8, 1, rngs)])
+            self.critics = nnx.List([MLP(8, 1, rngs), MLP(8, 1, rngs)])
             self.temperature = nnx.Param(jnp.array(-1.0))
 
     def loss(agent, batch):
