@@ -131,7 +131,7 @@ def scale_backward(
             f'`scale_backward(scale=...)` must be "auto" or a positive number, got {scale!r}.'
         )
     number = None if is_auto else normal_float32("scale_backward", "scale", scale)
-    retries = int32("scale_backward", "retries", retries, 0, "retries")
+    retries = int32("scale_backward", "retries", retries, least=0)
     return wrap_call(functools.partial(_call, Options(number, retries, axis_name)), fun)
 
 

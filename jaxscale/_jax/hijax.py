@@ -106,39 +106,6 @@ def program_of(eqn: JaxprEqn) -> Any:
     return _expanded(eqn, hi_prim)
 
 
-def takes_own_types(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation takes or makes values of a type that is not JAX's.
-
-    Such a value consists of arrays, which no operation but those of its type can see.
-    """
-    return any(_is_own_type(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-
-
-def _is_own_type(aval: Any) -> bool:
-    return bool(getattr(aval, "is_high", False)) and hasattr(aval, "lower_val")
-
-
-def _raised(aval: Any, value: Any) -> Any:
-    """Makes a value of its own type of the arrays that it consists of."""
-    if _is_own_type(aval):
-        return aval.raise_val(*value)
-    return value
-
-
-def _lowered(aval: Any, value: Any) -> Any:
-    """Returns the arrays that a value of its own type consists of."""
-    if _is_own_type(aval):
-        return aval.lower_val(value)
-    return value
-
-
-def _lowered_type(aval: Any) -> Any:
-    """Returns the types of the arrays that a value of its own type consists of."""
-    if _is_own_type(aval):
-        return aval.lo_ty()
-    return aval
-
-
 _expansions: dict[Any, Any] = {}
 
 
@@ -149,15 +116,11 @@ def _expanded(eqn: JaxprEqn, hi_prim: Any) -> Any:
     if key not in _expansions:
 
         def expand(*args: Any) -> Any:
-            values = hi_prim.in_tree.unflatten(
-                map(_raised, hi_prim.in_avals_flat, args)
-            )
-            outputs = hi_prim.out_tree.flatten_up_to(hi_prim.expand(*values))
-            return list(map(_lowered, hi_prim.out_avals_flat, outputs))
+            values = hi_prim.in_tree.unflatten(args)
+            return hi_prim.out_tree.flatten_up_to(hi_prim.expand(*values))
 
         with eqn.ctx.manager:
-            types = map(_lowered_type, hi_prim.in_avals_flat)
-            program = jax.make_jaxpr(expand)(*types)
+            program = jax.make_jaxpr(expand)(*hi_prim.in_avals_flat)
         weakref.finalize(hi_prim, _expansions.pop, key, None)
         _expansions[key] = program
     return _expansions[key]

@@ -68,8 +68,7 @@ def _is_plain(array: Any) -> bool:
     A jitted function is traced with the mesh around it, which need not be that of its arguments.
     """
     aval = jax.typeof(array)
-    sharding = getattr(aval, "sharding", None)
-    return type(aval) is ShapedArray and (sharding is None or sharding.mesh.empty)
+    return type(aval) is ShapedArray and aval.sharding.mesh.empty
 
 
 @functools.lru_cache(maxsize=1024)

@@ -68,7 +68,7 @@ _CHEAP_MOVE = _LINEAR_MOVE | Op.CHEAP
 
 # Names of primitives, by what they do.
 _ROWS = {
-    Op.PRODUCT: "dot_general conv_general_dilated ragged_dot ragged_dot_general",
+    Op.PRODUCT: "dot_general conv_general_dilated ragged_dot_general",
     # Elements, one by one. First arithmetic:
     _ELEMENT | Op.ADDS | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add",
     _ELEMENT
@@ -113,14 +113,14 @@ _ROWS = {
     _REDUCE: "argmax argmin reduce_and reduce_or",
     # Moves of whole arrays, which XLA makes a part of what reads them:
     _CHEAP_MOVE: """
-        concatenate copy expand_dims reshape rev sharding_constraint slice split squeeze
+        concatenate copy reshape rev sharding_constraint slice split squeeze
         stack transpose unstack""",
     _CHEAP_MOVE | Op.SUMS_BACKWARD: "broadcast_in_dim tile",
     (_CHEAP_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "pad",  # with any number
     # Other moves. What is out of bounds may be NaN.
     _LINEAR_MOVE: """
-        all_gather_invariant all_to_all copy_p device_put dynamic_update_slice
-        layout_constraint mesh_cast pbroadcast ppermute reshard
+        all_gather_invariant all_to_all device_put dynamic_update_slice
+        layout_constraint pbroadcast ppermute reshard
         with_memory_space_constraint""",
     _LINEAR_MOVE | Op.NAMES: "name",
     _LINEAR_MOVE & ~Op.MAKES_NOTHING: "dynamic_slice",
@@ -130,8 +130,7 @@ _ROWS = {
     Op.PASSES_ON: "reduce_precision",
     Op.PASSES_ON | Op.RETURNS_INPUTS | _EXACT: "optimization_barrier",
     _EXACT: "sort cummax cummin empty_ref",
-    # `new_ref` was `mutable_array` before JAX 0.8.
-    Op.ON_REFS | _EXACT: "new_ref mutable_array get swap freeze free_ref",
+    Op.ON_REFS | _EXACT: "new_ref get swap freeze free_ref",
     Op.ON_REFS | Op.LOSES_NOTHING: "addupdate",
     Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
     Op.MULTIPLIES: "cumprod",
@@ -144,7 +143,7 @@ _ROWS = {
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",
     # The last is of Equinox: a callback that compiles a function of its own.
     Op.RUNS_ELSEWHERE: """
-        call_exported call_tf xla_call_module ffi_call pure_callback io_callback
+        call_exported call_tf ffi_call pure_callback io_callback
         triton_kernel_call tpu_custom_call mosaic_gpu noinline""",
 }
 

@@ -36,4 +36,4 @@ def _types_and_effects(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[list[Any], 
 
 
 def _is_high(*_: Any, call_jaxpr: Any, **__: Any) -> bool:
-    return bool(getattr(call_jaxpr, "is_high", False))
+    return bool(call_jaxpr.is_high)

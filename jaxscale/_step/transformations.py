@@ -175,7 +175,7 @@ def _wrap_scaled(
         max_norm = optimizer.max_norm
     if on_skip is None:
         on_skip = optimizer.on_skip
-    optimizer = rewrap(
+    return rewrap(
         optimizer,
         call,
         policy=read_loss_scale(f"{call}(loss_scale=...)", loss_scale),
@@ -186,10 +186,7 @@ def _wrap_scaled(
         track_leaves=track_leaves or optimizer.track_leaves,
         spikes=check_spikes(call, spikes) or optimizer.spikes,
         on_skip=on_skip,
-    )
-    if not optimizer.skips:
-        _check_needs_no_judges(optimizer)
-    return optimizer.transformation()
+    ).transformation()
 
 
 def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
@@ -326,11 +323,6 @@ def multi_steps(
         )
     if not callable(every_k_schedule):
         every_k_schedule = int32("multi_steps", "every_k_schedule", every_k_schedule)
-    if not optimizer.skips:
-        raise ValueError(
-            "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
-            "micro-batches count. Leave it out."
-        )
     window = Window(every_k_schedule)
     return rewrap(optimizer, "multi_steps", window=window).transformation()
 
@@ -346,6 +338,9 @@ def wrap(call: str, inner: Any) -> WrappedOptimizer:
 
 def rewrap(optimizer: WrappedOptimizer, call: str, **changes: Any) -> WrappedOptimizer:
     """Returns an optimizer with other options, which knows nothing of earlier calls."""
-    return dataclasses.replace(
+    optimizer = dataclasses.replace(
         optimizer, call=call, known_types={}, known_unread={}, **changes
     )
+    if not optimizer.skips:
+        _check_needs_no_judges(optimizer)
+    return optimizer

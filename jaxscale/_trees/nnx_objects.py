@@ -120,5 +120,4 @@ def _may_change(node: Any) -> bool:
 
 def _is_object(node: Any) -> bool:
     nnx: Any = sys.modules["flax.nnx"]
-    newer_object = getattr(nnx, "Pytree", nnx.Object)
-    return isinstance(node, (nnx.Object, nnx.Variable, newer_object))
+    return isinstance(node, (nnx.Pytree, nnx.Variable))

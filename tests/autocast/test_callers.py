@@ -270,7 +270,6 @@ def expand_series(x, a):
 # Most algorithms ask for the highest precision. Asked for by all, it says nothing of one.
 def own_precision_aside(fun):
     def run(*args):
-        # A context of its own each time: one inside of itself never ends in JAX 0.6.
         with jax.default_matmul_precision("highest"):
             return fun(*args)
 
@@ -345,12 +344,6 @@ FAST_ENTRIES = [
     ("PASSING_ON_BY_NAME", "_conv"),
 ]
 ENTRIES = [(name, entry) for name, entries in LISTS.items() for entry in entries]
-# Entries that older versions of JAX do without: a random number is then from a file in no folder.
-NEWER = {
-    "random": jax.random.normal.__module__ == "jax._src.random",
-    "scipy/special.py": not hasattr(jsp.special, "owens_t"),
-    "lax/eval_jaxpr.py": "__call__" not in vars(jax.stages.Traced),
-}
 
 
 def without(entries, entry):
@@ -390,8 +383,6 @@ def unlist(monkeypatch):
 
 @cases("name, entry", ENTRIES, fast=FAST_ENTRIES)
 def test_products_whose_callers_are_in_no_list_are_cast_and_named(name, entry, unlist):
-    if NEWER.get(entry):
-        pytest.skip("this JAX does without it")
     fun = own_precision_aside(LISTS[name][entry])
     is_model = name.startswith("PASSING_ON")
     cast = own_precision_aside(lambda: cast_products(fun, X, A))

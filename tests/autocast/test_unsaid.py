@@ -462,33 +462,3 @@ def test_no_program_of_the_laws_is_warned_of(name):
     cast = jaxscale.autocast(loss_of(fun))
     jax.make_jaxpr(cast)(*args)
     jax.make_jaxpr(jax.grad(cast))(*args)
-
-
-def scan_layers(x):
-    return jax.lax.scan(lambda x, w: (x + x @ w, None), x, W)
-
-
-def scan_layers_in_a_map(x):
-    return jax.lax.map(scan_layers, x[None])
-
-
-def scan_counter(x):
-    return jax.lax.scan(lambda n, w: (n + 1, x @ w), 0, W)
-
-
-def loop_of_layers(x):
-    return jax.lax.fori_loop(0, jnp.int32(3), lambda _, x: multiply(x), x)
-
-
-@cases("fun", [scan_layers, scan_layers_in_a_map])
-def test_half_carries_that_change_something_are_not_named(fun):
-    jaxscale.autocast(fun, half_carries=True)(X)  # without a warning
-    jaxscale.autocast(fun)(X)
-
-
-@cases("fun", [multiply, scan_counter, loop_of_layers])
-def test_half_carries_that_change_nothing_are_named(fun):
-    message = r"`autocast\(half_carries=True\)` carries nothing"
-    with pytest.warns(UserWarning, match=message):
-        jaxscale.autocast(fun, half_carries=True)(X)
-    jaxscale.autocast(fun)(X)  # without a warning

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 HALF = {"float16", "bfloat16"}
 
 

@@ -321,9 +321,6 @@ def test_devices_are_summed_up(check, axis_name):
     assert_same_bits(jax.device_get(histogram(sharded)), expected)
 
 
-@pytest.mark.skipif(
-    not hasattr(jax.sharding, "auto_axes"), reason="JAX has it elsewhere"
-)
 def test_explicit_meshes():
     explicit = jax.sharding.AxisType.Explicit
     devices = jax.devices("cpu")

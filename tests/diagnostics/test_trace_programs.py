@@ -15,14 +15,12 @@ import traced_losses
 from jax.experimental import pallas
 from tables import assert_same_bits, cases
 from traced_losses import (
-    DIFFERENTIATED,
     EIGHT,
     HALF,
     assert_fields,
     at,
     half,
     mean_square,
-    new_ref,
     not_differentiated,
     scaling,
     summed,
@@ -102,7 +100,7 @@ def undifferentiated(x, factor):
 
 @not_differentiated
 def ref_in_a_call(x, factor):
-    ref = new_ref(x)
+    ref = jax.new_ref(x)
 
     @jax.jit
     def write(x):
@@ -114,7 +112,7 @@ def ref_in_a_call(x, factor):
 
 @not_differentiated
 def ref_in_a_scan(x, factor):
-    ref = new_ref(x)
+    ref = jax.new_ref(x)
 
     def body(carry, i):
         before = ref[...]  # nothing else reads what is written
@@ -127,8 +125,8 @@ def ref_in_a_scan(x, factor):
 
 @not_differentiated
 def ref_in_a_loop(x, factor):
-    ref = new_ref(x)
-    rounds = new_ref(jnp.int32(0))
+    ref = jax.new_ref(x)
+    rounds = jax.new_ref(jnp.int32(0))
 
     def body(i):
         ref[:] *= at(i, 2, factor)  # plant: ref_in_a_loop
@@ -256,14 +254,11 @@ def test_all_of_them_compute_what_eager_evaluation_computes():
 
 # A ref that is differentiated.
 
-differentiates_refs = pytest.mark.skipif(
-    not DIFFERENTIATED, reason="this version of JAX differentiates no refs"
-)
 ONE_TO_EIGHT = np.arange(1, 9, dtype=HALF)
 
 
 def sum_of_ref(x):
-    ref = new_ref(x)
+    ref = jax.new_ref(x)
 
     def body(i, carry):
         ref[i] = ref[i] * at(i, 2, 4)  # plant: backward of a ref
@@ -275,7 +270,6 @@ def sum_of_ref(x):
 
 
 @pytest.mark.slow
-@differentiates_refs
 def test_a_ref_has_a_backward_pass():
     assert not trace(sum_of_ref, ONE_TO_EIGHT, loss_scale=2.0**12).found
     assert_fields(
@@ -292,7 +286,6 @@ def test_a_ref_has_a_backward_pass():
 
 
 @pytest.mark.slow
-@differentiates_refs
 def test_a_sum_in_a_ref_overflows_like_any_other():
     assert_fields(
         trace(sum_of_ref, ONE_TO_EIGHT * 5000, loss_scale=1).first_nonfinite,
@@ -305,7 +298,6 @@ def test_a_sum_in_a_ref_overflows_like_any_other():
 
 
 @pytest.mark.slow
-@differentiates_refs
 def test_the_gradients_of_a_ref_are_those_of_a_step():
     x = jnp.asarray(ONE_TO_EIGHT)
     run = TracedBackward(sum_of_ref, (x,), {}).run(8.0)
@@ -354,8 +346,8 @@ def branch_outside(x):
 
 @not_differentiated
 def scan_of_no_rows_of_a_ref(x):
-    ref = new_ref(x)
-    rows = new_ref(jnp.zeros((0, 8), HALF))
+    ref = jax.new_ref(x)
+    rows = jax.new_ref(jnp.zeros((0, 8), HALF))
 
     def body(carry, row):
         ref[...] = row[...]
@@ -367,7 +359,7 @@ def scan_of_no_rows_of_a_ref(x):
 
 @not_differentiated
 def rows_of_a_ref(x):
-    ref = new_ref(x.reshape(4, 2))
+    ref = jax.new_ref(x.reshape(4, 2))
 
     def body(factor, row):
         row[0] = row[0] * factor
@@ -379,7 +371,7 @@ def rows_of_a_ref(x):
 
 @not_differentiated
 def keys_in_a_ref(x):
-    ref = new_ref(jax.random.split(jax.random.key(0), 2))
+    ref = jax.new_ref(jax.random.split(jax.random.key(0), 2))
     ref[0] = ref[1]
     is_same = jax.random.bits(ref[0]) == jax.random.bits(ref[1])
     return x * is_same.astype(HALF)
@@ -387,13 +379,13 @@ def keys_in_a_ref(x):
 
 @not_differentiated
 def ref_that_held_nan(x):
-    ref = new_ref(jnp.full(8, jnp.nan, HALF))
+    ref = jax.new_ref(jnp.full(8, jnp.nan, HALF))
     ref[:4] = x[:4]
     ref[4:] = x[4:]
     return ref[...]
 
 
-OUTSIDE = new_ref(jnp.ones(2, HALF))
+OUTSIDE = jax.new_ref(jnp.ones(2, HALF))
 
 
 @not_differentiated
@@ -446,9 +438,8 @@ IDENTITIES = {
     "ref from outside": ref_from_outside,
     "run_state": run_state,
     "shape of symbols": shape_of_symbols,
+    "ref that held nothing": ref_that_held_nothing,
 }
-if hasattr(jax, "empty_ref"):
-    IDENTITIES["ref that held nothing"] = ref_that_held_nothing
 
 
 @cases("name", IDENTITIES, fast=["scans of nothing in a scan", "rows of a ref"])

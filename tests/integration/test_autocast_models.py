@@ -98,26 +98,6 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     assert ours < residual_bytes(plain, params, TOKENS)
 
 
-@cases("kind", ["scanned", "scanned remat"], fast=["scanned remat"])
-def test_with_half_carries_a_scan_keeps_less_than_one_written_in_float16(kind):
-    plain, params = transformer(kind)
-    by_hand, _ = transformer(kind, jnp.float16)
-    cast = jaxscale.autocast(plain, half_carries=True)
-    assert residual_bytes(cast, params, TOKENS) <= 0.9 * residual_bytes(
-        by_hand, params, TOKENS
-    )
-
-
-@pytest.mark.slow
-@cases("kind", ["unrolled", "remat"])
-def test_without_a_scan_half_carries_keep_no_more(kind):
-    plain, params = transformer(kind)
-    cast = jaxscale.autocast(plain, half_carries=True)
-    with pytest.warns(UserWarning, match="carries nothing in half precision"):
-        half_carries = residual_bytes(cast, params, TOKENS)
-    assert half_carries <= residual_bytes(jaxscale.autocast(plain), params, TOKENS)
-
-
 class Layers(nn.Module):
     kind: str  # which operation is after each
     dtype: object = jnp.float32

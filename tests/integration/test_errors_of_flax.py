@@ -344,8 +344,8 @@ CASES = {
     "nnx: retries without a scale": (
         lambda: run_nnx(never_traced, W, tx=SGD, retries=2),
         (
-            "ValueError: nnx.train_step(retries=2) ... got a bare optimizer. Wrap it, "
-            "... loss_scaled(tx)"
+            "ValueError: nnx.train_step(retries=2) ... got a bare optimizer. Write ... "
+            "loss_scaled(tx)"
         ),
     ),
 }

@@ -176,17 +176,11 @@ CASES = {
     ),
     "a negative seed": (
         lambda: jaxscale.stochastic_rounding(SGD, seed=-1),
-        (
-            "ValueError: `stochastic_rounding(seed=...)` ... from 0 to 2**31 - 1, "
-            "got -1 ... key"
-        ),
+        "ValueError: `stochastic_rounding(seed=...)` ... below 2**31, at least 0, got -1",
     ),
     "a key as seed": (
         lambda: jaxscale.compact_state(SGD, seed=jax.random.key(0)),
-        (
-            "TypeError: `compact_state(seed=...)` ... integer ... got key<fry>[] "
-            "... pass an int"
-        ),
+        ("TypeError: `compact_state(seed=...)` ... integer ... key<fry>"),
     ),
     "parameters missing": (
         lambda: MASTERS.update(HALF, MASTERS.init(HALF)),

@@ -157,14 +157,13 @@ if jax.__version_info__ >= (0, 12):  # before, its equations stand in place of t
 OLD_AND_NEW = ["remat2", "custom_jvp_call", "custom_vjp_call"]
 if HAS_NEW_FORM:
     HOLDING["call_hi_primitive"] = find_root
-NAMES = {"jit": ("jit", "pjit")}
 READERS = {"scan": _jax.scan, "while": _jax.while_loop, "cond": _jax.branches}
 READERS |= {"shard_map": _jax.mapped}
 
 
 def holding(name):
     eqns = jax.make_jaxpr(HOLDING[name])(X).eqns
-    (eqn,) = (e for e in eqns if _jax.operation(e) in NAMES.get(name, (name,)))
+    (eqn,) = (e for e in eqns if _jax.operation(e) == name)
     return eqn
 
 
@@ -300,7 +299,7 @@ ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} |
         lambda e: _jax.backward_rule(e) == "own_backward",
     ),
     "no backward rule": ("jit", lambda e: _jax.backward_rule(e) is None),
-    "ref": (lambda x: _jax.new_ref(x)[...], lambda e: _jax.is_ref(e.outvars[0])),
+    "ref": (lambda x: jax.new_ref(x)[...], lambda e: _jax.is_ref(e.outvars[0])),
     "no ref": (jnp.sin, lambda e: not _jax.is_ref(e.outvars[0])),
     "name": (named, lambda e: _jax.operation(e) == "name"),
     "name of another type": (named, is_name_of_any_type),

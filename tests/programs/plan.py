@@ -15,7 +15,7 @@ FAST = {
     "quantization.quantization_aware": "nnx",
     "graphs.graph_convolution": "flax",
     "sequence.conditional_random_field": "scale_backward inside",
-    "sequence.recurrent_adder": "half_carries",
+    "sequence.recurrent_adder": "value_and_grad",
     "speech.masked_ctc": "value_and_grad, bfloat16",
     "activations.attention_with_large_logits": "value_and_grad",
     "scipy_functions.integral_of_a_curve": "skip_nonfinite",

@@ -190,28 +190,6 @@ def test_the_reference_leaves_dots_of_vectors_and_products_of_libraries(fun):
     assert np.array_equal(run_by_reference(fun, X, W), jax.jit(fun)(X, W))
 
 
-def in_scan_by_hand(x, w):
-    x = half(half(x), jnp.float32)
-    for _ in range(2):
-        x = half(half(by_hand(x, w) + 1), jnp.float32)
-    return x
-
-
-def test_the_reference_rounds_the_carries_of_layers_if_asked():
-    output = run_by_reference(in_scan, X, W, half_carries=True)
-    assert np.array_equal(output, jax.jit(in_scan_by_hand)(X, W))
-
-
-def count_up(xs):
-    total, _ = jax.lax.scan(lambda total, x: (total + x.sum(), None), 2049.0, xs)
-    return total
-
-
-def test_the_reference_leaves_carries_that_meet_no_product():
-    total = run_by_reference(count_up, X, half_carries=True)
-    assert total == jax.jit(count_up)(X)
-
-
 # The laws of additions and of roundings.
 
 

@@ -14,8 +14,6 @@ from jaxscale import diagnostics
 from jaxscale.diagnostics._trace.backward import TracedBackward
 
 HALF = jnp.float16
-DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
-new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
 
 
 def marked(name, file):
