@@ -296,6 +296,50 @@ def negative_variance():
     return faulty, cured
 
 
+# Branches that are not taken. Their loss is finite.
+INSIDE = "Put another `jnp.where` inside, around the operand"
+
+
+def untaken(fun, taken, harmless):
+    """A function where a condition holds, and 0 elsewhere, and the same with an inner `where`."""
+
+    def faulty(x, w):
+        z = _multiply(x, w)
+        y = 2 * fun(z)  # fault
+        return jnp.where(taken(z), y, 0)
+
+    def cured(x, w):
+        z = _multiply(x, w)
+        return jnp.where(taken(z), 2 * fun(jnp.where(taken(z), z, harmless)), 0)
+
+    return faulty, cured
+
+
+@advice(INSIDE, MANY_ROWS)
+def root_that_is_not_taken():
+    return untaken(jnp.sqrt, lambda z: z > 0.1, 1)
+
+
+@advice(INSIDE, MANY_ROWS)
+def root_of_0_that_is_not_taken():
+    return untaken(lambda z: jnp.sqrt(jnp.maximum(z, 0)), lambda z: z > 0.1, 1)
+
+
+@advice(INSIDE, MANY_ROWS)
+def power_that_is_not_taken():
+    return untaken(lambda z: z**0.3, lambda z: z > 0.1, 1)
+
+
+@advice(INSIDE, 2 * MANY_ROWS)
+def angle_that_is_not_taken():
+    return untaken(jnp.arccos, lambda z: abs(z) < 0.9, 0)
+
+
+@advice(INSIDE, MANY_ROWS)
+def quotient_that_is_not_taken():
+    return untaken(lambda z: 1 / jnp.maximum(z, 0), lambda z: z > 0.1, 1)
+
+
 # Positions, indices and rules of one's own.
 
 
