@@ -176,13 +176,14 @@ class Operations:
 
     def _is_untaken(self, key: EquationKey) -> bool:
         visit, _ = self._births[key]
-        for reader in self._walk_on(key, _ELEMENTWISE):
-            name = self._name(reader)
-            if name in _SELECTS and visit.need & FORWARD:
-                return True
-            if name in _PRODUCTS_OF_TWO:
-                makers = self._makers[reader]
-                if any(self._comes_from(maker, _SELECTS, _MOVES) for maker in makers):
+        if visit.need & FORWARD:
+            readers = self._walk_on(key, _ELEMENTWISE)
+            return any(self._name(reader) in _SELECTS for reader in readers)
+        for reader in self._walk_on(key, _ELEMENTWISE - _PRODUCTS_OF_TWO):
+            if self._name(reader) not in _PRODUCTS_OF_TWO:
+                continue
+            for maker in self._makers[reader]:
+                if self._comes_from(maker, _SELECTS, _MOVES | _PRODUCTS_OF_TWO):
                     return True
         return False
 
