@@ -3,6 +3,7 @@
 `ADVICE` has the pairs by name. `A_PAIR__faulty` and `A_PAIR__cured` are targets of the doctor.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -300,16 +301,20 @@ def negative_variance():
 INSIDE = "Put another `jnp.where` inside, around the operand"
 
 
-def untaken(fun, taken, harmless):
+def not_below_0(z):
+    return jnp.maximum(z, 0)
+
+
+def untaken(fun, taken, harmless, before=lambda z: z):
     """A function where a condition holds, and 0 elsewhere, and the same with an inner `where`."""
 
     def faulty(x, w):
-        z = _multiply(x, w)
+        z = before(_multiply(x, w))
         y = 2 * fun(z)  # fault
         return jnp.where(taken(z), y, 0)
 
     def cured(x, w):
-        z = _multiply(x, w)
+        z = before(_multiply(x, w))
         return jnp.where(taken(z), 2 * fun(jnp.where(taken(z), z, harmless)), 0)
 
     return faulty, cured
@@ -322,12 +327,13 @@ def root_that_is_not_taken():
 
 @advice(INSIDE, MANY_ROWS)
 def root_of_0_that_is_not_taken():
-    return untaken(lambda z: jnp.sqrt(jnp.maximum(z, 0)), lambda z: z > 0.1, 1)
+    return untaken(jnp.sqrt, lambda z: z > 0.1, 1, not_below_0)
 
 
 @advice(INSIDE, MANY_ROWS)
 def power_that_is_not_taken():
-    return untaken(lambda z: z**0.3, lambda z: z > 0.1, 1)
+    power = functools.partial(jax.lax.pow, y=HALF(0.3))
+    return untaken(power, lambda z: z > 0.1, 1)
 
 
 @advice(INSIDE, 2 * MANY_ROWS)
@@ -337,7 +343,7 @@ def angle_that_is_not_taken():
 
 @advice(INSIDE, MANY_ROWS)
 def quotient_that_is_not_taken():
-    return untaken(lambda z: 1 / jnp.maximum(z, 0), lambda z: z > 0.1, 1)
+    return untaken(jnp.reciprocal, lambda z: z > 0.1, 1, not_below_0)
 
 
 # Positions, indices and rules of one's own.
