@@ -40,6 +40,10 @@ CURES = {
     "negative operand": "The operand is negative, {least}, as a difference of two large numbers "
     "may become. An epsilon does not help: compute the difference another way, a variance as "
     "`((x - x.mean())**2).mean()`.",
+    "branch that is not taken": "The loss is finite, as a `jnp.where` takes none of these numbers. "
+    "Its derivative is 0 times that of this operation, which is NaN. Put another `jnp.where` "
+    "inside, around the operand: `jnp.where(ok, f(jnp.where(ok, x, 1.0)), y)` instead of "
+    "`jnp.where(ok, f(x), y)`.",
     "index": "An index is out of range, where JAX fills in NaN. Check the labels, tokens or "
     "positions.",
     "exponential of a large number": "Even float32 cannot hold this exponential: clip the "
@@ -74,6 +78,8 @@ def say_cure_of_culprit(culprit: Culprit) -> list[str]:
 def say_cure(place: TracedNonfinite, exam: Exam) -> list[str]:
     """Returns what to write instead of an operation, if something is better than a cast."""
     is_range = place.cause == "range"
+    if not is_range and place.where in exam.untaken and math.isfinite(exam.trace.loss):
+        return _say("branch that is not taken")
     if is_range and not exam.blames_autocast and _is_mask(place, exam):
         return _say("mask")
     if place.where in exam.unshifted:

@@ -13,6 +13,8 @@ Each line of the model is named once: what follows from the first fault is liste
 
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+
 from ..diagnostics._text import number, power
 from .exam import Exam
 from .finding import Finding, make_finding
@@ -54,6 +56,7 @@ def diagnose(exam: Exam) -> list[Finding]:
         *find_outliers(exam),
         *_find_half_parameters(exam),
         *_find_long_sums(exam),
+        *_find_half_draws(exam),
         *find_refusal(exam),
         *_find_constants(exam, named),
         *find_harmless_nonfinite(exam, named),
@@ -148,6 +151,20 @@ def _find_long_sums(exam: Exam) -> Iterator[Finding]:
             "numbers in a larger batch, so this one need not show what is lost. "
             f'`jaxscale.autocast(loss, "{dtype}")` adds them in float32 and rounds the sum once. '
             "Parameters in float32 have their gradients added in float32, too.",
+            place=where,
+        )
+
+
+def _find_half_draws(exam: Exam) -> Iterator[Finding]:
+    """Notes random numbers in half precision, of which there are few."""
+    for dtype, where in exam.half_draws:
+        at = f", at {where}" if where else ""
+        values = round(1 / float(jnp.finfo(dtype).eps))
+        yield make_finding(
+            f"Random numbers are drawn in {dtype}{at}.",
+            f"Uniform ones have only {values:,} values there, so a small probability is rounded, "
+            "and normal ones have no tails. Draw them in float32 and cast: "
+            f"`jax.random.uniform(key, shape).astype(jnp.{dtype})`.",
             place=where,
         )
 

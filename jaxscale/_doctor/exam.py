@@ -68,6 +68,8 @@ class Exam(NamedTuple):
         if not everything is finite.
       unshifted: the source lines that take the exponential of a row without subtracting its
         maximum first, and overflow.
+      untaken: the source lines that make inf or NaN in what a `jnp.where` does not take.
+      half_draws: the dtype and the line of each draw of random numbers in half precision.
       loss_sums: the sums that the loss is made of.
       zero: the names of the gradients that are 0 everywhere in float32. Where the float32
         gradients are not known, those at the largest scale count.
@@ -106,6 +108,8 @@ class Exam(NamedTuple):
     trace: TraceReport
     check: Float32Check
     unshifted: tuple[str, ...]
+    untaken: tuple[str, ...]
+    half_draws: tuple[tuple[str, str], ...]
     loss_sums: tuple[Sum, ...]
     zero: tuple[str, ...]
 

@@ -15,6 +15,7 @@ import numpy as np
 from .._jax import JaxprEqn, Literal, Op, primitives_that
 from ..diagnostics._trace.findings import Findings, Run
 from ..diagnostics._trace.interpreter import EquationKey
+from ..diagnostics._trace.needs import FORWARD
 from ..diagnostics._trace.places import find_line
 
 # What a number may have been made by, as `Culprit.made_by` names it.
@@ -35,6 +36,8 @@ _PRODUCTS_OF_TWO = primitives_that(Op.MULTIPLIES | Op.ELEMENTWISE)
 _MATRIX_PRODUCTS = primitives_that(Op.PRODUCT)
 _EXPONENTIALS = primitives_that(Op.EXPONENTIAL)
 _LOGARITHMS = primitives_that(Op.LOGARITHM)
+_SELECTS = primitives_that(Op.SELECTS)
+_ELEMENTWISE = primitives_that(Op.ELEMENTWISE) - _SELECTS
 _SIGMOIDS = primitives_that(Op.SIGMOID)
 _LINEAR = _MOVES | _ADDS | primitives_that(Op.SUBTRACTS)
 # A sum may have an epsilon added to it.
@@ -158,6 +161,31 @@ class Operations:
             if self._name(key) in _EXPONENTIALS and self._find_use(key) != EXPONENTIAL:
                 unshifted.append(find_line(*self._equations[key]).where)
         return tuple(filter(None, unshifted))
+
+    def find_untaken(self) -> tuple[str, ...]:
+        """Returns the lines that make inf or NaN of which a selection takes none.
+
+        In the forward pass a selection reads them. In the backward pass they are multiplied by a
+        cotangent that comes out of one.
+        """
+        untaken = []
+        for key in self._births:
+            if self._is_untaken(key):
+                untaken.append(find_line(*self._equations[key]).where)
+        return tuple(filter(None, untaken))
+
+    def _is_untaken(self, key: EquationKey) -> bool:
+        visit, _ = self._births[key]
+        if visit.need & FORWARD:
+            readers = self._walk_on(key, _ELEMENTWISE)
+            return any(self._name(reader) in _SELECTS for reader in readers)
+        for reader in self._walk_on(key, _ELEMENTWISE - _PRODUCTS_OF_TWO):
+            if self._name(reader) not in _PRODUCTS_OF_TWO:
+                continue
+            for maker in self._makers[reader]:
+                if self._comes_from(maker, _SELECTS, _MOVES | _PRODUCTS_OF_TWO):
+                    return True
+        return False
 
     def is_read_by_logarithm(self, key: EquationKey) -> bool:
         through = _LINEAR | _MULTIPLIES | _DIVIDES

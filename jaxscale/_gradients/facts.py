@@ -43,7 +43,6 @@ class Facts(NamedTuple):
     """The answers. All devices that decide together have the same."""
 
     grads_finite: jax.Array  # bool[], of the gradients before and after a hook
-    grads_zero: jax.Array  # bool[], whether those before a hook are all 0
     loss_finite: jax.Array  # bool[], true if no loss was passed
     loss: Any  # the mean of all devices, `None` if no loss was passed
     # These are `None` unless they were asked for.
@@ -85,8 +84,7 @@ def find_facts(
 
     # Without a hook both passes read the same gradients, so the first says whether they are finite.
     judged = passes[:1] if before_hook is None else passes
-    are_finite = _all_hold(each.finite() for each in judged)
-    flags = [are_finite, all_finite(loss), passes[0].all_zero()]
+    flags = [_all_hold(each.finite() for each in judged), all_finite(loss)]
     if by_leaf:
         of_leaves = zip(*[each.finite_groups() for each in judged], strict=True)
         flags += map(_all_hold, of_leaves)
@@ -101,7 +99,7 @@ def find_facts(
     # NaN in a maximum of floats is up to the library that devices exchange numbers by.
     negated = [-bits for bits in sizes.values()]
     agreed = agree_on_least([*flags, *negated], axis_name)
-    grads_finite, loss_finite, grads_zero, *leaves_finite = agreed[: len(flags)]
+    grads_finite, loss_finite, *leaves_finite = agreed[: len(flags)]
     largest_bits = [float_of_bits(-bits) for bits in agreed[len(flags) :]]
     agreed_sizes = dict(zip(sizes, largest_bits, strict=True))
     if questions.norm and not squares:
@@ -114,7 +112,6 @@ def find_facts(
         nonfinite_leaves = flags_by_leaf(grads.grads, leaves_finite)
     return Facts(
         grads_finite=grads_finite,
-        grads_zero=grads_zero,
         loss_finite=loss_finite,
         loss=agree_on_loss(loss, axis_name),
         norm=agreed_sizes.get("norm"),

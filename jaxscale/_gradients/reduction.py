@@ -1,4 +1,4 @@
-"""One pass over the gradients: whether they are finite, or 0, the sum of squares, the largest.
+"""One pass over the gradients: whether they are finite, the sum of their squares, the largest.
 
 `reduce_gradients` reduces the leaves in groups, as each reduction is a kernel of its own, and
 `Reduction` holds one number for each group. For a policy that follows the largest gradient,
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AxisType
 
@@ -35,20 +34,14 @@ _MAX_LARGE_LEAVES = 16
 # before it is reduced, instead of one part, and would not use all cores.
 _PARTS = 8
 
-# Kinds of elements, from good to bad.
-_ZERO = np.uint8(0)
-_FINITE = np.uint8(1)
-_NONFINITE = np.uint8(2)
-
 _CONFIG: Any = jax.config  # type checkers do not know its attributes
 
 
 class Reduction(NamedTuple):
     """The result of one pass over the gradients: a number for each group of leaves.
 
-    A `uint8` is the kind of the worst element: `_ZERO`, `_FINITE` or `_NONFINITE`. A float is the
-    sum of the squares, which may overflow to inf. It is NaN or -inf if the group is not finite, and
-    so is then a sum of such floats. An
+    A bool says whether the group is finite. A float is the sum of its squares, which may overflow
+    to inf. It is NaN or -inf if the group is not finite, and so is then a sum of such floats. An
     `i32[]` is the largest absolute value of the group, as the bits of a float32, which are ordered
     as the numbers are.
     """
@@ -62,20 +55,12 @@ class Reduction(NamedTuple):
     def finite(self) -> jax.Array:
         """Returns whether all groups are finite, a `bool[]`."""
         # The numbers are combined before they are compared, so that devices exchange a single one.
-        # If all numbers are kinds, this is 0, which counts as finite.
+        # If all numbers are flags, this is 0, which counts as finite.
         combined = self.largest_bits() if self.holds_sizes else self.squares()
         all_finite = _says_finite(combined)
-        for kind in self._of_kind(jnp.uint8):
-            all_finite = jnp.bitwise_and(all_finite, _says_finite(kind))
+        for flag in self._of_kind(jnp.bool_):
+            all_finite = jnp.bitwise_and(all_finite, flag)
         return all_finite
-
-    def all_zero(self) -> jax.Array:
-        """Returns whether there are gradients, and their numbers are 0, a `bool[]`."""
-        kinds = self._of_kind(jnp.uint8)
-        all_zero = jnp.array(len(self.numbers) > 0)
-        for number in [self.squares(), self.largest_bits(), *kinds]:
-            all_zero = jnp.bitwise_and(all_zero, number == 0)
-        return all_zero
 
     @property
     def holds_sizes(self) -> bool:
@@ -144,8 +129,8 @@ def nans_are_errors() -> bool:
 
 def _says_finite(number: jax.Array) -> jax.Array:
     """Returns whether a number of `Reduction` says that its group is finite."""
-    if number.dtype == jnp.uint8:
-        return number < _NONFINITE
+    if number.dtype == jnp.bool_:
+        return number
     if number.dtype == jnp.int32:
         return number < INFINITY_BITS  # those of a NaN are higher
     return number >= 0
@@ -197,32 +182,27 @@ def _reduce_group(leaves: Sequence[Any], squares: bool) -> jax.Array:
     """Returns the number that `reduce_gradients` finds for a group of leaves of one type."""
     first, *others = arrays = list(map(jnp.asarray, leaves))
     is_placed = _is_placed(jax.typeof(first))
-    # If only the verdict is asked for, kinds say it. But if devices may hold parts of the leaves, a
+    # If only the verdict is asked for, flags say it. But if devices may hold parts of the leaves, a
     # sum says it: XLA merges the sums that devices exchange, that of the loss included, into one
-    # exchange. A sum of squares may be NaN, so kinds also say it if JAX raises an error at a NaN.
+    # exchange. A sum of squares may be NaN, so flags also say it if JAX raises an error at a NaN.
     if not squares and (is_placed or nans_are_errors()):
-        return _reduce_in_parts(_find_worst_kind, arrays, _PARTS)
+        return _reduce_in_parts(_are_finite, arrays, _PARTS)
     total = _square(first, is_placed)
     for array in others:
         total = jax.lax.add(total, _square(array, is_placed))
     return widen(jnp.sum(total))
 
 
-def _find_worst_kind(parts: Sequence[jax.Array]) -> jax.Array:
-    """Returns the kind of the worst element of arrays of one type."""
-    kinds = functools.reduce(jax.lax.max, map(_kinds, parts))
-    # The initial value is for empty leaves. The size is not compared, as it may be a symbol.
-    return jnp.max(kinds, initial=_ZERO)
+def _are_finite(parts: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether all elements of arrays of one type are finite."""
+    flags = map(_is_finite, parts)
+    return jnp.all(functools.reduce(jax.lax.bitwise_and, flags))
 
 
-def _kinds(part: jax.Array) -> jax.Array:
+def _is_finite(part: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(part):
-        return jax.lax.max(_kinds(part.real), _kinds(part.imag))
-    wide = widen(part)
-    is_other = jax.lax.ne(wide, jax.lax.full_like(wide, 0))
-    is_nonfinite = jax.lax.bitwise_not(jax.lax.is_finite(wide))
-    # Of an element that is not finite both hold.
-    return cast(is_other, jnp.uint8) + cast(is_nonfinite, jnp.uint8)
+        return _is_finite(part.real) & _is_finite(part.imag)
+    return jax.lax.is_finite(widen(part))
 
 
 def _square(leaf: jax.Array, is_placed: bool) -> jax.Array:

@@ -45,6 +45,8 @@ class Op(enum.Flag):
     LARGER = (
         enum.auto()
     )  # of two numbers: the larger one, or whether the first is larger
+    SELECTS = enum.auto()  # takes each element from one of several arrays
+    RANDOM = enum.auto()  # makes random bits
     TRANSCENDENTAL = (
         enum.auto()
     )  # takes a GPU so long that XLA computes it once if it can
@@ -95,7 +97,8 @@ _ROWS = {
         and or not xor""",
     _ELEMENT | Op.COMPARES: "ge le lt",
     _ELEMENT | Op.COMPARES | Op.LARGER: "gt",
-    _ELEMENT | Op.PASSES_ON | _EXACT: "abs select_n",
+    _ELEMENT | Op.PASSES_ON | _EXACT: "abs",
+    _ELEMENT | Op.PASSES_ON | Op.SELECTS | _EXACT: "select_n",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | _EXACT: "clamp",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "min",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | Op.LARGER | _EXACT: "max",
@@ -135,6 +138,7 @@ _ROWS = {
     Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
     Op.MULTIPLIES: "cumprod",
     Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
+    Op.RANDOM: "random_bits rng_bit_generator",
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
     Op.POOLING | Op.LOSES_NOTHING: "reduce_window_max",

@@ -8,7 +8,7 @@ MEMORY = 1000.0
 # From how many steps in a row with a bad loss. No search for a scale makes one bad.
 MANY_BAD_LOSSES = 10
 
-# From how many steps in a row whose gradients were all 0. An optimum is rarely met that exactly.
+# After how many steps of an optimizer its moments are no longer 0, unless all gradients were.
 MANY_ZEROS = 50
 
 # From how many falls without a growth between them, and below which scale. On the runs in

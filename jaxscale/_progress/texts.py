@@ -57,7 +57,8 @@ BAD_LOSSES = (
 )
 
 ZEROS = (
-    f"`check`: all gradients were 0 in {MANY_ZEROS} steps in a row or more, so nothing is learned. "
+    f"`check`: all moments of the optimizer are 0 after {MANY_ZEROS} steps or more, so all "
+    "gradients were 0, and nothing is learned. "
     "If something changes gradients before the optimizer gets them, such as `nan_to_num`, it hides "
     "every overflow, and the scale never falls: pass that function as `on_grads=` to "
     "`jaxscale.train_step`, which judges the gradients first. If a scale that is too low lets them "

@@ -50,8 +50,6 @@ class LossScaledState(NamedTuple):
       weights: what `jaxscale.master_weights` or `jaxscale.stochastic_rounding` keep beside
         half-precision parameters: `remainders`, `copies` or a `key`. Otherwise `None`.
 
-      zero_count: `i32[]`, steps in a row whose gradients were all 0, up to now.
-
     Counters stay at their largest value instead of wrapping around.
 
     Example:
@@ -77,7 +75,6 @@ class LossScaledState(NamedTuple):
     nonfinite_leaves: Any = None
     grad_norm: Any = None  # f32[] or None
     weights: Any = None  # WeightsState or None
-    zero_count: Any = np.int32(0)  # i32[]
 
     @property
     def hyperparams(self) -> dict[str, Any]:

@@ -32,7 +32,6 @@ def start_state(scaling: Any, inner_state: Any) -> LossScaledState:
         backoff_count=jnp.array(0, jnp.int32),
         skip_rate=jnp.array(0, jnp.float32),
         row_notfinite_loss=jnp.array(0, jnp.int32),
-        zero_count=jnp.array(0, jnp.int32),
     )
 
 
@@ -64,7 +63,6 @@ def count_step(
         total_notfinite=increment_if(~finite, state.total_notfinite),
         total_notfinite_loss=increment_if(bad_loss, state.total_notfinite_loss),
         row_notfinite_loss=jnp.where(finite, 0, row_notfinite_loss),
-        zero_count=jnp.where(facts.grads_zero, increment(state.zero_count), 0),
         total_steps=increment(state.total_steps),
     )
 

@@ -34,7 +34,8 @@ version found verdict findings target autocast is_quick is_auto loss loss_as_wri
 dtypes_of_parameters sums_of_gradients backward_rules loss_scale shown_scale calibration start
 repeats scale_backward_raised largest is_limited ceiling relief comparison trace
 is_finite_in_float32
-float32 wrong unstable right_loss mean culprit remedy compiled_remedy unshifted loss_sums zero
+float32 wrong unstable right_loss mean culprit remedy compiled_remedy unshifted
+untaken half_draws loss_sums zero
 leaves histogram shares layers
 """
 

@@ -441,6 +441,22 @@ LONG_SUMS = {
             f"in bfloat16, at {line_of('each turn adds to the gradient')}.",
         ],
     ),
+    "noisy": Case(
+        0,
+        [
+            "Nothing is wrong",
+            f"Random numbers are drawn in bfloat16, at {line_of('the noise')}.",
+            "only 128 values",
+        ],
+        never=["drawn in float32"],
+    ),
+    "module": Case(
+        1,
+        [
+            "inf or NaN is in 2 of 2 gradients",
+            f"begins at {line_of('the root')}",
+        ],
+    ),
     "in_a_short_loop": Case(0, ["Nothing is wrong"], never=["is a sum of"]),
 }
 

@@ -52,12 +52,6 @@ def applies(tx):
 
 SGD = optax.identity()
 TRACKED = {"max_norm": 1.0, "track_leaves": True}
-READINGS = {
-    "of the verdict": reduce_gradients,
-    "by leaf": functools.partial(reduce_gradients, by_leaf=True),
-    "with squares": functools.partial(reduce_gradients, squares=True),
-    "of the largest": lambda tree: reduce_sizes(Scaled(tree)),
-}
 # Ways to a verdict on the gradients in a tree, and then those of a step.
 REDUCTIONS = {
     "public": jaxscale.all_finite,
@@ -107,28 +101,6 @@ def spoil(leaf, i):
 
 @pytest.mark.worlds
 @pytest.mark.device
-@pytest.mark.standard_promotion
-@cases(
-    "name, dtype",
-    itertools.product(READINGS, [*DTYPES, *MIXED]),
-    fast=[("of the verdict", MIXED[0]), ("with squares", "complex64")],
-)
-def test_gradients_are_0_only_if_all_elements_are(name, dtype, request):
-    if dtype != MIXED[1]:
-        request.getfixturevalue("one_device")
-    all_zero = jax.jit(lambda tree: READINGS[name](tree).all_zero())
-    with x64():
-        ones = filled(dtype)
-        tree = jax.tree.map(lambda leaf: np.full(leaf.shape, -0.0, leaf.dtype), ones)
-        assert all_zero(tree)
-        assert not all_zero({})
-        for key, leaf in tree.items():
-            for bad in (1e-2, np.inf, np.nan):
-                other = leaf.copy()
-                other.flat[-1:] = bad
-                assert all_zero(tree | {key: other}) == (leaf.size == 0), key
-
-
 @pytest.mark.standard_promotion
 @cases(
     "name, dtype",

@@ -243,13 +243,13 @@ def cleaned(grads):
     return jnp.nan_to_num(grads, nan=0.0, posinf=0.0, neginf=0.0)
 
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 # The optimizer, what is done to gradients before it gets them, and the loss and batch of a step.
 ALL_ZERO = {
     "dynamic": (TX, unchanged, square_loss, 0.0),
-    "adaptive, after others": (ADAPTIVE, unchanged, square_loss, 0.0),
-    "fixed": (FIXED, unchanged, square_loss, -0.0),
-    "unscaled": (jaxscale.skip_nonfinite(SGD), unchanged, square_loss, 0.0),
-    "clipped": (jaxscale.loss_scaled(SGD, max_norm=1.0), unchanged, square_loss, 0.0),
+    "fixed": (jaxscale.loss_scaled(MOMENTUM, 8), unchanged, square_loss, -0.0),
+    "unscaled": (jaxscale.skip_nonfinite(MOMENTUM), unchanged, square_loss, 0.0),
+    "window": (jaxscale.multi_steps(TX, 1), unchanged, square_loss, 0.0),
     "hidden": (TX, cleaned, large_half_loss, 1.0),
 }
 
@@ -263,16 +263,19 @@ def test_steps_whose_gradients_are_all_0_are_told_of(name):
         loss, grads = jaxscale.value_and_grad(loss_fn, state)(w, jnp.full(3, x))
         return jaxscale.apply_gradients(tx, clean(grads), state, w, value=loss)
 
-    state = tx.init(W)
-    if clean is unchanged:
-        _, state = step(W, state, 1.0)
-        assert state.zero_count == 0
+    w = W
+    state = tx.init(w)
     for steps in (49, 1):
         jaxscale.check(state, tx=tx)
         for _ in range(steps):
-            _, state = step(W, state, x)
-    with pytest.warns(UserWarning, match=r"0 in 50 steps.*`on_grads="):
+            w, state = step(w, state, x)
+    with pytest.warns(UserWarning, match=r"are 0 after 50 steps.*`on_grads="):
         jaxscale.check(state, tx=tx)
+    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, state)
+    with pytest.warns(UserWarning, match="are 0 after 50 steps"):
+        jaxscale.check(population, tx=tx)
+    _, state = jax.jit(tx.update)(W, state, w)
+    jaxscale.check(state, tx=tx)
 
 
 class Hopeless(NamedTuple):

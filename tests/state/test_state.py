@@ -186,8 +186,7 @@ VERSION_1 = {
 }
 # What is written now: the same, with the fields that came later.
 WRITTEN = VERSION_1 | {"spikes": None, "grad_norm": None, "weights": None}
-LATER_COUNTERS = ("total_retries", "total_exhausted", "backoff_count", "zero_count")
-WRITTEN |= dict.fromkeys(LATER_COUNTERS, i32(0))
+WRITTEN |= dict.fromkeys(("total_retries", "total_exhausted", "backoff_count"), i32(0))
 # `skip_rate` is the mean of so few steps: here an overflow and a bad loss.
 WRITTEN |= {"skip_rate": f32(2 / 4), "row_notfinite_loss": i32(1)}
 # The two later fields that those steps changed: read from version 1, they have their defaults.
