@@ -156,6 +156,7 @@ meet = half(MOVING_POLICIES, RETRIES)
 
 
 @pytest.mark.worlds
+@pytest.mark.device
 @cases(
     "policy, retries, mode",
     pairs(
