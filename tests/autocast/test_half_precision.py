@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from half_programs import W, X, products
 from jax.experimental import pallas
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, pairs
 from training import x64
 
 import jaxscale
@@ -110,9 +110,11 @@ def loss_with(call):
 
 
 @pytest.mark.worlds
-@cases("dtype", HALF)
-@cases("around", AROUND, fast=["nothing", "jit"])
-@cases("name", KERNELS)
+@cases(
+    "name, around, dtype",
+    pairs(KERNELS, AROUND, HALF),
+    fast=[(name, "nothing", "float16") for name in KERNELS],
+)
 def test_a_kernel_in_half_precision_is_a_product_in_half_precision(name, around, dtype):
     call = AROUND[around](KERNELS[name])
     cast = jaxscale.autocast(loss_with(call), dtype)

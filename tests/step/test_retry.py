@@ -18,6 +18,7 @@ from tables import (
     assert_same_bits,
     avals,
     cases,
+    half,
     pairs,
     wide,
 )
@@ -150,10 +151,20 @@ def states_in(mode, step, opt_state):
     return jax.tree.map(lambda *leaves: stack(*leaves)[None], *states)
 
 
+RETRIES = [3, 1, 30]
+meet = half(MOVING_POLICIES, RETRIES)
+
+
 @pytest.mark.worlds
+@pytest.mark.device
 @cases(
     "policy, retries, mode",
-    pairs(MOVING_POLICIES, [3, 1, 30], ["eager", "vmap"]),
+    pairs(
+        MOVING_POLICIES,
+        RETRIES,
+        ["eager", "vmap"],
+        among=lambda *row: meet(row[0], row[1]),
+    ),
     fast=[
         ("hysteresis", 3, "eager"),
         ("adaptive", 1, "vmap"),
