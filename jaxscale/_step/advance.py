@@ -23,7 +23,7 @@ from .._gradients.facts import (
 from .._gradients.verdict import agree_on_loss, all_finite
 from .._policies.base import adjust_scale
 from .._state.optimizer import LossScaledState
-from .._trees.casts import cast_like, widen
+from .._trees.casts import cast_like, common_sharding, placed, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_inexact_leaf
 from .._trees.overwrites import (
@@ -295,6 +295,7 @@ def _without_old_infs(new_tree: Any, old_tree: Any) -> Any:
     def without_old(new: Any, old: Any) -> Any:
         if not is_inexact_leaf(new):
             return new
+        new = placed(new, common_sharding(old, new))
         return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
 
     return jax.tree.map(without_old, new_tree, old_tree)

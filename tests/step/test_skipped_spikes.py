@@ -222,9 +222,15 @@ def test_nans_that_are_errors_are_not_made(scale, shown):
     np.testing.assert_allclose(state.grad_norm, shown, rtol=1e-6)
 
 
+def learned_state():
+    """A state whose optimizer has had gradients, so that only counters may be told of."""
+    state = OPTIMIZERS["safe"].init(PARAMS)
+    return state._replace(inner_state=jax.tree.map(jnp.ones_like, state.inner_state))
+
+
 @cases("counter, value", [("spike_count", 20), ("total_spikes", 51)])
 def test_check_warns_of_spikes_without_end(counter, value):
-    state = OPTIMIZERS["safe"].init(PARAMS)
+    state = learned_state()
     jaxscale.check(state)
     spikes = state.spikes._replace(**{counter: jnp.array(value)})
     state = state._replace(spikes=spikes, total_steps=jnp.array(1000))
@@ -243,7 +249,7 @@ def test_check_warns_of_spikes_without_end(counter, value):
 def test_check_warns_of_what_most_of_the_skipped_steps_were(
     total_spikes, total_notfinite, warning
 ):
-    state = OPTIMIZERS["safe"].init(PARAMS)
+    state = learned_state()
     spikes = state.spikes._replace(total_spikes=jnp.array(total_spikes))
     state = state._replace(
         spikes=spikes,
