@@ -190,7 +190,7 @@ KEPT_AND_TEMPORARY = {
     "decoder": (8.84, 18.6),
     "decoder, scanned": (17.0, 33.0),
     "convolutions": (1.12, 2.44),
-    "ResNet": (3.48, 6.69),
+    "ResNet": (2.96, 7.22),
     "LSTM": (1.88, 2.58),
     "words": (2.59, 8.99),
 }
