@@ -52,20 +52,23 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
     # In a float32 program, JAX asks products for float32 outputs. Asking for half precision instead
     # only rounds the result: hardware accumulates in float32 anyway.
     params = with_preferred_type(eqn, old=FLOAT32, new=frame.dtype)
-    if not all(has_dtype(operand, frame.dtype) for operand in operands):
-        return bind(eqn, operands, params)  # one is of integers
-    sources = []
-    is_of_activations = False
-    # for each operand: the axes that it sums over, and its batch axes
-    for atom, (_, batch) in zip(eqn.invars, dot_dimensions(eqn), strict=False):
-        sources.append(frame.read_source(atom))
-        is_of_activations |= bool(batch)
+    operands_are_half = all(has_dtype(operand, frame.dtype) for operand in operands)
+    if not (operands_are_half and dot_dimensions(eqn)):
+        return bind(
+            eqn, operands, params
+        )  # a convolution, or one operand is of integers
+    sources = list(map(frame.read_source, eqn.invars))
     if is_attention_scores(eqn, frame.place.owner):
         # A softmax in float32 reads the scores, so they stay in float32.
         params = with_preferred_type(eqn, old=FLOAT32, new=FLOAT32)
-    elif not is_of_activations and all(source is None for source in sources):
+    elif not _has_batch_dimensions(eqn) and all(source is None for source in sources):
         return bind(eqn, operands, params)
     return [multiply_half(operands, sources, params)]
+
+
+def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
+    # for each operand: the axes that it sums over, and its batch axes
+    return any(batch for _, batch in dot_dimensions(eqn))
 
 
 def move(frame: Frame, eqn: JaxprEqn) -> Outputs:

@@ -68,9 +68,7 @@ _CHEAP_MOVE = _LINEAR_MOVE | Op.CHEAP
 
 # Names of primitives, by what they do.
 _ROWS = {
-    Op.PRODUCT: """
-        dot_general jaxscale_product conv_general_dilated ragged_dot
-        ragged_dot_general""",
+    Op.PRODUCT: "dot_general conv_general_dilated ragged_dot ragged_dot_general",
     # Elements, one by one. First arithmetic:
     _ELEMENT | Op.ADDS | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add",
     _ELEMENT

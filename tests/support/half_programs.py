@@ -369,12 +369,18 @@ def primitives(fun, *args):
 
 
 def products(fun, *args):
-    """The dtype of each matrix product and convolution of a function, "<one> <other>" if mixed."""
-    return [
-        " ".join(sorted(dtypes))
-        for name, dtypes in primitives(fun, *args)
-        if name in table.PRODUCTS
-    ]
+    """The dtype that each matrix product and convolution of a function multiplies in.
+
+    "<one> <other>" if its operands differ.
+    """
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        if _jax.operation(eqn) in table.PRODUCTS:
+            dtypes = {str(atom.aval.dtype) for atom in eqn.invars[:2]}
+            if "have_source" in eqn.params:  # ours, which casts what it reads
+                dtypes = {str(eqn.params["dtype"])}
+            found.append(" ".join(sorted(dtypes)))
+    return found
 
 
 def loss_of(fun):
