@@ -374,13 +374,24 @@ def products(fun, *args):
     "<one> <other>" if its operands differ.
     """
     found = []
-    for eqn in equations(jax.make_jaxpr(fun)(*args)):
-        if _jax.operation(eqn) in table.PRODUCTS:
-            dtypes = {str(atom.aval.dtype) for atom in eqn.invars[:2]}
-            if "have_source" in eqn.params:  # ours, which casts what it reads
-                dtypes = {str(eqn.params["dtype"])}
-            found.append(" ".join(sorted(dtypes)))
+    for eqn in product_equations(fun, *args):
+        dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+        if "have_source" in eqn.params:  # ours, which casts what it reads
+            dtypes = [eqn.params["dtype"]]
+        names = {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)}
+        found.append(" ".join(sorted(names)))
     return found
+
+
+def results_of_products(fun, *args):
+    """The dtype that each matrix product and convolution of a function returns."""
+    return [str(eqn.outvars[0].aval.dtype) for eqn in product_equations(fun, *args)]
+
+
+def product_equations(fun, *args):
+    """The matrix products and convolutions of a function."""
+    eqns = equations(jax.make_jaxpr(fun)(*args))
+    return [eqn for eqn in eqns if _jax.operation(eqn) in table.PRODUCTS]
 
 
 def loss_of(fun):
