@@ -22,7 +22,7 @@ from .barriers import barrier
 from .binding import bind, cast
 from .derivatives import tangent_type
 from .inner_programs import spread
-from .once import bind_once, is_differentiated
+from .once import bind_once, call_once, is_differentiated
 from .stand_ins import is_stand_in
 
 _NUM_OPERANDS = 2
@@ -137,22 +137,18 @@ def _transpose(
         return cotangents
     for number, target in enumerate(_find_targets(have_source)):
         if ad.is_undefined_primal(args[target]):
-            operands = list(args[:_NUM_OPERANDS])
-            operands[number] = args[target]
-            cotangents[target] = _pull(cotangent, operands, number, dtype, params)
+            given = (_in_dtype(cotangent, dtype), args[1 - number])
+            aval = args[target].aval
+            own = {"number": number, "aval": aval, "dtype": dtype}
+            params |= {"preferred_element_type": aval.dtype}
+            cotangents[target] = call_once(_pull, given, params | own)
     return cotangents
 
 
 def _pull(
-    cotangent: Any,
-    operands: Sequence[Any],
-    number: int,
-    dtype: Any,
-    params: dict[str, Any],
+    cotangent: Any, kept: Any, *, number: int, aval: Any, dtype: Any, **params: Any
 ) -> Any:
-    """Returns the cotangent of one operand, in its dtype."""
-    aval = operands[number].aval
-    params = params | {"preferred_element_type": aval.dtype}
+    """Returns the cotangent of one operand, of a type, given the other operand."""
 
     def pull(cotangent: Any, kept: Any) -> Any:
         operands = [kept, kept]
@@ -163,8 +159,7 @@ def _pull(
     def multiply(factors: Sequence[Any], params: dict[str, Any]) -> Any:
         return _multiply(factors, dtype, params)
 
-    given = (_in_dtype(cotangent, dtype), operands[1 - number])
-    return _follow(pull, given, multiply)
+    return _follow(pull, (cotangent, kept), multiply)
 
 
 def _batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
