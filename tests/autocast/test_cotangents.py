@@ -790,7 +790,7 @@ DIMENSIONS = {
     "two sums": ((3, 4, 2), (2, 5, 3), (((0, 2), (2, 0)), ((), ()))),
     "vector": ((4, 3), (3,), (((1,), (0,)), ((), ()))),
     # XLA for CPUs has no such product of two arrays in bfloat16 that returns float32.
-    "large": ((2, 128, 128), (2, 128, 128), (((1,), (1,)), ((0,), (0,)))),
+    "large": ((2, 128, 128), (128, 2, 128), (((1,), (0,)), ((0,), (1,)))),
 }
 HAVE_SOURCE = [(True, True), (True, False), (False, True), (False, False)]
 RESULTS = {"half": None, "float32": jnp.float32}
