@@ -64,8 +64,8 @@ def autocast(
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
     float64, complex numbers, kernels, callbacks and what is written in half precision by hand are
     left alone; `half_precision` casts for a kernel. Source lines and named scopes stay those of the
-    model. Under `jit` with arrays that are sharded over devices, the gradient of a product is
-    summed over these in half precision.
+    model. The gradient of a float32 weight comes from its matrix products in float32, and devices
+    add it in float32; that of a convolution is rounded first.
 
     A `scan` carries what the program declares: over layers mostly float32, which `jax.checkpoint`
     then keeps for each layer. If you cast the first carry to half precision, and the next ones

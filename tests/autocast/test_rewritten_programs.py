@@ -120,7 +120,7 @@ def scanned_silu_layer(w):
 X_TYPE, GATED_TYPE = "4x8xf16", "4x4xf16"
 BARRIERS = {
     (apply_layer, "cpu"): {X_TYPE, "f32"},
-    (attend, "cpu"): {"5x8x8xf16"},
+    (attend, "cpu"): {"5x8x8xf16", "5x8x8xf32"},
     (silu_layer, "cpu"): {X_TYPE, GATED_TYPE, "1x8xf32", "f32"},
     (scan_layers, "cpu"): set(),
     (apply_layer, "cuda"): set(),

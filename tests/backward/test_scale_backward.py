@@ -735,7 +735,7 @@ def test_as_many_products_are_in_half_precision_inside_of_autocast_and_outside(n
     for wrap in (jaxscale.autocast, scaled_autocast, autocast_scaled):
         grad = grad_of_first_output(wrap(fun))
         products = equations_named("dot_general", grad, *args)
-        counts.add(sum(eqn.outvars[0].aval.dtype == HALF for eqn in products))
+        counts.add(sum(eqn.invars[0].aval.dtype == HALF for eqn in products))
     assert len(counts) == 1
 
 

@@ -48,7 +48,7 @@ def products(jaxpr):
     for eqn in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:
             total += 1
-            dtypes = [atom.aval.dtype for atom in eqn.invars]
+            dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
             half += all(
                 dtype.name in HALF
                 for dtype in dtypes
