@@ -193,7 +193,7 @@ def _follow(
 ) -> Any:
     """Returns what a rule of JAX's own product returns, with another product in its place."""
     program = jax.make_jaxpr(rule)(*args)
-    values = dict(zip(program.jaxpr.invars, args, strict=True))
+    values: dict[Any, Any] = dict(zip(program.jaxpr.invars, args, strict=True))
     for eqn in program.eqns:
         inputs = [values[var] for var in eqn.invars]
         if eqn.primitive is dot_general_p:
