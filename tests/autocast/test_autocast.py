@@ -248,8 +248,12 @@ def multiply_complex(x):
     return jnp.abs(x @ x.conj().T) + spectrum
 
 
-def attend_in_half(x):
-    return jax.nn.softmax(x @ x) @ x
+HIDDEN, LAST = np.eye(3, dtype=np.float16), np.ones((3, 3), np.float16)
+
+
+def classify_in_half(x):
+    """Reads each array once, as the gradient of what several read is added in float32."""
+    return jnp.tanh(x @ HIDDEN) @ LAST
 
 
 def multiply_into_float32(x):
@@ -260,7 +264,7 @@ UNTOUCHED = {
     "int32": scan_integers,
     "float64": invert_double,
     "complex64": multiply_complex,
-    "float16": attend_in_half,
+    "float16": classify_in_half,
     "bfloat16": multiply_into_float32,
 }
 
