@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
@@ -49,7 +50,11 @@ def multiply_half(
     """
     have_source = tuple(source is not None for source in sources)
     args = (*operands, *itertools.compress(sources, have_source))
-    params = params | {"dtype": operands[0].dtype, "have_source": have_source}
+    dtype = operands[0].dtype
+    # `None` means the dtype of the operands; a product of the same operands may ask for another.
+    result_dtype = params["preferred_element_type"] or dtype
+    own = {"dtype": dtype, "have_source": have_source}
+    params = params | own | {"preferred_element_type": np.dtype(result_dtype)}
     if is_differentiated(args):
         return bind_once(_PRODUCT, args, params)
     return _PRODUCT.bind(*args, **params)

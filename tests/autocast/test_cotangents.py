@@ -804,7 +804,12 @@ DIMENSIONS = {
     "large": ((2, 128, 128), (128, 2, 128), (((1,), (0,)), ((0,), (1,)))),
 }
 HAVE_SOURCE = [(True, True), (True, False), (False, True), (False, False)]
-RESULTS = {"half": None, "float32": jnp.float32}
+# The dtype that a product asks for. Without one it is that of its operands.
+RESULTS = {
+    "not named": lambda half: None,
+    "half": lambda half: half,
+    "float32": lambda half: jnp.dtype("float32"),
+}
 
 
 def integers(shape, seed):
@@ -823,7 +828,7 @@ def make_product(name, have_source, result, dtype):
         sources = []
         for wide, has_source in zip(wides, have_source, strict=True):
             sources.append(wide if has_source else None)
-        preferred = {"preferred_element_type": jnp.dtype(RESULTS[result] or half)}
+        preferred = {"preferred_element_type": RESULTS[result](half)}
         params = {"dimension_numbers": dimensions, **options, **preferred}
         return _jax.multiply_half(operands, sources, params).astype(jnp.float32)
 
@@ -835,7 +840,9 @@ def make_product(name, have_source, result, dtype):
 
 def stays_exact(way, name, have_source, result, dtype):
     """Whether half precision holds all that a row computes: not sums of many."""
-    return name != "large" or (way == "jit" and all(have_source) and result != "half")
+    return name != "large" or (
+        way == "jit" and all(have_source) and result == "float32"
+    )
 
 
 def first_derivatives(fun):
@@ -890,7 +897,7 @@ PRODUCT_WAYS = {
     "way, name, have_source, result, dtype",
     pairs(*(PRODUCT_WAYS, DIMENSIONS, HAVE_SOURCE, RESULTS, HALVES), where=stays_exact),
     fast=[
-        ("jit", "matrices", (False, True), "half", "bfloat16"),
+        ("jit", "matrices", (False, True), "not named", "bfloat16"),
         ("both batches", "batch", (True, True), "half", "bfloat16"),
         ("second", "two sums", (True, False), "float32", "float16"),
         ("left batch", "vector", (True, True), "half", "float16"),

@@ -250,6 +250,6 @@ def test_what_is_rewritten_is_forgotten_with_its_program():
             rewrite(n)
         jax.clear_caches()
         gc.collect()
-        return len(_make_autocast("float16", False).rewritten)
+        return len(_make_autocast("float16").rewritten)
 
     assert remembered_after([0]) >= remembered_after(range(5))
