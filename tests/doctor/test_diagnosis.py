@@ -401,7 +401,7 @@ AUTOCAST = {
     "rounded in float16": Case(
         1,
         [
-            "1 of 1 gradients are wrong at loss scale 2**0",
+            "1 of 1 gradients are wrong at loss scale 2**13",
             "w is off by 60.0%, compared with float32",
             f"It begins at {line_of('float16 holds every fourth number near it')}",
             "as large as 4098, where float16 only holds multiples of 4",
