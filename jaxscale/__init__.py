@@ -98,7 +98,7 @@ from ._step.apply import apply_gradients
 from ._step.half_precision import compact_state, master_weights, stochastic_rounding
 from ._step.train_step import train_step
 from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
-from ._storage.master import master_params, with_master_params
+from ._storage.master_params import master_params, with_master_params
 from ._trees.selection import tree_where
 
 # A group a line, in the order of the docstring and of the API reference.

@@ -29,12 +29,12 @@ from .._jax import (
     jaxpr_as_fun,
     spread,
 )
-from .casts import has_products
-from .frame import Frame
+from .cast_products import has_products
+from .environment import Frame
 from .higher_order import changes_nothing, run_inline
 from .rewriting import Way, read_inputs, rewrite
 from .rules import Outputs, run_as_written
-from .values import Narrow, ToRound, has_dtype, without_mark
+from .narrow_values import Narrow, ToRound, has_dtype, without_mark
 
 _NO_FORWARD = (
     "`autocast(fun)` was differentiated in forward mode (`jax.jvp`, `jax.jacfwd`, "

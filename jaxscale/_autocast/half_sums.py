@@ -22,7 +22,7 @@ from .._jax import (
     variables,
 )
 from . import table
-from .values import is_full_precision, is_half
+from .narrow_values import is_full_precision, is_half
 
 
 def has_gradient(eqn: JaxprEqn) -> bool:

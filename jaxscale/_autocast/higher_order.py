@@ -19,12 +19,12 @@ from .._jax import (
     open_equation,
     with_programs,
 )
-from .casts import has_products
-from .frame import Frame
+from .cast_products import has_products
+from .environment import Frame
 from .half_sums import adds_halves_inside
 from .rewriting import Way, read_inputs, rewrite
 from .rules import Outputs, run_as_written
-from .values import Narrow, as_declared, is_float32, is_half, without_mark
+from .narrow_values import Narrow, as_declared, is_float32, is_half, without_mark
 
 
 def _count_leaves(args: Sequence[Any]) -> list[int]:

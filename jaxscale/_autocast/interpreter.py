@@ -29,11 +29,11 @@ from .._jax import (
     source,
 )
 from .._trees.flat import Flat
-from .callers import Owner, Place
-from .casts import holds_products
+from .product_owner import Owner, Place
+from .cast_products import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
-from .exact import NOTHING_EXACT, find_exact
-from .frame import Frame
+from .exact_products import NOTHING_EXACT, find_exact
+from .environment import Frame
 from .half_sums import adds_halves
 from .higher_order import (
     rewrite_jit,
@@ -43,12 +43,12 @@ from .higher_order import (
     rewrite_scan,
     run_inline,
 )
-from .parts import Part
-from .plan import plan
+from .segmentation import Part
+from .execution_plan import plan
 from .rules import SIMPLE_RULES, Outputs, Rule, run_as_written
 from .segments import run_segment
-from .unsaid import forget_warnings, warn_if_unchanged, warn_of_what_is_left
-from .values import as_declared, is_full_precision
+from .uncast_warnings import forget_warnings, warn_if_unchanged, warn_of_what_is_left
+from .narrow_values import as_declared, is_full_precision
 
 _RULES_OF_FORMS: dict[Form, Rule] = {
     Form.JIT: rewrite_jit,

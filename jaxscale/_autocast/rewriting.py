@@ -12,10 +12,10 @@ import numpy as np
 
 from .. import _jax
 from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, cast, closed
-from .callers import Place
-from .frame import Frame
+from .product_owner import Place
+from .environment import Frame
 from .rules import Outputs
-from .values import (
+from .narrow_values import (
     FLOAT32,
     Narrow,
     ToRound,

@@ -31,9 +31,9 @@ from .._jax import (
     with_preferred_type,
 )
 from . import table
-from .casts import is_attention_scores
-from .frame import Frame
-from .values import FLOAT32, Narrow, ToRound, has_dtype, is_float32, is_half
+from .cast_products import is_attention_scores
+from .environment import Frame
+from .narrow_values import FLOAT32, Narrow, ToRound, has_dtype, is_float32, is_half
 
 Outputs = Sequence[Any]
 Rule = Callable[[Frame, JaxprEqn], Outputs]

@@ -1,6 +1,6 @@
 """Segments: computed in float32, and again in the backward pass.
 
-A segment is what lies between products (see `parts.py`). It computes in float32 from the
+A segment is what lies between products (see `segmentation.py`). It computes in float32 from the
 half-precision arrays that products returned, inside of `jax.checkpoint`. So the backward pass keeps
 these arrays, which are half as large as anything in the segment, and computes the rest again. What
 only products read of it is rounded once, at its end. Nothing within it is rounded.
@@ -30,10 +30,10 @@ from .._jax import (
     variables,
 )
 from . import table
-from .frame import Frame
+from .environment import Frame
 from .half_sums import adds_halves_inside, find_pulled_halves
-from .parts import Part
-from .values import FLOAT32, Narrow, has_dtype, is_float32
+from .segmentation import Part
+from .narrow_values import FLOAT32, Narrow, has_dtype, is_float32
 
 
 def run_segment(frame: Frame, part: Part) -> list[Any]:

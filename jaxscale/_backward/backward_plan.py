@@ -27,7 +27,7 @@ from .._trees.casts import cast, widen
 from .half_finder import counts_products, may_flush
 from .head_and_tail import split
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
-from .parts import Part
+from .jaxpr_parts import Part
 from .passes import Options, PassReport, observe, pull_back
 
 _NO_SECOND = (

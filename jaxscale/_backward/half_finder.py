@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _jax
-from .._autocast.callers import Place
-from .._autocast.casts import has_products, is_cast
+from .._autocast.product_owner import Place
+from .._autocast.cast_products import has_products, is_cast
 from .._autocast.half_sums import has_gradient
 from .._jax import ClosedJaxpr, JaxprEqn, Search, variables
-from .parts import find_divisible, refs_of
+from .jaxpr_parts import find_divisible, refs_of
 
 
 class HalfFinder:

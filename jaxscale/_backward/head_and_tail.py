@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import _jax
-from .._autocast.callers import outermost
+from .._autocast.product_owner import outermost
 from .._jax import ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
 from .half_finder import HalfFinder
-from .parts import Crossing, Part, Split, Step, find_divisible, is_mapped, refs_of
+from .jaxpr_parts import Crossing, Part, Split, Step, find_divisible, is_mapped, refs_of
 
 
 def split(program: ClosedJaxpr, with_products: bool) -> Split:

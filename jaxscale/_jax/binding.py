@@ -9,9 +9,9 @@ from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
 from . import hijax
-from .forms import OBJECT
-from .inner_programs import programs
-from .once import bind_once, is_differentiated
+from .equation_forms import OBJECT
+from .jaxprs import programs
+from .shared_derivatives import bind_once, is_differentiated
 
 
 def bind(

@@ -9,9 +9,9 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from .binding import bind
-from .forms import OBJECT, PLAIN_CALLS, Form, primitives_of, reads_form
+from .equation_forms import OBJECT, PLAIN_CALLS, Form, primitives_of, reads_form
 from .hijax import form_of
-from .inner_programs import (
+from .jaxprs import (
     ClosedJaxpr,
     check_programs,
     fit,

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from .forms import reads_form
-from .inner_programs import ClosedJaxpr, check_programs, fit
+from .equation_forms import reads_form
+from .jaxprs import ClosedJaxpr, check_programs, fit
 
 
 class Scan(NamedTuple):

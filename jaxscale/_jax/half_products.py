@@ -22,8 +22,8 @@ from jax.interpreters import ad, batching, mlir
 from .barriers import barrier
 from .binding import bind, cast
 from .derivatives import tangent_type
-from .inner_programs import spread
-from .once import bind_once, call_once, is_differentiated
+from .jaxprs import spread
+from .shared_derivatives import bind_once, call_once, is_differentiated
 from .stand_ins import is_stand_in
 
 _NUM_OPERANDS = 2

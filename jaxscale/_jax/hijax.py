@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from .forms import FORMS, OBJECT, Form
+from .equation_forms import FORMS, OBJECT, Form
 
 # Classes of JAX, and the primitives that mean the same.
 _OLD_NAMES = {

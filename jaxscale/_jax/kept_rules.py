@@ -22,8 +22,8 @@ from jax.interpreters import ad, batching, mlir
 
 from .derivatives import tangent_type
 from .dtypes import holds_inexact
-from .forms import KEPT_RULE
-from .inner_programs import ClosedJaxpr, spread
+from .equation_forms import KEPT_RULE
+from .jaxprs import ClosedJaxpr, spread
 from .mesh_axes import over_batch, set_batching
 from .program_primitives import program_primitive
 

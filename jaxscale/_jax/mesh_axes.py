@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from .inner_programs import ClosedJaxpr, Jaxpr
+from .jaxprs import ClosedJaxpr, Jaxpr
 
 
 def varying(aval: Any) -> frozenset[Any]:

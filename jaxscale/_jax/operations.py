@@ -142,7 +142,7 @@ _ROWS = {
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
     Op.POOLING | Op.LOSES_NOTHING: "reduce_window_max",
-    # What holds programs, and is in no form that `forms.py` has:
+    # What holds programs, and is in no form that `equation_forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",
     # The last is of Equinox: a callback that compiles a function of its own.

@@ -22,8 +22,8 @@ from . import hijax
 from .barriers import barrier
 from .derivatives import tangent_type
 from .dtypes import holds_half, holds_inexact
-from .forms import RECOMPUTED
-from .inner_programs import (
+from .equation_forms import RECOMPUTED
+from .jaxprs import (
     ClosedJaxpr,
     find_dependent_outputs,
     spread,

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .forms import reads_form
+from .equation_forms import reads_form
 
 
 @reads_form

@@ -19,9 +19,9 @@ import numpy as np
 
 from .binding import bind
 from .dtypes import has_narrow_range, holds_half
-from .forms import Form
+from .equation_forms import Form
 from .hijax import form_of
-from .inner_programs import (
+from .jaxprs import (
     ClosedJaxpr,
     JaxprEqn,
     Literal,

@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .binding import cast
 from .derivatives import tangent_type
-from .once import bind_once, is_differentiated
+from .shared_derivatives import bind_once, is_differentiated
 
 
 def stand_in(value: Any, source: Any, dtype: Any) -> Any:

@@ -25,7 +25,7 @@ from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_array_like
 from . import rounding
-from .leaves import flatten, read_mask
+from .param_leaves import flatten, read_mask
 from .noise import draw_words, make_key, make_noise, split_key
 from .rounding import BFLOAT16
 

@@ -19,7 +19,7 @@ from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.params import apply_updates, cast_updates
 from .._trees.store_once import store_once
-from .leaves import (
+from .param_leaves import (
     ParamLeaves,
     describe_leaf,
     fits,
@@ -28,10 +28,10 @@ from .leaves import (
     make_state,
     read_mask,
 )
-from .losses import warn_of_losses
+from .lost_updates import warn_of_losses
 from .noise import draw_words, make_key, split_key
 from .rounding import BFLOAT16, HALF_DTYPES
-from .ways import AT_RANDOM, COPY, PLAIN, REMAINDER, Stored, Way
+from .storage_formats import AT_RANDOM, COPY, PLAIN, REMAINDER, Stored, Way
 
 
 class Applied(NamedTuple):

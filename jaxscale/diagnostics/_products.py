@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.callers import Place, outermost
-from .._autocast.casts import is_never_entered, why_not_cast
+from .._autocast.product_owner import Place, outermost
+from .._autocast.cast_products import is_never_entered, why_not_cast
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from tables import assert_same_bits, cases, warned
 
 import jaxscale
-from jaxscale._autocast import callers, table
+from jaxscale._autocast import product_owner, table
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -370,7 +370,7 @@ def unlist(monkeypatch):
 
     def forget():
         jax.clear_caches()
-        callers._find_origin.cache_clear()
+        product_owner._find_origin.cache_clear()
 
     def take(name, entry):
         monkeypatch.setattr(table, name, without(getattr(table, name), entry))
@@ -408,7 +408,7 @@ def test_of_functions_that_share_a_program_the_unknown_one_is_named(first, unlis
 
 def test_attention_of_another_name_is_named(monkeypatch, unlist):
     monkeypatch.setattr(table, "ATTENTION", "of_another_name")
-    callers._find_origin.cache_clear()
+    product_owner._find_origin.cache_clear()
     with pytest.warns(
         UserWarning, match="casts 2 products of `.*` in jax/nn/functions"
     ):

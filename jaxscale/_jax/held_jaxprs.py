@@ -10,9 +10,9 @@ from jax.extend.core import JaxprEqn
 
 from .calls import callee
 from .control_flow import branches, mapped, scan, while_loop
-from .forms import PLAIN_CALLS, Form, UnknownFormError
+from .equation_forms import PLAIN_CALLS, Form, UnknownFormError
 from .hijax import form_of
-from .inner_programs import ClosedJaxpr
+from .jaxprs import ClosedJaxpr
 
 
 class Held(NamedTuple):

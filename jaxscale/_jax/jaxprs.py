@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
 
 from . import hijax
-from .forms import UnknownFormError, reads_form
+from .equation_forms import UnknownFormError, reads_form
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr

@@ -9,7 +9,7 @@ from types import FrameType
 import jax
 from jax.extend.core import JaxprEqn
 
-from .forms import TESTED, UnknownFormError
+from .equation_forms import TESTED, UnknownFormError
 from .source_lines import is_of_jax, is_own, users_line
 
 # What Python raises where a program has another form than the code that reads it expects. Errors

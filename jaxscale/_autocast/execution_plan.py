@@ -16,11 +16,11 @@ from .._jax import (
     variables,
 )
 from . import table
-from .callers import Owner, Place
-from .casts import is_cast
+from .product_owner import Owner, Place
+from .cast_products import is_cast
 from .half_sums import find_pulled, find_pulled_halves
-from .parts import Part, cut
-from .values import is_half
+from .segmentation import Part, cut
+from .narrow_values import is_half
 
 
 class Plan(NamedTuple):

@@ -19,8 +19,8 @@ from .._jax import (
     programs,
 )
 from . import table
-from .callers import Owner, Place, outermost, owner_of
-from .values import is_float32, is_full_precision, marker_of
+from .product_owner import Owner, Place, outermost, owner_of
+from .narrow_values import is_float32, is_full_precision, marker_of
 
 # Why a product of float32 arrays stays in float32.
 NOT_OF_MATRICES = "of vectors or elements, not of matrices"

@@ -2,7 +2,7 @@
 
 It depends on who called JAX's product function, not on what the product looks like: a convolution
 may be a layer, or the product of two polynomials. The algorithms are known, and all else is the
-model: what is new in JAX is cast, and named in a warning (see `unsaid.py`).
+model: what is new in JAX is cast, and named in a warning (see `uncast_warnings.py`).
 """
 
 import enum
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .. import _jax
 from .._jax import Caller, ClosedJaxpr, Jaxpr, JaxprEqn
 from . import table
-from .exact import NOTHING_EXACT, Exact, find_exact
+from .exact_products import NOTHING_EXACT, Exact, find_exact
 
 
 class Owner(enum.Enum):

@@ -9,9 +9,9 @@ import optax
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.scale import unwrap
 from .._state.storage import WeightsState
-from .leaves import describe_leaf, fits, flatten, known_dtype_of, make_state
+from .param_leaves import describe_leaf, fits, flatten, known_dtype_of, make_state
 from .rounding import HALF_DTYPES
-from .ways import Stored, way_beside
+from .storage_formats import Stored, way_beside
 from .weights import Applied
 
 

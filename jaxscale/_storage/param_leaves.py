@@ -12,7 +12,7 @@ from .._trees.checks import describe_value
 from .._trees.gradient_leaves import leaf_name
 from .._trees.leaf import dtype_of, is_array_like
 from .rounding import BFLOAT16
-from .ways import PLAIN, REMAINDER, Way
+from .storage_formats import PLAIN, REMAINDER, Way
 
 
 class Leaf(NamedTuple):

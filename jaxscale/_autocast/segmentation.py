@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .._jax import Jaxpr, JaxprEqn, Search, holds_inexact, operation, variables
 from . import table
-from .values import is_float32, is_full_precision
+from .narrow_values import is_float32, is_full_precision
 
 _CHEAP_OR_CALL = table.CHEAP | table.CHEAP_CALLS
 

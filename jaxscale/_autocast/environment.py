@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from .._jax import Jaxpr, JaxprEqn, Literal, cast, current_scopes, stand_in
-from .callers import Place
-from .plan import Plan
-from .values import FLOAT32, Narrow, ToRound, has_dtype, is_float32, is_half
+from .product_owner import Place
+from .execution_plan import Plan
+from .narrow_values import FLOAT32, Narrow, ToRound, has_dtype, is_float32, is_half
 
 
 class Frame:

@@ -32,7 +32,7 @@ from .._jax import (
     variables,
 )
 from . import table
-from .values import is_float32
+from .narrow_values import is_float32
 
 # What these return does not follow from the numbers that they read.
 _UNRELATED = Op.READS_BITS | Op.RUNS_ELSEWHERE | Op.KERNEL | Op.ALGORITHM | Op.ON_REFS

@@ -29,8 +29,8 @@ from .._jax import (
     walk_program,
 )
 from . import table
-from .callers import OF_MODEL, Origin, Place, origin_of, outermost
-from .casts import (
+from .product_owner import OF_MODEL, Origin, Place, origin_of, outermost
+from .cast_products import (
     EXACT,
     NOT_OF_MATRICES,
     OF_LIBRARY,
@@ -44,7 +44,7 @@ from .casts import (
 )
 from .half_sums import adds_halves
 from .rules import SIMPLE_RULES
-from .values import is_float32, is_full_precision, is_half, marker_of
+from .narrow_values import is_float32, is_full_precision, is_half, marker_of
 
 _NO_RULE = "`autocast` has no rule for it"
 _CLOSED = "`autocast` cannot look into it"

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from jax.extend.core import JaxprEqn
 
-from .inner_programs import ClosedJaxpr, Jaxpr, programs
+from .jaxprs import ClosedJaxpr, Jaxpr, programs
 from .products import precision_of_all
 
 _Found = TypeVar("_Found")
