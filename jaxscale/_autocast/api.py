@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._boundary import TracedFor, traced_for
+from .._jax import DTypeLike
 from .._trees.nnx_objects import wrap_call
 from .._trees.outer_modules import keeping_outer_variables
 from .table import FULL_PRECISION, HALF_PRECISION
@@ -30,7 +31,7 @@ def _make_autocast(dtype: str) -> "Autocast":
 
 def autocast(
     fun: Callable[_Args, _Result],
-    dtype: Any = jnp.float16,
+    dtype: DTypeLike = jnp.float16,
 ) -> Callable[_Args, _Result]:
     """Returns the function, with its matrix products and convolutions in half precision.
 
@@ -137,13 +138,16 @@ def autocast(
 
 
 def _call(
-    transform: "Autocast", fun: Callable[..., Any], args: Any, kwargs: Any
+    transform: "Autocast",
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     with keeping_outer_variables("autocast(fun)", fun, (args, kwargs)):
         return transform.call(fun, args, kwargs)
 
 
-def _is_dtype(fun: Any) -> bool:
+def _is_dtype(fun: object) -> bool:
     """Returns whether a function is a dtype: `jnp.float16` can be called, as a function can."""
     if isinstance(fun, str | jnp.dtype):
         return True
@@ -229,7 +233,7 @@ def half_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     return half_precision_fun
 
 
-def _check_marked(fun: Any, name: str) -> None:
+def _check_marked(fun: object, name: str) -> None:
     if not callable(fun):
         raise TypeError(
             f"`{name}(fun)` must be a function, got {type(fun).__name__}. Pass the function "
@@ -237,7 +241,9 @@ def _check_marked(fun: Any, name: str) -> None:
         )
 
 
-def _call_in_half(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_in_half(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls a function with float32 arrays in half precision, and returns float32 for that."""
     dtype = traced_for.value.dtype
     with traced_for(TracedFor(dtype, is_half=True)):
@@ -245,7 +251,9 @@ def _call_in_half(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return jax.tree.map(functools.partial(_cast_if, dtype, "float32"), results)
 
 
-def _call_in_float32(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_in_float32(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Calls a function in a part in half precision, with arrays of that dtype in float32."""
     dtype = traced_for.value.dtype
     with traced_for(TracedFor(dtype)):
@@ -253,7 +261,11 @@ def _call_in_float32(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _call_cast(
-    fun: Callable[..., Any], args: Any, kwargs: Any, old: str, new: str
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    old: str,
+    new: str,
 ) -> Any:
     """Calls a function with arrays of one dtype in another one.
 
@@ -262,13 +274,13 @@ def _call_cast(
     """
     given = {}
 
-    def cast_argument(leaf: Any) -> Any:
+    def cast_argument(leaf: object) -> Any:
         array = _cast_if(old, new, leaf)
         if array is not leaf:
             given[id(array)] = (array, leaf)
         return array
 
-    def give_back(leaf: Any) -> Any:
+    def give_back(leaf: object) -> Any:
         return given.get(id(leaf), (leaf, leaf))[1]
 
     args, kwargs = jax.tree.map(cast_argument, (args, kwargs))

@@ -9,6 +9,7 @@ from jax.core import ShapedArray
 
 from .. import _jax
 from .._jax import (
+    Atom,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
@@ -19,8 +20,8 @@ from .._jax import (
     programs,
 )
 from . import table
-from .product_owner import Owner, Place, outermost, owner_of
 from .narrow_values import is_float32, is_full_precision, marker_of
+from .product_owner import CallSite, Owner, outermost, owner_of
 
 # Why a product of float32 arrays stays in float32.
 NOT_OF_MATRICES = "of vectors or elements, not of matrices"
@@ -29,17 +30,17 @@ EXACT = "of numbers that must be exact, such as counts and indices"
 OF_LIBRARY = "a step of a library that is written for float32"
 
 
-def is_cast(eqn: JaxprEqn, place: Place) -> bool:
+def is_cast(eqn: JaxprEqn, site: CallSite) -> bool:
     """Returns whether `autocast` casts the inputs of an equation to half precision.
 
-    `place` is that of the program which the equation is part of.
+    `site` is that of the program which the equation is part of.
     """
-    if place.owner is Owner.UNCAST or eqn.primitive.name not in table.PRODUCTS:
+    if site.owner is Owner.UNCAST or eqn.primitive.name not in table.PRODUCTS:
         return False
-    return not why_not_cast(eqn, place)
+    return not why_not_cast(eqn, site)
 
 
-def why_not_cast(eqn: JaxprEqn, place: Place) -> str:
+def why_not_cast(eqn: JaxprEqn, site: CallSite) -> str:
     """Returns why `autocast` runs an equation as it is written, or `""` if it casts its inputs."""
     if is_full_precision(eqn):
         return "marked by `jaxscale.full_precision`"
@@ -47,9 +48,9 @@ def why_not_cast(eqn: JaxprEqn, place: Place) -> str:
         return "not of float32 arrays"
     if not _is_of_matrices(eqn):
         return NOT_OF_MATRICES
-    if id(eqn) in place.exact.products:
+    if id(eqn) in site.exact.products:
         return EXACT
-    if owner_of(eqn, place.owner) is Owner.LIBRARY:
+    if owner_of(eqn, site.owner) is Owner.LIBRARY:
         return OF_LIBRARY
     if _jax.demands_precision(eqn):
         return OWN_PRECISION
@@ -70,7 +71,7 @@ def is_float32_product(eqn: JaxprEqn) -> bool:
     )
 
 
-def _has_other_precision(atom: Any) -> bool:
+def _has_other_precision(atom: Atom) -> bool:
     """Returns whether a variable is an array of numbers that are not float32, nor integers."""
     is_array = type(atom.aval) is ShapedArray
     return is_array and holds_inexact(atom.aval) and not is_float32(atom)
@@ -114,13 +115,13 @@ def is_attention_scores(eqn: JaxprEqn, around: Owner) -> bool:
     return owner_of(eqn, around) is Owner.ATTENTION
 
 
-_ANYWHERE = Place()
+_ANYWHERE = CallSite()
 
 
-def has_products(eqn: JaxprEqn, place: Place = _ANYWHERE) -> bool:
+def has_products(eqn: JaxprEqn, site: CallSite = _ANYWHERE) -> bool:
     """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
     return _has_marked_rule(eqn) or any(
-        holds_products(program, place.inside(eqn, program)) for program in programs(eqn)
+        holds_products(program, site.inside(eqn, program)) for program in programs(eqn)
     )
 
 
@@ -130,17 +131,17 @@ def casts_anything(program: ClosedJaxpr) -> bool:
 
 
 @once_for_each_program
-def holds_products(program: Jaxpr, place: Place) -> bool:
+def holds_products(program: Jaxpr, site: CallSite) -> bool:
     """Returns whether a program has anything that `autocast` casts by itself."""
-    return any(_is_cast_or_holds_cast(eqn, place) for eqn in program.eqns)
+    return any(_is_cast_or_holds_cast(eqn, site) for eqn in program.eqns)
 
 
-def _is_cast_or_holds_cast(eqn: JaxprEqn, place: Place) -> bool:
+def _is_cast_or_holds_cast(eqn: JaxprEqn, site: CallSite) -> bool:
     if is_full_precision(eqn):
         return False
-    if is_cast(eqn, place):
+    if is_cast(eqn, site):
         return True
-    return not is_never_entered(eqn) and has_products(eqn, place)
+    return not is_never_entered(eqn) and has_products(eqn, site)
 
 
 def _has_marked_rule(eqn: JaxprEqn) -> bool:

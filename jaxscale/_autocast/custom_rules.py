@@ -19,8 +19,14 @@ from jax.tree_util import Partial
 from .. import _jax
 from .._boundary import NO_FORWARD, check_cotangent, is_boundary
 from .._jax import (
+    AbstractValue,
+    Arrays,
     ClosedJaxpr,
+    Flags,
     JaxprEqn,
+    ShapedArray,
+    SymbolicTangent,
+    SymbolicTangents,
     bind,
     cast,
     context,
@@ -30,11 +36,11 @@ from .._jax import (
     spread,
 )
 from .cast_products import has_products
-from .environment import Frame
+from .environment import Environment, Rewriter
 from .higher_order import changes_nothing, run_inline
-from .rewriting import Way, read_inputs, rewrite
+from .narrow_values import Narrow, ToRound, Value, has_dtype, without_mark
+from .rewriting import RewriteOptions, read_inputs, rewrite
 from .rules import Outputs, run_as_written
-from .narrow_values import Narrow, ToRound, has_dtype, without_mark
 
 _NO_FORWARD = (
     "`autocast(fun)` was differentiated in forward mode (`jax.jvp`, `jax.jacfwd`, "
@@ -43,31 +49,31 @@ _NO_FORWARD = (
 )
 
 
-def rewrite_object(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def rewrite_object(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates an operation with rules of its own that is an object, such as a `custom_root`.
 
     An object without a product stays in float32, as nothing is known of what it computes.
     """
     _jax.callee(eqn)  # raises if it has another form
-    if not has_products(eqn, frame.place):
-        return run_as_written(frame, eqn)
+    if not has_products(eqn, env.site):
+        return run_as_written(env, eqn)
     match _jax.differentiated_by(eqn):
         case "jvp":
-            return rewrite_custom_jvp(frame, eqn)
+            return rewrite_custom_jvp(env, eqn)
         case "vjp":
-            return rewrite_custom_vjp(frame, eqn)
-    return run_inline(frame, eqn)
+            return rewrite_custom_vjp(env, eqn)
+    return run_inline(env, eqn)
 
 
-def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def rewrite_custom_jvp(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
     declared = _jax.callee(eqn)
-    if changes_nothing(frame, eqn):
-        return run_as_written(frame, eqn)
-    autocast = frame.autocast
-    place = frame.place.inside(eqn, declared)
-    args = read_inputs(frame, eqn)
-    rewritten = rewrite(frame, eqn, declared, args, Way(in_float32=True))
+    if changes_nothing(env, eqn):
+        return run_as_written(env, eqn)
+    autocast = env.autocast
+    site = env.site.inside(eqn, declared)
+    args = read_inputs(env, eqn)
+    rewritten = rewrite(env, eqn, declared, args, RewriteOptions(in_float32=True))
     program = rewritten.program
     leaves, views = jax.tree.flatten(args)
     trace = _jax.remember_by_form(
@@ -75,16 +81,16 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     )
 
     @jax.custom_jvp
-    def fun(*leaves: Any) -> Any:
+    def fun(*leaves: jax.Array) -> Any:
         return tuple(jaxpr_as_fun(program)(*leaves))
 
-    def jvp(primals: Any, tangents: Any) -> Any:
+    def jvp(primals: Arrays, tangents: SymbolicTangents) -> Any:
         tangents_of_sources = _select_sources(jax.tree.unflatten(views, tangents))
         perturbed = tuple(not isinstance(t, SymbolicZero) for t in tangents_of_sources)
         values = jax.tree.unflatten(views, primals)
         values += itertools.compress(tangents_of_sources, perturbed)
         with _jax.making_forward_rule():
-            results = autocast.run_from_outside(trace(perturbed), values, place)
+            results = autocast.run_from_outside(trace(perturbed), values, site)
         types = program.out_avals
         derivatives = _fill_in(results[len(types) :], types)
         outputs = tuple(map(_cast_as, results, types))
@@ -95,17 +101,17 @@ def rewrite_custom_jvp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _trace_jvp(
-    autocast: Any,
+    autocast: Rewriter,
     eqn: JaxprEqn,
     declared: ClosedJaxpr,
-    perturbed: tuple[bool, ...],
+    perturbed: Flags,
 ) -> ClosedJaxpr:
     """Traces an equation and its derivative by the inputs that have a tangent.
 
     The program takes values and tangents. It returns no derivatives of integers.
     """
 
-    def derive(values: Any, tangents: Any) -> Any:
+    def derive(values: Arrays, tangents: Arrays) -> Any:
         fun = _vary(eqn, values, perturbed)
         varied = tuple(itertools.compress(values, perturbed))
         outputs, derivatives = jax.jvp(fun, varied, tangents)
@@ -142,32 +148,32 @@ class _Forward(NamedTuple):
     pullback: Any
 
 
-def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def rewrite_custom_vjp(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_vjp` function, and keeps its rule.
 
     Values cross the boundary of a `scale_backward` in float32. It takes no cotangent in float16,
     not even zeros: a cotangent that flushed before it was scaled looks the same.
     """
     declared = _jax.callee(eqn)
-    if changes_nothing(frame, eqn):
-        return run_as_written(frame, eqn)
-    autocast = frame.autocast
-    place = frame.place.inside(eqn, declared)
-    args = read_inputs(frame, eqn)
-    way = Way(in_float32=True)
+    if changes_nothing(env, eqn):
+        return run_as_written(env, eqn)
+    autocast = env.autocast
+    site = env.site.inside(eqn, declared)
+    args = read_inputs(env, eqn)
+    options = RewriteOptions(in_float32=True)
     at_boundary = is_boundary(eqn)
     if at_boundary:
-        args = frame.read_inputs_wide(eqn)
-        way = Way(fixed=(False,) * len(declared.out_avals))
-    rewritten = rewrite(frame, eqn, declared, args, way)
+        args = env.read_inputs_wide(eqn)
+        options = RewriteOptions(fixed=(False,) * len(declared.out_avals))
+    rewritten = rewrite(env, eqn, declared, args, options)
     program = rewritten.program
     leaves, views = jax.tree.flatten(args)
 
-    def run_forward(perturbed_leaves: tuple[bool, ...], *leaves: Any) -> Any:
+    def run_forward(perturbed_leaves: Flags, *leaves: jax.Array) -> Any:
         perturbed = tuple(_select_sources(jax.tree.unflatten(views, perturbed_leaves)))
         values = jax.tree.unflatten(views, leaves)
         forward = _trace_vjp(autocast, eqn, declared, at_boundary, perturbed)
-        results = autocast.run_from_outside(forward.program, values, place)
+        results = autocast.run_from_outside(forward.program, values, site)
         types = program.out_avals
         residuals = []
         for value in results[len(types) :]:
@@ -180,7 +186,7 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
     def run_backward(
         forward: _Forward,
-        perturbed: tuple[bool, ...],
+        perturbed: Flags,
         residuals: Sequence[Any],
         cotangents: Sequence[Any],
     ) -> Any:
@@ -191,12 +197,12 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         values = list(map(_cast_as, residuals, forward.program.out_avals[len(types) :]))
         cotangents = tuple(map(_cast_cotangent, cotangents, types))
 
-        def pull(values: Any, cotangents: Any) -> Any:
+        def pull(values: Arrays, cotangents: Sequence[jax.Array | None]) -> Any:
             run_pullback = forward.pullback.unflatten(values)
             # The rule may ask which cotangents are zeros, so these are not made arrays.
             return run_pullback(tuple(map(_fill_zero, cotangents, types)))
 
-        gradients = autocast.call_rule(pull, place, values, cotangents)
+        gradients = autocast.call_rule(pull, site, values, cotangents)
         in_types = jax.tree.unflatten(views, program.in_avals)
         return _give_to_sources(gradients, perturbed, in_types)
 
@@ -206,16 +212,16 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def _trace_vjp(
-    autocast: Any,
+    autocast: Rewriter,
     eqn: JaxprEqn,
     declared: ClosedJaxpr,
     at_boundary: bool,
-    perturbed: tuple[bool, ...],
+    perturbed: Flags,
 ) -> _Forward:
     """Traces the forward pass of an equation, for its derivative by some of its inputs."""
     pullbacks = []
 
-    def derive(*values: Any) -> Any:
+    def derive(*values: jax.Array) -> Any:
         fun = _vary(eqn, values, perturbed)
         if at_boundary:
             fun = _stop_narrow_outputs(fun)
@@ -232,7 +238,7 @@ def _trace_vjp(
 def _stop_narrow_outputs(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that nothing is differentiated through in float16."""
 
-    def stopped(*args: Any) -> Any:
+    def stopped(*args: jax.Array) -> Any:
         outputs = []
         for output in fun(*args):
             if has_narrow_range(output.dtype):
@@ -244,11 +250,11 @@ def _stop_narrow_outputs(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _vary(
-    eqn: JaxprEqn, values: Sequence[Any], perturbed: tuple[bool, ...]
+    eqn: JaxprEqn, values: Sequence[Any], perturbed: Flags
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns an equation as a function of those of its inputs that are perturbed."""
 
-    def fun(*varied: Any) -> tuple[Any, ...]:
+    def fun(*varied: jax.Array) -> tuple[Any, ...]:
         with context(eqn):
             return tuple(bind(eqn, spread(perturbed, varied, values)))
 
@@ -286,26 +292,26 @@ def _give_to_sources(
     return tuple(cotangents)
 
 
-def _cast_cotangent(cotangent: Any, aval: Any) -> Any:
+def _cast_cotangent(cotangent: SymbolicTangent, aval: Any) -> Any:
     """Returns a cotangent in the dtype of its output, `None` for what is zero."""
     if isinstance(cotangent, SymbolicZero) or not holds_inexact(aval):
         return None
     return _cast_as(cotangent, aval)
 
 
-def _fill_zero(cotangent: Any, aval: Any) -> Any:
+def _fill_zero(cotangent: jax.Array | None, aval: AbstractValue) -> Any:
     """Returns a cotangent as the function of `jax.vjp` takes it, also for what is zero."""
     if cotangent is None:
         return _jax.zero_cotangent(aval)
     return cotangent
 
 
-def _float0(aval: Any) -> np.ndarray:
+def _float0(aval: ShapedArray) -> np.ndarray:
     """Returns the derivative of what has none: integers, bools, keys."""
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def _cast_as(value: Any, aval: Any) -> Any:
+def _cast_as(value: Value, aval: Any) -> Any:
     """Returns a value in the dtype of a type."""
     array = without_mark(value)
     if has_dtype(array, aval.dtype):

@@ -18,7 +18,9 @@ from typing import Any
 
 from .. import _jax
 from .._jax import (
+    Atom,
     ClosedJaxpr,
+    Flags,
     Held,
     Jaxpr,
     JaxprEqn,
@@ -58,7 +60,7 @@ class Exact:
         and the program. Those without such a product are left out.
     """
 
-    inputs: tuple[bool, ...] = ()
+    inputs: Flags = ()
     outputs: tuple[Use, ...] = ()
     products: frozenset[int] = frozenset()
     inside: dict[tuple[int, Jaxpr], "Exact"] = dataclasses.field(default_factory=dict)
@@ -73,7 +75,7 @@ NOTHING_EXACT = Exact()
 
 @once_for_each_program
 def find_exact(
-    program: Jaxpr, inputs: tuple[bool, ...] = (), outputs: tuple[Use, ...] = ()
+    program: Jaxpr, inputs: Flags = (), outputs: tuple[Use, ...] = ()
 ) -> Exact:
     """Returns what must be exact in a program, always the same object for the same arguments.
 
@@ -117,7 +119,7 @@ def _open(eqn: JaxprEqn) -> Sequence[Held]:
 
 
 @once_for_each_program
-def _find_counts(program: Jaxpr, inputs: tuple[bool, ...]) -> set[Any]:
+def _find_counts(program: Jaxpr, inputs: Flags) -> set[Any]:
     """Returns the variables of floats that come from integers alone."""
     counts = set(itertools.compress(program.invars, inputs))
     for eqn in program.eqns:
@@ -127,7 +129,7 @@ def _find_counts(program: Jaxpr, inputs: tuple[bool, ...]) -> set[Any]:
     return counts
 
 
-def _is_count(atom: Any, counts: set[Any]) -> bool:
+def _is_count(atom: Atom, counts: set[Any]) -> bool:
     if isinstance(atom, Literal):
         return True
     return not holds_inexact(atom.aval) or atom in counts

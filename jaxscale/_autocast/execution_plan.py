@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from .._jax import (
     DIVISIBLE,
+    Flags,
     Jaxpr,
     JaxprEqn,
     called_program,
@@ -16,11 +17,11 @@ from .._jax import (
     variables,
 )
 from . import table
-from .product_owner import Owner, Place
 from .cast_products import is_cast
 from .half_sums import find_pulled, find_pulled_halves
-from .segmentation import Part, cut
 from .narrow_values import is_half
+from .product_owner import CallSite, Owner
+from .segmentation import Part, cut
 
 
 class Plan(NamedTuple):
@@ -33,38 +34,41 @@ class Plan(NamedTuple):
         product, and whose cotangent is rounded before it comes back. To round one at once loses
         nothing.
       kept: the variables that products read, or a pooling, and keep for the backward pass.
-      meeting: the variables whose cotangents come from several readers, and are added in float32.
+      cotangent_sums: the variables whose cotangents come from several readers, and are added in
+        float32.
     """
 
     parts: Sequence[Part]
     products: set[int]
     only_rounded: set[Any]
     kept: set[Any]
-    meeting: set[Any]
+    cotangent_sums: set[Any]
 
 
 @once_for_each_program
-def plan(jaxpr: Jaxpr, rounded_outputs: tuple[bool, ...], place: Place) -> Plan:
+def plan(jaxpr: Jaxpr, rounded_outputs: Flags, site: CallSite) -> Plan:
     """Plans a program.
 
     Args:
       jaxpr: the program.
       rounded_outputs: for each of its first outputs, whether whoever called it rounds it to half
         precision. The others are not rounded.
-      place: what is known of it from where it is called.
+      site: what is known of it from where it is called.
     """
-    products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, place)}
-    parts = cut(jaxpr, products, has_segments=place.owner is not Owner.UNCAST)
-    meeting = _find_meeting(jaxpr, parts)
-    rounded = _find_rounded(jaxpr, parts, products, meeting, rounded_outputs, place)
+    products = {id(eqn) for eqn in jaxpr.eqns if is_cast(eqn, site)}
+    parts = cut(jaxpr, products, has_segments=site.owner is not Owner.UNCAST)
+    cotangent_sums = _find_cotangent_sums(jaxpr, parts)
+    rounded = _find_rounded(
+        jaxpr, parts, products, cotangent_sums, rounded_outputs, site
+    )
     kept: set[Any] = set()
     for eqn in jaxpr.eqns:
         if id(eqn) in products or operation(eqn) in table.POOLINGS:
             kept.update(variables(eqn.invars))
-    return Plan(parts, products, rounded, kept, meeting)
+    return Plan(parts, products, rounded, kept, cotangent_sums)
 
 
-def _find_meeting(jaxpr: Jaxpr, parts: Sequence[Part]) -> set[Any]:
+def _find_cotangent_sums(jaxpr: Jaxpr, parts: Sequence[Part]) -> set[Any]:
     """Returns the variables whose cotangents come from several readers.
 
     A segment is one reader of what is declared as float32: within it everything is in float32.
@@ -84,9 +88,9 @@ def _find_rounded(
     jaxpr: Jaxpr,
     parts: Sequence[Part],
     products: set[int],
-    meeting: set[Any],
+    cotangent_sums: set[Any],
     rounded_outputs: Sequence[bool],
-    place: Place,
+    site: CallSite,
 ) -> set[Any]:
     """Returns the variables that are only read to be rounded, from the last reader to the first.
 
@@ -95,7 +99,7 @@ def _find_rounded(
     be rounded before the derivative of what made the table.
     """
     rounded: set[Any] = set()
-    others = set(meeting)
+    others = set(cotangent_sums)
     outputs = itertools.zip_longest(jaxpr.outvars, rounded_outputs, fillvalue=False)
     for atom, is_rounded in outputs:
         (rounded if is_rounded else others).update(variables([atom]))
@@ -108,14 +112,14 @@ def _find_rounded(
             rounded.update(variables(eqn.invars))
             continue
         only_rounded = [var in rounded and var not in others for var in eqn.outvars]
-        rounds = _rounds_inputs(eqn, only_rounded, place)
+        rounds = _rounds_inputs(eqn, only_rounded, site)
         for atom, is_rounded in zip(eqn.invars, rounds, strict=True):
             (rounded if is_rounded else others).update(variables([atom]))
     return rounded - others
 
 
 def _rounds_inputs(
-    eqn: JaxprEqn, only_rounded: Sequence[bool], place: Place
+    eqn: JaxprEqn, only_rounded: Sequence[bool], site: CallSite
 ) -> list[bool]:
     """Returns for each input whether an equation reads it only to round it.
 
@@ -124,7 +128,7 @@ def _rounds_inputs(
     # Not of a function with a derivative rule, which may read what it gets in float32.
     called = called_program(eqn, DIVISIBLE)
     if called is not None:
-        inside = plan(called, tuple(only_rounded), place.inside(eqn, called))
+        inside = plan(called, tuple(only_rounded), site.inside(eqn, called))
         return [var in inside.only_rounded for var in called.jaxpr.invars]
     moves = operation(eqn) in table.MOVES - table.SUMMED_BACKWARD
     rounds = moves and all(only_rounded) and not any(programs(eqn))

@@ -2,8 +2,8 @@
 
 `Autocast.run` goes through a jaxpr once, in one flat loop, and binds each equation in whatever
 trace is current, so that `grad`, `vmap` and `jit` outside see ordinary operations. A value that the
-program declares as float32 may be *narrow*: computed in half precision. A `Frame` holds the values
-of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
+jaxpr declares as float32 may be *narrow*: computed in half precision. An `Environment` holds the
+values of one jaxpr, each in the precision it was computed in, and casts each once, on demand.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,11 +29,11 @@ from .._jax import (
     source,
 )
 from .._trees.flat import Flat
-from .product_owner import Owner, Place
 from .cast_products import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
+from .environment import Environment
 from .exact_products import NOTHING_EXACT, find_exact
-from .environment import Frame
+from .execution_plan import plan
 from .half_sums import adds_halves
 from .higher_order import (
     rewrite_jit,
@@ -43,12 +43,12 @@ from .higher_order import (
     rewrite_scan,
     run_inline,
 )
-from .segmentation import Part
-from .execution_plan import plan
+from .narrow_values import as_declared, is_full_precision
+from .product_owner import CallSite, Owner
 from .rules import SIMPLE_RULES, Outputs, Rule, run_as_written
+from .segmentation import Part
 from .segments import run_segment
 from .uncast_warnings import forget_warnings, warn_if_unchanged, warn_of_what_is_left
-from .narrow_values import as_declared, is_full_precision
 
 _RULES_OF_FORMS: dict[Form, Rule] = {
     Form.JIT: rewrite_jit,
@@ -111,7 +111,7 @@ class Autocast:
         self,
         closed: ClosedJaxpr,
         args: Sequence[Any],
-        place: Place,
+        site: CallSite,
         rounded_outputs: Sequence[bool] = (),
     ) -> list[Any]:
         """Runs a program with its products in half precision.
@@ -121,48 +121,50 @@ class Autocast:
         """
         warn_of_what_is_left(closed)
         jaxpr = closed.jaxpr
-        parts = plan(jaxpr, tuple(rounded_outputs), place)
-        frame = Frame(self, jaxpr, parts, place)
+        parts = plan(jaxpr, tuple(rounded_outputs), site)
+        env = Environment(self, jaxpr, parts, site)
         variables = [*jaxpr.constvars, *jaxpr.invars]
         for var, arg in zip(variables, [*closed.consts, *args], strict=True):
-            frame.write(var, arg)
-        changes = frame.narrow or holds_products(closed, place)
+            env.write(var, arg)
+        changes = env.narrow or holds_products(closed, site)
         if not changes and not adds_halves(closed):
             return jaxpr_as_fun(closed)(*args)
-        for part in frame.plan.parts:
-            outputs = self._run_part(frame, part)
+        for part in env.plan.parts:
+            outputs = self._run_part(env, part)
             for var, value in outputs:
-                frame.write(var, value)
+                env.write(var, value)
             for var in part.last_used:
-                frame.forget(var)
-        return list(map(frame.read_output, jaxpr.outvars))
+                env.forget(var)
+        return list(map(env.read_output, jaxpr.outvars))
 
     def run_from_outside(
         self,
         closed: ClosedJaxpr,
         args: Sequence[Any],
-        place: Place,
+        site: CallSite,
     ) -> list[Any]:
         """Returns the outputs of a program that is not part of another one that runs.
 
-        What cannot be transformed is an error that names the user's line. What `place` knows of
+        What cannot be transformed is an error that names the user's line. What `site` knows of
         inputs and outputs is of the first ones of this program.
         """
-        known = place.exact
+        known = site.exact
         exact = find_exact(closed, known.inputs, known.outputs)
-        place = place._replace(exact=exact)
+        site = site._replace(exact=exact)
         with _jax.naming_the_line("autocast(fun)", _WAY_OUT):
-            return self.run(closed, args, place)
+            return self.run(closed, args, site)
 
-    def _run_part(self, frame: Frame, part: Part) -> Iterable[tuple[Any, Any]]:
+    def _run_part(self, env: Environment, part: Part) -> Iterable[tuple[Any, Any]]:
         """Returns what a part of a program makes, with its variables."""
         if part.is_segment:
-            return zip(part.outputs, run_segment(frame, part), strict=True)
+            return zip(part.outputs, run_segment(env, part), strict=True)
         (eqn,) = part.eqns
-        with context(eqn), source(eqn, frame.scopes):
-            return zip(eqn.outvars, _evaluate(frame, eqn), strict=True)
+        with context(eqn), source(eqn, env.scopes):
+            return zip(eqn.outvars, _evaluate(env, eqn), strict=True)
 
-    def call(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls a function that a user wrapped, with products in half precision.
 
         Warns of what stays as it is written. Only the outermost call warns of a function in which
@@ -173,7 +175,7 @@ class Autocast:
 
         def run_and_warn() -> list[Any]:
             forget_warnings()
-            outputs = self._run_traced(traced, Place())
+            outputs = self._run_traced(traced, CallSite())
             if is_outermost:
                 warn_if_unchanged(traced.program, traced.flat.__name__)
             return outputs
@@ -181,18 +183,20 @@ class Autocast:
         # In a copy of the context, which forgets what was warned of when the call is over.
         return traced.flat.restored(copy_context().run(run_and_warn))
 
-    def call_rule(self, fun: Callable[..., Any], place: Place, *args: Any) -> Any:
+    def call_rule(self, fun: Callable[..., Any], site: CallSite, *args: object) -> Any:
         """Calls a derivative rule of a function whose call is still under way."""
         traced = self._trace(fun, args, {})
         # It takes other inputs than the call.
-        place = place._replace(exact=NOTHING_EXACT)
-        return traced.flat.restored(self._run_traced(traced, place))
+        site = site._replace(exact=NOTHING_EXACT)
+        return traced.flat.restored(self._run_traced(traced, site))
 
     def tracing(self) -> AbstractContextManager[Any]:
         """Returns a context to trace functions of the user in."""
         return traced_for(TracedFor(self.dtype.name))
 
-    def _trace(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> _Traced:
+    def _trace(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Traced:
         flat = Flat(fun, args, kwargs, getattr(fun, "__name__", "autocast"))
         try:
             with self.tracing():
@@ -203,9 +207,9 @@ class Autocast:
             raise
         return _Traced(flat, program)
 
-    def _run_traced(self, traced: _Traced, place: Place) -> list[Any]:
+    def _run_traced(self, traced: _Traced, site: CallSite) -> list[Any]:
         jaxpr = traced.program.jaxpr
-        outputs = self.run_from_outside(traced.program, traced.flat.arrays, place)
+        outputs = self.run_from_outside(traced.program, traced.flat.arrays, site)
         return list(map(as_declared, outputs, jaxpr.outvars))
 
 
@@ -216,24 +220,24 @@ def add_in_float32(program: ClosedJaxpr) -> ClosedJaxpr:
     """
     if not adds_halves(program):
         return program
-    place = Place(owner=Owner.UNCAST)
+    site = CallSite(owner=Owner.UNCAST)
 
-    def run(*args: Any) -> list[Any]:
-        outputs = Autocast(_BFLOAT16).run(program, args, place)
+    def run(*args: jax.Array) -> list[Any]:
+        outputs = Autocast(_BFLOAT16).run(program, args, site)
         return list(map(as_declared, outputs, program.jaxpr.outvars))
 
     return jax.make_jaxpr(run)(*program.in_avals)
 
 
-def _evaluate(frame: Frame, eqn: JaxprEqn) -> Outputs:
+def _evaluate(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Returns the outputs of an equation by its rule."""
     if is_full_precision(eqn):
-        return run_as_written(frame, eqn)
+        return run_as_written(env, eqn)
     rule = RULES.get(operation(eqn), run_as_written)
     try:
-        return rule(frame, eqn)
+        return rule(env, eqn)
     except UnknownFormError:
-        return run_as_written(frame, eqn)
+        return run_as_written(env, eqn)
 
 
 def _may_want_half_precision(error: Exception) -> bool:

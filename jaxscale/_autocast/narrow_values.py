@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 
-from .._jax import JaxprEqn, cast, scope_names
+from .._jax import ArrayLike, Atom, DTypeLike, JaxprEqn, cast, scope_names
 from .table import FULL_PRECISION, HALF_PRECISION
 
 FLOAT32 = np.dtype("float32")
@@ -39,13 +39,16 @@ class ToRound(NamedTuple):
     wide: jax.Array
 
 
-def is_float32(atom: Any) -> bool:
+Value = ArrayLike | Narrow | ToRound
+
+
+def is_float32(atom: Atom) -> bool:
     """Returns whether a variable or a literal is declared as a float32 array."""
     aval = atom.aval
     return type(aval) is ShapedArray and aval.dtype == FLOAT32
 
 
-def is_half(atom: Any) -> bool:
+def is_half(atom: Atom) -> bool:
     """Returns whether a variable or a literal is declared as an array in half precision."""
     aval = atom.aval
     return type(aval) is ShapedArray and aval.dtype in _HALF
@@ -64,19 +67,19 @@ def is_full_precision(eqn: JaxprEqn) -> bool:
     return marker_of(eqn) == FULL_PRECISION
 
 
-def has_dtype(value: Any, dtype: Any) -> bool:
+def has_dtype(value: object, dtype: DTypeLike) -> bool:
     """Returns whether a value is of a dtype. The numbers of a program need not have one."""
     return getattr(value, "dtype", None) == dtype
 
 
-def without_mark(value: Any) -> Any:
+def without_mark(value: Value) -> Any:
     """Returns an array, also of a value that is marked `ToRound`."""
     if isinstance(value, ToRound):
         return value.wide
     return value
 
 
-def as_declared(value: Any, atom: Any) -> Any:
+def as_declared(value: Value, atom: Atom) -> Any:
     """Returns a value in the dtype that a program declares."""
     array = without_mark(value)
     if not is_float32(atom):

@@ -7,10 +7,10 @@ model: what is new in JAX is cast, and named in a warning (see `uncast_warnings.
 
 import enum
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import _jax
-from .._jax import Caller, ClosedJaxpr, Jaxpr, JaxprEqn
+from .._jax import Caller, ClosedJaxpr, Jaxpr, JaxprEqn, Traceback
 from . import table
 from .exact_products import NOTHING_EXACT, Exact, find_exact
 
@@ -25,7 +25,7 @@ class Owner(enum.Enum):
     UNCAST = "nobody"
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """What is known of a program from where it is called."""
 
     in_loop: bool = False  # part of a body: XLA compiles its backward pass apart
@@ -34,18 +34,18 @@ class Place(NamedTuple):
 
     def inside(
         self, eqn: JaxprEqn, program: Jaxpr | ClosedJaxpr, in_loop: bool = False
-    ) -> "Place":
+    ) -> "CallSite":
         """Returns what is known of a program that an equation of this one holds."""
-        return Place(
+        return CallSite(
             in_loop=in_loop or self.in_loop,
             owner=owner_of(eqn, self.owner),
             exact=self.exact.inside_of(eqn, program),
         )
 
 
-def outermost(program: Jaxpr | ClosedJaxpr) -> Place:
+def outermost(program: Jaxpr | ClosedJaxpr) -> CallSite:
     """Returns what is known of a program that no other one calls."""
-    return Place(exact=find_exact(program))
+    return CallSite(exact=find_exact(program))
 
 
 class Origin(NamedTuple):
@@ -86,7 +86,7 @@ def origin_of(eqn: JaxprEqn, around: Origin) -> Origin:
 
 
 @functools.lru_cache(maxsize=4096)
-def _find_origin(traceback: Any) -> Origin:
+def _find_origin(traceback: Traceback | None) -> Origin:
     unknown = ""
     for caller in _jax.callers(traceback):
         if caller.package not in table.ALGORITHMS:

@@ -11,20 +11,21 @@ import jax
 import numpy as np
 
 from .. import _jax
-from .._jax import ClosedJaxpr, Jaxpr, JaxprEqn, cast, closed
-from .product_owner import Place
-from .environment import Frame
-from .rules import Outputs
+from .._jax import Atom, ClosedJaxpr, Flags, Jaxpr, JaxprEqn, cast, closed
+from .environment import Environment, Rewriter
 from .narrow_values import (
     FLOAT32,
     Narrow,
     ToRound,
+    Value,
     as_declared,
     has_dtype,
     is_float32,
     is_half,
     without_mark,
 )
+from .product_owner import CallSite
+from .rules import Outputs
 
 
 class Rewritten(NamedTuple):
@@ -48,7 +49,7 @@ class Rewritten(NamedTuple):
         return outputs
 
 
-class Way(NamedTuple):
+class RewriteOptions(NamedTuple):
     """How a program is rewritten, besides for its inputs.
 
     Attributes:
@@ -60,48 +61,48 @@ class Way(NamedTuple):
       in_loop: whether the program is the body of a loop.
     """
 
-    fixed: tuple[bool, ...] = ()
-    rounded_outputs: tuple[bool, ...] = ()
+    fixed: Flags = ()
+    rounded_outputs: Flags = ()
     in_float32: bool = False
     in_loop: bool = False
 
 
-_AS_IT_COMES = Way()
+_NO_OPTIONS = RewriteOptions()
 
 
 def rewrite(
-    frame: Frame,
+    env: Environment,
     eqn: JaxprEqn,
     program: Jaxpr | ClosedJaxpr,
     args: Sequence[Any],
-    way: Way = _AS_IT_COMES,
+    options: RewriteOptions = _NO_OPTIONS,
 ) -> Rewritten:
     """Rewrites a program that an equation holds for its place in the program around.
 
     For a narrow value whose cotangents meet, the new program takes both views.
     """
-    autocast = frame.autocast
-    place = frame.place.inside(eqn, program, way.in_loop)
+    autocast = env.autocast
+    site = env.site.inside(eqn, program, options.in_loop)
     variables = closed(program).jaxpr.invars
     views = []
     for var, arg in zip(variables, args, strict=True):
         views.append(_view_of(var, arg, autocast.dtype))
     settings = _jax.form_asked_for(), _jax.precision_of_all()
-    key = (tuple(views), place, way, settings)
+    key = (tuple(views), site, options, settings)
     known: dict[Any, Rewritten] = autocast.rewritten.setdefault(program, {})
     if key not in known:
         types: list[Any] = []
         for var, view in zip(variables, views, strict=True):
             types.append(_types_of(var, view, autocast.dtype))
-        known[key] = _rewrite(autocast, program, place, way, types)
+        known[key] = _rewrite(autocast, program, site, options, types)
     return known[key]
 
 
 def _rewrite(
-    autocast: Any,
+    autocast: Rewriter,
     program: Jaxpr | ClosedJaxpr,
-    place: Place,
-    way: Way,
+    site: CallSite,
+    options: RewriteOptions,
     types: Sequence[Any],
 ) -> Rewritten:
     """Rewrites a program that takes arrays of some types for its inputs."""
@@ -109,15 +110,15 @@ def _rewrite(
     declared = closed(program).jaxpr.outvars
     leaves, tree = jax.tree.flatten(types)
 
-    def run(*leaves: Any) -> list[Any]:
+    def run(*leaves: jax.Array) -> list[Any]:
         args = jax.tree.unflatten(tree, leaves)
-        outputs = autocast.run(closed(program), args, place, way.rounded_outputs)
-        for i, is_fixed_half in enumerate(way.fixed):
+        outputs = autocast.run(closed(program), args, site, options.rounded_outputs)
+        for i, is_fixed_half in enumerate(options.fixed):
             if is_fixed_half:
                 outputs[i] = cast(without_mark(outputs[i]), autocast.dtype)
             else:
                 outputs[i] = as_declared(outputs[i], declared[i])
-        if way.in_float32:
+        if options.in_float32:
             for i, output in enumerate(outputs):
                 outputs[i] = as_declared(output, declared[i])
                 view = _view_of(declared[i], output, autocast.dtype)
@@ -129,7 +130,7 @@ def _rewrite(
     return Rewritten(jax.make_jaxpr(run)(*leaves), to_round)
 
 
-def _view_of(var: Any, arg: Any, dtype: np.dtype) -> str:
+def _view_of(var: Atom, arg: Value, dtype: np.dtype) -> str:
     """Returns in which form a program is passed the value of a variable."""
     if isinstance(arg, Narrow):
         return "both"
@@ -138,7 +139,7 @@ def _view_of(var: Any, arg: Any, dtype: np.dtype) -> str:
     return "declared"
 
 
-def _types_of(var: Any, view: str, dtype: np.dtype) -> Any:
+def _types_of(var: Atom, view: str, dtype: np.dtype) -> Any:
     """Returns the type, or the types, that a program takes for a variable in a view."""
     match view:
         case "both":
@@ -150,6 +151,6 @@ def _types_of(var: Any, view: str, dtype: np.dtype) -> Any:
     return var.aval
 
 
-def read_inputs(frame: Frame, eqn: JaxprEqn) -> list[Any]:
+def read_inputs(env: Environment, eqn: JaxprEqn) -> list[Any]:
     """Returns the inputs of an equation as calls take them: narrow ones in one view or in both."""
-    return list(map(frame.read_for_call, eqn.invars))
+    return list(map(env.read_for_call, eqn.invars))

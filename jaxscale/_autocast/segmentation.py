@@ -50,7 +50,7 @@ class _Kind(enum.IntEnum):
     OTHER = 2
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """Where an equation runs. Those of one level and kind run in the order of the program."""
 
     level: int
@@ -103,7 +103,7 @@ class _Planner:
         self.segments = _Segments()
         self.last_effect = 0
 
-    def place(self, number: int, eqn: JaxprEqn) -> _Place:
+    def position(self, number: int, eqn: JaxprEqn) -> _Position:
         """Returns the place of an equation, given the places of all before it."""
         inputs = list(variables(eqn.invars))
         level = max((self.levels.get(var, 0) for var in inputs), default=0)
@@ -119,7 +119,7 @@ class _Planner:
             self.active.update(eqn.outvars)
         level_of_outputs = level + (kind is _Kind.OTHER)
         self.levels |= dict.fromkeys(eqn.outvars, level_of_outputs)
-        return _Place(level, kind)
+        return _Position(level, kind)
 
     def _kind_of_active(
         self, number: int, eqn: JaxprEqn, inputs: Sequence[Any], level: int
@@ -161,20 +161,20 @@ def cut(jaxpr: Jaxpr, products: set[int], *, has_segments: bool) -> list[Part]:
     part is one equation.
     """
     planner = _Planner(jaxpr, products, has_segments)
-    places = [planner.place(i, eqn) for i, eqn in enumerate(jaxpr.eqns)]
+    positions = [planner.position(i, eqn) for i, eqn in enumerate(jaxpr.eqns)]
     # by level and kind, and then by the number of a segment or of an equation alone
-    numbers: dict[tuple[_Place, int], list[int]] = {}
-    for number, place in enumerate(places):
+    numbers: dict[tuple[_Position, int], list[int]] = {}
+    for number, position in enumerate(positions):
         of_part = number
-        if place.kind is _Kind.CHEAP:
+        if position.kind is _Kind.CHEAP:
             of_part = planner.segments.find(number)
-        numbers.setdefault((place, of_part), []).append(number)
+        numbers.setdefault((position, of_part), []).append(number)
     # A segment stands where its first equation does.
     in_order = sorted(numbers, key=lambda key: (key[0], numbers[key][0]))
     equations = []
     for key in in_order:
         equations.append([jaxpr.eqns[number] for number in numbers[key]])
-    are_segments = [place.kind is _Kind.CHEAP for place, _ in in_order]
+    are_segments = [position.kind is _Kind.CHEAP for position, _ in in_order]
     return list(_describe(equations, are_segments, jaxpr))
 
 

@@ -8,16 +8,18 @@ only products read of it is rounded once, at its end. Nothing within it is round
 
 import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
 from .. import _jax
 from .._jax import (
+    Atom,
     Form,
     JaxprEqn,
     Literal,
+    NameStack,
     Search,
     at_line,
     bind,
@@ -30,31 +32,31 @@ from .._jax import (
     variables,
 )
 from . import table
-from .environment import Frame
+from .environment import Environment
 from .half_sums import adds_halves_inside, find_pulled_halves
+from .narrow_values import FLOAT32, Narrow, Value, has_dtype, is_float32
 from .segmentation import Part
-from .narrow_values import FLOAT32, Narrow, has_dtype, is_float32
 
 
-def run_segment(frame: Frame, part: Part) -> list[Any]:
+def run_segment(env: Environment, part: Part) -> list[Any]:
     """Returns the values of a segment that are read outside of it.
 
     It also rounds those in float32 that products and poolings read, so that its derivative may read
     their signs from these copies, and keep nothing in float32 for them.
     """
-    starts = _name_starts(part, list(map(frame.read_for_call, part.inputs)))
+    starts = _name_starts(part, list(map(env.read_for_call, part.inputs)))
     rounded = []
     shared = []
     for var in part.outputs:
-        rounded.append(is_float32(var) and frame.is_only_rounded(var))
-        if is_float32(var) and not rounded[-1] and var in frame.plan.kept:
+        rounded.append(is_float32(var) and env.is_only_rounded(var))
+        if is_float32(var) and not rounded[-1] and var in env.plan.kept:
             shared.append(var)
     arrays, tree = jax.tree.flatten(starts)
     scopes = _jax.common_scopes(part.eqns)
     outer = len(scopes)
-    scopes = frame.scopes + scopes
+    scopes = env.scopes + scopes
 
-    def compute(scopes: Any, *arrays: Any) -> list[Any]:
+    def compute(scopes: NameStack, *arrays: jax.Array) -> list[Any]:
         with source(part.eqns[0], scopes, outer):
             values = _start(part, jax.tree.unflatten(tree, arrays))
         _run_equations(part.eqns, values, scopes, outer)
@@ -63,15 +65,15 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
             for var, is_rounded in zip(part.outputs, rounded, strict=True):
                 output = _read(values, var)
                 if is_rounded:
-                    output = cast(output, frame.dtype)
+                    output = cast(output, env.dtype)
                 outputs.append(output)
             for var in shared:
-                half = cast(values[var], frame.dtype, var.aval.weak_type)
+                half = cast(values[var], env.dtype, var.aval.weak_type)
                 outputs.append(half)
         return outputs
 
     def write(outputs: list[Any]) -> list[Any]:
-        frame.halves |= zip(shared, outputs[len(part.outputs) :], strict=True)
+        env.halves |= zip(shared, outputs[len(part.outputs) :], strict=True)
         return outputs[: len(part.outputs)]
 
     if not any(map(_keeps_something, part.eqns)):
@@ -89,7 +91,7 @@ def run_segment(frame: Frame, part: Part) -> list[Any]:
     # segment are those of its one equation, not of what is in it.
     alone = functools.partial(compute, _jax.no_scopes())
     with at_line(part.eqns[-1], scopes):
-        return write(_recomputed(frame, key, alone, types)(*arrays))
+        return write(_recomputed(env, key, alone, types)(*arrays))
 
 
 def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:
@@ -122,7 +124,7 @@ def _find_sources(part: Part, last: JaxprEqn) -> list[Any]:
     return [var for var in part.inputs if var in needed]
 
 
-def _is_half(var: Any, start: Any) -> bool:
+def _is_half(var: Atom, start: Value) -> bool:
     """Returns whether a segment starts from a half-precision array of a variable."""
     return isinstance(start, Narrow) or (
         is_float32(var) and not has_dtype(start, FLOAT32)
@@ -146,14 +148,14 @@ def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _run_equations(
-    eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: Any, outer: int
+    eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: NameStack, outer: int
 ) -> None:
     """Evaluates equations as they are written, and adds their outputs to `values`."""
     reads: collections.Counter[Any] = collections.Counter()
     for eqn in eqns:
         reads.update(find_pulled_halves(eqn))
 
-    def keep(var: Any, value: Any) -> None:
+    def keep(var: Atom, value: Any) -> None:
         if reads[var] > 1 and not isinstance(value, Narrow):
             value = Narrow(value, cast(value, FLOAT32))
         values[var] = value
@@ -174,7 +176,7 @@ def _run_equations(
 
 
 def _run_inside(
-    eqn: JaxprEqn, inputs: Sequence[Any], scopes: Any, outer: int
+    eqn: JaxprEqn, inputs: Sequence[Any], scopes: NameStack, outer: int
 ) -> list[Any]:
     """Evaluates a call by its equations, of which several read one half-precision array."""
     called = _jax.callee(eqn)
@@ -184,7 +186,7 @@ def _run_inside(
     return [_read(values, atom) for atom in called.jaxpr.outvars]
 
 
-def _read(values: dict[Any, Any], atom: Any) -> Any:
+def _read(values: dict[Any, Any], atom: Atom) -> Any:
     """Returns a value in the dtype that the program declares."""
     if isinstance(atom, Literal):
         return atom.val
@@ -203,18 +205,18 @@ _keeps_something = Search(_is_nonlinear)
 
 
 def _recomputed(
-    frame: Frame, key: Any, compute: Callable[..., Any], types: Sequence[Any]
+    env: Environment, key: Hashable, compute: Callable[..., Any], types: Sequence[Any]
 ) -> Callable[..., list[Any]]:
     """Returns a function that the backward pass runs again, the same one for equal segments."""
 
     def make() -> Callable[..., list[Any]]:
         program = jax.make_jaxpr(compute)(*types)
-        return _jax.recomputed(program, in_loop=frame.place.in_loop)
+        return _jax.recomputed(program, in_loop=env.site.in_loop)
 
     try:
-        known = frame.segments.get(key)
+        known = env.segments.get(key)
     except TypeError:  # a parameter that has no hash
         return make()
     if known is None:
-        known = frame.segments[key] = make()
+        known = env.segments[key] = make()
     return known

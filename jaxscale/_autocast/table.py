@@ -4,8 +4,8 @@ Products run in half precision. Everything else runs in float32, so it needs no 
 of PyTorch (https://pytorch.org/docs/stable/amp.html#autocast-op-reference) nor that of TensorFlow
 (`tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h`), which name the functions that
 leave the range of float16, and let the rest follow its inputs. What a primitive does is in
-`operations.py` of `_jax`, and which hold programs in `equation_forms.py`. One that has no row there runs
-once, in float32.
+`operations.py` of `_jax`, and which hold jaxprs in `equation_forms.py`. One that has no row there
+runs once, in float32.
 """
 
 from .._jax import Form, Op, primitives_of, primitives_that

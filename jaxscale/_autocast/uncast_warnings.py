@@ -29,7 +29,6 @@ from .._jax import (
     walk_program,
 )
 from . import table
-from .product_owner import OF_MODEL, Origin, Place, origin_of, outermost
 from .cast_products import (
     EXACT,
     NOT_OF_MATRICES,
@@ -43,8 +42,9 @@ from .cast_products import (
     why_not_cast,
 )
 from .half_sums import adds_halves
-from .rules import SIMPLE_RULES
 from .narrow_values import is_float32, is_full_precision, is_half, marker_of
+from .product_owner import OF_MODEL, CallSite, Origin, origin_of, outermost
+from .rules import SIMPLE_RULES
 
 _NO_RULE = "`autocast` has no rule for it"
 _CLOSED = "`autocast` cannot look into it"
@@ -114,7 +114,7 @@ def _warn_of_unknown_callers(program: ClosedJaxpr) -> None:
 
 
 @once_for_each_program
-def _count_unknown(program: Jaxpr, around: Origin, place: Place) -> Counter[str]:
+def _count_unknown(program: Jaxpr, around: Origin, site: CallSite) -> Counter[str]:
     """Returns how many products are cast that something unknown calls, by what that is."""
     counts: Counter[str] = Counter()
     for eqn in program.eqns:
@@ -125,10 +125,10 @@ def _count_unknown(program: Jaxpr, around: Origin, place: Place) -> Counter[str]
         if is_never_entered(eqn):
             continue
         origin = origin_of(eqn, around)
-        if is_product and origin.unknown and is_cast(eqn, place):
+        if is_product and origin.unknown and is_cast(eqn, site):
             counts[origin.unknown] += 1
         for inner in inner_programs:
-            counts += _count_unknown(inner, origin, place.inside(eqn, inner))
+            counts += _count_unknown(inner, origin, site.inside(eqn, inner))
     return counts
 
 
@@ -289,20 +289,20 @@ def _why_products_are_left(program: ClosedJaxpr) -> str:
 
 
 def _find_uncast(
-    program: Jaxpr | ClosedJaxpr, place: Place, around: str, line: str
+    program: Jaxpr | ClosedJaxpr, site: CallSite, around: str, line: str
 ) -> Iterator[_Uncast]:
     """Yields the products of float32 matrices in a program that stay in float32.
 
     Args:
       program: the program.
-      place: what is known of it from where it is called.
+      site: what is known of it from where it is called.
       around: why they stay in float32 if each for itself would not, or `""`.
       line: the user's line that calls the program, or `""`.
     """
     for eqn in _jax.closed(program).jaxpr.eqns:
         own_line = _jax.users_line(eqn) or line
         if is_float32_product(eqn):
-            reason = why_not_cast(eqn, place) or around
+            reason = why_not_cast(eqn, site) or around
             if reason and reason != NOT_OF_MATRICES:
                 yield _Uncast(_SAID.get(reason, reason), own_line)
         inside = around
@@ -311,8 +311,8 @@ def _find_uncast(
                 f"is inside of `{operation(eqn)}`, which `autocast` leaves in float32"
             )
         for inner in programs(eqn):
-            inner_place = place.inside(eqn, inner)
-            yield from _find_uncast(inner, inner_place, inside, own_line)
+            inner_site = site.inside(eqn, inner)
+            yield from _find_uncast(inner, inner_site, inside, own_line)
 
 
 def _name_inexact(atoms: Iterable[Any]) -> set[str]:

@@ -23,11 +23,12 @@ from jax.tree_util import Partial
 
 from .. import _jax
 from .._gradients.verdict import axis_names, no_such_axis
+from .._jax import AxisName, AxisNames, Flags, SymbolicTangent, SymbolicTangents
 from .._trees.casts import cast, widen
 from .half_finder import counts_products, may_flush
 from .head_and_tail import split
-from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .jaxpr_parts import Part
+from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .passes import Options, PassReport, observe, pull_back
 
 _NO_SECOND = (
@@ -73,7 +74,7 @@ class BackwardPlan:
         self,
         program: _jax.ClosedJaxpr,
         under_autocast: bool,
-        perturbed: tuple[bool, ...],
+        perturbed: Flags,
     ) -> None:
         """Splits a program.
 
@@ -113,7 +114,7 @@ class BackwardPlan:
         # JAX keeps `pull` for the backward pass as a tree of arrays.
         return tuple(outputs), Partial(self._pull_back, *pulls)
 
-    def _run_forward(self, *inputs: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    def _run_forward(self, *inputs: jax.Array) -> tuple[list[Any], tuple[Any, ...]]:
         """Returns the outputs, and what `_pull_back` needs of this run."""
         env = dict(zip(self.inputs, inputs, strict=True))
         for var, source in self.sources.items():
@@ -135,7 +136,7 @@ class BackwardPlan:
         entries = list(itertools.compress(self.entries, have_tangents))
         num_entries = len(entries)
 
-        def note_entries(*values: Any) -> Any:
+        def note_entries(*values: jax.Array) -> Any:
             return *note_zeros(*values[:num_entries]), *values[num_entries:]
 
         inexact = [atom for atom in self.tail.outputs if _jax.holds_inexact(atom.aval)]
@@ -146,16 +147,16 @@ class BackwardPlan:
             wanted=inexact,
             note_inputs=note_entries,
         )
-        flags = _jax.Flags(have_tangents)
+        flags = _jax.StaticFlags(have_tangents)
         return outputs, (flags, zeros, pull_head, pull_tail)
 
     def _pull_back(
         self,
         have_tangents: Sequence[bool],
         zeros: list[_NoCotangent],
-        pull_head: Any,
-        pull_tail: Any,
-        cotangents: Any,
+        pull_head: Callable[..., Any],
+        pull_tail: Callable[..., Any],
+        cotangents: SymbolicTangents,
         options: Options,
     ) -> tuple[Any, ...]:
         """Returns the gradients for all inputs, `None` for those that have none.
@@ -195,7 +196,7 @@ class BackwardPlan:
         return tuple(results)
 
     def _pull_through_tail(
-        self, pull: Any, cotangents: Any
+        self, pull: Callable[..., Any], cotangents: SymbolicTangents
     ) -> tuple[list[Any], dict[Any, Any]]:
         """Pulls cotangents of the program's outputs back through the tail.
 
@@ -218,7 +219,7 @@ class BackwardPlan:
         return entering, gradients
 
     def _pull_through_head(
-        self, pull: Any, at_entries: list[Any], options: Options
+        self, pull: Callable[..., Any], at_entries: list[Any], options: Options
     ) -> tuple[list[jax.Array], PassReport | None]:
         """Pulls cotangents back through the head, and returns the gradients in float32 or wider."""
         nonzero, tree = jax.tree.flatten(at_entries)
@@ -231,7 +232,7 @@ class BackwardPlan:
         return pull_back(pull_scaled, nonzero, dtypes, options)
 
     def _find_agreed_axes(
-        self, cotangents: list[Any], axis_name: Any
+        self, cotangents: list[Any], axis_name: AxisNames
     ) -> tuple[Any, ...] | None:
         """Returns the axes along which the devices must use one scale, or `None`.
 
@@ -257,7 +258,7 @@ _plans: WeakValueDictionary[Any, BackwardPlan] = WeakValueDictionary()
 
 
 def plan_for(
-    program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: tuple[bool, ...]
+    program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: Flags
 ) -> BackwardPlan:
     """Returns the plan of a program, the same one for equal programs while it is in use."""
     jaxpr = program.jaxpr
@@ -294,7 +295,7 @@ def _run_part(
     wanted_ids = set(map(id, wanted))  # by identity, as literals are not hashable
     places = [i for i, atom in enumerate(part.outputs) if id(atom) in wanted_ids]
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: jax.Array) -> Any:
         values = env | dict(zip(by, note_inputs(*inputs), strict=True))
         outputs = part(*[values[var] for var in part.inputs])
         wanted_outputs = note_outputs(*[outputs[i] for i in places])
@@ -326,14 +327,14 @@ def _warn_unscaled() -> None:
         warnings.warn(_UNSCALED_SECOND, stacklevel=2)
 
 
-def _instantiate(cotangent: Any) -> Any:
+def _instantiate(cotangent: SymbolicTangent | _NoCotangent) -> Any:
     """Returns a cotangent as `jax.vjp` takes it, also if it is known to be zero."""
     if isinstance(cotangent, SymbolicZero | _NoCotangent):
         return _jax.zero_cotangent(cotangent.aval)
     return cotangent
 
 
-def _shows_in_types(axis: Any) -> bool:
+def _shows_in_types(axis: AxisName) -> bool:
     """Returns whether types show what varies along a named axis.
 
     Raises a `NameError` if there is no such axis.

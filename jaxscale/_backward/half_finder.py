@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _jax
-from .._autocast.product_owner import Place
 from .._autocast.cast_products import has_products, is_cast
 from .._autocast.half_sums import has_gradient
+from .._autocast.product_owner import CallSite
 from .._jax import ClosedJaxpr, JaxprEqn, Search, variables
 from .jaxpr_parts import find_divisible, refs_of
 
@@ -31,29 +31,29 @@ class HalfFinder:
         return id(eqn) in self._found
 
     def search(
-        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], place: Place
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], site: CallSite
     ) -> list[bool]:
         """Searches a program, and those that its divisible calls hold.
 
         Args:
           program: a program.
           pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
-          place: what is known of it from where it is called.
+          site: what is known of it from where it is called.
 
         Returns:
           For each input of the program, whether a cotangent comes back to it.
         """
-        key = program.jaxpr, tuple(pulled_outputs), place
+        key = program.jaxpr, tuple(pulled_outputs), site
         if key not in self._known:
-            pulled = self._find_pulled(program, pulled_outputs, place)
+            pulled = self._find_pulled(program, pulled_outputs, site)
             for eqn in program.jaxpr.eqns:
-                if self._is_half(eqn, pulled, place):
+                if self._is_half(eqn, pulled, site):
                     self._found.add(id(eqn))
             self._known[key] = [var in pulled for var in program.jaxpr.invars]
         return self._known[key]
 
     def _find_pulled(
-        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], place: Place
+        self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], site: CallSite
     ) -> set[Any]:
         """Returns the variables that a cotangent comes back to, and searches the calls."""
         pulled = set(
@@ -63,7 +63,7 @@ class HalfFinder:
             inner = find_divisible(eqn)
             if inner is not None:
                 of_call = [var in pulled for var in eqn.outvars]
-                pulled_inputs = self.search(inner, of_call, place.inside(eqn, inner))
+                pulled_inputs = self.search(inner, of_call, site.inside(eqn, inner))
             elif not pulled.isdisjoint(refs_of(eqn)):
                 pulled_inputs = [True] * len(eqn.invars)  # what it writes is read later
             elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
@@ -73,7 +73,7 @@ class HalfFinder:
             pulled.update(variables(itertools.compress(eqn.invars, pulled_inputs)))
         return pulled
 
-    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], place: Place) -> bool:
+    def _is_half(self, eqn: JaxprEqn, pulled: set[Any], site: CallSite) -> bool:
         """Returns whether an equation belongs to the half-precision part.
 
         `pulled` are the variables that a cotangent comes back to.
@@ -88,7 +88,7 @@ class HalfFinder:
             return any(map(self.holds_half, inner.jaxpr.eqns))
         if _holds_half.inside(eqn):
             return True
-        return self._casts and (is_cast(eqn, place) or has_products(eqn, place))
+        return self._casts and (is_cast(eqn, site) or has_products(eqn, site))
 
 
 def counts_products(program: ClosedJaxpr, under_autocast: bool) -> bool:

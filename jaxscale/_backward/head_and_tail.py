@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import _jax
 from .._autocast.product_owner import outermost
-from .._jax import ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
+from .._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
 from .half_finder import HalfFinder
 from .jaxpr_parts import Crossing, Part, Split, Step, find_divisible, is_mapped, refs_of
 
@@ -196,7 +196,7 @@ def _may_loop(eqn: JaxprEqn) -> bool:
 _holds_loop = Search(_may_loop)
 
 
-def _is_inexact(var: Any) -> bool:
+def _is_inexact(var: Atom) -> bool:
     return _jax.holds_inexact(var.aval)
 
 

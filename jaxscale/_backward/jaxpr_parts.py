@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _jax
 from .._jax import (
+    Atom,
     ClosedJaxpr,
     Form,
     JaxprEqn,
@@ -70,7 +72,7 @@ class Part:
             used.update(variables(step.invars))
         self.inputs = [var for var in inputs if var in used]
 
-    def __call__(self, *args: Any) -> list[Any]:
+    def __call__(self, *args: jax.Array) -> list[Any]:
         env = self._constants | dict(zip(self.inputs, args, strict=True))
         for step in self.steps:
             inputs = [_look_up(env, atom) for atom in step.invars]
@@ -169,7 +171,7 @@ def _call_mapped(
             axes = _jax.varying(var.aval)
         specs[var] = PartitionSpec(tuple(sorted(axes, key=repr)) or None)
 
-    def call_part(*args: Any) -> tuple[Any, ...]:
+    def call_part(*args: jax.Array) -> tuple[Any, ...]:
         inputs = []
         for arg, var in zip(args, part.inputs, strict=True):
             if var in crossing:
@@ -187,7 +189,7 @@ def _call_mapped(
     return list(mapped_part(*values))
 
 
-def _look_up(env: dict[Any, Any], atom: Any) -> Any:
+def _look_up(env: dict[Any, Any], atom: Atom) -> Any:
     """Returns the value of a variable or a literal."""
     if isinstance(atom, Literal):
         return atom.val

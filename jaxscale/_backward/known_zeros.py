@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from .._jax import Arrays, SymbolicTangents
+
 # Where the rules of `note_tangents` and `note_zeros` write what they see.
 _notes: ContextVar[list[bool]] = ContextVar("notes")
 
@@ -42,12 +44,12 @@ def _write(flags: list[bool]) -> None:
 
 
 @jax.custom_jvp
-def note_tangents(*values: Any) -> tuple[Any, ...]:
+def note_tangents(*values: jax.Array) -> tuple[Any, ...]:
     """Returns values as they are, and notes which of them have a tangent."""
     return values
 
 
-def _note_tangents_jvp(values: Any, tangents: Any) -> Any:
+def _note_tangents_jvp(values: Arrays, tangents: SymbolicTangents) -> Any:
     _write([not isinstance(tangent, SymbolicZero) for tangent in tangents])
     return tuple(values), tuple(tangents)
 
@@ -56,7 +58,7 @@ note_tangents.defjvp(_note_tangents_jvp, symbolic_zeros=True)
 
 
 @jax.custom_vjp
-def note_zeros(*values: Any) -> tuple[Any, ...]:
+def note_zeros(*values: jax.Array) -> tuple[Any, ...]:
     """Returns values as they are, and notes which of their cotangents are zero."""
     return values
 
@@ -65,7 +67,7 @@ def _note_zeros_forward(*values: Any) -> tuple[Any, None]:
     return tuple(value.value for value in values), None
 
 
-def _note_zeros_backward(_: None, cotangents: Any) -> Any:
+def _note_zeros_backward(_: None, cotangents: SymbolicTangents) -> Any:
     are_zeros = []
     pulled = []
     for cotangent in cotangents:

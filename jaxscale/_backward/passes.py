@@ -21,6 +21,7 @@ from .. import _jax
 from .._gradients.reduction import reduce_sizes
 from .._gradients.scaled import Scaled, divide, multiply
 from .._gradients.verdict import agree_on_size
+from .._jax import AxisNames
 from .._trees.casts import blank, cast, uninitialized, widen
 from .cotangent_scale import MOST_RAISED, choose_power
 
@@ -255,13 +256,13 @@ def _finish(
 
 
 @jax.jit
-def _scale(cotangent: Any, scale: jax.Array) -> jax.Array:
+def _scale(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns a cotangent times a scale, in its own dtype."""
     return cast(multiply(cotangent, scale), cotangent.dtype)
 
 
 @jax.jit
-def _choose(cotangent: Any, stage: jax.Array, threshold: jax.Array) -> jax.Array:
+def _choose(cotangent: jax.Array, stage: jax.Array, threshold: jax.Array) -> jax.Array:
     """Returns a cotangent with zeros in the place of what a pass does not pull back."""
     is_large = _magnitude(cotangent) > threshold
     left_out = (stage == _SMALL_ONES) & is_large | (stage == _LARGE_ONES) & ~is_large
@@ -269,7 +270,7 @@ def _choose(cotangent: Any, stage: jax.Array, threshold: jax.Array) -> jax.Array
 
 
 @jax.jit
-def _find_size(cotangent: Any) -> jax.Array:
+def _find_size(cotangent: jax.Array) -> jax.Array:
     """Returns the largest magnitude in a cotangent and its largest reciprocal, as bits, `i32[2]`.
 
     What is 0 or NaN has no reciprocal.
@@ -284,7 +285,7 @@ def _find_size(cotangent: Any) -> jax.Array:
 
 
 @jax.jit
-def _count_flushed(cotangent: Any, scale: jax.Array) -> jax.Array:
+def _count_flushed(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns how many more elements of a cotangent flush at a scale than do not."""
     size = _magnitude(cotangent)
     flushes = size * cast(scale, size.dtype) <= _FLUSHED
@@ -292,7 +293,7 @@ def _count_flushed(cotangent: Any, scale: jax.Array) -> jax.Array:
     return jnp.sum(votes, dtype=jnp.float32)
 
 
-def _magnitude(cotangent: Any) -> jax.Array:
+def _magnitude(cotangent: jax.Array) -> jax.Array:
     return jnp.abs(widen(cotangent))
 
 
@@ -303,7 +304,7 @@ class _Sizes(NamedTuple):
     largest_reciprocal: jax.Array  # f32[], of the magnitudes that are not 0
 
 
-def _find_sizes(cotangents: Sequence[Any], axes: Any) -> _Sizes:
+def _find_sizes(cotangents: Sequence[Any], axes: AxisNames) -> _Sizes:
     """Returns how large cotangents are."""
     bits = jnp.stack(list(map(_find_size, cotangents)))
     largest, reciprocals = agree_on_size(bits, axes).T
@@ -318,7 +319,7 @@ def _unscale(
 
 
 def _have_flushed(
-    cotangents: Sequence[Any], scale: jax.Array, only_zeros: jax.Array, axes: Any
+    cotangents: Sequence[Any], scale: jax.Array, only_zeros: jax.Array, axes: AxisNames
 ) -> jax.Array:
     """Returns whether gradients are only zeros, and most cotangents flush at a scale."""
 
@@ -338,7 +339,7 @@ def _nan_if(flag: jax.Array, number: jax.Array) -> jax.Array:
     return jax.jit(jnp.where)(flag, jnp.nan, number)
 
 
-def _types_of(fun: Callable[..., Any], *args: Any) -> Any:
+def _types_of(fun: Callable[..., Any], *args: object) -> Any:
     """Returns the types of what a function returns, in its place."""
     program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)

@@ -7,13 +7,14 @@ of its own, which runs both parts forward and back (see `backward_plan`).
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 from jax.tree_util import Partial
 
 from .. import _jax
 from .._boundary import NO_FORWARD, check_cotangent, mark_boundary, traced_for
+from .._jax import AxisNames, Flags, SymbolicTangents
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
@@ -41,10 +42,10 @@ _naming_the_line = functools.partial(
 
 def scale_backward(
     fun: Callable[_Args, _Result],
-    scale: Any = "auto",
+    scale: float | jax.Array | Literal["auto"] = "auto",
     *,
     retries: int = 2,
-    axis_name: Any = None,
+    axis_name: AxisNames = None,
 ) -> Callable[_Args, _Result]:
     """Returns the function with a scaled backward pass: loss scaling without a state.
 
@@ -135,11 +136,16 @@ def scale_backward(
     return wrap_call(functools.partial(_call, Options(number, retries, axis_name)), fun)
 
 
-def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(
+    options: Options,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """Calls `fun` with a scaled backward pass."""
     output_names: list[str] = []  # of the arrays alone
 
-    def call_and_name(*args: Any, **kwargs: Any) -> Any:
+    def call_and_name(*args: object, **kwargs: object) -> Any:
         output = fun(*args, **kwargs)
         output_names[:] = array_names(output, jax.Array)
         return output
@@ -160,7 +166,7 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
 
         program = add_in_float32(program)
 
-    def run_forward(perturbed: tuple[bool, ...], *inputs: Any) -> Any:
+    def run_forward(perturbed: Flags, *inputs: jax.Array) -> Any:
         for value, name in itertools.compress(
             zip(inputs, input_names, strict=True), perturbed
         ):
@@ -171,7 +177,7 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
             outputs, pull = plan.run_forward(inputs)
         return outputs, Partial(run_backward, pull)
 
-    def run_backward(pull: Any, cotangents: Any) -> Any:
+    def run_backward(pull: Callable[..., Any], cotangents: SymbolicTangents) -> Any:
         for cotangent, name in zip(cotangents, output_names, strict=True):
             check_cotangent(cotangent, name)
         with _naming_the_line():

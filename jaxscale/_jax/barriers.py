@@ -16,8 +16,10 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .jaxpr_types import Arrays, BatchDims, Flags, Tangents
 
-def barrier(*arrays: Any, on_gpu: Sequence[bool] = ()) -> list[Any]:
+
+def barrier(*arrays: jax.Array, on_gpu: Sequence[bool] = ()) -> list[Any]:
     """Returns arrays as they are. On a CPU, XLA computes all of them before it uses one.
 
     It also does not take one for an array that it has already. Nor does XLA for GPUs, of the arrays
@@ -27,31 +29,36 @@ def barrier(*arrays: Any, on_gpu: Sequence[bool] = ()) -> list[Any]:
     return _BARRIER.bind(*arrays, on_gpu=tuple(on_gpu))
 
 
-def _return(*arrays: Any, on_gpu: Any) -> list[Any]:
+def _return(*arrays: jax.Array, on_gpu: Flags) -> list[Any]:
     return list(arrays)
 
 
-def _block(*arrays: Any, on_gpu: Any) -> list[Any]:
+def _block(*arrays: jax.Array, on_gpu: Flags) -> list[Any]:
     return list(jax.lax.optimization_barrier(arrays))
 
 
-def _block_some(*arrays: Any, on_gpu: Any) -> list[Any]:
+def _block_some(*arrays: jax.Array, on_gpu: Flags) -> list[Any]:
     results = []
     for array, is_blocked in itertools.zip_longest(arrays, on_gpu):
         results.append(jax.lax.optimization_barrier(array) if is_blocked else array)
     return results
 
 
-def _jvp(arrays: Any, tangents: Any, *, on_gpu: Any) -> Any:
+def _jvp(
+    arrays: Arrays,
+    tangents: Tangents,
+    *,
+    on_gpu: Flags,
+) -> Any:
     return _BARRIER.bind(*arrays, on_gpu=on_gpu), list(tangents)
 
 
-def _transpose(cotangents: Any, *arrays: Any, on_gpu: Any) -> list[Any]:
+def _transpose(cotangents: Tangents, *arrays: jax.Array, on_gpu: Flags) -> list[Any]:
     filled = map(ad.instantiate_zeros, cotangents)
     return _BARRIER.bind(*filled, on_gpu=on_gpu)
 
 
-def _batch(arrays: Any, dims: Any, *, on_gpu: Any) -> Any:
+def _batch(arrays: Arrays, dims: BatchDims, *, on_gpu: Flags) -> Any:
     return _BARRIER.bind(*arrays, on_gpu=on_gpu), dims
 
 

@@ -10,6 +10,7 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from . import hijax
 from .equation_forms import OBJECT
+from .jaxpr_types import ArrayLike, DTypeLike
 from .jaxprs import programs
 from .shared_derivatives import bind_once, is_differentiated
 
@@ -38,7 +39,7 @@ def _bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> Any:
     return eqn.primitive.bind(*args, **bind_params)
 
 
-def _as_array(value: Any) -> Any:
+def _as_array(value: ArrayLike) -> Any:
     """Returns the number of a literal as an array of its type, and an array as it is.
 
     The rules of an object get what they are passed, and ask it for a shape.
@@ -49,7 +50,7 @@ def _as_array(value: Any) -> Any:
     return cast(value, aval.dtype, aval.weak_type)
 
 
-def cast(array: Any, dtype: Any, weak_type: bool = False) -> Any:
+def cast(array: ArrayLike, dtype: DTypeLike, weak_type: bool = False) -> Any:
     """Returns an array in another dtype. A program keeps this as one equation."""
     params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
     if is_differentiated((array,)):

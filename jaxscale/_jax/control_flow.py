@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from .equation_forms import reads_form
+from .jaxpr_types import Arrays
 from .jaxprs import ClosedJaxpr, check_programs, fit
 
 
@@ -42,13 +43,13 @@ def scan_again(
     body: ClosedJaxpr,
     consts: Sequence[Any],
     carries: Sequence[Any],
-    xs: Any,
+    xs: Arrays,
 ) -> list[Any]:
     """Returns the outputs of a `scan` with another body, which may take more arrays."""
     run_body = jaxpr_as_fun(body)
     num_carries = len(carries)
 
-    def step(carries: Any, sliced: Any) -> Any:
+    def step(carries: Arrays, sliced: Arrays) -> Any:
         outputs = run_body(*consts, *carries, *sliced)
         return tuple(outputs[:num_carries]), outputs[num_carries:]
 

@@ -7,18 +7,20 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .jaxpr_types import AbstractValue, Tangent
+
 
 @jax.tree_util.register_static
-class Flags(tuple[bool, ...]):
+class StaticFlags(tuple[bool, ...]):
     """Bools that a tree keeps in its structure: elsewhere JAX would make arrays of them."""
 
 
-def tangent_type(aval: Any) -> Any:
+def tangent_type(aval: AbstractValue) -> Any:
     """Returns the type of the derivatives of arrays of a type."""
     return aval.to_tangent_aval()
 
 
-def zero_cotangent(aval: Any) -> Any:
+def zero_cotangent(aval: AbstractValue) -> Any:
     """Returns what says to a function of `jax.vjp` that nothing depends on an output.
 
     Zeros would be another thing to a derivative rule. That of `vmap` raises an error for zeros that
@@ -27,12 +29,12 @@ def zero_cotangent(aval: Any) -> Any:
     return ad.Zero(aval.to_ct_aval())
 
 
-def refuse_transposing(array: Any, reason: str) -> Any:
+def refuse_transposing(array: jax.Array, reason: str) -> Any:
     """Returns an array as it is, of which a reverse-mode derivative is a `TypeError`."""
     return _REFUSING.bind(array, reason=reason)
 
 
-def note_transposing(array: Any, note: Callable[[], None]) -> Any:
+def note_transposing(array: jax.Array, note: Callable[[], None]) -> Any:
     """Returns an array as it is. Tracing a reverse-mode derivative of it calls `note`."""
     return _NOTING.bind(array, note=note)
 
@@ -49,11 +51,11 @@ def _identity(name: str, transpose: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-def _raise_reason(*_: Any, reason: str) -> Any:
+def _raise_reason(*_: object, reason: str) -> Any:
     raise TypeError(reason)
 
 
-def _call_note(cotangent: Any, *_: Any, note: Callable[[], None]) -> list[Any]:
+def _call_note(cotangent: Tangent, *_: object, note: Callable[[], None]) -> list[Any]:
     note()
     return [cotangent]
 

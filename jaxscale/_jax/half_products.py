@@ -22,6 +22,14 @@ from jax.interpreters import ad, batching, mlir
 from .barriers import barrier
 from .binding import bind, cast
 from .derivatives import tangent_type
+from .jaxpr_types import (
+    Arrays,
+    BatchAxis,
+    BatchDims,
+    Flags,
+    ShapedArray,
+    Tangents,
+)
 from .jaxprs import spread
 from .shared_derivatives import bind_once, call_once, is_differentiated
 from .stand_ins import is_stand_in
@@ -80,7 +88,7 @@ def _find_targets(have_source: Sequence[bool]) -> list[int]:
     return spread(have_source, itertools.count(_NUM_OPERANDS), range(_NUM_OPERANDS))
 
 
-def _multiply(operands: Sequence[Any], dtype: Any, params: dict[str, Any]) -> Any:
+def _multiply(operands: Sequence[Any], dtype: np.dtype, params: dict[str, Any]) -> Any:
     """Returns a product without sources: JAX's own if half precision is all that there is."""
     dtypes = {params["preferred_element_type"], *(x.dtype for x in operands)}
     if dtypes == {dtype}:
@@ -88,12 +96,16 @@ def _multiply(operands: Sequence[Any], dtype: Any, params: dict[str, Any]) -> An
     return _PRODUCT.bind(*operands, dtype=dtype, have_source=(False, False), **params)
 
 
-def _compute(*args: Any, dtype: Any, have_source: Any, **params: Any) -> Any:
+def _compute(
+    *args: jax.Array, dtype: np.dtype, have_source: Flags, **params: Any
+) -> Any:
     operands = [_in_dtype(operand, dtype) for operand in args[:_NUM_OPERANDS]]
     return dot_general_p.bind(*operands, **params)
 
 
-def _compute_on_cpu(*args: Any, dtype: Any, have_source: Any, **params: Any) -> Any:
+def _compute_on_cpu(
+    *args: jax.Array, dtype: np.dtype, have_source: Flags, **params: Any
+) -> Any:
     operands = [_in_dtype(operand, dtype) for operand in args[:_NUM_OPERANDS]]
     if dtype == jax.numpy.bfloat16:
         # XLA for CPUs lacks some products of bfloat16 that return float32.
@@ -102,24 +114,31 @@ def _compute_on_cpu(*args: Any, dtype: Any, have_source: Any, **params: Any) -> 
     return dot_general_p.bind(*operands, **params)
 
 
-def _in_dtype(array: Any, dtype: Any) -> Any:
+def _in_dtype(array: jax.Array, dtype: np.dtype) -> Any:
     if array.dtype == dtype:
         return array
     return cast(array, dtype)
 
 
-def _type_of(*types: Any, dtype: Any, have_source: Any, **params: Any) -> Any:
+def _type_of(
+    *types: ShapedArray, dtype: np.dtype, have_source: Flags, **params: Any
+) -> Any:
     operands = [aval.update(dtype=dtype) for aval in types[:_NUM_OPERANDS]]
     aval, _ = dot_general_p.abstract_eval(*operands, **params)
     return aval
 
 
 def _jvp(
-    primals: Any, tangents: Any, *, dtype: Any, have_source: Any, **params: Any
+    primals: Arrays,
+    tangents: Tangents,
+    *,
+    dtype: np.dtype,
+    have_source: Flags,
+    **params: Any,
 ) -> Any:
     operands = primals[:_NUM_OPERANDS]
     output = _multiply(operands, dtype, params)
-    varied = [tangents[number] for number in _find_targets(have_source)]
+    varied: list[Any] = [tangents[number] for number in _find_targets(have_source)]
     are_zeros = [type(tangent) is ad.Zero for tangent in varied]
     _, (has_batch, _) = params["dimension_numbers"]
     if has_batch and not any(are_zeros):
@@ -127,7 +146,7 @@ def _jvp(
     derivative: Any = ad.Zero(tangent_type(jax.typeof(output)))
     for number, tangent in enumerate(varied):
         if not are_zeros[number]:
-            factors = list(operands)
+            factors: list[Any] = list(operands)
             factors[number] = tangent
             term = _multiply(factors, dtype, params)
             derivative = ad.add_tangents(derivative, term)
@@ -135,7 +154,11 @@ def _jvp(
 
 
 def _transpose(
-    cotangent: Any, *args: Any, dtype: Any, have_source: Any, **params: Any
+    cotangent: Any,
+    *args: Any,
+    dtype: np.dtype,
+    have_source: Flags,
+    **params: Any,
 ) -> list[Any]:
     cotangents: list[Any] = [None] * len(args)
     if type(cotangent) is ad.Zero:
@@ -151,12 +174,18 @@ def _transpose(
 
 
 def _pull(
-    cotangent: Any, kept: Any, *, number: int, aval: Any, dtype: Any, **params: Any
+    cotangent: jax.Array,
+    kept: jax.Array,
+    *,
+    number: int,
+    aval: ShapedArray,
+    dtype: np.dtype,
+    **params: Any,
 ) -> Any:
     """Returns the cotangent of one operand, of a type, given the other operand."""
 
-    def pull(cotangent: Any, kept: Any) -> Any:
-        operands = [kept, kept]
+    def pull(cotangent: jax.Array, kept: jax.Array) -> Any:
+        operands: list[Any] = [kept, kept]
         operands[number] = ad.UndefinedPrimal(aval)
         transpose = ad.primitive_transposes[dot_general_p]
         return transpose(cotangent, *operands, **params)[number]
@@ -167,7 +196,7 @@ def _pull(
     return _follow(pull, (cotangent, kept), multiply)
 
 
-def _batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+def _batch(axis: BatchAxis, args: Arrays, dims: BatchDims, **params: Any) -> Any:
     args = list(args)
     dims = list(dims)
     for number, target in enumerate(_find_targets(params["have_source"])):
@@ -177,7 +206,7 @@ def _batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
                 dims[i] = 0
     out_dims = []
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: jax.Array) -> Any:
         batch = batching.fancy_primitive_batchers[dot_general_p]
         output, out_dim = batch(axis, operands, dims[:_NUM_OPERANDS], **own_params)
         out_dims.append(out_dim)

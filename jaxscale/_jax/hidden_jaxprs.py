@@ -71,7 +71,7 @@ def reaches_program(eqn: JaxprEqn) -> bool:
     return False
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[Any]:
     """Yields what an object consists of. No code of the object runs for that."""
     if isinstance(value, _MAPPINGS):
         yield from value.keys()

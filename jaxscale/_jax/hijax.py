@@ -12,7 +12,7 @@ write such operations themselves (`jax.experimental.hijax`).
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +20,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from .equation_forms import FORMS, OBJECT, Form
+from .jaxpr_types import Flags
 
 # Classes of JAX, and the primitives that mean the same.
 _OLD_NAMES = {
@@ -51,7 +52,7 @@ def making_forward_rule() -> Iterator[None]:
         in_forward_rule.reset(token)
 
 
-def form_asked_for() -> tuple[bool, ...]:
+def form_asked_for() -> Flags:
     """Returns what decides which form is made. What is made in one form is not used in another."""
     flags = (bool(getattr(jax.config, flag, False)) for flag in _FLAGS)
     return (*flags, in_forward_rule.get())
@@ -61,11 +62,11 @@ def remember_by_form(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that remembers its results, each for calls that ask for the same form."""
 
     @functools.cache
-    def known(form: tuple[bool, ...], *args: Any) -> Any:
+    def known(form: Flags, *args: Hashable) -> Any:
         return fun(*args)
 
     @functools.wraps(fun)
-    def remembered(*args: Any) -> Any:
+    def remembered(*args: Hashable) -> Any:
         return known(form_asked_for(), *args)
 
     return remembered
@@ -115,7 +116,7 @@ def _expanded(eqn: JaxprEqn, hi_prim: Any) -> Any:
     key = (id(hi_prim), form_asked_for())
     if key not in _expansions:
 
-        def expand(*args: Any) -> Any:
+        def expand(*args: jax.Array) -> Any:
             values = hi_prim.in_tree.unflatten(args)
             return hi_prim.out_tree.flatten_up_to(hi_prim.expand(*values))
 

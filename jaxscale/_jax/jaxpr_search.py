@@ -1,7 +1,7 @@
 """Searches of programs: each program is searched once, however many equations hold it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ def once_for_each_program(fun: Callable[..., _Found]) -> Callable[..., _Found]:
     known: WeakKeyDictionary[Jaxpr, dict[Any, _Found]] = WeakKeyDictionary()
 
     @functools.wraps(fun)
-    def look_up(program: Jaxpr | ClosedJaxpr, *args: Any) -> _Found:
+    def look_up(program: Jaxpr | ClosedJaxpr, *args: Hashable) -> _Found:
         # One without its constants cannot be closed.
         jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
         results = known.setdefault(jaxpr, {})

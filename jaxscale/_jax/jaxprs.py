@@ -13,6 +13,7 @@ from jax.interpreters import partial_eval as pe
 
 from . import hijax
 from .equation_forms import UnknownFormError, reads_form
+from .jaxpr_types import Flags
 
 if TYPE_CHECKING:  # JAX 0.12 has one class for both
     from jax.extend.core import Jaxpr as ClosedJaxpr
@@ -24,7 +25,7 @@ else:
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
-def _is_program(value: Any) -> bool:
+def _is_program(value: object) -> bool:
     return isinstance(value, _PROGRAMS)
 
 
@@ -55,7 +56,7 @@ class Pruned(NamedTuple):
     """A program without what its outputs do not depend on, and which inputs it still takes."""
 
     program: ClosedJaxpr
-    used: tuple[bool, ...]
+    used: Flags
 
 
 def without_unused(
@@ -76,9 +77,7 @@ def without_unused(
     return Pruned(ClosedJaxpr(jaxpr, program.consts), tuple(used))
 
 
-def find_dependent_outputs(
-    program: ClosedJaxpr, varied: Sequence[bool]
-) -> tuple[bool, ...]:
+def find_dependent_outputs(program: ClosedJaxpr, varied: Sequence[bool]) -> Flags:
     """Returns for each output whether it depends on one of the inputs that are varied."""
     dependent = set(itertools.compress(program.jaxpr.invars, varied))
     for eqn in program.jaxpr.eqns:
@@ -152,7 +151,7 @@ def with_programs(
     """Returns the parameters of an equation with other programs in the places of its own."""
     others = iter(replaced)
 
-    def replace(value: Any) -> Any:
+    def replace(value: object) -> Any:
         if _is_program(value):
             return next(others)
         if isinstance(value, tuple | list) and any(map(_is_program, value)):
@@ -162,7 +161,7 @@ def with_programs(
     return {name: replace(value) for name, value in eqn.params.items()}
 
 
-def check_programs(eqn: JaxprEqn, *known: Any) -> None:
+def check_programs(eqn: JaxprEqn, *known: object) -> None:
     """Raises a `ValueError` if the parameters of an equation hold a program that is not known."""
     known_ids = set(map(id, known))
     for program in _own_programs(eqn):
@@ -171,7 +170,7 @@ def check_programs(eqn: JaxprEqn, *known: Any) -> None:
 
 
 def fit(
-    program: Any, inputs: Sequence[Any], outputs: Sequence[Any] | None
+    program: Jaxpr | ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Any] | None
 ) -> ClosedJaxpr:
     """Checks that a program has as many inputs and outputs, and returns it with its constants.
 

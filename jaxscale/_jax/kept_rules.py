@@ -23,11 +23,19 @@ from jax.interpreters import ad, batching, mlir
 from .derivatives import tangent_type
 from .dtypes import holds_inexact
 from .equation_forms import KEPT_RULE
+from .jaxpr_types import (
+    AbstractValue,
+    ArrayLike,
+    Arrays,
+    BatchAxis,
+    BatchDims,
+    Flags,
+    Tangents,
+)
 from .jaxprs import ClosedJaxpr, spread
 from .mesh_axes import over_batch, set_batching
 from .program_primitives import program_primitive
 
-_Flags = tuple[bool, ...]
 # Takes the cotangents of all outputs, and returns one for each input: `None` for one without.
 _Pull = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -36,7 +44,7 @@ def keep_rule(
     program: ClosedJaxpr,
     run_forward: Callable[..., tuple[Sequence[Any], _Pull]],
     no_forward_mode: str,
-    *args: Any,
+    *args: ArrayLike,
 ) -> list[Any]:
     """Runs a program that has a backward rule, and no rule for forward mode.
 
@@ -49,7 +57,7 @@ def keep_rule(
       args: the arguments.
     """
 
-    def derive(perturbed: _Flags, args: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    def derive(perturbed: Flags, args: Sequence[Any], tangents: Sequence[Any]) -> Any:
         outputs, pull = run_forward(perturbed, *args)
         kept, tree = jax.tree.flatten(pull)
         types = [tangent_type(jax.typeof(output)) for output in outputs]
@@ -74,7 +82,13 @@ def keep_rule(
     return outputs
 
 
-def _derive(args: Any, tangents: Any, *, call_jaxpr: Any, derive: Any) -> Any:
+def _derive(
+    args: Arrays,
+    tangents: Tangents,
+    *,
+    call_jaxpr: ClosedJaxpr,
+    derive: Callable[..., Any],
+) -> Any:
     perturbed = tuple(
         holds_inexact(arg) and type(tangent) is not ad.Zero
         for arg, tangent in zip(args, tangents, strict=True)
@@ -86,13 +100,18 @@ def _derive(args: Any, tangents: Any, *, call_jaxpr: Any, derive: Any) -> Any:
 
 
 def _batch_rule(
-    axis: Any, args: Any, dims: Any, *, call_jaxpr: Any, derive: Any
+    axis: BatchAxis,
+    args: Arrays,
+    dims: BatchDims,
+    *,
+    call_jaxpr: ClosedJaxpr,
+    derive: Callable[..., Any],
 ) -> Any:
     dims = list(dims)
     run = over_batch(jaxpr_as_fun(call_jaxpr), axis, tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
 
-    def derive_batch(perturbed: _Flags, args: Any, tangents: Any) -> Any:
+    def derive_batch(perturbed: Flags, args: Arrays, tangents: Tangents) -> Any:
         varied = list(itertools.compress(dims, perturbed))
         derive_each = over_batch(
             functools.partial(derive, perturbed), axis, (dims, varied)
@@ -103,15 +122,21 @@ def _batch_rule(
     return outputs, [0] * len(outputs)
 
 
-def _refuse(*_: Any, no_forward_mode: str, **__: Any) -> Any:
+def _refuse(*_: object, no_forward_mode: str, **__: object) -> Any:
     raise TypeError(no_forward_mode)
 
 
-def _types_of(*_: Any, types: Sequence[Any], **__: Any) -> list[Any]:
+def _types_of(*_: object, types: Sequence[Any], **__: object) -> list[Any]:
     return list(types)
 
 
-def _jvp(primals: Any, tangents: Any, *, num_kept: int, **params: Any) -> Any:
+def _jvp(
+    primals: Arrays,
+    tangents: Tangents,
+    *,
+    num_kept: int,
+    **params: Any,
+) -> Any:
     if any(type(tangent) is not ad.Zero for tangent in tangents[:num_kept]):
         _refuse(**params)
     kept = primals[:num_kept]
@@ -121,7 +146,12 @@ def _jvp(primals: Any, tangents: Any, *, num_kept: int, **params: Any) -> Any:
 
 
 def _transpose(
-    cotangents: Any, *args: Any, num_kept: int, pull: Any, types: Any, **_: Any
+    cotangents: Tangents,
+    *args: jax.Array,
+    num_kept: int,
+    pull: Callable[..., list[Any]],
+    types: Sequence[AbstractValue],
+    **_: object,
 ) -> list[Any]:
     given = []
     for cotangent, aval in zip(cotangents, types, strict=True):
@@ -131,13 +161,13 @@ def _transpose(
 
 
 def _batch(
-    axis: Any,
-    args: Any,
-    dims: Any,
+    axis: BatchAxis,
+    args: Arrays,
+    dims: BatchDims,
     *,
     num_kept: int,
-    pull: Any,
-    types: Any,
+    pull: Callable[..., list[Any]],
+    types: Sequence[AbstractValue],
     **params: Any,
 ) -> Any:
     tangents = []

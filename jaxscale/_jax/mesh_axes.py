@@ -1,16 +1,17 @@
 """Named axes: along which ones arrays may differ, and devices exchange numbers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
+from .jaxpr_types import AbstractValue, Arrays, AxisName, BatchAxis, BatchDims
 from .jaxprs import ClosedJaxpr, Jaxpr
 
 
-def varying(aval: Any) -> frozenset[Any]:
+def varying(aval: AbstractValue) -> frozenset[Any]:
     """Returns the mesh axes along which arrays of a type may differ, inside `shard_map`.
 
     The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
@@ -38,7 +39,7 @@ def sum_over_devices(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
     return jax.lax.psum(array, in_order)
 
 
-def axes_to_agree_along(array: Any, axes: Iterable[Any]) -> list[Any]:
+def axes_to_agree_along(array: jax.Array, axes: Iterable[Any]) -> list[Any]:
     """Returns those of some named axes along which copies of an array are not known to be equal."""
     known_to_vary = varying(jax.typeof(array))
     return [axis for axis in axes if axis in known_to_vary or not is_told_apart(axis)]
@@ -52,7 +53,9 @@ def axes_of_devices() -> tuple[Any, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def over_batch(fun: Callable[..., Any], axis: Any, in_axes: Any) -> Callable[..., Any]:
+def over_batch(
+    fun: Callable[..., Any], axis: BatchAxis, in_axes: int | Sequence[Any] | None
+) -> Callable[..., Any]:
     """Returns a function over a batch, which lies along the axis that a batching rule is given."""
     return jax.vmap(
         fun,
@@ -66,7 +69,7 @@ def over_batch(fun: Callable[..., Any], axis: Any, in_axes: Any) -> Callable[...
 def set_batching(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Sets the batching rule of a primitive with several results: one that is told the axis."""
 
-    def batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+    def batch(axis: BatchAxis, args: Arrays, dims: BatchDims, **params: Any) -> Any:
         if all(dim is None for dim in dims):
             outputs: Any = primitive.bind(*args, **params)
             return outputs, [None] * len(outputs)
@@ -86,7 +89,7 @@ def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
     return sorted(axes, key=repr)
 
 
-def is_told_apart(axis: Any) -> bool:
+def is_told_apart(axis: AxisName) -> bool:
     """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
     program = jax.make_jaxpr(lambda: jax.lax.axis_index(axis))()
     (index_type,) = program.out_avals

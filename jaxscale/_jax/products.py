@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import dot_general_p
 
@@ -28,7 +29,7 @@ def demands_precision(eqn: JaxprEqn) -> bool:
     return precision is jax.lax.Precision.HIGHEST
 
 
-def _is_algorithm(precision: Any) -> bool:
+def _is_algorithm(precision: object) -> bool:
     return not isinstance(precision, tuple | jax.lax.Precision | None)
 
 
@@ -57,7 +58,7 @@ def dot_dimensions(eqn: JaxprEqn) -> Sequence[tuple[Sequence[int], Sequence[int]
     return tuple(zip(*eqn.params["dimension_numbers"], strict=True))
 
 
-def with_preferred_type(eqn: JaxprEqn, old: Any, new: Any) -> dict[str, Any]:
+def with_preferred_type(eqn: JaxprEqn, old: np.dtype, new: np.dtype) -> dict[str, Any]:
     """Returns the parameters of a product of other operands than those that are written.
 
     If it asks to accumulate in the dtype `old`, it asks for `new` instead. It keeps no algorithm,

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+
+from .jaxprs import ClosedJaxpr
 
 
 def program_primitive(name: str, expand: Callable[..., Any] | None = None) -> Any:
@@ -27,13 +30,15 @@ def program_primitive(name: str, expand: Callable[..., Any] | None = None) -> An
     return primitive
 
 
-def _evaluate(*args: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
+def _evaluate(*args: jax.Array, call_jaxpr: ClosedJaxpr, **_: object) -> list[Any]:
     return list(jaxpr_as_fun(call_jaxpr)(*args))
 
 
-def _types_and_effects(*_: Any, call_jaxpr: Any, **__: Any) -> tuple[list[Any], Any]:
+def _types_and_effects(
+    *_: object, call_jaxpr: ClosedJaxpr, **__: object
+) -> tuple[list[Any], Any]:
     return list(call_jaxpr.out_avals), call_jaxpr.effects
 
 
-def _is_high(*_: Any, call_jaxpr: Any, **__: Any) -> bool:
+def _is_high(*_: object, call_jaxpr: ClosedJaxpr, **__: object) -> bool:
     return bool(call_jaxpr.is_high)

@@ -23,6 +23,14 @@ from .barriers import barrier
 from .derivatives import tangent_type
 from .dtypes import holds_half, holds_inexact
 from .equation_forms import RECOMPUTED
+from .jaxpr_types import (
+    AbstractValue,
+    Arrays,
+    BatchAxis,
+    BatchDims,
+    Flags,
+    Tangents,
+)
 from .jaxprs import (
     ClosedJaxpr,
     find_dependent_outputs,
@@ -34,8 +42,6 @@ from .mesh_axes import over_batch, set_batching
 from .operations import Op, does
 from .program_primitives import program_primitive
 from .signs import find_signs, read_signs, tell_signs
-
-_Flags = tuple[bool, ...]
 
 
 class _Derivative(NamedTuple):
@@ -50,10 +56,10 @@ class _Derivative(NamedTuple):
     """
 
     function: "_Function"
-    perturbed: _Flags
-    varied: _Flags
-    used: _Flags
-    returned: _Flags
+    perturbed: Flags
+    varied: Flags
+    used: Flags
+    returned: Flags
 
 
 class _Function:
@@ -71,7 +77,7 @@ class _Function:
         self,
         program: ClosedJaxpr,
         in_loop: bool,
-        blocked: _Flags | None = None,
+        blocked: Flags | None = None,
         derivative: _Derivative | None = None,
     ) -> None:
         self.program = program
@@ -82,17 +88,17 @@ class _Function:
         self.transpose = functools.cache(self._transpose)
         self.telling = functools.cache(self._telling)
 
-    def _telling(self, telling: _Flags) -> "_Function":
+    def _telling(self, telling: Flags) -> "_Function":
         """Returns the same, with outputs from which its derivative can read signs."""
         program = tell_signs(self.program, telling)
         return self if program is self.program else _Function(program, self.in_loop)
 
-    def _differentiate(self, perturbed: _Flags) -> "_Function":
+    def _differentiate(self, perturbed: Flags) -> "_Function":
         """Returns the derivative by some of the inputs, of all outputs that depend on them."""
         types = self.program.in_avals
         returned = tuple(map(holds_inexact, self.program.out_avals))
 
-        def derive(*args: Any) -> Any:
+        def derive(*args: jax.Array) -> Any:
             inputs, tangents = args[: len(types)], args[len(types) :]
             fun = self._of_some(inputs, perturbed, returned)
             varied = tuple(itertools.compress(inputs, perturbed))
@@ -115,7 +121,7 @@ class _Function:
         return _Function(program, self.in_loop, derivative=derivative)
 
     def _transpose(
-        self, perturbed: _Flags, wanted: _Flags, used: _Flags, returned: _Flags
+        self, perturbed: Flags, wanted: Flags, used: Flags, returned: Flags
     ) -> "_Function":
         """Returns the backward pass: from cotangents of some outputs to those of some inputs.
 
@@ -131,7 +137,7 @@ class _Function:
         count = len(self.program.out_avals)
         given, used = used[:count], used[count:]
 
-        def pull(*args: Any) -> Any:
+        def pull(*args: jax.Array) -> Any:
             remaining = iter(args)
             inputs = []
             for aval, is_used in zip(types, used, strict=True):
@@ -156,11 +162,11 @@ class _Function:
         return _Function(program, self.in_loop, blocked=tuple(blocked))
 
     def _of_some(
-        self, inputs: Sequence[Any], varied: _Flags, returned: _Flags
+        self, inputs: Sequence[Any], varied: Flags, returned: Flags
     ) -> Callable[..., tuple[Any, Any]]:
         """Returns a function of some inputs. It returns some outputs, and besides all of them."""
 
-        def fun(*given: Any) -> tuple[Any, Any]:
+        def fun(*given: jax.Array) -> tuple[Any, Any]:
             args = spread(varied, given, inputs)
             outputs = jaxpr_as_fun(self.program)(*args)
             return tuple(itertools.compress(outputs, returned)), outputs
@@ -187,7 +193,7 @@ def _by_what_is_read(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[
     A forward rule computes values and tangents, and JAX takes all outputs of an equation for
     tangents if it reads one.
     """
-    numbers: dict[_Flags, list[int]] = {}
+    numbers: dict[Flags, list[int]] = {}
     count = len(program.out_avals)
     for number in range(count):
         alone = [number == other for other in range(count)]
@@ -199,7 +205,7 @@ def _by_what_is_read(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[
         part = without_unused(program, returned=returned).program
         parts.append((_Function(part, in_loop), used, outputs))
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: jax.Array) -> list[Any]:
         values: dict[int, Any] = {}
         for function, used, outputs in parts:
             results = _bind(function, *itertools.compress(args, used))
@@ -214,11 +220,13 @@ def recomputed_like(eqn: JaxprEqn, program: ClosedJaxpr) -> Callable[..., list[A
     return recomputed(program, in_loop=eqn.params["function"].in_loop)
 
 
-def _bind(function: _Function, *args: Any) -> list[Any]:
+def _bind(function: _Function, *args: jax.Array) -> list[Any]:
     return _RECOMPUTED.bind(*args, call_jaxpr=function.program, function=function)
 
 
-def _expand(*args: Any, function: _Function, call_jaxpr: Any) -> list[Any]:
+def _expand(
+    *args: jax.Array, function: _Function, call_jaxpr: ClosedJaxpr
+) -> list[Any]:
     """Returns the outputs by operations of JAX.
 
     Not by one call of a function: XLA for TPUs moved three times the bytes where it had to see
@@ -230,7 +238,11 @@ def _expand(*args: Any, function: _Function, call_jaxpr: Any) -> list[Any]:
 
 
 def _jvp(
-    inputs: Any, tangents: Any, *, function: _Function, call_jaxpr: Any
+    inputs: Arrays,
+    tangents: Tangents,
+    *,
+    function: _Function,
+    call_jaxpr: ClosedJaxpr,
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(tangent) is not ad.Zero for tangent in tangents)
     derived = function.differentiate(perturbed)
@@ -247,11 +259,14 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Any, *args: Any, function: _Function, call_jaxpr: Any
+    cotangents: Tangents,
+    *args: Any,
+    function: _Function,
+    call_jaxpr: ClosedJaxpr,
 ) -> list[Any]:
     linear = tuple(map(ad.is_undefined_primal, args))
     returned = tuple(type(cotangent) is not ad.Zero for cotangent in cotangents)
-    given = list(itertools.compress(cotangents, returned))
+    given: list[Any] = list(itertools.compress(cotangents, returned))
     if function.derivative is None:
         # It is linear in these inputs, so its derivative is the same for any of their values.
         inputs = []
@@ -280,17 +295,22 @@ def _is_kept_on_gpus(program: ClosedJaxpr) -> bool:
     return not reduces and any(Op.TRANSCENDENTAL in op for op in done)
 
 
-def _where(flags: _Flags, of_those: _Flags) -> _Flags:
+def _where(flags: Flags, of_those: Flags) -> Flags:
     """Returns flags, of which those that are set are given one by one."""
     return tuple(spread(flags, of_those, itertools.repeat(False)))
 
 
-def _zeros(aval: Any) -> Any:
+def _zeros(aval: AbstractValue) -> Any:
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def _batch(
-    axis: Any, args: Any, dims: Any, *, function: _Function, call_jaxpr: Any
+    axis: BatchAxis,
+    args: Arrays,
+    dims: BatchDims,
+    *,
+    function: _Function,
+    call_jaxpr: ClosedJaxpr,
 ) -> Any:
     run = over_batch(jaxpr_as_fun(call_jaxpr), axis, tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))

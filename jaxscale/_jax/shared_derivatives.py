@@ -28,7 +28,7 @@ def _tracer_of_vjp() -> type:
     """Returns the class of what a function is given by `jax.vjp`."""
     found: list[type] = []
 
-    def note(x: Any) -> Any:
+    def note(x: jax.Array) -> Any:
         found.append(type(x))
         return x
 
@@ -58,7 +58,7 @@ def call_once(
     return jitted(*args)
 
 
-def run_traced(jitted: Any, args: Sequence[Any]) -> Any:
+def run_traced(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> Any:
     """Returns what a jitted function returns, without the call.
 
     JAX traces it once for arguments of equal types. So what the result holds besides arrays, such
@@ -69,7 +69,7 @@ def run_traced(jitted: Any, args: Sequence[Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), outputs)
 
 
-def _is_plain(array: Any) -> bool:
+def _is_plain(array: jax.Array) -> bool:
     """Returns whether the type of an array says nothing of a mesh with Explicit axes.
 
     A jitted function is traced with the mesh around it, which need not be that of its arguments.

@@ -21,6 +21,7 @@ from .binding import bind
 from .dtypes import has_narrow_range, holds_half
 from .equation_forms import Form
 from .hijax import form_of
+from .jaxpr_types import Atom
 from .jaxprs import (
     ClosedJaxpr,
     JaxprEqn,
@@ -69,7 +70,7 @@ def read_signs(program: ClosedJaxpr, given: Sequence[bool]) -> ClosedJaxpr:
     count, taken = len(given), sum(given)
     signs = find_signs(program, count) if taken else {}
 
-    def run(*args: Any) -> list[Any]:
+    def run(*args: jax.Array) -> list[Any]:
         outputs = spread(given, args, [None] * count)
         replaced = {}
         for eqn, number in signs.items():
@@ -108,7 +109,7 @@ def _round(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     return [stand_in(marked, rounded, rounded.dtype)]
 
 
-def _is_positive(rounded: Any, *_: Any) -> list[Any]:
+def _is_positive(rounded: jax.Array, *_: object) -> list[Any]:
     """Returns where numbers were positive before they were rounded."""
     if has_narrow_range(rounded.dtype):
         return [(rounded > 0) | ((rounded == 0) & jnp.signbit(rounded))]
@@ -123,9 +124,9 @@ def _run(
     """Runs a program with other functions for some equations, by the identities of these."""
     jaxpr = program.jaxpr
     variables = [*jaxpr.constvars, *jaxpr.invars]
-    values = dict(zip(variables, [*program.consts, *args], strict=True))
+    values: dict[Any, Any] = dict(zip(variables, [*program.consts, *args], strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     scopes = current_scopes()
@@ -174,5 +175,5 @@ def _positive_alike(eqn: JaxprEqn) -> list[Any]:
     return alike
 
 
-def _is_zero(atom: Any) -> bool:
+def _is_zero(atom: Atom) -> bool:
     return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0

@@ -9,6 +9,8 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
+from .jaxpr_types import NameStack, Traceback
+
 _FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 _SOURCES = os.path.join(_FOLDER, "_src", "")
 _PACKAGES = os.path.join(os.path.dirname(os.path.dirname(jax.__file__)), "")
@@ -30,7 +32,7 @@ def context_key(eqn: JaxprEqn) -> Any:
     return eqn.ctx
 
 
-def source(eqn: JaxprEqn, scopes: Any, outer: int = 0) -> Any:
+def source(eqn: JaxprEqn, scopes: NameStack, outer: int = 0) -> Any:
     """Returns a context in which what is bound has the line and the scopes of an equation.
 
     Before its own scopes stand `scopes`, in place of its `outer` ones.
@@ -39,7 +41,7 @@ def source(eqn: JaxprEqn, scopes: Any, outer: int = 0) -> Any:
     return at_line(eqn, scopes + info.name_stack[outer:])
 
 
-def at_line(eqn: JaxprEqn, scopes: Any) -> Any:
+def at_line(eqn: JaxprEqn, scopes: NameStack) -> Any:
     """Returns a context in which what is bound has the line of an equation, and these scopes."""
     info: Any = eqn.source_info
     return source_info_util.user_context(info.traceback, name_stack=scopes)
@@ -89,7 +91,7 @@ def key_of(
     return tuple(keys), key_each(outputs)
 
 
-def _literal_key(literal: Any) -> Any:
+def _literal_key(literal: Literal) -> Any:
     value = np.asarray(literal.val)
     # as 0.0 == -0.0, and NaN equals nothing
     return literal.aval, value.dtype, value.tobytes()
@@ -182,7 +184,7 @@ class Caller(NamedTuple):
     functions: list[str]  # the function, after those around it
 
 
-def callers(traceback: Any) -> Iterator[Caller]:
+def callers(traceback: Traceback | None) -> Iterator[Caller]:
     """Yields who called the function that an equation with a traceback is from, innermost first.
 
     Frames of Python's own library and of this one are left out.

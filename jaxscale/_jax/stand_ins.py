@@ -6,6 +6,7 @@ the backward pass, and the cotangent goes to the second, where cotangents are ad
 Functions with a `jax.custom_jvp` could do the same: each takes JAX as long to trace as a layer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ from jax.interpreters import ad, batching, mlir
 
 from .binding import cast
 from .derivatives import tangent_type
+from .jaxpr_types import Arrays, BatchDims, DTypeLike, ShapedArray
 from .shared_derivatives import bind_once, is_differentiated
 
 
-def stand_in(value: Any, source: Any, dtype: Any) -> Any:
+def stand_in(value: jax.Array, source: jax.Array, dtype: DTypeLike) -> Any:
     """Returns an array in a dtype, whose gradient goes to another array of the same values."""
     params = {"dtype": np.dtype(dtype)}
     if is_differentiated((value, source)):
@@ -31,17 +33,17 @@ def is_stand_in(eqn: JaxprEqn) -> bool:
     return eqn.primitive is _STAND_IN
 
 
-def _compute(value: Any, source: Any, *, dtype: Any) -> Any:
+def _compute(value: jax.Array, source: jax.Array, *, dtype: np.dtype) -> Any:
     if value.dtype == dtype:
         return value
     return cast(value, dtype)
 
 
-def _type_of(value: Any, source: Any, *, dtype: Any) -> Any:
+def _type_of(value: ShapedArray, source: ShapedArray, *, dtype: np.dtype) -> Any:
     return value.update(dtype=dtype, weak_type=False)
 
 
-def _jvp(primals: Any, tangents: Any, *, dtype: Any) -> Any:
+def _jvp(primals: Arrays, tangents: Sequence[Any], *, dtype: np.dtype) -> Any:
     # The value itself, and not another `stand_in`, is then kept for the backward pass: once.
     output = _compute(*primals, dtype=dtype)
     _, tangent = tangents
@@ -50,13 +52,15 @@ def _jvp(primals: Any, tangents: Any, *, dtype: Any) -> Any:
     return output, cast(tangent, dtype)
 
 
-def _transpose(cotangent: Any, value: Any, source: Any, *, dtype: Any) -> Any:
+def _transpose(
+    cotangent: Any, value: jax.Array, source: ad.UndefinedPrimal, *, dtype: np.dtype
+) -> Any:
     if type(cotangent) is ad.Zero:
         return [None, None]
     return [None, cast(cotangent, source.aval.dtype)]
 
 
-def _batch(arrays: Any, dims: Any, *, dtype: Any) -> Any:
+def _batch(arrays: Arrays, dims: BatchDims, *, dtype: np.dtype) -> Any:
     value, source = arrays
     value_dim, source_dim = dims  # `None` for what is not batched
     batch_dim = value_dim

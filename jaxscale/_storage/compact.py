@@ -25,8 +25,8 @@ from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_array_like
 from . import rounding
-from .param_leaves import flatten, read_mask
 from .noise import draw_words, make_key, make_noise, split_key
+from .param_leaves import flatten, read_mask
 from .rounding import BFLOAT16
 
 # Smaller arrays are not worth it: scales, counters, statistics of a whole layer.
@@ -125,7 +125,7 @@ class CompactOptimizer:
         return updates, CompactState(structure.unflatten(leaves), key)
 
     def _find_compact(
-        self, state: Any, updates: optax.Updates, params: optax.Params | None
+        self, state: optax.OptState, updates: optax.Updates, params: optax.Params | None
     ) -> list[bool]:
         """Returns which arrays of a state are kept in bfloat16, and were made in float32.
 
@@ -191,7 +191,7 @@ def _is_large(leaf: Any) -> bool:
     return is_float32 and leaf.ndim > 0 and leaf.size >= _LEAST_SIZE
 
 
-def _check_inner_state(state: Any) -> None:
+def _check_inner_state(state: optax.OptState) -> None:
     """Raises an error if a state is one that cannot be kept in bfloat16."""
     for node in _nodes(state):
         if isinstance(node, CompactState):
@@ -213,7 +213,7 @@ def _check_inner_state(state: Any) -> None:
             )
 
 
-def _nodes(tree: Any) -> list[Any]:
+def _nodes(tree: optax.OptState) -> list[Any]:
     """Returns a tree and all trees in it."""
     children = jax.tree.leaves(tree, is_leaf=lambda node: node is not tree)
     nodes = [tree]

@@ -14,7 +14,9 @@ from .rounding import HALF_DTYPES
 _HALF_UNITS = {"bfloat16": "0.2 to 0.4 %", "float16": "0.02 to 0.05 %"}
 
 
-def warn_of_losses(call: str, params: optax.Params, inner_state: Any) -> None:
+def warn_of_losses(
+    call: str, params: optax.Params, inner_state: optax.OptState
+) -> None:
     """Warns if half-precision parameters are trained without anything beside them.
 
     A parameter is trained if the state of the optimizer has an array of its shape for it, such as a
@@ -43,7 +45,7 @@ def warn_of_losses(call: str, params: optax.Params, inner_state: Any) -> None:
 class _EndsOfPaths:
     """The arrays of a state, by their shapes and the ends of their paths."""
 
-    def __init__(self, state: Any):
+    def __init__(self, state: optax.OptState):
         self._places: set[tuple[Any, tuple[str, ...]]] = set()
         for path, leaf in tree_leaves_with_path(state):
             if not is_inexact_leaf(leaf):

@@ -11,11 +11,11 @@ from .._state.scale import unwrap
 from .._state.storage import WeightsState
 from .param_leaves import describe_leaf, fits, flatten, known_dtype_of, make_state
 from .rounding import HALF_DTYPES
-from .storage_formats import Stored, way_beside
+from .storage_formats import Stored, format_beside
 from .weights import Applied
 
 
-def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
+def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """Returns the parameters in float32, as the optimizer has them.
 
     For evaluation, averages and export: with `jaxscale.master_weights` these have all the bits
@@ -55,7 +55,7 @@ def master_params(opt_state: Any, params: optax.Params) -> optax.Params:
 
 
 def with_master_params(
-    opt_state: Any, float32_params: optax.Params
+    opt_state: optax.OptState, float32_params: optax.Params
 ) -> tuple[optax.Params, Any]:
     """Puts float32 parameters into a state, to go on from them without losing 16 bits.
 
@@ -117,7 +117,7 @@ def _widen_params(
     tree = flatten(call, params, state)
     wide = []
     for leaf in tree.leaves:
-        leaf = leaf._replace(way=way_beside(leaf.beside))
+        leaf = leaf._replace(format=format_beside(leaf.beside))
         if leaf.param is not None and not fits(leaf):
             raise ValueError(
                 f"`{call}(params=...)` must be the parameters as the optimizer keeps them: that at "
@@ -125,14 +125,14 @@ def _widen_params(
                 f"{describe_leaf(leaf.beside)} for one of dtype {leaf.dtype}."
             )
         if known_dtype_of(leaf.param) in HALF_DTYPES:
-            way: Any = leaf.way
-            wide.append(way.widen(leaf.param, leaf.beside))
+            format: Any = leaf.format
+            wide.append(format.widen(leaf.param, leaf.beside))
         else:
             wide.append(_copied(leaf.param))
     return tree.unflatten(wide)
 
 
-def _copied(param: Any) -> Any:
+def _copied(param: object) -> Any:
     """Returns a copy of an array, and everything else as it is.
 
     A module keeps Python's numbers as they are: some layers ask for their types.
@@ -159,7 +159,7 @@ def _narrow_params(
             like = jax.ShapeDtypeStruct(jnp.shape(leaf.param), leaf.dtype)
             # The caller's own array must not become the copy that a step donates.
             wide = jnp.array(leaf.param, jnp.float32)
-            stored = way_beside(leaf.beside).store(wide, like, None)
+            stored = format_beside(leaf.beside).store(wide, like, None)
         params.append(stored.param)
         beside.append(stored.beside)
     return Applied(tree.unflatten(params), make_state(tree, beside, state.key))

@@ -22,7 +22,9 @@ _IMPLEMENTATION = "threefry2x32"
 _MULTIPLIERS = (np.uint32(0x7FEB352D), np.uint32(0x846CA68B))
 
 
-def make_key(seed: Any, arrays: Sequence[Any], *, stream: int = 0) -> jax.Array:
+def make_key(
+    seed: int | jax.Array, arrays: Sequence[Any], *, stream: int = 0
+) -> jax.Array:
     """Returns the data of a first key, `u32[2]`, for a tree of arrays.
 
     Data, as some file formats refuse typed keys. Members of a population, whose arrays `vmap` has
@@ -54,7 +56,7 @@ def _key_of_member(key: jax.Array, arrays: list[jax.Array]) -> jax.Array:
 
 @_key_of_member.def_vmap
 def _keys_of_population(
-    size: int, batched: Any, key: jax.Array, arrays: list[jax.Array]
+    size: int, batched: tuple[bool, list[bool]], key: jax.Array, arrays: list[jax.Array]
 ) -> tuple[jax.Array, bool]:
     key_batched, arrays_batched = batched
     if key_batched:

@@ -12,7 +12,7 @@ from .._trees.checks import describe_value
 from .._trees.gradient_leaves import leaf_name
 from .._trees.leaf import dtype_of, is_array_like
 from .rounding import BFLOAT16
-from .storage_formats import PLAIN, REMAINDER, Way
+from .storage_formats import PLAIN, REMAINDER, StorageFormat
 
 
 class Leaf(NamedTuple):
@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
     name: str
     dtype: Any  # of the parameter; if that is `None`, what is known from the state
     beside: Any = None  # what stands beside it
-    way: Way = PLAIN
+    format: StorageFormat = PLAIN
 
 
 class ParamLeaves(NamedTuple):
@@ -48,7 +48,7 @@ class ParamLeaves(NamedTuple):
             pairs = zip(self.leaves, values, strict=True)
             return {leaf.name: value for leaf, value in pairs if value is not None}
 
-    def flatten_beside(self, tree: Any) -> list[Any]:
+    def flatten_beside(self, tree: optax.Params) -> list[Any]:
         """Returns the leaves of a tree that `unflatten_beside` made."""
         try:
             found = self.structure.flatten_up_to(tree)
@@ -65,7 +65,7 @@ class ParamLeaves(NamedTuple):
                 )
         return [None if _is_empty(value) else value for value in found]
 
-    def _find_by_name(self, tree: Any) -> list[Any]:
+    def _find_by_name(self, tree: optax.Params) -> list[Any]:
         """Returns the leaves of a tree of another class, such as what NNX makes of a state."""
         values = {}
         for path, value in jax.tree_util.tree_leaves_with_path(tree):
@@ -80,7 +80,9 @@ class ParamLeaves(NamedTuple):
         return [values.get(name) for name in names]
 
 
-def flatten(call: str, params: Any, state: WeightsState | None = None) -> ParamLeaves:
+def flatten(
+    call: str, params: optax.Params, state: WeightsState | None = None
+) -> ParamLeaves:
     """Returns the leaves of parameters, and what a state has beside them."""
     with_paths, structure = jax.tree_util.tree_flatten_with_path(
         params, is_leaf=_is_none
@@ -131,7 +133,7 @@ def make_state(
 
 def fits(leaf: Leaf) -> bool:
     """Returns whether a way finds beside a parameter what it needs."""
-    if not leaf.way.fits(leaf.beside):
+    if not leaf.format.fits(leaf.beside):
         return False
     if leaf.beside is None:
         return True
@@ -139,17 +141,17 @@ def fits(leaf: Leaf) -> bool:
     return is_of_shape and leaf.dtype == known_dtype_of(leaf.param)
 
 
-def describe_leaf(leaf: Any) -> str:
+def describe_leaf(leaf: object) -> str:
     return "nothing" if leaf is None else describe_value(leaf)
 
 
-def known_dtype_of(leaf: Any) -> Any:
+def known_dtype_of(leaf: object) -> Any:
     """Returns the dtype of an array or number, `None` for what is neither."""
     return dtype_of(leaf) if is_array_like(leaf) else None
 
 
 def read_mask(
-    mask: Any, params: Any, tree: ParamLeaves, what: str = "parameters"
+    mask: object, params: optax.Params, tree: ParamLeaves, what: str = "parameters"
 ) -> list[bool]:
     """Returns which leaves of a tree a mask means. `what` says what the tree holds."""
     if mask is None:
@@ -157,7 +159,7 @@ def read_mask(
     if callable(mask) and not _is_tree_of_bools(mask):
         mask = mask(params)
 
-    def spread(flag: Any, part: Any) -> Any:
+    def spread(flag: object, part: object) -> Any:
         return jax.tree.map(lambda _: flag, part, is_leaf=_is_none)
 
     try:
@@ -179,15 +181,15 @@ def read_mask(
     return [flag is not None and bool(flag) for flag in flags]
 
 
-def _is_tree_of_bools(mask: Any) -> bool:
+def _is_tree_of_bools(mask: object) -> bool:
     """Returns whether a mask holds bools itself, as a module does that has a `__call__`, too."""
     leaves = jax.tree.leaves(mask)
     return bool(leaves) and all(isinstance(leaf, bool | np.bool_) for leaf in leaves)
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def _is_empty(tree: Any) -> bool:
+def _is_empty(tree: object) -> bool:
     return not jax.tree.leaves(tree)

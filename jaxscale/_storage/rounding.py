@@ -6,11 +6,14 @@ function has the tangent of a cast, as the derivative of rounding would be 0.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from .._jax import DTypeLike
 
 # Of float32: all bits but the sign, and those of inf, above which are only NaNs.
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -60,7 +63,9 @@ def _split(numbers: jax.Array) -> Halves:
 
 
 @_split.defjvp
-def _split_tangent(primals: Any, tangents: Any) -> tuple[Halves, Halves]:
+def _split_tangent(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[Halves, Halves]:
     halves = split(*primals)
     (tangent,) = tangents
     no_tangent: Any = np.zeros(jnp.shape(halves.rest), jax.dtypes.float0)
@@ -83,7 +88,9 @@ def _join(high: jax.Array, rest: jax.Array) -> jax.Array:
 
 
 @_join.defjvp
-def _join_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _join_tangent(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     tangent, _ = tangents
     return join(*primals), tangent.astype(jnp.float32)
 
@@ -108,14 +115,16 @@ def _follow(copy: jax.Array, param: jax.Array) -> jax.Array:
 
 
 @_follow.defjvp
-def _follow_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _follow_tangent(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     # A copy and its parameter move together. That of the parameter is also known if the copy was
     # made outside of what is differentiated.
     _, tangent = tangents
     return follow(*primals), tangent.astype(jnp.float32)
 
 
-def _nearest(numbers: jax.Array, dtype: Any) -> jax.Array:
+def _nearest(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rounds float32 numbers to the nearest in bfloat16 or float16.
 
     bfloat16 is rounded as by `split`. In float16 ties go to even as by a cast, and finite numbers
@@ -133,12 +142,14 @@ def _to_float16(numbers: jax.Array) -> jax.Array:
 
 
 @_to_float16.defjvp
-def _to_float16_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _to_float16_tangent(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (tangent,) = tangents
     return _to_float16(*primals), tangent.astype(jnp.float16)
 
 
-def _stochastic(numbers: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
+def _stochastic(numbers: jax.Array, dtype: DTypeLike, noise: jax.Array) -> jax.Array:
     """Rounds float32 numbers up or down at random, so that the mean is the number.
 
     The nearer a neighbour is, the more often a number is rounded to it. What bfloat16 or float16
@@ -181,8 +192,10 @@ def _to_float16_at_random(numbers: jax.Array, noise: jax.Array) -> jax.Array:
     return rounded.astype(jnp.float16)
 
 
-def _random_tangent(rounding: Any, dtype: Any) -> Any:
-    def tangent_rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _random_tangent(rounding: Callable[..., jax.Array], dtype: DTypeLike) -> Any:
+    def tangent_rule(
+        primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         tangent, _ = tangents
         return rounding(*primals), tangent.astype(dtype)
 
@@ -228,7 +241,7 @@ def _float(bits: jax.Array) -> jax.Array:
     return _bitcast(bits, jnp.float32)
 
 
-def _bitcast(array: jax.Array, dtype: Any) -> jax.Array:
+def _bitcast(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, dtype)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._jax import ArrayLike
 from .._trees.casts import cast, common_sharding, placed, widen
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from . import rounding
@@ -19,6 +20,10 @@ from .rounding import Halves
 _INT16 = jnp.dtype(jnp.int16)
 
 
+# A parameter, or its shape and dtype alone.
+Param = ArrayLike | jax.ShapeDtypeStruct
+
+
 class Stored(NamedTuple):
     """A new parameter as it is kept."""
 
@@ -26,7 +31,7 @@ class Stored(NamedTuple):
     beside: Any  # what stands beside it, `None` if nothing does
 
 
-def _placed_as(beside: jax.Array, param: Any) -> jax.Array:
+def _placed_as(beside: jax.Array, param: ArrayLike) -> jax.Array:
     """Returns a parameter that lies on a mesh as what stands beside it.
 
     With a divided state and whole parameters, each device then widens only its own part.
@@ -37,16 +42,16 @@ def _placed_as(beside: jax.Array, param: Any) -> jax.Array:
 class Plain:
     """A leaf that is rounded by a cast, if its dtype is narrower than float32."""
 
-    def start(self, param: Any) -> None:
+    def start(self, param: object) -> None:
         return None
 
-    def fits(self, beside: Any) -> bool:
+    def fits(self, beside: object) -> bool:
         return beside is None
 
-    def widen(self, param: Any, beside: None) -> Any:
+    def widen(self, param: object, beside: None) -> Any:
         return widen(param) if is_inexact_leaf(param) else param
 
-    def store(self, wide: Any, param: Any, words: Any) -> Stored:
+    def store(self, wide: object, param: object, words: object) -> Stored:
         if not is_array_like(param):
             return Stored(param, None)
         return Stored(cast(wide, dtype_of(param)), None)
@@ -55,17 +60,17 @@ class Plain:
 class Remainder:
     """A bfloat16 leaf with the other half of float32 beside it."""
 
-    def start(self, param: Any) -> jax.Array:
+    def start(self, param: ArrayLike) -> jax.Array:
         # Made from the parameter, so that it has its sharding. All bits are 0.
         return rounding.split(cast(param, jnp.float32)).rest
 
-    def fits(self, beside: Any) -> bool:
+    def fits(self, beside: object) -> bool:
         return getattr(beside, "dtype", None) == _INT16
 
-    def widen(self, param: Any, beside: jax.Array) -> jax.Array:
+    def widen(self, param: ArrayLike, beside: jax.Array) -> jax.Array:
         return rounding.join(_placed_as(beside, param), beside)
 
-    def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
+    def store(self, wide: jax.Array, param: Param, words: object) -> Stored:
         halves: Halves = rounding.split(wide)
         return Stored(halves.high, halves.rest)
 
@@ -73,44 +78,44 @@ class Remainder:
 class Copy:
     """A half-precision leaf with a float32 copy beside it."""
 
-    def start(self, param: Any) -> jax.Array:
+    def start(self, param: ArrayLike) -> jax.Array:
         return cast(param, jnp.float32)
 
-    def fits(self, beside: Any) -> bool:
+    def fits(self, beside: object) -> bool:
         return getattr(beside, "dtype", None) == jnp.float32
 
-    def widen(self, param: Any, beside: jax.Array) -> jax.Array:
+    def widen(self, param: ArrayLike, beside: jax.Array) -> jax.Array:
         return rounding.follow(beside, _placed_as(beside, param))
 
-    def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
+    def store(self, wide: jax.Array, param: Param, words: object) -> Stored:
         return Stored(rounding.nearest(wide, dtype_of(param)), wide)
 
 
 class AtRandom:
     """A half-precision leaf that is rounded at random."""
 
-    def start(self, param: Any) -> None:
+    def start(self, param: ArrayLike) -> None:
         return None
 
-    def fits(self, beside: Any) -> bool:
+    def fits(self, beside: object) -> bool:
         return beside is None
 
-    def widen(self, param: Any, beside: None) -> jax.Array:
+    def widen(self, param: ArrayLike, beside: None) -> jax.Array:
         return cast(param, jnp.float32)
 
-    def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
+    def store(self, wide: jax.Array, param: Param, words: jax.Array) -> Stored:
         noise = make_noise(words, wide)
         return Stored(rounding.stochastic(wide, dtype_of(param), noise), None)
 
 
-Way = Plain | Remainder | Copy | AtRandom
+StorageFormat = Plain | Remainder | Copy | AtRandom
 PLAIN = Plain()
 REMAINDER = Remainder()
 COPY = Copy()
 AT_RANDOM = AtRandom()
 
 
-def way_beside(beside: Any) -> Way:
+def format_beside(beside: jax.Array | None) -> Plain | Remainder | Copy:
     """Returns the way of which something beside a parameter is."""
     if beside is None:
         return PLAIN

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._jax import ArrayLike
 from .._state.storage import WeightsState
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.params import apply_updates, cast_updates
 from .._trees.store_once import store_once
+from .lost_updates import warn_of_losses
+from .noise import draw_words, make_key, split_key
 from .param_leaves import (
     ParamLeaves,
     describe_leaf,
@@ -28,10 +31,8 @@ from .param_leaves import (
     make_state,
     read_mask,
 )
-from .lost_updates import warn_of_losses
-from .noise import draw_words, make_key, split_key
 from .rounding import BFLOAT16, HALF_DTYPES
-from .storage_formats import AT_RANDOM, COPY, PLAIN, REMAINDER, Stored, Way
+from .storage_formats import AT_RANDOM, COPY, PLAIN, REMAINDER, StorageFormat, Stored
 
 
 class Applied(NamedTuple):
@@ -48,7 +49,9 @@ class Rounded:
     def init(self, params: optax.Params) -> None:
         return None
 
-    def warn_of_losses(self, call: str, params: optax.Params, inner_state: Any) -> None:
+    def warn_of_losses(
+        self, call: str, params: optax.Params, inner_state: optax.OptState
+    ) -> None:
         """Warns if half-precision parameters are trained, which lose most updates."""
         warn_of_losses(call, params, inner_state)
 
@@ -93,12 +96,14 @@ class _Kept(abc.ABC):
 
     call = ""  # the public function that makes it
 
-    def warn_of_losses(self, call: str, params: optax.Params, inner_state: Any) -> None:
+    def warn_of_losses(
+        self, call: str, params: optax.Params, inner_state: optax.OptState
+    ) -> None:
         """Warns of nothing: what a mask leaves out is meant to be left out."""
         return
 
     @abc.abstractmethod
-    def _find_way(self, dtype: Any) -> Way:
+    def _find_format(self, dtype: jnp.dtype) -> StorageFormat:
         """Returns how a leaf of a half-precision dtype is kept."""
 
     def _make_key(self, params: optax.Params) -> jax.Array | None:
@@ -106,8 +111,8 @@ class _Kept(abc.ABC):
 
     def init(self, params: optax.Params) -> WeightsState:
         """Returns what is kept beside the first parameters."""
-        tree = self._with_ways(params, flatten(self.call, params))
-        beside = [leaf.way.start(leaf.param) for leaf in tree.leaves]
+        tree = self._with_formats(params, flatten(self.call, params))
+        beside = [leaf.format.start(leaf.param) for leaf in tree.leaves]
         return make_state(tree, beside, self._make_key(params))
 
     def widen(
@@ -120,7 +125,7 @@ class _Kept(abc.ABC):
                 "rounds them itself. Call `tx.update(grads, opt_state, params)`."
             )
         tree = self._read(params, state)
-        wide = [leaf.way.widen(leaf.param, leaf.beside) for leaf in tree.leaves]
+        wide = [leaf.format.widen(leaf.param, leaf.beside) for leaf in tree.leaves]
         return tree.unflatten(wide)
 
     def apply(
@@ -140,7 +145,7 @@ class _Kept(abc.ABC):
         # `widen` came first, and takes no `None`
         tree = self._read(params, state)
         new_wide = apply_updates(wide_params, updates)
-        if REMAINDER in (leaf.way for leaf in tree.leaves):
+        if REMAINDER in (leaf.format for leaf in tree.leaves):
             # Both halves of a number read it. A CPU would make the step of the optimizer twice.
             new_wide = store_once(new_wide)
         wide = tree.structure.flatten_up_to(new_wide)
@@ -155,7 +160,7 @@ class _Kept(abc.ABC):
         for index, leaf in enumerate(tree.leaves):
             stored = Stored(None, leaf.beside)  # stays, where a leaf has no gradient
             if leaf.param is not None:
-                stored = leaf.way.store(wide[index], leaf.param, words[index])
+                stored = leaf.format.store(wide[index], leaf.param, words[index])
             new_params.append(stored.param)
             new_beside.append(stored.beside)
         new_state = make_state(tree, new_beside, key)
@@ -164,24 +169,24 @@ class _Kept(abc.ABC):
 
         outcome = tree.structure.flatten_up_to(cast_updates(params, updates))
         for index, leaf in enumerate(tree.leaves):
-            if leaf.way is not PLAIN:
+            if leaf.format is not PLAIN:
                 outcome[index] = _difference(new_params[index], leaf.param)
         return Applied(tree.unflatten(outcome), new_state)
 
-    def _with_ways(self, params: optax.Params, tree: ParamLeaves) -> ParamLeaves:
+    def _with_formats(self, params: optax.Params, tree: ParamLeaves) -> ParamLeaves:
         """Returns leaves with the ways in which they are kept."""
         flags = read_mask(self.mask, params, tree)
         leaves = []
         for leaf, is_meant in zip(tree.leaves, flags, strict=True):
             dtype = known_dtype_of(leaf.param)
             if is_meant and dtype in HALF_DTYPES:
-                leaf = leaf._replace(way=self._find_way(dtype))
+                leaf = leaf._replace(format=self._find_format(dtype))
             leaves.append(leaf)
         return tree._replace(leaves=leaves)
 
     def _read(self, params: Any, state: WeightsState) -> ParamLeaves:
         """Returns the leaves of parameters and what is beside them, if they fit together."""
-        tree = self._with_ways(params, flatten(self.call, params, state))
+        tree = self._with_formats(params, flatten(self.call, params, state))
         for leaf in tree.leaves:
             if leaf.param is None or fits(leaf):
                 continue
@@ -210,7 +215,7 @@ class MasterWeights(_Kept):
 
     call = "master_weights"
 
-    def _find_way(self, dtype: Any) -> Way:
+    def _find_format(self, dtype: jnp.dtype) -> StorageFormat:
         if dtype == BFLOAT16 and self.storage == "remainder":
             return REMAINDER
         return COPY
@@ -233,7 +238,7 @@ class StochasticRounding(_Kept):
 
     call = "stochastic_rounding"
 
-    def _find_way(self, dtype: Any) -> Way:
+    def _find_format(self, dtype: jnp.dtype) -> StorageFormat:
         return AT_RANDOM
 
     def _make_key(self, params: optax.Params) -> jax.Array:
@@ -257,7 +262,7 @@ def _lacks(argument: str, call: str, what: str) -> ValueError:
 Weights = Rounded | MasterWeights | StochasticRounding
 
 
-def _difference(new: Any, old: Any) -> jax.Array:
+def _difference(new: ArrayLike, old: ArrayLike) -> jax.Array:
     """Returns what is to be added to a parameter to make a new one, in float32.
 
     It is minus zero if nothing is, as adding that keeps the sign of a zero.

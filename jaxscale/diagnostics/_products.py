@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.product_owner import Place, outermost
 from .._autocast.cast_products import is_never_entered, why_not_cast
+from .._autocast.product_owner import CallSite, outermost
 from .._autocast.table import KERNELS, PRODUCTS
 from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat
@@ -173,7 +173,7 @@ def _count(program: Jaxpr) -> Products:
 
 
 def _find(
-    program: Jaxpr, around: Around, place: Place, inside: str
+    program: Jaxpr, around: Around, site: CallSite, inside: str
 ) -> Iterator[_Product]:
     """Yields the products of a program, and of the programs that its equations hold.
 
@@ -185,7 +185,7 @@ def _find(
             dtype = _find_dtype(eqn)
             reason = inside
             if dtype == "float32":
-                reason = why_not_cast(eqn, place) or inside
+                reason = why_not_cast(eqn, site) or inside
             yield _Product(dtype, find_line(eqn, around), reason)
         what = inside
         if name in KERNELS:
@@ -193,8 +193,8 @@ def _find(
         elif is_never_entered(eqn):
             what = inside or f"inside of `{name}`"
         for inner in programs(eqn):
-            inner_place = place.inside(eqn, inner)
-            yield from _find(closed(inner).jaxpr, (*around, eqn), inner_place, what)
+            inner_site = site.inside(eqn, inner)
+            yield from _find(closed(inner).jaxpr, (*around, eqn), inner_site, what)
 
 
 def _find_dtype(eqn: JaxprEqn) -> str:
