@@ -54,8 +54,8 @@ def autocast(
 
     *All else* runs in float32: biases, activations, norms, softmax, losses, comparisons, and
     constants, which are not rounded either. What only moves the results of products to other
-    products, such as a transpose, stays in half precision. Where gradients of several readers meet,
-    as those of a weight that many layers share, they are added in float32.
+    products, such as a transpose, stays in half precision. Gradients of several readers,
+    as those of a weight that many layers share, are added in float32.
 
     *What is kept* are the half-precision arrays that products read and return. What lies between
     two products is computed again in the backward pass, as if under `jax.checkpoint`, because its
@@ -155,7 +155,7 @@ def _is_dtype(fun: object) -> bool:
 
 
 def full_precision(fun: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Returns the same function, marked so that `autocast` leaves it as it is written.
+    """Marks a function, so that `autocast` leaves it as it is written.
 
     Mark a part of a model that needs more precision or range than half precision has, such as
     a product of large numbers. Values that `autocast` computes in half precision outside the part

@@ -1,6 +1,6 @@
 """The products that are cast: matrix products and convolutions that the user's model asks for.
 
-All of this is known before the program runs.
+All of this is known before the jaxpr runs.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ OF_LIBRARY = "a step of a library that is written for float32"
 def is_cast(eqn: JaxprEqn, site: CallSite) -> bool:
     """Returns whether `autocast` casts the inputs of an equation to half precision.
 
-    `site` is that of the program which the equation is part of.
+    `site` is that of the jaxpr which the equation is part of.
     """
     if site.owner is Owner.UNCAST or eqn.primitive.name not in table.PRODUCTS:
         return False
@@ -41,7 +41,7 @@ def is_cast(eqn: JaxprEqn, site: CallSite) -> bool:
 
 
 def why_not_cast(eqn: JaxprEqn, site: CallSite) -> str:
-    """Returns why `autocast` runs an equation as it is written, or `""` if it casts its inputs."""
+    """Returns the reason to run an equation as it is written, `""` if `autocast` casts its inputs."""
     if is_full_precision(eqn):
         return "marked by `jaxscale.full_precision`"
     if not is_float32_product(eqn):
@@ -119,20 +119,20 @@ _ANYWHERE = CallSite()
 
 
 def has_products(eqn: JaxprEqn, site: CallSite = _ANYWHERE) -> bool:
-    """Returns whether an equation holds programs with anything that `autocast` casts by itself."""
+    """Returns whether an equation holds jaxprs with anything that `autocast` casts by itself."""
     return _has_marked_rule(eqn) or any(
         holds_products(program, site.inside(eqn, program)) for program in programs(eqn)
     )
 
 
 def casts_anything(program: ClosedJaxpr) -> bool:
-    """Returns whether a program has anything that `autocast` casts by itself."""
+    """Returns whether a jaxpr has anything that `autocast` casts by itself."""
     return holds_products(program, outermost(program))
 
 
 @once_for_each_program
 def holds_products(program: Jaxpr, site: CallSite) -> bool:
-    """Returns whether a program has anything that `autocast` casts by itself."""
+    """Returns whether a jaxpr has anything that `autocast` casts by itself."""
     return any(_is_cast_or_holds_cast(eqn, site) for eqn in program.eqns)
 
 
@@ -160,5 +160,5 @@ _holds_mark = Search(_is_marked)
 
 
 def is_never_entered(eqn: JaxprEqn) -> bool:
-    """Returns whether the programs in an equation run as they are written, whatever they are."""
+    """Returns whether the jaxprs in an equation run as they are written, whatever they are."""
     return eqn.primitive.name in table.KERNELS | table.AS_WRITTEN

@@ -1,7 +1,7 @@
 """Rules for functions with derivative rules of their own.
 
 `jax.jvp` or `jax.vjp` traces how JAX differentiates the equation as it is written, and the result
-runs like any other program. So nothing here depends on how JAX keeps a rule. The new rules do not
+runs like any other jaxpr. So nothing here depends on how JAX keeps a rule. The new rules do not
 hold the frame, whose arrays would live as long as they do.
 """
 
@@ -108,7 +108,7 @@ def _trace_jvp(
 ) -> ClosedJaxpr:
     """Traces an equation and its derivative by the inputs that have a tangent.
 
-    The program takes values and tangents. It returns no derivatives of integers.
+    The jaxpr takes values and tangents. It returns no derivatives of integers.
     """
 
     def derive(values: Arrays, tangents: Arrays) -> Any:

@@ -1,9 +1,9 @@
-"""The values of a program while it runs.
+"""The values of a jaxpr while it runs.
 
 A narrow value has two views: an array in half precision, and its cast to float32. Where cotangents
-come back to it from several readers, they meet in float32. So readers take the second view, or a
+come back to it from several readers, they are summed in float32. So readers take the second view, or a
 form of the first whose gradient goes to the second. The same holds of a value in float32 and its
-copy in half precision, which all that round it share, and of an array that the program declares in
+copy in half precision, which all that round it share, and of an array that the jaxpr declares in
 half precision, such as a parameter.
 """
 
@@ -38,7 +38,7 @@ from .product_owner import CallSite
 
 
 class Rewriter(Protocol):
-    """What runs jaxprs: the `Autocast` of `interpreter.py`, which lies above this file."""
+    """The runner of jaxprs: the `Autocast` of `interpreter.py`, which lies above this file."""
 
     dtype: np.dtype
     rewritten: WeakKeyDictionary[Any, dict[Any, Any]]
@@ -80,7 +80,7 @@ class Environment:
       values: the arrays of its variables, half-precision ones of those in `narrow`.
       narrow: the variables that are declared as float32 and whose numbers half precision holds,
         and those that came in two views. All that are declared in half precision are narrow, too.
-      cotangent_sums: the variables whose cotangents meet in float32, here or further back.
+      cotangent_sums: the variables whose cotangents are summed in float32, here or further back.
       wides: narrow values in float32.
       halves: values in float32, rounded for products.
       segments: what its segments run as. Equal ones run as one function.
@@ -111,7 +111,7 @@ class Environment:
         return atom in self.narrow or is_half(atom)
 
     def sums_cotangents(self, atom: Atom) -> bool:
-        """Returns whether a value is narrow and its cotangents are to meet in float32."""
+        """Returns whether a value is narrow and its cotangents must be summed in float32."""
         return self.is_narrow(atom) and atom in self.cotangent_sums
 
     def reads_narrow(self, eqn: JaxprEqn) -> bool:
@@ -119,7 +119,7 @@ class Environment:
         return any(map(self.is_narrow, eqn.invars))
 
     def reads_cotangent_sum(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation reads a narrow value whose cotangents are to meet."""
+        """Returns whether an equation reads a narrow value whose cotangents must be summed."""
         return any(map(self.sums_cotangents, eqn.invars))
 
     def is_only_rounded(self, var: Atom) -> bool:
@@ -129,7 +129,7 @@ class Environment:
     # A value, as its reader takes it.
 
     def read_wide(self, atom: Atom) -> Any:
-        """Returns a value in the dtype that the program declares."""
+        """Returns a value in the dtype that the jaxpr declares."""
         if isinstance(atom, Literal):
             return atom.val
         if not is_half(atom):
@@ -151,7 +151,7 @@ class Environment:
         return self.wides[atom]
 
     def read_inputs_wide(self, eqn: JaxprEqn) -> list[Any]:
-        """Returns what an equation reads, in the dtypes that the program declares."""
+        """Returns the inputs of an equation, in the dtypes that the jaxpr declares."""
         return list(map(self.read_wide, eqn.invars))
 
     def read_half(self, atom: Atom) -> Any:
@@ -196,7 +196,7 @@ class Environment:
         return Narrow(self.read_narrow(var), self.read_float32(var))
 
     def read_for_call(self, atom: Atom) -> Any:
-        """Returns a value as a call takes it: both views of it, where its cotangents meet."""
+        """Returns a value as a call takes it: both views of it, where its cotangents are summed."""
         if self.sums_cotangents(atom):
             return self.read_views(atom)
         if self.is_narrow(atom):
@@ -204,7 +204,7 @@ class Environment:
         return self.read_wide(atom)
 
     def read_output(self, atom: Atom) -> Any:
-        """Returns a value as a program gives it back."""
+        """Returns a value as a jaxpr gives it back."""
         if is_half(atom):
             return self.read_wide(atom)
         if self.sums_cotangents(atom):

@@ -4,7 +4,7 @@ A flat index of 4001 is 4000 in float16, and a count of 70,000 is inf. Such numb
 where they come from, or by where they go:
 
 - They come from integers alone: from indices, masks and constants of the text, and not from a float
-  that the program is given, nor from random bits.
+  that the jaxpr is given, nor from random bits.
 - Or nothing but integers is made of them, as by a cast, a comparison or an `argmax`. What another
   product reads does not count, so a model is in half precision also where only its prediction is
   asked for, all but the last product.
@@ -41,7 +41,7 @@ _UNRELATED = Op.READS_BITS | Op.RUNS_ELSEWHERE | Op.KERNEL | Op.ALGORITHM | Op.O
 
 
 class Use(enum.IntEnum):
-    """What is made of a value. If several things are, the largest counts."""
+    """The use of a value: of several uses, the largest counts."""
 
     NOTHING = 0
     INTEGERS = 1
@@ -50,14 +50,14 @@ class Use(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exact:
-    """What must be exact in a program, and what is known of it from around.
+    """The products of a jaxpr that must be exact, and the facts from around that they follow from.
 
     Attributes:
       inputs: for each of its first inputs, whether it comes from integers alone.
       outputs: the uses of its first outputs.
       products: the identities of the products that must be exact.
-      inside: what must be exact in the programs of its equations, by the identity of the equation
-        and the program. Those without such a product are left out.
+      inside: what must be exact in the jaxprs of its equations, by the identity of the equation
+        and the jaxpr. Those without such a product are left out.
     """
 
     inputs: Flags = ()
@@ -66,7 +66,7 @@ class Exact:
     inside: dict[tuple[int, Jaxpr], "Exact"] = dataclasses.field(default_factory=dict)
 
     def inside_of(self, eqn: JaxprEqn, program: Jaxpr | ClosedJaxpr) -> "Exact":
-        """Returns what must be exact in a program that an equation holds."""
+        """Returns the exact products of a jaxpr that an equation holds."""
         return self.inside.get((id(eqn), closed(program).jaxpr), NOTHING_EXACT)
 
 
@@ -77,7 +77,7 @@ NOTHING_EXACT = Exact()
 def find_exact(
     program: Jaxpr, inputs: Flags = (), outputs: tuple[Use, ...] = ()
 ) -> Exact:
-    """Returns what must be exact in a program, always the same object for the same arguments.
+    """Finds the exact products of a jaxpr: always the same object for the same arguments.
 
     `inputs` and `outputs` are as in `Exact`. Of other inputs and outputs nothing is known.
     """
@@ -108,14 +108,14 @@ def find_exact(
 
 
 def _open(eqn: JaxprEqn) -> Sequence[Held]:
-    """Returns the programs that an equation holds, if they can be read."""
+    """Returns the jaxprs that an equation holds, if they can be read."""
     try:
         return _jax.open_equation(eqn)
     except _jax.UnknownFormError:
         return []
 
 
-# Where numbers come from: from the inputs of a program to its outputs.
+# Where numbers come from: from the inputs of a jaxpr to its outputs.
 
 
 @once_for_each_program
@@ -136,7 +136,7 @@ def _is_count(atom: Atom, counts: set[Any]) -> bool:
 
 
 def _count_after(eqn: JaxprEqn, are_counts: Sequence[bool]) -> list[bool]:
-    """Returns for each output of an equation whether it comes from integers alone."""
+    """Returns a flag for each output of an equation: it comes from integers alone."""
     if form_of(eqn) in table.WITH_RULES:
         # Its derivative may make a number of what is a boolean, as those of a sign do.
         return [all(are_counts)] * len(eqn.outvars)
@@ -155,7 +155,7 @@ def _count_after(eqn: JaxprEqn, are_counts: Sequence[bool]) -> list[bool]:
 
 
 def _count_in_turns(opened: Sequence[Held], are_counts: Sequence[bool]) -> list[bool]:
-    """Returns which inputs of an equation come from integers alone in each turn of its loop."""
+    """Returns a flag for each input of an equation: it comes from integers alone in each turn."""
     counted = list(are_counts)
     previous = None
     while counted != previous:
@@ -174,12 +174,12 @@ def _count_outputs(held: Held, counted: Sequence[bool]) -> list[bool]:
     return [_is_count(atom, counts) for atom in held.program.jaxpr.outvars]
 
 
-# Where numbers go: from the outputs of a program to its inputs.
+# Where numbers go: from the outputs of a jaxpr to its inputs.
 
 
 @once_for_each_program
 def _find_uses(program: Jaxpr, outputs: tuple[Use, ...]) -> dict[Any, Use]:
-    """Returns what is made of each variable that is used."""
+    """Returns the use of each variable that has one."""
     uses: dict[Any, Use] = {}
 
     def note(atoms: Sequence[Any], uses_of_atoms: Iterator[Use]) -> None:
@@ -197,7 +197,7 @@ def _find_uses(program: Jaxpr, outputs: tuple[Use, ...]) -> dict[Any, Use]:
 
 
 def _use_before(eqn: JaxprEqn, after: Sequence[Use]) -> list[Use]:
-    """Returns what is made of each input of an equation, given that of its outputs."""
+    """Returns the use of each input of an equation, given those of its outputs."""
     use = max(after, default=Use.NOTHING)
     if any(map(_jax.is_ref, eqn.invars)):
         use = Use.NUMBERS  # what it writes is read later
@@ -211,8 +211,8 @@ def _use_before(eqn: JaxprEqn, after: Sequence[Use]) -> list[Use]:
 def _use_in_turns(
     opened: Sequence[Held], eqn: JaxprEqn, after: Sequence[Use]
 ) -> list[Use]:
-    """Returns what is made of each input of an equation in all turns of its loop, if it is one."""
-    # Such as the index of a branch, which no program takes.
+    """Returns the use of each input of an equation in all turns of its loop, if it is one."""
+    # Such as the index of a branch, which no jaxpr takes.
     before = [max(after, default=Use.NOTHING)] * len(eqn.invars)
     for held in opened:
         for number in held.inputs:

@@ -25,7 +25,7 @@ from .segmentation import Part, cut
 
 
 class Plan(NamedTuple):
-    """A program in parts, with what is known of its variables.
+    """A jaxpr in parts, with what is known of its variables.
 
     Attributes:
       parts: the parts, in the order in which they run.
@@ -47,10 +47,10 @@ class Plan(NamedTuple):
 
 @once_for_each_program
 def plan(jaxpr: Jaxpr, rounded_outputs: Flags, site: CallSite) -> Plan:
-    """Plans a program.
+    """Plans a jaxpr.
 
     Args:
-      jaxpr: the program.
+      jaxpr: one without its constants.
       rounded_outputs: for each of its first outputs, whether whoever called it rounds it to half
         precision. The others are not rounded.
       site: what is known of it from where it is called.
@@ -121,7 +121,7 @@ def _find_rounded(
 def _rounds_inputs(
     eqn: JaxprEqn, only_rounded: Sequence[bool], site: CallSite
 ) -> list[bool]:
-    """Returns for each input whether an equation reads it only to round it.
+    """Returns a flag for each input of an equation: it is only read to be rounded.
 
     `only_rounded` says for each of its outputs whether all of its readers round it.
     """

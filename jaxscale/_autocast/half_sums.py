@@ -53,7 +53,7 @@ def find_pulled(eqn: JaxprEqn) -> Iterator[Any]:
 
 
 def find_pulled_halves(eqn: JaxprEqn) -> list[Any]:
-    """Returns those that are in half precision, each for each cotangent that must be added.
+    """Returns the half-precision ones, once for each cotangent that must be added.
 
     The two of a square count once: half precision rounds a sum of two no more often than float32.
     """
@@ -65,7 +65,7 @@ def find_pulled_halves(eqn: JaxprEqn) -> list[Any]:
 
 @once_for_each_program
 def adds_halves(program: Jaxpr) -> bool:
-    """Returns whether the derivative of a program adds up cotangents in half precision."""
+    """Returns whether the derivative of a jaxpr adds up cotangents in half precision."""
     reads = collections.Counter(filter(is_half, variables(program.outvars)))
     for eqn in program.eqns:
         reads.update(find_pulled_halves(eqn))

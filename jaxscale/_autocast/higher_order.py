@@ -1,7 +1,7 @@
-"""The rules for equations that hold programs: calls, loops, branches, devices.
+"""The rules for equations that hold jaxprs: calls, loops, branches, devices.
 
-Each of these programs is rewritten for the inputs that it comes with: see `rewriting.py`. What a
-loop carries and what branches return keep the dtypes that the program declares. What a call returns
+Each of these jaxprs is rewritten for the inputs that it comes with: see `rewriting.py`. What a
+loop carries and what branches return keep the dtypes that the jaxpr declares. What a call returns
 and what a `scan` stacks may be narrow.
 """
 
@@ -29,12 +29,12 @@ from .rules import Outputs, run_as_written
 
 
 def _count_leaves(args: Sequence[Any]) -> list[int]:
-    """Returns of how many arrays each argument consists."""
+    """Counts the arrays of each argument."""
     return [len(jax.tree.leaves(arg)) for arg in args]
 
 
 def _find_rounded_outputs(env: Environment, eqn: JaxprEqn) -> Flags:
-    """Returns for each output of an equation whether it is only read to be rounded."""
+    """Returns a flag for each output of an equation: it is only read to be rounded."""
     return tuple(map(env.is_only_rounded, eqn.outvars))
 
 
@@ -55,7 +55,7 @@ def _is_left(env: Environment, eqn: JaxprEqn) -> bool:
 
 
 def rewrite_jit(env: Environment, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `jit`: it calls a rewritten program."""
+    """Evaluates `jit`: it calls a rewritten jaxpr."""
     called = _jax.callee(eqn)
     if changes_nothing(env, eqn):
         return run_as_written(env, eqn)
@@ -67,7 +67,7 @@ def rewrite_jit(env: Environment, eqn: JaxprEqn) -> Outputs:
 
 
 def run_inline(env: Environment, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a call that does nothing but run its program."""
+    """Evaluates a call that does nothing but run its jaxpr."""
     called = _jax.callee(eqn)
     return env.autocast.run(
         called,
@@ -157,7 +157,7 @@ def rewrite_loop_or_branches(env: Environment, eqn: JaxprEqn) -> Outputs:
 def _read_for_each(
     env: Environment, eqn: JaxprEqn, opened: Sequence[_jax.Held]
 ) -> list[Any]:
-    """Returns the inputs of a loop or of branches, as their programs take them."""
+    """Returns the inputs of a loop or of branches, as their jaxprs take them."""
     if form_of(eqn) is Form.BRANCHES:
         return read_inputs(env, eqn)
     carried: dict[int, Any] = {}
@@ -174,7 +174,7 @@ def _read_for_each(
 
 
 def rewrite_mapped(env: Environment, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `shard_map`: the program of each device is rewritten."""
+    """Evaluates `shard_map`: the jaxpr of each device is rewritten."""
     mapping = _jax.mapped(eqn)
     if not _changes_inside(env, eqn):
         return run_as_written(env, eqn)

@@ -1,4 +1,4 @@
-"""A traced program, run again with its matrix products in half precision.
+"""A traced jaxpr, run again with its matrix products in half precision.
 
 `Autocast.run` goes through a jaxpr once, in one flat loop, and binds each equation in whatever
 trace is current, so that `grad`, `vmap` and `jit` outside see ordinary operations. A value that the
@@ -48,7 +48,11 @@ from .product_owner import CallSite, Owner
 from .rules import SIMPLE_RULES, Outputs, Rule, run_as_written
 from .segmentation import Part
 from .segments import run_segment
-from .uncast_warnings import forget_warnings, warn_if_unchanged, warn_of_what_is_left
+from .uncast_warnings import (
+    forget_warnings,
+    warn_if_unchanged,
+    warn_of_uncast_primitives,
+)
 
 _RULES_OF_FORMS: dict[Form, Rule] = {
     Form.JIT: rewrite_jit,
@@ -93,9 +97,9 @@ class _Traced(NamedTuple):
 
 
 class Autocast:
-    """Runs traced programs with their products in one half-precision dtype.
+    """Runs traced jaxprs with their products in one half-precision dtype.
 
-    It remembers the bodies of loops and calls that it has rewritten, for as long as the program
+    It remembers the bodies of loops and calls that it has rewritten, for as long as the jaxpr
     lives that they are from: a function that is called many times is rewritten once.
 
     Attributes:
@@ -114,12 +118,12 @@ class Autocast:
         site: CallSite,
         rounded_outputs: Sequence[bool] = (),
     ) -> list[Any]:
-        """Runs a program with its products in half precision.
+        """Runs a jaxpr with its products in half precision.
 
         Some of the arguments may be narrow, and some of the outputs. `rounded_outputs` is as in
         `plan`.
         """
-        warn_of_what_is_left(closed)
+        warn_of_uncast_primitives(closed)
         jaxpr = closed.jaxpr
         parts = plan(jaxpr, tuple(rounded_outputs), site)
         env = Environment(self, jaxpr, parts, site)
@@ -143,10 +147,10 @@ class Autocast:
         args: Sequence[Any],
         site: CallSite,
     ) -> list[Any]:
-        """Returns the outputs of a program that is not part of another one that runs.
+        """Returns the outputs of a jaxpr that is not part of another one that runs.
 
         What cannot be transformed is an error that names the user's line. What `site` knows of
-        inputs and outputs is of the first ones of this program.
+        inputs and outputs is of the first ones of this jaxpr.
         """
         known = site.exact
         exact = find_exact(closed, known.inputs, known.outputs)
@@ -155,7 +159,7 @@ class Autocast:
             return self.run(closed, args, site)
 
     def _run_part(self, env: Environment, part: Part) -> Iterable[tuple[Any, Any]]:
-        """Returns what a part of a program makes, with its variables."""
+        """Runs a part of a jaxpr: returns pairs of a variable and its value."""
         if part.is_segment:
             return zip(part.outputs, run_segment(env, part), strict=True)
         (eqn,) = part.eqns
@@ -214,7 +218,7 @@ class Autocast:
 
 
 def add_in_float32(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program in which half cotangents are added in float32, and nothing is cast.
+    """Returns a jaxpr in which half cotangents are added in float32, and nothing is cast.
 
     `scale_backward` differentiates it before an `autocast` around sees it.
     """

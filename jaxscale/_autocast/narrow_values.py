@@ -1,6 +1,6 @@
 """The forms of a value.
 
-It is *narrow* if half precision holds its numbers: the program declares it in half precision, or
+It is *narrow* if half precision holds its numbers: the jaxpr declares it in half precision, or
 declares it as float32, and a product returned it or it is only read to be rounded. A narrow value
 is one half-precision array. If its cotangents must be added in float32, it has two views, or is
 held in float32 and marked.
@@ -33,7 +33,7 @@ class Narrow(NamedTuple):
 class ToRound(NamedTuple):
     """A float32 array that is narrow: it is rounded where it is read in half precision.
 
-    Its cotangents meet others further back, and are not to be rounded before.
+    Its cotangents are summed with others further back, and are not to be rounded before.
     """
 
     wide: jax.Array
@@ -68,7 +68,7 @@ def is_full_precision(eqn: JaxprEqn) -> bool:
 
 
 def has_dtype(value: object, dtype: DTypeLike) -> bool:
-    """Returns whether a value is of a dtype. The numbers of a program need not have one."""
+    """Returns whether a value is of a dtype. The numbers of a jaxpr need not have one."""
     return getattr(value, "dtype", None) == dtype
 
 
@@ -80,7 +80,7 @@ def without_mark(value: Value) -> Any:
 
 
 def as_declared(value: Value, atom: Atom) -> Any:
-    """Returns a value in the dtype that a program declares."""
+    """Returns a value in the dtype that a jaxpr declares."""
     array = without_mark(value)
     if not is_float32(atom):
         return array

@@ -16,17 +16,17 @@ from .exact_products import NOTHING_EXACT, Exact, find_exact
 
 
 class Owner(enum.Enum):
-    """Who called JAX's product function."""
+    """The caller of JAX's product function."""
 
     MODEL = "the user, or a library of layers"
     LIBRARY = "JAX or Optax, for an algorithm of their own"
     ATTENTION = "JAX's attention, which asks for its logits in float32"
-    # of a program in which nothing is cast, whoever called
+    # of a jaxpr in which nothing is cast, whoever called
     UNCAST = "nobody"
 
 
 class CallSite(NamedTuple):
-    """What is known of a program from where it is called."""
+    """The facts of a jaxpr that follow from its call."""
 
     in_loop: bool = False  # part of a body: XLA compiles its backward pass apart
     owner: Owner = Owner.MODEL  # of what is in it, if that does not say itself
@@ -35,7 +35,7 @@ class CallSite(NamedTuple):
     def inside(
         self, eqn: JaxprEqn, program: Jaxpr | ClosedJaxpr, in_loop: bool = False
     ) -> "CallSite":
-        """Returns what is known of a program that an equation of this one holds."""
+        """Returns the call site of a jaxpr that an equation of this one holds."""
         return CallSite(
             in_loop=in_loop or self.in_loop,
             owner=owner_of(eqn, self.owner),
@@ -44,15 +44,15 @@ class CallSite(NamedTuple):
 
 
 def outermost(program: Jaxpr | ClosedJaxpr) -> CallSite:
-    """Returns what is known of a program that no other one calls."""
+    """Returns the call site of a jaxpr that no other one calls."""
     return CallSite(exact=find_exact(program))
 
 
 class Origin(NamedTuple):
-    """Who called the function that an equation is from.
+    """The caller of the function that an equation is from.
 
     Attributes:
-      owner: whose it is, or `None` if only the caller of the program knows that.
+      owner: whose it is, or `None` if only the caller of the jaxpr knows that.
       unknown: what of JAX or Optax is on the way, of which is not known whose it is, as text.
     """
 
@@ -64,9 +64,9 @@ OF_MODEL = Origin(Owner.MODEL)
 
 
 def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
-    """Returns who called the function that an equation is from.
+    """Returns the caller of the function that an equation is from.
 
-    A cached program, such as that of `jax.numpy.einsum`, does not know who calls it. So what is
+    A cached jaxpr, such as that of `jax.numpy.einsum`, does not know who calls it. So what is
     in it belongs to the owner of the equation `around` it.
     """
     if around is Owner.UNCAST:
@@ -78,7 +78,7 @@ def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
 
 
 def origin_of(eqn: JaxprEqn, around: Origin) -> Origin:
-    """Returns what `owner_of` returns, and what is unknown on the way to the owner."""
+    """Returns the owner, as `owner_of`, and the unknown caller on the way to it, if there is one."""
     origin = _find_origin(_jax.traceback_of(eqn))
     if origin.owner is None:
         return Origin(around.owner, origin.unknown or around.unknown)

@@ -1,6 +1,6 @@
 """Rewritten jaxprs of equations, for the inputs that these come with.
 
-A program is rewritten once for each combination of precisions that its inputs come in, and takes
+A jaxpr is rewritten once for each combination of precisions that its inputs come in, and takes
 the place of the one that the equation has.
 """
 
@@ -29,10 +29,10 @@ from .rules import Outputs
 
 
 class Rewritten(NamedTuple):
-    """A program, rewritten, with what is known of its outputs.
+    """A jaxpr, rewritten, with what is known of its outputs.
 
     Attributes:
-      program: the program.
+      program: the jaxpr.
       to_round: which of its outputs are narrow, and given back in float32: see `ToRound`.
     """
 
@@ -40,7 +40,7 @@ class Rewritten(NamedTuple):
     to_round: list[bool]
 
     def mark(self, values: Sequence[Any]) -> Outputs:
-        """Returns the outputs of an equation with this program, marked where they are to round."""
+        """Returns the outputs of an equation with this jaxpr, marked where they are to round."""
         outputs = []
         for value, is_to_round in zip(values, self.to_round, strict=True):
             if is_to_round:
@@ -50,15 +50,15 @@ class Rewritten(NamedTuple):
 
 
 class RewriteOptions(NamedTuple):
-    """How a program is rewritten, besides for its inputs.
+    """Choices in rewriting a jaxpr, besides the precision of its inputs.
 
     Attributes:
-      fixed: the dtypes of the first outputs: whether each is half precision or what the program
+      fixed: the dtypes of the first outputs: whether each is half precision or what the jaxpr
         declares. The others come in the precision that they were computed in.
       rounded_outputs: as in `plan`.
       in_float32: whether narrow outputs are given back in float32, and marked `ToRound`. So the
         cotangents that a derivative rule of the user gets are not rounded.
-      in_loop: whether the program is the body of a loop.
+      in_loop: whether the jaxpr is the body of a loop.
     """
 
     fixed: Flags = ()
@@ -77,9 +77,9 @@ def rewrite(
     args: Sequence[Any],
     options: RewriteOptions = _NO_OPTIONS,
 ) -> Rewritten:
-    """Rewrites a program that an equation holds for its place in the program around.
+    """Rewrites a jaxpr that an equation holds for its place in the jaxpr around.
 
-    For a narrow value whose cotangents meet, the new program takes both views.
+    For a narrow value whose cotangents are summed, the new jaxpr takes both views.
     """
     autocast = env.autocast
     site = env.site.inside(eqn, program, options.in_loop)
@@ -105,7 +105,7 @@ def _rewrite(
     options: RewriteOptions,
     types: Sequence[Any],
 ) -> Rewritten:
-    """Rewrites a program that takes arrays of some types for its inputs."""
+    """Rewrites a jaxpr that takes arrays of some types for its inputs."""
     to_round: list[bool] = []
     declared = closed(program).jaxpr.outvars
     leaves, tree = jax.tree.flatten(types)
@@ -131,7 +131,7 @@ def _rewrite(
 
 
 def _view_of(var: Atom, arg: Value, dtype: np.dtype) -> str:
-    """Returns in which form a program is passed the value of a variable."""
+    """Returns the form in which a jaxpr is passed the value of a variable."""
     if isinstance(arg, Narrow):
         return "both"
     if is_float32(var) and has_dtype(arg, dtype):
@@ -140,7 +140,7 @@ def _view_of(var: Atom, arg: Value, dtype: np.dtype) -> str:
 
 
 def _types_of(var: Atom, view: str, dtype: np.dtype) -> Any:
-    """Returns the type, or the types, that a program takes for a variable in a view."""
+    """Returns the type, or the types, that a jaxpr takes for a variable in a view."""
     match view:
         case "both":
             if is_half(var):

@@ -1,15 +1,15 @@
 """The rules for equations that are not part of a segment, and are no calls, loops or branches.
 
-A rule evaluates one equation of a program and returns its outputs. The words:
+A rule evaluates one equation of a jaxpr and returns its outputs. The words:
 
-- A *reader* of a value is what takes it as an input: an equation, a segment, or the program if it
+- A *reader* of a value is what takes it as an input: an equation, a segment, or the jaxpr if it
   returns it.
 - To *round* is to cast float32 to half precision.
-- A value is *narrow* if the program declares it as float32, and half precision holds its numbers.
+- A value is *narrow* if the jaxpr declares it as float32, and half precision holds its numbers.
   It was computed in half precision, or is rounded only for such readers (`ToRound`).
 - A narrow value has two *views*: the *half* is in half precision, the *wide* one is in float32.
-- Cotangents *meet* in a value if several readers send one back, or if they meet in the value that
-  it was computed from. They must be added in float32.
+- Cotangents are *summed* in a value if several readers send one back, or if they are summed in the
+  value that it was computed from. Such sums must be in float32.
 - So a reader of such a value takes the wide view, or a *stand-in*: the half with a gradient that
   goes to the wide view.
 - A *product* is a matrix product or a convolution.
@@ -41,7 +41,7 @@ Rule = Callable[[Environment, JaxprEqn], Outputs]
 
 
 def run_as_written(env: Environment, eqn: JaxprEqn) -> Outputs:
-    """Evaluates an equation in the dtypes that the program declares."""
+    """Evaluates an equation in the dtypes that the jaxpr declares."""
     return bind(eqn, env.read_inputs_wide(eqn))
 
 
@@ -50,7 +50,7 @@ def multiply_matrices(env: Environment, eqn: JaxprEqn) -> Outputs:
     if id(eqn) not in env.plan.products:
         return run_as_written(env, eqn)
     operands = list(map(env.read_half, eqn.invars))
-    # In a float32 program, JAX asks products for float32 outputs. Asking for half precision instead
+    # In a float32 jaxpr, JAX asks products for float32 outputs. Asking for half precision instead
     # only rounds the result: hardware accumulates in float32 anyway.
     params = with_preferred_type(eqn, old=FLOAT32, new=env.dtype)
     operands_are_half = all(has_dtype(operand, env.dtype) for operand in operands)
@@ -74,7 +74,7 @@ def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
 
 def move(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates an equation that moves elements: in half precision if all of them are there."""
-    # The types of a program that an equation holds, such as that of `x.at[i].apply`, are fixed.
+    # The types of a jaxpr that an equation holds, such as that of `x.at[i].apply`, are fixed.
     if any(programs(eqn)) or not _moves_narrow(env, eqn):
         return run_as_written(env, eqn)
     adds_up_backward = eqn.primitive.name in table.SUMMED_BACKWARD
@@ -98,7 +98,7 @@ def move(env: Environment, eqn: JaxprEqn) -> Outputs:
 
 
 def widen(env: Environment, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a cast. Where cotangents meet in what is cast to float32, both are one value."""
+    """Evaluates a cast. Where cotangents of what is cast to float32 are summed, both are one value."""
     (atom,) = eqn.invars
     if not (env.sums_cotangents(atom) and is_half(atom) and is_float32(eqn.outvars[0])):
         return run_as_written(env, eqn)

@@ -1,4 +1,4 @@
-"""A program in parts: segments of cheap equations, and the others one by one.
+"""A jaxpr in parts: segments of cheap equations, and the others one by one.
 
 The equations between two products are cheap, and what they compute in float32 is larger than the
 half-precision arrays that they start from. So they run together, as one *segment*, of which the
@@ -23,10 +23,10 @@ _CHEAP_OR_CALL = table.CHEAP | table.CHEAP_CALLS
 
 
 class Part(NamedTuple):
-    """What runs at once: a segment, or one equation.
+    """Equations that run at once: a segment, or one alone.
 
     Attributes:
-      eqns: its equations, in the order of the program.
+      eqns: its equations, in the order of the jaxpr.
       is_segment: whether it is a segment.
       inputs: the variables that it reads, and does not make itself.
       outputs: the variables that it makes, and that are read outside of it.
@@ -41,17 +41,17 @@ class Part(NamedTuple):
 
 
 class _Kind(enum.IntEnum):
-    """What an equation is: within a level, the kinds run in this order."""
+    """The kind of an equation: within a level, kinds run in this order."""
 
     INACTIVE = (
-        0  # it depends on no number that the program is given, as masks and random bits
+        0  # it depends on no number that the jaxpr is given, as masks and random bits
     )
     CHEAP = 1
     OTHER = 2
 
 
 class _Position(NamedTuple):
-    """Where an equation runs. Those of one level and kind run in the order of the program."""
+    """The position of an equation. Those of one level and kind run in the order of the jaxpr."""
 
     level: int
     kind: _Kind
@@ -81,12 +81,12 @@ class _Segments:
 
 
 class _Planner:
-    """Gives each equation of a program its place, and each cheap one its segment.
+    """Gives each equation of a jaxpr its position, and each cheap one its segment.
 
     Attributes:
       products: the identities of the equations that read half precision.
       has_segments: whether cheap equations run together.
-      active: the variables that depend on numbers that the program is given.
+      active: the variables that depend on numbers that the jaxpr is given.
       levels: for each variable, the level of what can read it first.
       makers: for each variable that a cheap equation makes, the number of that equation.
       segments: which cheap equations belong together.
@@ -155,7 +155,7 @@ _holds_costly = Search(_is_costly)
 
 
 def cut(jaxpr: Jaxpr, products: set[int], *, has_segments: bool) -> list[Part]:
-    """Returns a program in parts, in the order in which they run.
+    """Returns a jaxpr in parts, in the order in which they run.
 
     `products` has the identities of the equations that read half precision. Without segments, each
     part is one equation.
@@ -181,7 +181,7 @@ def cut(jaxpr: Jaxpr, products: set[int], *, has_segments: bool) -> list[Part]:
 def _describe(
     equations: Sequence[Sequence[JaxprEqn]], are_segments: Sequence[bool], jaxpr: Jaxpr
 ) -> Iterator[Part]:
-    """Yields the parts of a program, given their equations."""
+    """Yields the parts of a jaxpr, given their equations."""
     inputs = list(map(_find_inputs, equations))
     times_read = collections.Counter(set(variables(jaxpr.outvars)))
     for of_part in inputs:

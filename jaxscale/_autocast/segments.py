@@ -87,7 +87,7 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
         tuple(rounded),
         tuple(map(part.outputs.index, shared)),
     )
-    # Layers that differ in their names alone share a program: the scopes that are around all of a
+    # Layers that differ in their names alone share a jaxpr: the scopes that are around all of a
     # segment are those of its one equation, not of what is in it.
     alone = functools.partial(compute, _jax.no_scopes())
     with at_line(part.eqns[-1], scopes):
@@ -132,7 +132,7 @@ def _is_half(var: Atom, start: Value) -> bool:
 
 
 def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
-    """Returns the values that a segment starts from, in the dtypes that the program declares.
+    """Returns the values that a segment starts from, in the dtypes that the jaxpr declares.
 
     Of those that are declared in half precision, both views: each equation is a reader of its own.
     """
@@ -187,7 +187,7 @@ def _run_inside(
 
 
 def _read(values: dict[Any, Any], atom: Atom) -> Any:
-    """Returns a value in the dtype that the program declares."""
+    """Returns a value in the dtype that the jaxpr declares."""
     if isinstance(atom, Literal):
         return atom.val
     value = values[atom]

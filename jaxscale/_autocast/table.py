@@ -96,11 +96,11 @@ KEEP_NOTHING = primitives_that(Op.KEEPS_NOTHING)
 # Nothing comes back through these in the backward pass, nor through what returns no float.
 WITHOUT_GRADIENT = primitives_that(Op.NO_GRADIENT)
 
-# Algorithms of JAX's own that hold programs, which stay as they are written.
+# Algorithms of JAX's own that hold jaxprs, which stay as they are written.
 AS_WRITTEN = primitives_that(Op.ALGORITHM)
 
 # Kernels that are written for the precision that they have.
 KERNELS = primitives_that(Op.KERNEL)
 
-# What runs in them is not a program of JAX, or not any more.
+# What runs in them is not a jaxpr, or not any more.
 OPAQUE = primitives_that(Op.RUNS_ELSEWHERE)

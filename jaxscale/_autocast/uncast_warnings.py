@@ -67,7 +67,7 @@ _SAID = {
 # The primitives that the call under way has warned of.
 _warned_of: ContextVar[frozenset[str]] = ContextVar("warned_of", default=frozenset())
 
-# Whether the next program is that of a call of the user. It holds all others of the call.
+# Whether the next jaxpr is that of a call of the user. It holds all others of the call.
 _is_first: ContextVar[bool] = ContextVar("is_first", default=False)
 
 
@@ -77,10 +77,10 @@ def forget_warnings() -> None:
     _is_first.set(True)
 
 
-def warn_of_what_is_left(program: ClosedJaxpr) -> None:
-    """Warns of the primitives in a program whose products, if any, run as they are written.
+def warn_of_uncast_primitives(program: ClosedJaxpr) -> None:
+    """Warns of the primitives in a jaxpr whose products, if any, run as they are written.
 
-    In the first program of a call, also warns of products that are cast but may be a library's.
+    In the first jaxpr of a call, also warns of products that are cast but may be a library's.
     """
     if _is_first.get():
         _is_first.set(False)
@@ -115,7 +115,7 @@ def _warn_of_unknown_callers(program: ClosedJaxpr) -> None:
 
 @once_for_each_program
 def _count_unknown(program: Jaxpr, around: Origin, site: CallSite) -> Counter[str]:
-    """Returns how many products are cast that something unknown calls, by what that is."""
+    """Counts the products that are cast though their caller is unknown, by that caller."""
     counts: Counter[str] = Counter()
     for eqn in program.eqns:
         inner_programs = list(programs(eqn))
@@ -134,7 +134,7 @@ def _count_unknown(program: Jaxpr, around: Origin, site: CallSite) -> Counter[st
 
 @once_for_each_program
 def _find_left(program: Jaxpr) -> dict[str, str]:
-    """Returns for each primitive whose products run as they are written, why they do."""
+    """Returns the primitives with products that run as they are written, each with the reason."""
     left: dict[str, str] = {}
     # what callbacks return that nothing in float32 went into
     from_host: set[Any] = set()
@@ -149,7 +149,7 @@ def _find_left(program: Jaxpr) -> dict[str, str]:
             continue
         if name in SIMPLE_RULES:
             continue
-        reason = _why_left(eqn)
+        reason = _reason_left(eqn)
         if reason:
             left[eqn.primitive.name] = reason
         elif form_of(eqn) is not Form.NONE:
@@ -163,8 +163,8 @@ def _reads_nothing_but(known: set[Any], eqn: JaxprEqn) -> bool:
     return known.issuperset(filter(is_float32, variables(eqn.invars)))
 
 
-def _why_left(eqn: JaxprEqn) -> str | None:
-    """Returns why what is in an equation runs as it is written, or `None` if it does not."""
+def _reason_left(eqn: JaxprEqn) -> str | None:
+    """Returns the reason to run the inside of an equation as it is written, or `None`."""
     form = form_of(eqn)
     if form is Form.NONE:
         if not _may_have_products(eqn):
@@ -175,15 +175,15 @@ def _why_left(eqn: JaxprEqn) -> str | None:
     try:
         _jax.open_equation(eqn)
     except _jax.UnknownFormError:
-        return _why_not_read(eqn)
+        return _reason_unread(eqn)
     has_refs = any(map(_jax.is_ref, eqn.invars))
     if form in _jax.LOOPS_AND_BRANCHES and has_refs and has_products(eqn):
         return _NO_RULE
     return None
 
 
-def _why_not_read(eqn: JaxprEqn) -> str | None:
-    """Returns why an equation could not be read, or `None` if no product is in it."""
+def _reason_unread(eqn: JaxprEqn) -> str | None:
+    """Returns the reason why an equation was not read, or `None` if no product is in it."""
     if any(programs(eqn)) and not has_products(eqn):
         return None
     class_name = _jax.class_of_object(eqn)
@@ -198,7 +198,7 @@ def _why_not_read(eqn: JaxprEqn) -> str | None:
 def _may_have_products(eqn: JaxprEqn) -> bool:
     """Returns whether there may be products in an equation that no rule looks into.
 
-    There are if it holds programs with products. There may be if programs are reached from it in
+    There are if it holds jaxprs with products. There may be if jaxprs are reached from it in
     another way, or if its primitive is one that nobody can look into and returns float32.
     """
     if eqn.primitive.name in table.OPAQUE:
@@ -209,15 +209,15 @@ def _may_have_products(eqn: JaxprEqn) -> bool:
 
 
 def warn_if_unchanged(program: ClosedJaxpr, name: str) -> None:
-    """Warns if `autocast` casts nothing in a program.
+    """Warns if `autocast` casts nothing in a jaxpr.
 
-    It does not if something in the program was warned of, is marked, or is in half precision.
+    It does not if something in the jaxpr was warned of, is marked, or is in half precision.
     """
     if _warned_of.get():
         return
     if casts_anything(program):
         return
-    reason = _why_nothing_is_cast(program)
+    reason = _reason_unchanged(program)
     if reason:
         _warn(
             f"`autocast` changes nothing in `{name}`: {reason}. Wrap the function that has the "
@@ -233,8 +233,8 @@ def _is_boundary_of_halves(eqn: JaxprEqn) -> bool:
     return is_boundary(eqn) and any(map(is_half, eqn.invars))
 
 
-def _why_nothing_is_cast(program: ClosedJaxpr) -> str:
-    """Returns why a program has no products to cast, or `""` if that is as it should be."""
+def _reason_unchanged(program: ClosedJaxpr) -> str:
+    """Returns the reason why a jaxpr has no products to cast, or `""` if that is as it should be."""
     if adds_halves(program) or any(map(_is_boundary_of_halves, walk_program(program))):
         return ""  # sums of cotangents change
     has_floats = False
@@ -253,7 +253,7 @@ def _why_nothing_is_cast(program: ClosedJaxpr) -> str:
         return f"its products are in {', '.join(others)}, and only those in float32 are cast"
     if not has_floats:
         return ""
-    return _why_products_are_left(program) or _NO_PRODUCT
+    return _reasons_of_products(program) or _NO_PRODUCT
 
 
 class _Uncast(NamedTuple):
@@ -268,8 +268,8 @@ class _Uncast(NamedTuple):
     line: str
 
 
-def _why_products_are_left(program: ClosedJaxpr) -> str:
-    """Returns why each product of float32 matrices in a program is left, or `""` without any."""
+def _reasons_of_products(program: ClosedJaxpr) -> str:
+    """Lists the products of float32 matrices that are left, with reasons; `""` if there are none."""
     lines_by_reason: dict[str, list[str]] = defaultdict(list)
     for product in _find_uncast(program, outermost(program), "", ""):
         lines_by_reason[product.reason].append(product.line)
@@ -291,13 +291,13 @@ def _why_products_are_left(program: ClosedJaxpr) -> str:
 def _find_uncast(
     program: Jaxpr | ClosedJaxpr, site: CallSite, around: str, line: str
 ) -> Iterator[_Uncast]:
-    """Yields the products of float32 matrices in a program that stay in float32.
+    """Yields the products of float32 matrices in a jaxpr that stay in float32.
 
     Args:
-      program: the program.
+      program: the jaxpr.
       site: what is known of it from where it is called.
       around: why they stay in float32 if each for itself would not, or `""`.
-      line: the user's line that calls the program, or `""`.
+      line: the user's line that calls the jaxpr, or `""`.
     """
     for eqn in _jax.closed(program).jaxpr.eqns:
         own_line = _jax.users_line(eqn) or line

@@ -54,19 +54,19 @@ class _NoCotangent:
 
 
 class BackwardPlan:
-    """A program that is split in two, and the inputs with respect to which each is differentiated.
+    """A jaxpr that is split in two, and the inputs with respect to which each is differentiated.
 
     Attributes:
-      inputs: the variables of the program's inputs.
+      inputs: the variables of the jaxpr's inputs.
       head: the half-precision part.
       tail: the part that follows it.
-      sources: for each input of the head that is a cast of an input of the program, that input.
+      sources: for each input of the head that is a cast of an input of the jaxpr, that input.
       head_by: the inputs of the head with respect to which it is differentiated.
-      head_sources: for each of these, the program input that it equals or is a cast of.
-      tail_by: the inputs of the program with respect to which the tail is differentiated, beside
+      head_sources: for each of these, the jaxpr input that it equals or is a cast of.
+      tail_by: the inputs of the jaxpr with respect to which the tail is differentiated, beside
         the entries.
       entries: the outputs of the head where cotangents of the tail may enter it.
-      axes: the named axes along which the program communicates.
+      axes: the named axes along which the jaxpr communicates.
       may_flush: whether its half precision flushes what float32 holds.
     """
 
@@ -76,10 +76,10 @@ class BackwardPlan:
         under_autocast: bool,
         perturbed: Flags,
     ) -> None:
-        """Splits a program.
+        """Splits a jaxpr.
 
         Args:
-          program: the program.
+          program: the jaxpr.
           under_autocast: whether an `autocast` around it may yet make its products half precision.
           perturbed: for each of its inputs, whether it is differentiated with respect to it.
         """
@@ -100,7 +100,7 @@ class BackwardPlan:
         self.head_sources = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in differentiated_by]
         self.entries = [var for var in self.head.outputs if var in derived]
-        # Calls of equal programs share a plan, and what JAX knows of these two functions: each is
+        # Calls of equal jaxprs share a plan, and what JAX knows of these two functions: each is
         # traced once for arrays of the same types.
         self._traced_forward = jax.jit(self._run_forward)
         self._pull_head = jax.jit(self._pull_through_head, static_argnames="options")
@@ -198,7 +198,7 @@ class BackwardPlan:
     def _pull_through_tail(
         self, pull: Callable[..., Any], cotangents: SymbolicTangents
     ) -> tuple[list[Any], dict[Any, Any]]:
-        """Pulls cotangents of the program's outputs back through the tail.
+        """Pulls cotangents of the jaxpr's outputs back through the tail.
 
         Returns the cotangent of each entry with a tangent, `None` if it is known to be zero, and
         the gradients for `tail_by`.
@@ -260,7 +260,7 @@ _plans: WeakValueDictionary[Any, BackwardPlan] = WeakValueDictionary()
 def plan_for(
     program: _jax.ClosedJaxpr, under_autocast: bool, perturbed: Flags
 ) -> BackwardPlan:
-    """Returns the plan of a program, the same one for equal programs while it is in use."""
+    """Returns the plan of a jaxpr, the same one for equal jaxprs while it is in use."""
     jaxpr = program.jaxpr
     key = (
         _jax.key_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars),
@@ -286,7 +286,7 @@ def _run_part(
     note_inputs: Callable[..., Sequence[Any]] = lambda *inputs: inputs,
     note_outputs: Callable[..., Sequence[Any]] = lambda *outputs: outputs,
 ) -> tuple[list[Any], Any]:
-    """Runs a part of a program on the values in `env`.
+    """Runs a part of a jaxpr on the values in `env`.
 
     Returns all of its outputs, and a function that pulls cotangents of the outputs in `wanted` back
     to the variables in `by`. `note_inputs` is applied to the values of `by`, and `note_outputs` to

@@ -18,7 +18,7 @@ class HalfFinder:
     A value in half precision that is only kept, for what is computed again, has no cotangent that
     could flush. With `casts`, products in float32 count as half precision.
 
-    An equation of a program that is called many times counts if it does in one of these calls.
+    An equation of a jaxpr that is called many times counts if it does in one of these calls.
     """
 
     def __init__(self, casts: bool) -> None:
@@ -27,21 +27,21 @@ class HalfFinder:
         self._known: dict[Any, list[bool]] = {}
 
     def holds_half(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation of a program that was searched was found."""
+        """Returns whether an equation of a jaxpr that was searched was found."""
         return id(eqn) in self._found
 
     def search(
         self, program: ClosedJaxpr, pulled_outputs: Sequence[bool], site: CallSite
     ) -> list[bool]:
-        """Searches a program, and those that its divisible calls hold.
+        """Searches a jaxpr, and those that its divisible calls hold.
 
         Args:
-          program: a program.
+          program: a jaxpr.
           pulled_outputs: for each of its outputs, whether a cotangent comes back to it.
           site: what is known of it from where it is called.
 
         Returns:
-          For each input of the program, whether a cotangent comes back to it.
+          For each input of the jaxpr, whether a cotangent comes back to it.
         """
         key = program.jaxpr, tuple(pulled_outputs), site
         if key not in self._known:
@@ -94,14 +94,14 @@ class HalfFinder:
 def counts_products(program: ClosedJaxpr, under_autocast: bool) -> bool:
     """Returns whether matrix products in float32 count as half precision.
 
-    They do if an `autocast` may yet make them that: if the program was traced for one, or if
+    They do if an `autocast` may yet make them that: if the jaxpr was traced for one, or if
     nothing else in it is in half precision.
     """
     return under_autocast or not _holds_half.in_program(program)
 
 
 def may_flush(program: ClosedJaxpr, with_products: bool) -> bool:
-    """Returns whether the half precision of a program flushes what float32 holds.
+    """Returns whether the half precision of a jaxpr flushes what float32 holds.
 
     float16 does, and bfloat16 does not. `with_products` is what `counts_products` says: the dtype
     of such products is not known yet.

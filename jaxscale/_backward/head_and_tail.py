@@ -1,4 +1,4 @@
-"""A traced program in two parts: the half-precision part, and what follows it in float32.
+"""A traced jaxpr in two parts: the half-precision part, and what follows it in float32.
 
 The *head* is every equation that a half-precision value comes from, and every one that takes such a
 value if a cotangent comes back to it. The *tail* is the rest. Its backward pass needs no scale, and
@@ -8,7 +8,7 @@ A step in float32 whose result both parts use is in both. So a cotangent passes 
 which may be small where the cotangent is large, before it goes to the head and is scaled.
 
 Control flow and functions with derivative rules belong to one part as a whole. `shard_map`, and
-calls that only run their program, such as `jit` and `jax.checkpoint`, are divided in two.
+calls that only run their jaxpr, such as `jit` and `jax.checkpoint`, are divided in two.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from .jaxpr_parts import Crossing, Part, Split, Step, find_divisible, is_mapped,
 
 
 def split(program: ClosedJaxpr, with_products: bool) -> Split:
-    """Returns a program in its two parts, of which the tail returns all outputs.
+    """Returns a jaxpr in its two parts, of which the tail returns all outputs.
 
     `with_products` says whether matrix products in float32 count as half precision.
     """
@@ -37,9 +37,9 @@ def split(program: ClosedJaxpr, with_products: bool) -> Split:
 
 
 class _Splitter:
-    """Splits a program, and those that its calls hold.
+    """Splits a jaxpr, and those that its calls hold.
 
-    A program that is called many times is split once for each set of outputs that the head needs.
+    A jaxpr that is called many times is split once for each set of outputs that the head needs.
     So each part stays one function that is called many times.
     """
 
@@ -120,11 +120,11 @@ class _Splitter:
         parts = self._split_call(inner, needed, mapped)
         if parts is None:
             return [whole]
-        # What each variable of the program is outside of the call.
+        # What each variable of the jaxpr is outside of the call.
         outside: dict[Any, Any] = dict(zip(parts.inputs, eqn.invars, strict=True))
         crossing = []
         for var in parts.crossing:
-            # A new one, as a program may be called twice.
+            # A new one, as a jaxpr may be called twice.
             outside[var] = Crossing(var.aval)
             crossing.append(outside[var])
         returned, others = _divide_outputs(eqn.outvars, parts.from_head)
@@ -149,7 +149,7 @@ class _Splitter:
     def _split_call(
         self, program: ClosedJaxpr, needed: Sequence[bool], mapped: bool
     ) -> Split | None:
-        """Returns the parts of a program that is called, `None` if all of it is the head's."""
+        """Returns the parts of a jaxpr that is called, `None` if all of it is the head's."""
         jaxpr = program.jaxpr
         key = jaxpr, tuple(map(id, program.consts)), tuple(needed), mapped
         if key in self._known:
@@ -189,7 +189,7 @@ def _list_shared(head: Sequence[Step], tail: Sequence[Step]) -> list[Step]:
 
 
 def _may_loop(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation holds a program, and is not just a call of it."""
+    """Returns whether an equation holds a jaxpr, and is not just a call of it."""
     return any(programs(eqn)) and not _jax.is_divisible(eqn)
 
 

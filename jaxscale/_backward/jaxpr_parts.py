@@ -1,4 +1,4 @@
-"""The parts of a program that is divided: steps, which run as a function of arrays."""
+"""The parts of a jaxpr that is divided: steps, which run as a function of arrays."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,10 +49,10 @@ class Step(NamedTuple):
 
 
 class Part:
-    """Some steps of a program, as a function of lists of arrays.
+    """Some steps of a jaxpr, as a function of lists of arrays.
 
     Its `inputs` are the variables that it reads and does not compute. Its `outputs` may be
-    literals, if the program returns these.
+    literals, if the jaxpr returns these.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Part:
 
 
 class Split(NamedTuple):
-    """A program in two parts."""
+    """A jaxpr in two parts."""
 
     inputs: list[Any]  # the variables of its inputs
     head: Part  # returns the values in `crossing`, and then the outputs in `from_head`
@@ -127,7 +127,7 @@ def refs_of(eqn: JaxprEqn | Step) -> Iterator[Any]:
 
 
 def find_divisible(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns the program of an equation that may be divided in two, such as a call.
+    """Returns the jaxpr of an equation that may be divided in two, such as a call.
 
     One that takes a ref belongs to one part as a whole.
     """

@@ -38,7 +38,7 @@ def is_noting() -> bool:
 
 def _write(flags: list[bool]) -> None:
     notes = _notes.get(None)
-    # Without a list, a program around this one is differentiated, and nobody asks.
+    # Without a list, a jaxpr around this one is differentiated, and nobody asks.
     if notes is not None:
         notes[:] = flags
 

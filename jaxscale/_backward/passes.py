@@ -45,7 +45,7 @@ _ALL, _SMALL_ONES, _LARGE_ONES = range(3)
 
 
 class Options(NamedTuple):
-    """How passes are made."""
+    """The options of the passes."""
 
     scale: float | None  # `None`: chosen from the cotangents
     retries: int
@@ -59,7 +59,7 @@ class Options(NamedTuple):
 
 
 class PassReport(NamedTuple):
-    """What happened in the passes of one call."""
+    """A report of the passes of one call."""
 
     num_repeats: Any  # i32[], how many were repeated after an overflow
     is_divided: Any  # bool[], whether small and large cotangents were pulled back apart
@@ -79,7 +79,7 @@ def observe(report: PassReport | None) -> None:
 
 
 class _Progress(NamedTuple):
-    """What the loop carries besides gradients."""
+    """The carry of the loop, but for gradients."""
 
     stage: jax.Array  # i32[], what the next pass, or the last one, pulls back
     is_unfinished: jax.Array  # bool[], whether there is a next pass
@@ -93,7 +93,7 @@ class _Progress(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What the loop carries from one pass to the next."""
+    """The carry of the loop from one pass to the next."""
 
     progress: _Progress
     last: list[Any]  # the scaled gradients of the last pass
@@ -191,7 +191,7 @@ def _choose_scale(
 def _advance(
     progress: _Progress, gradients: list[Any], of_cotangents: "_Sizes", options: Options
 ) -> _Progress:
-    """Returns what comes after a pass: a repetition, the next stage, or the end."""
+    """Chooses the next pass: a repetition, the next stage, or none."""
     groups = reduce_sizes(Scaled(gradients), by_leaf=options.may_divide).numbers
     sizes = agree_on_size(jnp.stack(groups), options.axes)
     largest = jnp.max(of_cotangents.largest)
@@ -286,7 +286,7 @@ def _find_size(cotangent: jax.Array) -> jax.Array:
 
 @jax.jit
 def _count_flushed(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns how many more elements of a cotangent flush at a scale than do not."""
+    """Counts the elements of a cotangent that flush at a scale, minus those that do not."""
     size = _magnitude(cotangent)
     flushes = size * cast(scale, size.dtype) <= _FLUSHED
     votes = jnp.where(size > 0, jnp.where(flushes, 1.0, -1.0), 0.0)
@@ -298,14 +298,14 @@ def _magnitude(cotangent: jax.Array) -> jax.Array:
 
 
 class _Sizes(NamedTuple):
-    """How large some cotangents are, on all devices along the axes."""
+    """The sizes of some cotangents, on all devices along the axes."""
 
     largest: jax.Array  # f32[n], the largest magnitude of each
     largest_reciprocal: jax.Array  # f32[], of the magnitudes that are not 0
 
 
 def _find_sizes(cotangents: Sequence[Any], axes: AxisNames) -> _Sizes:
-    """Returns how large cotangents are."""
+    """Returns the sizes of cotangents."""
     bits = jnp.stack(list(map(_find_size, cotangents)))
     largest, reciprocals = agree_on_size(bits, axes).T
     return _Sizes(largest, jnp.max(reciprocals))

@@ -161,7 +161,7 @@ def _call(
     # Read now, as JAX may trace the backward pass after the `autocast` has ended.
     is_under_autocast = bool(traced_for.value.dtype)
     if is_under_autocast:
-        # It sees the backward pass when it is a program, and the sums in it are those of the user.
+        # It sees the backward pass when it is a jaxpr, and the sums in it are those of the user.
         from .._autocast.interpreter import add_in_float32
 
         program = add_in_float32(program)

@@ -32,7 +32,7 @@ def bind(
 
 
 def _bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns what the primitive of an equation returns, in the form that it returns it."""
+    """Binds the primitive of an equation, and returns its result as it is: a list or one value."""
     if eqn.primitive.name == OBJECT:
         args = list(map(_as_array, args))
     bind_params: Any = eqn.primitive.get_bind_params(params)
@@ -51,7 +51,7 @@ def _as_array(value: ArrayLike) -> Any:
 
 
 def cast(array: ArrayLike, dtype: DTypeLike, weak_type: bool = False) -> Any:
-    """Returns an array in another dtype. A program keeps this as one equation."""
+    """Returns an array in another dtype. A jaxpr keeps this as one equation."""
     params = {"new_dtype": np.dtype(dtype), "weak_type": weak_type, "sharding": None}
     if is_differentiated((array,)):
         return bind_once(convert_element_type_p, (array,), params)
@@ -64,6 +64,6 @@ def slice_sizes(eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def fill_value(eqn: JaxprEqn) -> Any:
-    """Returns what a gather gives for indices that are out of bounds, or 0 if that is not fixed."""
+    """Returns the number that a gather gives for indices out of bounds, 0 if that is not fixed."""
     number = eqn.params.get("fill_value")
     return 0 if number is None else number

@@ -1,4 +1,4 @@
-"""Calls: equations that run one program, of their own inputs."""
+"""Calls: equations that run one jaxpr, of their own inputs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from .jaxprs import (
 from .recomputed import recomputed_like
 from .remat import repeat_each, with_rematted
 
-# The parameter with the program of each form of a call. An object has no such parameter.
+# The parameter with the jaxpr of each form of a call. An object has no such parameter.
 _PROGRAM = {
     Form.JIT: "jaxpr",
     Form.INLINED: "call_jaxpr",
@@ -38,7 +38,7 @@ DIVISIBLE = PLAIN_CALLS - {Form.CUSTOM_JVP}
 
 @reads_form
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
-    """Returns the program that an equation calls with its own inputs."""
+    """Returns the jaxpr that an equation calls with its own inputs."""
     if eqn.primitive.name == OBJECT:
         check_programs(eqn)
         return fit(program_of_object(eqn), eqn.invars, eqn.outvars)
@@ -73,7 +73,7 @@ def with_inputs(params: dict[str, Any], numbers: Sequence[int]) -> dict[str, Any
 def call_part(
     eqn: JaxprEqn, part: Callable[..., Any], args: Sequence[Any]
 ) -> list[Any]:
-    """Calls a part of the program of a divisible equation, in the way the equation calls it."""
+    """Calls a part of the jaxpr of a divisible equation, in the way the equation calls it."""
     form = form_of(eqn)
     if form is Form.JIT:
         return list(jax.jit(part)(*args))
@@ -90,7 +90,7 @@ _traced_parts: WeakKeyDictionary[Any, dict[Any, ClosedJaxpr]] = WeakKeyDictionar
 
 
 def _traced(part: Callable[..., Any], types: tuple[Any, ...]) -> ClosedJaxpr:
-    """Returns the program of a part, traced once for arguments of some types."""
+    """Returns the jaxpr of a part, traced once for arguments of some types."""
     known = _traced_parts.setdefault(part, {})
     if types not in known:
         known[types] = jax.make_jaxpr(part)(*types)

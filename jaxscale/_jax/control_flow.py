@@ -92,7 +92,7 @@ def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 class Mapped(NamedTuple):
-    """A `shard_map`: its program, and what maps another function in the same way.
+    """A `shard_map`: its jaxpr, and what maps another function in the same way.
 
     `map` calls `jax.shard_map` again, so any parameter that is not read here would be lost. It
     takes other options than the equation's own by their names.

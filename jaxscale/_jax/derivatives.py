@@ -21,7 +21,7 @@ def tangent_type(aval: AbstractValue) -> Any:
 
 
 def zero_cotangent(aval: AbstractValue) -> Any:
-    """Returns what says to a function of `jax.vjp` that nothing depends on an output.
+    """Returns a cotangent that tells a function of `jax.vjp` that nothing depends on an output.
 
     Zeros would be another thing to a derivative rule. That of `vmap` raises an error for zeros that
     are one array for the whole batch.

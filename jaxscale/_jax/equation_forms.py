@@ -20,7 +20,7 @@ OBJECT = "call_hi_primitive"
 
 
 class Form(enum.Enum):
-    """How an equation runs the programs that it holds."""
+    """The way in which an equation runs the jaxprs that it holds."""
 
     JIT = enum.auto()  # a call, compiled by itself
     INLINED = enum.auto()  # a call that does nothing else
@@ -36,7 +36,7 @@ class Form(enum.Enum):
     NONE = enum.auto()  # it holds none, or no form of it is known
 
 
-# The form of each primitive that holds programs.
+# The form of each primitive that holds jaxprs.
 FORMS = {
     "jit": Form.JIT,
     "closed_call": Form.INLINED,  # before JAX 0.12
@@ -53,7 +53,7 @@ FORMS = {
     "cond": Form.BRANCHES,
     "shard_map": Form.SHARD_MAP,
 }
-# Calls: they run one program, of their own inputs. The first do nothing but run it; a `custom_vjp`
+# Calls: they run one jaxpr, of their own inputs. The first do nothing but run it; a `custom_vjp`
 # also has a backward rule, outside of it.
 PLAIN_CALLS = {
     *(Form.JIT, Form.INLINED, Form.REMAT, Form.RECOMPUTED),

@@ -5,7 +5,7 @@ from a weight in float32, the gradient is rounded, too, and devices add it in ha
 product here also takes the *source* of an operand, the float32 array that it was rounded from. The
 gradient goes there, from a product of arrays in half precision that returns float32.
 
-It has the name of JAX's own, and the same parameters, so whatever reads a program takes it for one.
+It has the name of JAX's own, and the same parameters, so whatever reads a jaxpr takes it for one.
 Where operands and result are in half precision, derivatives are made of JAX's own.
 """
 
@@ -69,7 +69,7 @@ def multiply_half(
 
 
 def find_pulled_inputs(eqn: JaxprEqn) -> list[bool]:
-    """Returns for each input of an equation whether cotangents may go to it.
+    """Returns a flag for each input of an equation: cotangents may go to it.
 
     They do not go to an array in half precision whose gradient goes to a float32 one instead.
     """
@@ -84,7 +84,7 @@ def find_pulled_inputs(eqn: JaxprEqn) -> list[bool]:
 
 
 def _find_targets(have_source: Sequence[bool]) -> list[int]:
-    """Returns for each operand the number of the argument that its gradient goes to."""
+    """Returns the argument, by its number, that the gradient of each operand goes to."""
     return spread(have_source, itertools.count(_NUM_OPERANDS), range(_NUM_OPERANDS))
 
 
@@ -225,7 +225,7 @@ def _batch(axis: BatchAxis, args: Arrays, dims: BatchDims, **params: Any) -> Any
 def _follow(
     rule: Callable[..., Any], args: Sequence[Any], multiply: Callable[..., Any]
 ) -> Any:
-    """Returns what a rule of JAX's own product returns, with another product in its place."""
+    """Runs a rule of JAX's own product, with another product in its place."""
     program = jax.make_jaxpr(rule)(*args)
     values: dict[Any, Any] = dict(zip(program.jaxpr.invars, args, strict=True))
     for eqn in program.eqns:

@@ -16,14 +16,14 @@ from .jaxprs import ClosedJaxpr
 
 
 class Held(NamedTuple):
-    """A program that an equation holds.
+    """A jaxpr that an equation holds.
 
     Attributes:
-      program: the program.
+      program: the jaxpr.
       inputs: for each of its inputs, which input of the equation that is.
       outputs: for each of its outputs, which output of the equation that is. The test of a loop
         has none.
-      fed_back: the outputs that a loop feeds back, each with the input of the program that it is
+      fed_back: the outputs that a loop feeds back, each with the input of the jaxpr that it is
         in the next turn.
     """
 
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 def open_equation(eqn: JaxprEqn) -> list[Held]:
-    """Returns the programs that an equation holds, in the order of its parameters.
+    """Returns the jaxprs that an equation holds, in the order of its parameters.
 
     There are none if it is of no form that is known. What it holds then, `programs` may see.
 
@@ -50,7 +50,7 @@ def open_equation(eqn: JaxprEqn) -> list[Held]:
 def called_program(
     eqn: JaxprEqn, forms: Container[Form] = PLAIN_CALLS
 ) -> ClosedJaxpr | None:
-    """Returns the program that an equation calls, if it is a call of one of some forms.
+    """Returns the jaxpr that an equation calls, if it is a call of one of some forms.
 
     Returns `None` for other equations, and for those with parameters that are not known.
     """

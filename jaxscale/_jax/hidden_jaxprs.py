@@ -1,8 +1,8 @@
 """A search for a jaxpr in an equation that no other file can read.
 
-JAX keeps programs in parameters of equations, and moves them: into objects, functions that are
+JAX keeps jaxprs in parameters of equations, and moves them: into objects, functions that are
 closed over, and what may come. A list of the classes that hold none would be long and soon out of
-date. So whatever a parameter consists of is searched for programs.
+date. So whatever a parameter consists of is searched for jaxprs.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 from .jaxprs import ClosedJaxpr
 
-_STEPS = 6  # from a parameter to a program
+_STEPS = 6  # from a parameter to a jaxpr
 _MOST = 2000  # objects that are looked at: a callback may close over the data of a run
 
-# What holds no program, or only that of others.
+# What holds no jaxpr, or only that of others.
 _PLAIN = (
     *(
         str,
@@ -50,7 +50,7 @@ _MAPPINGS = (dict, types.MappingProxyType)
 
 
 def reaches_program(eqn: JaxprEqn) -> bool:
-    """Returns whether a program is reached from a parameter of an equation.
+    """Returns whether a jaxpr is reached from a parameter of an equation.
 
     The way goes through attributes, slots, containers and closures, in at most six steps.
     """
@@ -72,7 +72,7 @@ def reaches_program(eqn: JaxprEqn) -> bool:
 
 
 def _parts(value: object) -> Iterator[Any]:
-    """Yields what an object consists of. No code of the object runs for that."""
+    """Yields the parts of an object. No code of the object runs for that."""
     if isinstance(value, _MAPPINGS):
         yield from value.keys()
         yield from value.values()

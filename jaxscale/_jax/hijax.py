@@ -53,7 +53,7 @@ def making_forward_rule() -> Iterator[None]:
 
 
 def form_asked_for() -> Flags:
-    """Returns what decides which form is made. What is made in one form is not used in another."""
+    """Returns the settings that choose a form. What is made in one form is not used in another."""
     flags = (bool(getattr(jax.config, flag, False)) for flag in _FLAGS)
     return (*flags, in_forward_rule.get())
 
@@ -84,17 +84,17 @@ def operation(eqn: JaxprEqn) -> str:
 
 
 def form_of(eqn: JaxprEqn) -> Form:
-    """Returns how an equation runs the programs that it holds."""
+    """Returns the form in which an equation holds jaxprs."""
     return FORMS.get(operation(eqn), Form.NONE)
 
 
 def holds_program(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is an object that runs a program."""
+    """Returns whether an equation is an object that runs a jaxpr."""
     return eqn.primitive.name == OBJECT and _class_of_jax(eqn) not in _NAMES
 
 
 def program_of(eqn: JaxprEqn) -> Any:
-    """Returns the program that an object runs, of all inputs of its equation."""
+    """Returns the jaxpr that an object runs, of all inputs of its equation."""
     hi_prim = eqn.params["_prim"]
     match _class_of_jax(eqn):
         case "RematTraced":
@@ -111,7 +111,7 @@ _expansions: dict[Any, Any] = {}
 
 
 def _expanded(eqn: JaxprEqn, hi_prim: Any) -> Any:
-    """Returns what an object runs, traced once for as long as it lives."""
+    """Returns the jaxpr of an object, traced once for as long as that lives."""
     # By its identity: objects that are equal may take other arrays.
     key = (id(hi_prim), form_asked_for())
     if key not in _expansions:
@@ -142,7 +142,7 @@ def fitted(
 
 
 def differentiated_by(eqn: JaxprEqn) -> str | None:
-    """Returns by which kind of rule an object is differentiated: `jvp`, `vjp`, or by its program.
+    """Returns the kind of rule that differentiates an object: `jvp`, `vjp`, `None` for its jaxpr.
 
     A rule for `jvp` is also that of reverse mode, unless there is a `vjp` of its own. An object
     with a rule to transpose it is linear: so are then the operations in it.

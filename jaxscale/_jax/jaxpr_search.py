@@ -1,4 +1,4 @@
-"""Searches of programs: each program is searched once, however many equations hold it."""
+"""Searches of jaxprs: each jaxpr is searched once, however many equations hold it."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -14,7 +14,7 @@ _Found = TypeVar("_Found")
 
 
 def once_for_each_program(fun: Callable[..., _Found]) -> Callable[..., _Found]:
-    """Makes a function of a program remember its results for as long as the program lives.
+    """Makes a function of a jaxpr remember its results for as long as the jaxpr lives.
 
     Its other arguments must have a hash. What it returns is shared by all who ask.
     """
@@ -25,7 +25,7 @@ def once_for_each_program(fun: Callable[..., _Found]) -> Callable[..., _Found]:
         # One without its constants cannot be closed.
         jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
         results = known.setdefault(jaxpr, {})
-        # An old JAX has one program under all settings of the precision of all products.
+        # An old JAX has one jaxpr under all settings of the precision of all products.
         key = (args, precision_of_all())
         if key not in results:
             results[key] = fun(jaxpr, *args)
@@ -35,7 +35,7 @@ def once_for_each_program(fun: Callable[..., _Found]) -> Callable[..., _Found]:
 
 
 class Search:
-    """Says whether an equation, or one in the programs that it holds, has a property."""
+    """Says whether an equation, or one in the jaxprs that it holds, has a property."""
 
     def __init__(self, has: Callable[[JaxprEqn], bool]) -> None:
         self._has = has
@@ -45,7 +45,7 @@ class Search:
         return self._has(eqn) or self.inside(eqn)
 
     def inside(self, eqn: JaxprEqn) -> bool:
-        """Returns whether an equation in the programs that this one holds has the property."""
+        """Returns whether an equation in the jaxprs that this one holds has the property."""
         return any(map(self.in_program, programs(eqn)))
 
     def _in_program(self, program: Jaxpr) -> bool:

@@ -1,4 +1,4 @@
-"""Programs, and the programs that equations hold."""
+"""Jaxprs, and the jaxprs that equations hold."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ def _is_program(value: object) -> bool:
 
 
 def closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program with its constants, of which an open one has none.
+    """Returns a jaxpr with its constants, of which an open one has none.
 
     Since JAX 0.12 a `Jaxpr` holds its constants, and `ClosedJaxpr` is another name of it
     (https://github.com/jax-ml/jax/pull/39009). Before, equations held now one, now the other.
@@ -41,7 +41,7 @@ def closed(program: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
 
 
 def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
-    """Returns a program that takes its constants as its first inputs, and these constants."""
+    """Returns a jaxpr that takes its constants as its first inputs, and these constants."""
     jaxpr = program.jaxpr
     if not program.consts:
         return jaxpr, []
@@ -53,7 +53,7 @@ def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
 
 
 class Pruned(NamedTuple):
-    """A program without what its outputs do not depend on, and which inputs it still takes."""
+    """A jaxpr without what its outputs do not depend on, and which inputs it still takes."""
 
     program: ClosedJaxpr
     used: Flags
@@ -65,7 +65,7 @@ def without_unused(
     returned: Sequence[bool] | None = None,
     kept: bool = False,
 ) -> Pruned:
-    """Returns a program that computes some of its outputs, or all, and nothing else.
+    """Returns a jaxpr that computes some of its outputs, or all, and nothing else.
 
     Unless they are `kept`, inputs that these do not depend on are gone.
     """
@@ -78,7 +78,7 @@ def without_unused(
 
 
 def find_dependent_outputs(program: ClosedJaxpr, varied: Sequence[bool]) -> Flags:
-    """Returns for each output whether it depends on one of the inputs that are varied."""
+    """Returns a flag for each output: it depends on one of the inputs that are varied."""
     dependent = set(itertools.compress(program.jaxpr.invars, varied))
     for eqn in program.jaxpr.eqns:
         if not dependent.isdisjoint(variables(eqn.invars)):
@@ -88,7 +88,7 @@ def find_dependent_outputs(program: ClosedJaxpr, varied: Sequence[bool]) -> Flag
 
 
 def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Yields the programs that an equation holds, in the order of its parameters."""
+    """Yields the jaxprs that an equation holds, in the order of its parameters."""
     if hijax.holds_program(eqn):
         # Users are told of an unknown form where the equation is opened.
         with contextlib.suppress(UnknownFormError):
@@ -97,13 +97,13 @@ def programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 
 def walk_program(program: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """Yields all equations of a program, and of the programs that these hold."""
+    """Yields all equations of a jaxpr, and of the jaxprs that these hold."""
     for eqn in program.eqns:
         yield from walk_equation(eqn)
 
 
 def walk_equation(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """Yields an equation, and all equations of the programs that it holds."""
+    """Yields an equation, and all equations of the jaxprs that it holds."""
     yield eqn
     for program in programs(eqn):
         yield from walk_program(program)
@@ -124,14 +124,14 @@ def spread(
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    """Yields those of some variables and literals that are variables."""
+    """Yields the variables among some variables and literals."""
     for atom in atoms:
         if not isinstance(atom, Literal):
             yield atom
 
 
 def _own_programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """Yields the programs among the parameters themselves."""
+    """Yields the jaxprs among the parameters themselves."""
     for value in eqn.params.values():
         if isinstance(value, _PROGRAMS):
             yield value
@@ -141,14 +141,14 @@ def _own_programs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 @reads_form
 def program_of_object(eqn: JaxprEqn) -> ClosedJaxpr:
-    """Returns the program of an object, which takes the arrays that its inputs consist of."""
+    """Returns the jaxpr of an object, which takes the arrays that its inputs consist of."""
     return closed(hijax.program_of(eqn))
 
 
 def with_programs(
     eqn: JaxprEqn, replaced: Sequence[Jaxpr | ClosedJaxpr]
 ) -> dict[str, Any]:
-    """Returns the parameters of an equation with other programs in the places of its own."""
+    """Returns the parameters of an equation with other jaxprs in the places of its own."""
     others = iter(replaced)
 
     def replace(value: object) -> Any:
@@ -162,7 +162,7 @@ def with_programs(
 
 
 def check_programs(eqn: JaxprEqn, *known: object) -> None:
-    """Raises a `ValueError` if the parameters of an equation hold a program that is not known."""
+    """Raises a `ValueError` if the parameters of an equation hold a jaxpr that is not known."""
     known_ids = set(map(id, known))
     for program in _own_programs(eqn):
         if id(program) not in known_ids:
@@ -172,7 +172,7 @@ def check_programs(eqn: JaxprEqn, *known: object) -> None:
 def fit(
     program: Jaxpr | ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[Any] | None
 ) -> ClosedJaxpr:
-    """Checks that a program has as many inputs and outputs, and returns it with its constants.
+    """Checks that a jaxpr has as many inputs and outputs, and returns it with its constants.
 
     Raises:
       ValueError: if it has more or fewer.

@@ -1,10 +1,10 @@
 """Functions with a backward rule that each derivative keeps for itself.
 
-`jax.custom_vjp` keeps the tree of its residuals beside the equation. A program that is called many
+`jax.custom_vjp` keeps the tree of its residuals beside the equation. A jaxpr that is called many
 times, such as that of a `jax.jit`, has one such equation for all calls. If the residuals depend on
 which inputs are perturbed, the last call that was differentiated decides for all of them.
 
-Here a primitive of our own runs the program. Its derivative runs the forward pass, and binds a
+Here a primitive of our own runs the jaxpr. Its derivative runs the forward pass, and binds a
 linear primitive from tangents to tangents, which exists to be transposed. So the residuals and
 their tree belong to the equation of one derivative.
 """
@@ -46,14 +46,14 @@ def keep_rule(
     no_forward_mode: str,
     *args: ArrayLike,
 ) -> list[Any]:
-    """Runs a program that has a backward rule, and no rule for forward mode.
+    """Runs a jaxpr that has a backward rule, and no rule for forward mode.
 
     Args:
-      program: the program. It holds no tracers.
+      program: the jaxpr. It holds no tracers.
       run_forward: the same for reverse mode: `run_forward(perturbed, *args)` also returns the
         function that pulls cotangents back, as a tree of what it keeps (`jax.tree_util.Partial`).
         Cotangents that are known to be zero are `SymbolicZero`.
-      no_forward_mode: what the error says to who differentiates the program in forward mode.
+      no_forward_mode: what the error says to who differentiates the jaxpr in forward mode.
       args: the arguments.
     """
 

@@ -40,7 +40,7 @@ def sum_over_devices(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
 
 
 def axes_to_agree_along(array: jax.Array, axes: Iterable[Any]) -> list[Any]:
-    """Returns those of some named axes along which copies of an array are not known to be equal."""
+    """Returns the axes, of some named ones, along which copies of an array may not be equal."""
     known_to_vary = varying(jax.typeof(array))
     return [axis for axis in axes if axis in known_to_vary or not is_told_apart(axis)]
 
@@ -79,7 +79,7 @@ def set_batching(primitive: Primitive, rule: Callable[..., Any]) -> None:
 
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
-    """Returns the named axes along which the devices that run a program exchange numbers."""
+    """Returns the named axes along which the devices that run a jaxpr exchange numbers."""
     axes = []
     effects: Any = jaxpr.effects  # one for each such axis
     for effect in effects:

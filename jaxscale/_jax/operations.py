@@ -9,7 +9,7 @@ import enum
 
 
 class Op(enum.Flag):
-    """What a primitive does."""
+    """Properties of a primitive."""
 
     PRODUCT = enum.auto()  # multiplies matrices, or convolves
     ELEMENTWISE = enum.auto()  # treats each element by itself
@@ -54,11 +54,11 @@ class Op(enum.Flag):
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
     ON_REFS = enum.auto()
-    # Holds programs that are written for the precision that they have: a kernel, or an algorithm of
+    # Holds jaxprs that are written for the precision that they have: a kernel, or an algorithm of
     # JAX's own.
     KERNEL = enum.auto()
     ALGORITHM = enum.auto()
-    RUNS_ELSEWHERE = enum.auto()  # runs what is not a program of JAX, or not any more
+    RUNS_ELSEWHERE = enum.auto()  # runs what is not a jaxpr, or not any more
 
 
 _NONE = Op(0)
@@ -142,7 +142,7 @@ _ROWS = {
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
     Op.POOLING | Op.LOSES_NOTHING: "reduce_window_max",
-    # What holds programs, and is in no form that `equation_forms.py` has:
+    # What holds jaxprs, and is in no form that `equation_forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",
     # The last is of Equinox: a callback that compiles a function of its own.
@@ -157,7 +157,7 @@ for _op, _names in _ROWS.items():
 
 
 def does(name: str) -> Op:
-    """Returns what a primitive does, by its name."""
+    """Returns the properties of a primitive, by its name."""
     return _OPERATIONS.get(name, _NONE)
 
 

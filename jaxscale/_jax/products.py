@@ -34,7 +34,7 @@ def _is_algorithm(precision: object) -> bool:
 
 
 def precision_of_all() -> Any:
-    """Returns what `jax.default_matmul_precision` asks of all products now, as they name it."""
+    """Returns the `jax.default_matmul_precision` of now, in the form in which products name it."""
     name = jax.config.jax_default_matmul_precision
     if name is None:
         return None
@@ -44,7 +44,7 @@ def precision_of_all() -> Any:
 
 
 def product_precision(eqn: JaxprEqn) -> Any:
-    """Returns what a matrix product or a convolution asks of its precision, if it does."""
+    """Returns the precision that a matrix product or a convolution asks for, if it does."""
     return eqn.params.get("precision")
 
 

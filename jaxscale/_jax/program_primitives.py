@@ -11,7 +11,7 @@ from .jaxprs import ClosedJaxpr
 
 
 def program_primitive(name: str, expand: Callable[..., Any] | None = None) -> Any:
-    """Returns a primitive that runs a program, without rules to transform it.
+    """Returns a primitive that runs a jaxpr, without rules to transform it.
 
     Args:
       name: its name.
@@ -23,7 +23,7 @@ def program_primitive(name: str, expand: Callable[..., Any] | None = None) -> An
     primitive.multiple_results = True
     primitive.def_impl(_evaluate)
     primitive.def_effectful_abstract_eval(_types_and_effects)
-    # For operations in the program that are objects, which JAX replaces before it compiles.
+    # For operations in the jaxpr that are objects, which JAX replaces before it compiles.
     primitive.is_high = _is_high
     primitive.to_lojax = expand
     mlir.register_lowering(primitive, mlir.lower_fun(expand, multiple_results=True))

@@ -1,4 +1,4 @@
-"""A primitive of our own: a program whose derivatives keep its inputs, and compute the rest again.
+"""A primitive of our own: a jaxpr whose derivatives keep its inputs, and compute the rest again.
 
 It is what `jax.checkpoint` is, but for the barrier that keeps XLA from taking what the forward pass
 computed. XLA for CPUs needs one, and one for XLA on accelerators only costs: it decides by itself
@@ -6,7 +6,7 @@ what to compute again, and moves more bytes if it may not. `jax.checkpoint` has 
 all platforms. What is transposed is also one equation here, whatever form JAX gives
 `jax.checkpoint`.
 
-A derivative forward and its transpose are programs of this kind, too, and so on.
+A derivative forward and its transpose are jaxprs of this kind, too, and so on.
 """
 
 import functools
@@ -45,7 +45,7 @@ from .signs import find_signs, read_signs, tell_signs
 
 
 class _Derivative(NamedTuple):
-    """Of what a program is the derivative: of another one, by some of its inputs.
+    """The origin of a derivative: another jaxpr, differentiated by some of its inputs.
 
     Its inputs are those outputs and inputs of the other that are `used`, and then tangents of
     those inputs that are `varied`. It returns the tangents of those outputs of the other that are
@@ -63,10 +63,10 @@ class _Derivative(NamedTuple):
 
 
 class _Function:
-    """A program, and what is derived from it, each derived once.
+    """A jaxpr, and what is derived from it, each derived once.
 
     Attributes:
-      program: the program.
+      program: the jaxpr.
       in_loop: whether it is part of the body of a loop, where XLA cannot merge forward and backward
         pass.
       blocked: of a backward pass, the inputs round which GPUs have a barrier, too.
@@ -89,7 +89,7 @@ class _Function:
         self.telling = functools.cache(self._telling)
 
     def _telling(self, telling: Flags) -> "_Function":
-        """Returns the same, with outputs from which its derivative can read signs."""
+        """Returns this function with outputs from which its derivative can read signs."""
         program = tell_signs(self.program, telling)
         return self if program is self.program else _Function(program, self.in_loop)
 
@@ -128,7 +128,7 @@ class _Function:
         It takes the outputs and inputs that the derivative depends on, and then the cotangents.
 
         Args:
-          perturbed: by which inputs the program is differentiated.
+          perturbed: by which inputs the jaxpr is differentiated.
           wanted: which of them get a cotangent.
           used: on which outputs and inputs the derivative depends.
           returned: which outputs have a cotangent.
@@ -177,18 +177,18 @@ class _Function:
 def recomputed(
     program: ClosedJaxpr, *, in_loop: bool = False
 ) -> Callable[..., list[Any]]:
-    """Returns a function that runs a program, which the backward pass computes again.
+    """Returns a function that runs a jaxpr, which the backward pass computes again.
 
-    `in_loop` says that the program is part of the body of a loop. Elsewhere XLA for CPUs gets a
+    `in_loop` says that the jaxpr is part of the body of a loop. Elsewhere XLA for CPUs gets a
     barrier between what the backward pass starts from and what the forward pass computed.
     """
     if hijax.in_forward_rule.get():
-        return _by_what_is_read(program, in_loop)
+        return _split_by_inputs(program, in_loop)
     return functools.partial(_bind, _Function(program, in_loop))
 
 
-def _by_what_is_read(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[Any]]:
-    """Returns a function that runs a program as one equation for each set of inputs it reads.
+def _split_by_inputs(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[Any]]:
+    """Returns a function that runs a jaxpr as one equation for each set of inputs it reads.
 
     A forward rule computes values and tangents, and JAX takes all outputs of an equation for
     tangents if it reads one.
@@ -216,7 +216,7 @@ def _by_what_is_read(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[
 
 
 def recomputed_like(eqn: JaxprEqn, program: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns a function that runs another program as such an equation does."""
+    """Returns a function that runs another jaxpr as such an equation does."""
     return recomputed(program, in_loop=eqn.params["function"].in_loop)
 
 
@@ -285,10 +285,10 @@ def _transpose(
 
 
 def _is_kept_on_gpus(program: ClosedJaxpr) -> bool:
-    """Returns whether XLA for GPUs keeps what a program computes, rather than compute it again.
+    """Returns whether XLA for GPUs keeps what a jaxpr computes, rather than compute it again.
 
     It does not compute a transcendental function twice. With a barrier it would also reduce arrays
-    twice, so a program that does is better left as it is.
+    twice, so a jaxpr that does is better left as it is.
     """
     done = [does(eqn.primitive.name) for eqn in walk_program(program)]
     reduces = any(Op.REDUCTION in op for op in done)

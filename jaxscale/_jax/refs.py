@@ -17,7 +17,7 @@ def is_ref(atom: Atom) -> bool:
 
 
 def trace_of(value: object) -> Any:
-    """Returns what traces the function in which a value was computed, or `None` if it is known."""
+    """Returns the trace in which a value was computed, or `None` if its number is known."""
     if not isinstance(value, jax.core.Tracer):
         return None
     return value._trace

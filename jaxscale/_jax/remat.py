@@ -1,4 +1,4 @@
-"""`jax.checkpoint`: programs that the backward pass computes again."""
+"""`jax.checkpoint`: jaxprs that the backward pass computes again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def with_rematted(
     """Returns the parameters of a `jax.checkpoint`, with `program` in the place of its own.
 
     `arrays_per_input` says how many arrays `program` takes for each input of the equation, after
-    any constants of its own. Without it nothing is known of what the program takes.
+    any constants of its own. Without it nothing is known of what the jaxpr takes.
     """
     remat_object = eqn.params.get("_prim")
     options = eqn.params if remat_object is None else remat_object.params

@@ -1,8 +1,8 @@
-"""Operations that JAX differentiates once, however often they are in a program.
+"""Operations that JAX differentiates once, however often they are in a jaxpr.
 
 Differentiating an equation takes JAX several times as long as copying it. What a jitted function
 does, JAX differentiates once for inputs of equal types, and remembers. Such a function may be
-inlined: then the program, and its derivative, are the same as without it.
+inlined: then the jaxpr, and its derivative, are the same as without it.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive, jaxpr_as_fun
 
-# Inlines a function while the program around it is traced. Since JAX 0.12 `True` means later.
+# Inlines a function while the jaxpr around it is traced. Since JAX 0.12 `True` means later.
 _AT_ONCE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
@@ -40,7 +40,7 @@ def _tracer_of_vjp() -> type:
 def bind_once(primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> Any:
     """Binds a primitive whose inputs are differentiated, with a derivative that equal ones share.
 
-    It must hold no program, and have no effects.
+    It must hold no jaxpr, and have no effects.
     """
     return call_once(primitive.bind, args, params)
 
@@ -59,10 +59,10 @@ def call_once(
 
 
 def run_traced(jitted: jax.stages.Wrapped, args: Sequence[Any]) -> Any:
-    """Returns what a jitted function returns, without the call.
+    """Runs a jitted function by its equations, without a call.
 
     JAX traces it once for arguments of equal types. So what the result holds besides arrays, such
-    as a program, is the same each time.
+    as a jaxpr, is the same each time.
     """
     traced = jitted.trace(*args)
     outputs = jaxpr_as_fun(traced.jaxpr)(*args)

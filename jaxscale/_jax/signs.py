@@ -43,7 +43,7 @@ _CALLS = {Form.JIT, Form.CUSTOM_JVP}
 
 
 def find_signs(program: ClosedJaxpr, count: int) -> dict[int, int]:
-    """Returns which equations ask for signs that one of the first `count` outputs tells.
+    """Finds the equations that ask for signs which one of the first `count` outputs tells.
 
     They ask where a value is positive. Each is the identity of an equation, with the number of an
     output that is rounded to half precision from a value that is positive exactly there.
@@ -63,7 +63,7 @@ def find_signs(program: ClosedJaxpr, count: int) -> dict[int, int]:
 
 
 def read_signs(program: ClosedJaxpr, given: Sequence[bool]) -> ClosedJaxpr:
-    """Returns a program without its first outputs, of which it takes those that are `given`.
+    """Returns a jaxpr without its first outputs, of which it takes those that are `given`.
 
     They come before its other inputs. It reads from them the signs that they tell.
     """
@@ -86,7 +86,7 @@ def read_signs(program: ClosedJaxpr, given: Sequence[bool]) -> ClosedJaxpr:
 
 
 def tell_signs(program: ClosedJaxpr, telling: Sequence[bool]) -> ClosedJaxpr:
-    """Returns a program some of whose outputs tell where they were positive when they are 0."""
+    """Returns a jaxpr some of whose outputs tell where they were positive when they are 0."""
     replaced = {}
     for number, eqn in _roundings(program, len(telling)).items():
         rounded: Any = eqn.outvars[0].aval
@@ -110,7 +110,7 @@ def _round(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _is_positive(rounded: jax.Array, *_: object) -> list[Any]:
-    """Returns where numbers were positive before they were rounded."""
+    """Returns flags of the numbers that were positive before they were rounded."""
     if has_narrow_range(rounded.dtype):
         return [(rounded > 0) | ((rounded == 0) & jnp.signbit(rounded))]
     return [rounded > 0]
@@ -121,7 +121,7 @@ def _run(
     args: Sequence[Any],
     replaced: Mapping[int, Callable[..., list[Any]]],
 ) -> list[Any]:
-    """Runs a program with other functions for some equations, by the identities of these."""
+    """Runs a jaxpr with other functions for some equations, by the identities of these."""
     jaxpr = program.jaxpr
     variables = [*jaxpr.constvars, *jaxpr.invars]
     values: dict[Any, Any] = dict(zip(variables, [*program.consts, *args], strict=True))

@@ -64,7 +64,7 @@ def key_of(
     outputs: Sequence[Any],
     outer: int = 0,
 ) -> Any:
-    """Returns what is equal for equations that do the same, in the same lines and scopes.
+    """Returns a key that is equal for equations that do the same, in the same lines and scopes.
 
     `inputs` are the variables that they read, and `outputs` those of theirs that are read. Their
     `outer` scopes may differ.
@@ -185,7 +185,7 @@ class Caller(NamedTuple):
 
 
 def callers(traceback: Traceback | None) -> Iterator[Caller]:
-    """Yields who called the function that an equation with a traceback is from, innermost first.
+    """Yields the callers of the function that an equation is from, innermost first.
 
     Frames of Python's own library and of this one are left out.
     """

@@ -1,4 +1,4 @@
-"""An operation of a program that cannot be transformed: an error which names the user's line."""
+"""An operation of a jaxpr that cannot be transformed: an error which names the user's line."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from .equation_forms import TESTED, UnknownFormError
 from .source_lines import is_of_jax, is_own, users_line
 
-# What Python raises where a program has another form than the code that reads it expects. Errors
+# What Python raises where a jaxpr has another form than the code that reads it expects. Errors
 # of classes of their own, such as those of JAX, say what they are about.
 _OF_PYTHON = (
     *(AssertionError, AttributeError, IndexError, KeyError, StopIteration),
@@ -33,7 +33,7 @@ def naming_the_line(call: str, way_out: str) -> Iterator[None]:
     Errors of the user's functions, and those that explain themselves, are left alone.
 
     Args:
-      call: what transforms a program, such as `autocast(fun)`.
+      call: what transforms a jaxpr, such as `autocast(fun)`.
       way_out: what the user can do about it, a sentence.
 
     Raises:
@@ -46,7 +46,7 @@ def naming_the_line(call: str, way_out: str) -> Iterator[None]:
         if not operations or not _is_unexpected(error):
             raise
         name = operations[-1].primitive.name
-        # A program that JAX has cached, such as that of `jax.numpy.einsum`, does not know its
+        # A jaxpr that JAX has cached, such as that of `jax.numpy.einsum`, does not know its
         # caller. The equation around it does.
         lines = filter(None, map(users_line, reversed(operations)))
         line = next(lines, "a line that JAX does not know")
@@ -102,7 +102,7 @@ def passed_through(error: BaseException, function: str) -> bool:
 
 
 def _find_operations(error: BaseException) -> list[JaxprEqn]:
-    """Returns what was being read or evaluated when an error was raised, outermost first."""
+    """Returns the equations that were at work when an error was raised, outermost first."""
     operations = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         eqn = _operation_in(frame)

@@ -127,7 +127,7 @@ class CompactOptimizer:
     def _find_compact(
         self, state: optax.OptState, updates: optax.Updates, params: optax.Params | None
     ) -> list[bool]:
-        """Returns which arrays of a state are kept in bfloat16, and were made in float32.
+        """Finds the arrays of a state that are kept in bfloat16, and were made in float32.
 
         An optimizer may have moments in bfloat16 of its own, which it rounds itself. So `init` is
         asked what it makes. The size is not asked for: in `shard_map` it is that of a part.
@@ -158,7 +158,7 @@ class CompactOptimizer:
 def _find_weights(
     inner: optax.GradientTransformation, params: optax.Params, asked: list[bool]
 ) -> list[bool]:
-    """Returns which leaves of a state `init` computes from the values of the parameters.
+    """Finds the leaves of a state that `init` computes from the values of the parameters.
 
     It answers for the leaves that are asked for. Values do not tell: a weight may be 0 as a moment
     is, and inside of `jit` there are none.

@@ -37,7 +37,7 @@ class ParamLeaves(NamedTuple):
         return self.structure.unflatten(values)
 
     def unflatten_beside(self, values: list[Any]) -> Any:
-        """Returns such a tree, with leaves that stand beside parameters, and `None`.
+        """Returns a tree of what stands beside parameters, with `None` for nothing.
 
         A class may look at its children, and refuse what is not an array of the dtype that it
         knows. Then they come in a dict, by their names.
@@ -132,7 +132,7 @@ def make_state(
 
 
 def fits(leaf: Leaf) -> bool:
-    """Returns whether a way finds beside a parameter what it needs."""
+    """Returns whether a format finds beside a parameter what it needs."""
     if not leaf.format.fits(leaf.beside):
         return False
     if leaf.beside is None:
@@ -153,7 +153,7 @@ def known_dtype_of(leaf: object) -> Any:
 def read_mask(
     mask: object, params: optax.Params, tree: ParamLeaves, what: str = "parameters"
 ) -> list[bool]:
-    """Returns which leaves of a tree a mask means. `what` says what the tree holds."""
+    """Returns a flag for each leaf of a tree that a mask means. `what` names what the tree holds."""
     if mask is None:
         return [True] * len(tree.leaves)
     if callable(mask) and not _is_tree_of_bools(mask):

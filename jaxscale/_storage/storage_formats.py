@@ -1,4 +1,4 @@
-"""Four ways to keep a parameter in fewer bits than it is computed in.
+"""Formats of a parameter that is kept in fewer bits than it is computed in.
 
 A leaf is rounded and nothing else; the bits that it leaves out stand beside it; a float32 copy
 stands beside it; or it is rounded at random. Each answers three questions: what does it need beside
@@ -116,7 +116,7 @@ AT_RANDOM = AtRandom()
 
 
 def format_beside(beside: jax.Array | None) -> Plain | Remainder | Copy:
-    """Returns the way of which something beside a parameter is."""
+    """Returns the format to which something beside a parameter belongs."""
     if beside is None:
         return PLAIN
     if REMAINDER.fits(beside):

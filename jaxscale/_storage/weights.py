@@ -36,7 +36,7 @@ from .storage_formats import AT_RANDOM, COPY, PLAIN, REMAINDER, StorageFormat, S
 
 
 class Applied(NamedTuple):
-    """What comes of updates."""
+    """The result of updates."""
 
     outcome: Any  # the new parameters, or updates that lead to them
     state: WeightsState | None
@@ -56,7 +56,7 @@ class Rounded:
         warn_of_losses(call, params, inner_state)
 
     def check(self, argument: str, state: WeightsState | None) -> None:
-        """Raises a `ValueError` if a state is that of another way."""
+        """Raises a `ValueError` if a state is that of another format."""
         if state is not None:
             raise ValueError(
                 f"`{argument}` has what `master_weights` or `stochastic_rounding` keeps beside the "
@@ -85,7 +85,7 @@ class Rounded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kept(abc.ABC):
-    """Half-precision leaves are kept in a way of their own: what two classes have in common.
+    """Half-precision leaves are kept in a format of their own: the base of two classes.
 
     Attributes:
       mask: which leaves are meant: a tree of bools, a function that makes one of the parameters, or
@@ -104,13 +104,13 @@ class _Kept(abc.ABC):
 
     @abc.abstractmethod
     def _find_format(self, dtype: jnp.dtype) -> StorageFormat:
-        """Returns how a leaf of a half-precision dtype is kept."""
+        """Returns the format for leaves of a half-precision dtype."""
 
     def _make_key(self, params: optax.Params) -> jax.Array | None:
         return None
 
     def init(self, params: optax.Params) -> WeightsState:
-        """Returns what is kept beside the first parameters."""
+        """Returns the state that stands beside the first parameters."""
         tree = self._with_formats(params, flatten(self.call, params))
         beside = [leaf.format.start(leaf.param) for leaf in tree.leaves]
         return make_state(tree, beside, self._make_key(params))
@@ -174,7 +174,7 @@ class _Kept(abc.ABC):
         return Applied(tree.unflatten(outcome), new_state)
 
     def _with_formats(self, params: optax.Params, tree: ParamLeaves) -> ParamLeaves:
-        """Returns leaves with the ways in which they are kept."""
+        """Returns leaves with their formats."""
         flags = read_mask(self.mask, params, tree)
         leaves = []
         for leaf, is_meant in zip(tree.leaves, flags, strict=True):
@@ -221,7 +221,7 @@ class MasterWeights(_Kept):
         return COPY
 
     def check(self, argument: str, state: WeightsState | None) -> None:
-        """Raises a `ValueError` if a state is that of another way."""
+        """Raises a `ValueError` if a state is that of another format."""
         if state is None or state.key is not None:
             raise _lacks(argument, self.call, "no float32 parameters")
 
@@ -245,7 +245,7 @@ class StochasticRounding(_Kept):
         return make_key(self.seed, jax.tree.leaves(params))
 
     def check(self, argument: str, state: WeightsState | None) -> None:
-        """Raises a `ValueError` if a state is that of another way."""
+        """Raises a `ValueError` if a state is that of another format."""
         if state is None or state.key is None:
             raise _lacks(argument, self.call, "no key")
 
@@ -263,7 +263,7 @@ Weights = Rounded | MasterWeights | StochasticRounding
 
 
 def _difference(new: ArrayLike, old: ArrayLike) -> jax.Array:
-    """Returns what is to be added to a parameter to make a new one, in float32.
+    """Returns the update that makes a new parameter of an old one, in float32.
 
     It is minus zero if nothing is, as adding that keeps the sign of a zero.
     """
