@@ -41,7 +41,7 @@ def is_cast(eqn: JaxprEqn, site: CallSite) -> bool:
 
 
 def why_not_cast(eqn: JaxprEqn, site: CallSite) -> str:
-    """Returns the reason to run an equation as it is written, `""` if `autocast` casts its inputs."""
+    """Returns the reason to run an equation as it is written, `""` if its inputs are cast."""
     if is_full_precision(eqn):
         return "marked by `jaxscale.full_precision`"
     if not is_float32_product(eqn):

@@ -78,7 +78,7 @@ def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
 
 
 def origin_of(eqn: JaxprEqn, around: Origin) -> Origin:
-    """Returns the owner, as `owner_of`, and the unknown caller on the way to it, if there is one."""
+    """Returns the owner, as `owner_of`, and the unknown caller on the way to it, if any."""
     origin = _find_origin(_jax.traceback_of(eqn))
     if origin.owner is None:
         return Origin(around.owner, origin.unknown or around.unknown)

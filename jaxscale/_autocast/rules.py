@@ -98,7 +98,7 @@ def move(env: Environment, eqn: JaxprEqn) -> Outputs:
 
 
 def widen(env: Environment, eqn: JaxprEqn) -> Outputs:
-    """Evaluates a cast. Where cotangents of what is cast to float32 are summed, both are one value."""
+    """Evaluates a cast. It is one value with its input where cotangents of that are summed."""
     (atom,) = eqn.invars
     if not (env.sums_cotangents(atom) and is_half(atom) and is_float32(eqn.outvars[0])):
         return run_as_written(env, eqn)

@@ -234,7 +234,7 @@ def _is_boundary_of_halves(eqn: JaxprEqn) -> bool:
 
 
 def _reason_unchanged(program: ClosedJaxpr) -> str:
-    """Returns the reason why a jaxpr has no products to cast, or `""` if that is as it should be."""
+    """Returns the reason why a jaxpr has no products to cast, `""` if that is as it should be."""
     if adds_halves(program) or any(map(_is_boundary_of_halves, walk_program(program))):
         return ""  # sums of cotangents change
     has_floats = False
@@ -269,7 +269,7 @@ class _Uncast(NamedTuple):
 
 
 def _reasons_of_products(program: ClosedJaxpr) -> str:
-    """Lists the products of float32 matrices that are left, with reasons; `""` if there are none."""
+    """Lists the products of float32 matrices that are left, with reasons; `""` without any."""
     lines_by_reason: dict[str, list[str]] = defaultdict(list)
     for product in _find_uncast(program, outermost(program), "", ""):
         lines_by_reason[product.reason].append(product.line)

@@ -153,7 +153,7 @@ def known_dtype_of(leaf: object) -> Any:
 def read_mask(
     mask: object, params: optax.Params, tree: ParamLeaves, what: str = "parameters"
 ) -> list[bool]:
-    """Returns a flag for each leaf of a tree that a mask means. `what` names what the tree holds."""
+    """Returns a flag for each leaf of a tree: a mask means it. `what` names the contents."""
     if mask is None:
         return [True] * len(tree.leaves)
     if callable(mask) and not _is_tree_of_bools(mask):
