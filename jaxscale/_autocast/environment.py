@@ -1,10 +1,10 @@
 """The values of a jaxpr while it runs.
 
 A narrow value has two views: an array in half precision, and its cast to float32. Where cotangents
-come back to it from several readers, they are summed in float32. So readers take the second view, or
-a form of the first whose gradient goes to the second. The same holds of a value in float32 and its
-copy in half precision, which all that round it share, and of an array that the jaxpr declares in
-half precision, such as a parameter.
+come back to it from several readers, they are summed in float32. So readers take the second view,
+or a form of the first whose gradient goes to the second. The same holds of a value in float32 and
+its copy in half precision, which all that round it share, and of an array that the jaxpr declares
+in half precision, such as a parameter.
 """
 
 from collections.abc import Callable, Sequence
