@@ -2,7 +2,7 @@
 
 `jax.jvp` or `jax.vjp` traces how JAX differentiates the equation as it is written, and the result
 runs like any other jaxpr. So nothing here depends on how JAX keeps a rule. The new rules do not
-hold the frame, whose arrays would live as long as they do.
+hold the environment, whose arrays would live as long as they do.
 """
 
 import functools

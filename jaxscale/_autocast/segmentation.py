@@ -104,7 +104,7 @@ class _Planner:
         self.last_effect = 0
 
     def position(self, number: int, eqn: JaxprEqn) -> _Position:
-        """Returns the place of an equation, given the places of all before it."""
+        """Returns the position of an equation, given those of all before it."""
         inputs = list(variables(eqn.invars))
         level = max((self.levels.get(var, 0) for var in inputs), default=0)
         if eqn.effects:

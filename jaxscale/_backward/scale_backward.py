@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 
 from .. import _jax
 from .._boundary import NO_FORWARD, check_cotangent, mark_boundary, traced_for
-from .._jax import AxisNames, Flags, SymbolicTangents
+from .._jax import ArrayLike, AxisNames, Flags, SymbolicTangents
 from .._trees.checks import int32, normal_float32
 from .._trees.flat import Flat, array_names
 from .._trees.nnx_objects import wrap_call
@@ -42,7 +42,7 @@ _naming_the_line = functools.partial(
 
 def scale_backward(
     fun: Callable[_Args, _Result],
-    scale: float | jax.Array | Literal["auto"] = "auto",
+    scale: ArrayLike | Literal["auto"] = "auto",
     *,
     retries: int = 2,
     axis_name: AxisNames = None,

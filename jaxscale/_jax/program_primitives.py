@@ -1,4 +1,4 @@
-"""Primitives of our own that run a program: that of their parameter `call_jaxpr`."""
+"""Primitives of our own that run a jaxpr: that of their parameter `call_jaxpr`."""
 
 from collections.abc import Callable
 from typing import Any
