@@ -4,6 +4,9 @@ A few cotangents may be far larger than all others, and set the power for them. 
 next to nothing in it then, small and large cotangents are pulled back apart, each at a power of
 their own. The gradients are the sums, as a backward pass is linear.
 
+All gradients may be next to nothing though all cotangents are as large as they may be: then these
+became small on their way, and the pass is repeated at a larger scale.
+
 One loop makes all passes, so the compiled program holds one.
 
 A step in which one pass is enough pays for no other. What the loop would keep for another pass is
@@ -28,15 +31,20 @@ from .cotangent_scale import MOST_RAISED, choose_power
 # The scale is divided by this after an overflow. Two retries reach a 256th.
 _BACKOFF = 16.0
 
-# A scale below this would not be a normal number, and might be flushed to 0.
+# A scale below this would not be a normal number, and might be flushed to 0; nor would the
+# reciprocal of one above the other.
 _SMALLEST_SCALE = 2.0**-126
+_LARGEST_SCALE = 2.0**126
 
 # In float16 a number below the first is inexact, and one up to the second becomes 0.
 _SMALLEST_NORMAL = 2.0**-14
 _FLUSHED = 2.0**-25
 
-# The part of the largest cotangent up to which others are small. It lies above `_SMALLEST_NORMAL`,
-# so that large ones are exact at the power of the largest.
+# The scale is multiplied by this at most if gradients are smaller than they may be.
+_MOST_RAISED = 2.0**24
+
+# The part of the largest cotangent up to which others are small, and gradients as well if all are.
+# It lies above `_SMALLEST_NORMAL`, so that large ones are exact at the power of the largest.
 _SMALL = 2.0**-10
 
 # What a pass pulls back: all cotangents, and if a gradient asks for it the small ones, and then the
@@ -61,7 +69,8 @@ class Options(NamedTuple):
 class PassReport(NamedTuple):
     """A report of the passes of one call."""
 
-    num_repeats: Any  # i32[], how many were repeated after an overflow
+    num_repeats: Any  # i32[], how many were repeated at another scale
+    is_raised: Any  # bool[], whether that was a larger one, as all gradients were almost 0
     is_divided: Any  # bool[], whether small and large cotangents were pulled back apart
     is_lost: Any  # bool[], whether gradients were nothing but zeros, as most cotangents flushed
 
@@ -84,7 +93,7 @@ class _Progress(NamedTuple):
     stage: jax.Array  # i32[], what the next pass, or the last one, pulls back
     is_unfinished: jax.Array  # bool[], whether there is a next pass
     num_repeats: jax.Array  # i32[]
-    fall: jax.Array  # f32[], what scales are multiplied by after overflows
+    factor: jax.Array  # f32[], what scales are multiplied by in repeated passes
     threshold: jax.Array  # f32[], up to which cotangents are small
     asks: jax.Array  # bool[n], which gradients ask for another pass
     only_zeros: jax.Array  # bool[], whether no pass gave anything else
@@ -132,7 +141,7 @@ def pull_back(
             stage, threshold = progress.stage, progress.threshold
             chosen = [_choose(each, stage, threshold) for each in cotangents]
         scale, sizes = _choose_scale(chosen, options)
-        scale = jnp.maximum(scale * progress.fall, _SMALLEST_SCALE)
+        scale = jnp.clip(scale * progress.factor, _SMALLEST_SCALE, _LARGEST_SCALE)
         gradients = pull([_scale(each, scale) for each in chosen])
         progress = progress._replace(scale=scale)
         return _advance(progress, gradients, sizes, options), gradients
@@ -150,7 +159,7 @@ def pull_back(
         stage=jnp.int32(_ALL),
         is_unfinished=jnp.array(True),
         num_repeats=jnp.int32(0),
-        fall=jnp.float32(1),
+        factor=jnp.float32(1),
         threshold=jnp.float32(0),
         asks=jnp.ones(len(dtypes), jnp.bool_),
         only_zeros=jnp.array(True),
@@ -199,25 +208,33 @@ def _advance(
     finite = jnp.all(jnp.isfinite(sizes))
     # No retry helps if a cotangent is inf or NaN before it is scaled.
     has_retry = finite_cotangents & (progress.num_repeats < options.retries)
-    overflows = ~finite & has_retry
+    repeats = ~finite & has_retry
+    factor = progress.factor / _BACKOFF
     is_first = progress.stage == _ALL
     asks = jnp.zeros_like(progress.asks)
     if options.may_divide:
         # Whether some cotangents are inexact beside the largest.
         are_spread = largest * of_cotangents.largest_reciprocal > 1 / _SMALLEST_NORMAL
+        # If they are not, and all gradients are small, the cotangents became small on their way, as
+        # in a loop that divides by the length of the batch.
+        are_small = finite & (largest > 0) & (jnp.max(sizes) < _SMALL)
+        shrinks = is_first & has_retry & ~are_spread & are_small
+        rise = jnp.minimum(choose_power(jnp.max(sizes)[None], 0), _MOST_RAISED)
+        factor = jnp.where(shrinks, progress.factor * rise, factor)
+        repeats |= shrinks
         has_next = finite & finite_cotangents & are_spread
         still_asks = jnp.select(
             [is_first, progress.stage == _SMALL_ONES],
             [has_next & (sizes < _SMALLEST_NORMAL), sizes != 0],
             False,
         )
-        asks = jnp.where(overflows, progress.asks, progress.asks & still_asks)
-    goes_on = ~overflows & jnp.any(asks)
+        asks = jnp.where(repeats, progress.asks, progress.asks & still_asks)
+    goes_on = ~repeats & jnp.any(asks)
     return progress._replace(
         stage=progress.stage + goes_on.astype(jnp.int32),
-        is_unfinished=overflows | goes_on,
-        num_repeats=progress.num_repeats + overflows.astype(jnp.int32),
-        fall=jnp.where(overflows, progress.fall / _BACKOFF, progress.fall),
+        is_unfinished=repeats | goes_on,
+        num_repeats=progress.num_repeats + repeats.astype(jnp.int32),
+        factor=jnp.where(repeats, factor, progress.factor),
         threshold=jnp.where(is_first, largest * _SMALL, progress.threshold),
         asks=asks,
         only_zeros=progress.only_zeros & jnp.all(sizes == 0),
@@ -248,7 +265,9 @@ def _finish(
         for i, before in enumerate(kept):
             undivided = jnp.where(is_small, before, gradients[i])
             gradients[i] = jnp.where(is_divided, before + gradients[i], undivided)
-    return gradients, PassReport(progress.num_repeats, is_divided, is_lost)
+    is_raised = progress.factor > 1
+    report = PassReport(progress.num_repeats, is_raised, is_divided, is_lost)
+    return gradients, report
 
 
 # What is done with each cotangent is compiled as a function, as a block that is called a hundred

@@ -67,7 +67,8 @@ def scale_backward(
     nothing but zeros, because most cotangents flushed, the gradients are NaN, and not 0.
 
     The function is not cut inside a loop or a branch, so wrap the loss inside a `jax.lax.scan` over
-    micro-batches. Around the `scan`, the scale would be about 1, however small the gradients are.
+    micro-batches. Around the `scan`, the first pass sees cotangents of 1. If all gradients are small
+    then, it is repeated at a larger scale: the gradients are right, at twice the price.
     `jit`, `shard_map` and `jax.checkpoint` can be cut. A `jax.checkpoint` outside the wrapped
     function is cheaper than one inside, which is computed again with each retry.
 
@@ -80,8 +81,9 @@ def scale_backward(
         also get gradients.
       scale: `"auto"`, or a number to scale by. Then small and large cotangents are not pulled back
         apart.
-      retries: how often the backward pass may be repeated, each time at a 16th of the scale, if
-        the gradients are not finite although the cotangents were. The forward pass is not repeated.
+      retries: how often the backward pass may be repeated: at a 16th of the scale if the
+        gradients are not finite although the cotangents were, and at a larger one, by 2**24 at
+        most, if all gradients are small although the cotangents are not. The forward pass is not repeated.
         If gradients become 2**15 times larger on their way, the pass is repeated in every step;
         `jaxscale doctor` then says which number to pass as `scale`. The loop keeps all gradients of
         `fun` in memory at once, where an optimizer might use each as it comes; in float16 twice,

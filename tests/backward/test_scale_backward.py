@@ -464,6 +464,32 @@ def test_each_member_of_a_population_has_outliers_of_its_own(name, mapped):
     assert_same_bits(grads, jnp.float32(row.gradient) * sizes)
 
 
+# A loss in the body of a loop, whose own cotangent is 1: its size as a power of two, and how often
+# the pass is repeated. One raise is by 2**24 at most.
+IN_A_LOOP = {0: 0, -16: 1, -24: 1, -40: 2}
+
+
+@pytest.mark.worlds
+@cases("exponent", IN_A_LOOP, fast=[-24])
+def test_what_shrinks_inside_of_a_loop_is_pulled_back_at_a_larger_scale(exponent):
+    factor = 2.0**exponent
+
+    @scale_backward
+    def loss(p):
+        def add(total, xy):
+            return total + loss_of(net, factor / len(X))(p, *xy), None
+
+        return jax.lax.scan(add, 0.0, (X[:, None], Y[:, None]))[0]
+
+    with reported() as reports:
+        grads = jax.jit(jax.grad(loss))(PARAMS)
+        jax.effects_barrier()
+    assert error(grads, REFERENCE, factor) < ACCURACY
+    (report,) = reports
+    assert report.num_repeats == IN_A_LOOP[exponent]
+    assert report.is_raised == (exponent < 0)
+
+
 # What makes one pass, whatever becomes of small cotangents.
 ONE_PASS = {
     "without retries": {"retries": 0},
