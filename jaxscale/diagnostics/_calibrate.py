@@ -148,9 +148,9 @@ class Search:
     ) -> None:
         self.try_scale = try_scale
         self.low = low
-        self.high = high
         self.good = high  # the largest exponent that no batch has ruled out
-        self.overflows_at: float | None = None  # the least scale that overflowed
+        self.bad: int | None = None  # the least that overflowed
+        self.most = high  # the largest that the cotangent of the loss holds
         self.passes = 0
         self.max_passes = max_passes
         self.batches = 0  # how many batches `good`, or a larger exponent, was tried on
@@ -163,36 +163,28 @@ class Search:
 
     def look_at(self, batch: Any) -> None:
         """Lowers `good` until one more batch does not overflow at it, or no pass is left."""
-        good = self.low - 1
+        fits = self.low - 1
+        # `good` probably fits, as it did for the batches before: step down faster and faster.
+        step = 1 if self.batches else self.good - fits
         bad = self.good + 1
-        step = 0
-        while bad - good > 1 and self.passes < self.max_passes:
-            exponent = (good + bad) // 2
-            if self.batches and good < self.low:
-                # It probably fits like the batches before: step down faster and faster.
-                exponent = max(bad - 1 - step, self.low)
-                step = 2 * step + 1
-            loss, is_finite = self.try_scale(exponent, batch)
-            self.passes += 1
-            self._check_loss(loss)
-            self._lower_ends(loss.dtype)
-            bad = min(bad, self.high + 1)
-            if is_finite:
-                good = exponent
+        while bad - fits > 1 and self.passes < self.max_passes:
+            exponent = max(bad - step, (fits + bad) // 2)
+            if self._is_finite(exponent, batch):
+                fits = exponent
             else:
-                bad = min(exponent, self.high)
-            good = min(good, bad - 1)
-        if bad <= self.high:
-            self.overflows_at = 2.0**bad
-        self.is_largest = bad - good == 1
+                bad = exponent
+                self.bad = exponent
+                step *= 2
+        self.is_largest = bad - fits == 1 or fits >= self.most
         # out of passes, and no exponent fitted yet
-        if good < self.low and not self.is_largest:
+        if fits < self.low and not self.is_largest:
             self.good = bad - 1
             return
-        self.good = good
+        self.good = fits
         self.batches += 1
 
-    def _check_loss(self, loss: jax.Array) -> None:
+    def _is_finite(self, exponent: int, batch: Any) -> bool:
+        loss, is_finite = self.try_scale(exponent, batch)
         if not jnp.isfinite(loss):
             raise ValueError(
                 f"`calibrate`: the loss on batches[{self.batches}] is {number(float(loss))} at any "
@@ -200,15 +192,11 @@ class Search:
                 "parameters, or for an operation of the forward pass that leaves the range of its "
                 "dtype: `jaxscale.diagnostics.trace` finds it."
             )
-
-    def _lower_ends(self, dtype: Any) -> None:
-        """Lowers both ends to the largest scale that the cotangent of a loss holds.
-
-        No larger one was tried, whatever scale was asked for: that of a float16 loss is 2**15.
-        """
-        largest = float(representable(jnp.float32(2.0**126), dtype))
-        self.high = min(self.high, exponent_of(largest))
-        self.low = min(self.low, self.high)
+        self.passes += 1
+        # A float16 loss has a cotangent of 2**15 at most, whatever larger scale was asked for.
+        largest = float(representable(jnp.float32(2.0**126), loss.dtype))
+        self.most = min(self.most, exponent_of(largest))
+        return bool(is_finite)
 
     def result(self) -> Calibration:
         """Returns what was found, or raises a `ValueError` if there was no batch."""
@@ -218,31 +206,35 @@ class Search:
             )
         init_scale = None
         if self.good >= self.low:
-            init_scale = 2.0**self.good
-        return Calibration(
+            init_scale = 2.0 ** min(self.good, self.most)
+        overflows_at = None
+        if self.bad is not None:
+            overflows_at = 2.0 ** min(self.bad, self.most)
+        found = Calibration(
             init_scale=init_scale,
-            overflows_at=self.overflows_at,
+            overflows_at=overflows_at,
             passes=self.passes,
             batches=self.batches,
             is_largest=self.is_largest,
-            sentence=self._say_result(),
+            sentence="",
         )
+        return found._replace(sentence=self._say(found))
 
-    def _say_result(self) -> str:
-        if self.good < self.low:
+    def _say(self, found: Calibration) -> str:
+        if found.init_scale is None:
+            least = power(2.0 ** min(self.low, self.most))
             return (
-                f"Even loss scale {power(2.0**self.low)} overflows on batches[{self.batches - 1}], "
-                "so no larger one does. `jaxscale.diagnostics.trace` finds where; compute that in "
-                "float32."
+                f"Even loss scale {least} overflows on batches[{found.batches - 1}], so no larger "
+                "one does. `jaxscale.diagnostics.trace` finds where; compute that in float32."
             )
-        largest = power(2.0**self.good)
-        where = f"(batches: {self.batches}, backward passes: {self.passes})"
-        if not self.is_largest:
+        largest = power(found.init_scale)
+        where = f"(batches: {found.batches}, backward passes: {found.passes})"
+        if not found.is_largest:
             return (
                 f"Loss scale {largest} does not overflow {where}. These were too few passes "
                 f"to find the largest: pass max_passes={2 * self.max_passes}."
             )
-        if self.overflows_at is None:
+        if found.overflows_at is None:
             return (
                 f"No loss scale up to {largest}, the largest to try, overflows {where}."
             )
