@@ -17,6 +17,19 @@ from jaxscale.diagnostics._plot import draw_histogram
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_run_of_three_steps_and_a_histogram_of_two_numbers_are_drawn():
+    run = [{"loss_scale": scale, "loss": 1.0} for scale in (8.0, 4.0, 2.0)]
+    loss, loss_scale = diagnostics.plot(run).axes
+    assert loss_scale.lines[0].get_xdata().tolist() == [1, 2, 3]
+    assert loss_scale.lines[0].get_ydata().tolist() == [8, 4, 2]
+    assert loss.lines[0].get_ydata().tolist() == [1, 1, 1]
+    histogram = diagnostics.histogram(jnp.array([1.0, 1e-9]))
+    bars, _ = diagnostics.plot(histogram).axes
+    texts = [text.get_text() for text in bars.get_legend().get_texts()]
+    assert texts[0] == "kept by float16: 50.0%"
+
+
 KERNEL = np.exp2(np.random.default_rng(0).normal(-22, 4, 4000)).astype(np.float32)
 GRADS = {"kernel": KERNEL, "out": np.array([0.0, np.inf, 1e-3], np.float32)}
 HISTOGRAM = jax.jit(diagnostics.histogram)(GRADS)
@@ -129,18 +142,20 @@ def test_a_run_is_drawn_as_its_metrics_were():
     steps = np.arange(91, 103)
     np.testing.assert_array_equal(scale.lines[0].get_xdata(), steps)
     loss_scales = [float(row["loss_scale"]) for row in run]
-    np.testing.assert_array_equal(scale.lines[0].get_ydata(), np.log2(loss_scales))
+    np.testing.assert_array_equal(scale.lines[0].get_ydata(), loss_scales)
     gaps = [line.get_xdata()[0] for line in loss.lines[1:]]
     assert gaps == [98, 100]  # where the loss is not finite
-    assert skipped.lines[1].get_xdata().tolist() == [91, 95, 98, 100]
-    assert skipped.lines[0].get_ydata()[-1] == 4
+    drawn_losses = np.where(np.isfinite(losses), losses, np.nan)
+    np.testing.assert_array_equal(loss.lines[0].get_ydata(), np.float32(drawn_losses))
+    skips = np.isin(steps, [91, 95, 98, 100])
+    assert skipped.lines[0].get_ydata().tolist() == np.cumsum(skips).tolist()
 
 
 def test_a_run_without_losses_and_counters_is_its_loss_scales():
     scales = [np.float32(8), jnp.float32(4), 2.0]
     (ax,) = drawn(diagnostics.plot([{"loss_scale": scale} for scale in scales])).axes
     assert ax.lines[0].get_xdata().tolist() == [1, 2, 3]
-    assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
+    assert ax.lines[0].get_ydata().tolist() == [8, 4, 2]
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
@@ -151,24 +166,15 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
 
 
 BAD = {
-    "nothing to draw": (ValueError, lambda: diagnostics.plot([])),
-    r"power of two, got 3\.0": (
-        ValueError,
-        lambda: diagnostics.plot(HISTOGRAM, loss_scale=3.0),
-    ),
-    r"`plot` must get what .*got dict": (
-        TypeError,
-        lambda: diagnostics.plot({"w": HISTOGRAM}),
-    ),
-    r"`jaxscale\.metrics` returned.*list with one float": (
-        TypeError,
-        lambda: diagnostics.plot([1.0]),
-    ),
+    "nothing to draw": (ValueError, [], {}),
+    r"power of two, got 3\.0": (ValueError, HISTOGRAM, {"loss_scale": 3.0}),
+    r"`plot` must get what .*got dict": (TypeError, {"w": HISTOGRAM}, {}),
+    r"`jaxscale\.metrics` returned.*list with one float": (TypeError, [1.0], {}),
 }
 
 
 @cases("message", BAD)
 def test_bad_use_is_an_error(message):
-    error, call = BAD[message]
+    error, result, options = BAD[message]
     with pytest.raises(error, match=message):
-        call()
+        diagnostics.plot(result, **options)
