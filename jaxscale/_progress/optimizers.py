@@ -21,24 +21,28 @@ def is_inside_of_another(tree: Any, tx: Any) -> bool:
     if tx is not None and find_wrapped_optimizer(tx) is None:
         return any(map(holds_loss_scaled, possible_states(tx)))
     nodes = jax.tree.leaves(tree, is_leaf=_is_outer)
-    return any(map(_is_outer, nodes))
+    return _is_chain(tree) or any(map(_is_outer, nodes))
 
 
 def _is_outer(node: Any) -> bool:
-    """Returns whether a node is a state of Optax around that of a `loss_scaled` optimizer.
+    """Returns whether a node is a state of Optax around that of a `loss_scaled` optimizer."""
+    return _is_of_optax(node) and holds_loss_scaled(node)
 
-    That of a chain is a plain tuple. So are the states of several optimizers that a loop carries,
-    but they hold tuples, or dictionaries of parameters.
+
+def _is_chain(tree: Any) -> bool:
+    """Returns whether a tree is the state of an `optax.chain` with a `loss_scaled` part.
+
+    It is a plain tuple. So are the states of several optimizers that a loop carries, but they hold
+    tuples, or dictionaries of parameters.
     """
-    if type(node) is not tuple:
-        return _is_of_optax(node) and holds_loss_scaled(node)
-    others = [part for part in node if not is_loss_scaled(part)]
-    return 0 < len(others) < len(node) and all(map(_is_of_optax, others))
+    if type(tree) is not tuple:
+        return False
+    others = [part for part in tree if not is_loss_scaled(part)]
+    return 0 < len(others) < len(tree) and all(map(_is_of_optax, others))
 
 
 def _is_of_optax(node: Any) -> bool:
-    is_named_tuple = isinstance(node, tuple) and hasattr(node, "_fields")
-    return is_named_tuple and type(node).__module__.partition(".")[0] == "optax"
+    return type(node).__module__.partition(".")[0] == "optax"
 
 
 def is_lost(step: Any, run: Any) -> bool:

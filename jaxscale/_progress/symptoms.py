@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from .._policies.base import CheckedLossScale, LossScale
+from .._policies.base import LossScale
+from .._policies.dynamic import DynamicLossScale
 from . import texts
 from .limits import (
     FULL_RANGE,
@@ -67,16 +68,11 @@ def _lost_to_growth(policy: LossScale | None) -> float:
 
     A growth that goes too far costs as many overflows as it takes to undo it.
     """
-    # in a policy of the user's own these names may mean something else
-    if not isinstance(policy, CheckedLossScale):
+    if not isinstance(policy, DynamicLossScale):
         return 0.0
-    options: Any = policy
-    interval = getattr(options, "growth_interval", math.inf)
-    if interval == math.inf:
-        return 0.0
-    binades = math.log2(options.growth_factor) / -math.log2(options.backoff_factor)
-    lost = options.hysteresis * binades
-    return lost / (interval + lost)
+    growth = math.log2(policy.growth_factor)
+    lost = policy.hysteresis * growth / -math.log2(policy.backoff_factor)
+    return lost / (policy.growth_interval + lost)
 
 
 def _is_mostly_loss(run: Any, lost_lately: Any) -> Any:

@@ -1,5 +1,6 @@
 """The largest loss scale that does not overflow, found by a few backward passes."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -133,28 +134,22 @@ def calibrate(
     return search.result()
 
 
+@dataclasses.dataclass
 class Search:
     """The search for the largest exponent at which none of the batches so far overflows.
 
     `try_scale` returns the loss at `2**exponent` on a batch, and whether the gradients are finite.
     """
 
-    def __init__(
-        self,
-        try_scale: Callable[[int, Any], tuple[jax.Array, jax.Array | bool]],
-        low: int,
-        high: int,
-        max_passes: int,
-    ) -> None:
-        self.try_scale = try_scale
-        self.low = low
-        self.good = high  # the largest exponent that no batch has ruled out
-        self.bad: int | None = None  # the least that overflowed
-        self.most = high  # the largest that the cotangent of the loss holds
-        self.passes = 0
-        self.max_passes = max_passes
-        self.batches = 0  # how many batches `good`, or a larger exponent, was tried on
-        self.is_largest = True
+    try_scale: Callable[[int, Any], tuple[jax.Array, jax.Array | bool]]
+    low: int
+    good: int  # the largest exponent that no batch has ruled out
+    max_passes: int
+    bad: int | None = None  # the least exponent that overflowed
+    most: int = 126  # the largest that the cotangent of the loss holds
+    passes: int = 0
+    batches: int = 0  # how many batches `good`, or a larger exponent, was tried on
+    is_largest: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -164,9 +159,9 @@ class Search:
     def look_at(self, batch: Any) -> None:
         """Lowers `good` until one more batch does not overflow at it, or no pass is left."""
         fits = self.low - 1
-        # `good` probably fits, as it did for the batches before: step down faster and faster.
-        step = 1 if self.batches else self.good - fits
         bad = self.good + 1
+        # `good` probably fits, as it did for the batches before: step down faster and faster.
+        step = 1 if self.batches else bad - fits
         while bad - fits > 1 and self.passes < self.max_passes:
             exponent = max(bad - step, (fits + bad) // 2)
             if self._is_finite(exponent, batch):
@@ -176,12 +171,11 @@ class Search:
                 self.bad = exponent
                 step *= 2
         self.is_largest = bad - fits == 1 or fits >= self.most
-        # out of passes, and no exponent fitted yet
-        if fits < self.low and not self.is_largest:
+        if self.is_largest or fits >= self.low:
+            self.good = fits
+            self.batches += 1
+        else:  # out of passes, and no exponent fitted yet
             self.good = bad - 1
-            return
-        self.good = fits
-        self.batches += 1
 
     def _is_finite(self, exponent: int, batch: Any) -> bool:
         loss, is_finite = self.try_scale(exponent, batch)
@@ -194,8 +188,8 @@ class Search:
             )
         self.passes += 1
         # A float16 loss has a cotangent of 2**15 at most, whatever larger scale was asked for.
-        largest = float(representable(jnp.float32(2.0**126), loss.dtype))
-        self.most = min(self.most, exponent_of(largest))
+        largest = representable(jnp.float32(2.0**126), loss.dtype)
+        self.most = exponent_of(float(largest))
         return bool(is_finite)
 
     def result(self) -> Calibration:
@@ -204,38 +198,36 @@ class Search:
             raise ValueError(
                 "`calibrate(batches=...)` must hold at least one batch, got none."
             )
-        init_scale = None
-        if self.good >= self.low:
-            init_scale = 2.0 ** min(self.good, self.most)
+        init_scale = 2.0 ** min(self.good, self.most)
         overflows_at = None
         if self.bad is not None:
             overflows_at = 2.0 ** min(self.bad, self.most)
-        found = Calibration(
+        largest = power(init_scale)
+        where = f"(batches: {self.batches}, backward passes: {self.passes})"
+        sentence = (
+            f"The largest loss scale that does not overflow is {largest} {where}."
+        )
+        if self.good < self.low:
+            init_scale = None
+            least = power(2.0 ** min(self.low, self.most))
+            sentence = (
+                f"Even loss scale {least} overflows on batches[{self.batches - 1}], so no larger "
+                "one does. `jaxscale.diagnostics.trace` finds where; compute that in float32."
+            )
+        elif not self.is_largest:
+            sentence = (
+                f"Loss scale {largest} does not overflow {where}. These were too few passes "
+                f"to find the largest: pass max_passes={2 * self.max_passes}."
+            )
+        elif overflows_at is None:
+            sentence = (
+                f"No loss scale up to {largest}, the largest to try, overflows {where}."
+            )
+        return Calibration(
             init_scale=init_scale,
             overflows_at=overflows_at,
             passes=self.passes,
             batches=self.batches,
             is_largest=self.is_largest,
-            sentence="",
+            sentence=sentence,
         )
-        return found._replace(sentence=self._say(found))
-
-    def _say(self, found: Calibration) -> str:
-        if found.init_scale is None:
-            least = power(2.0 ** min(self.low, self.most))
-            return (
-                f"Even loss scale {least} overflows on batches[{found.batches - 1}], so no larger "
-                "one does. `jaxscale.diagnostics.trace` finds where; compute that in float32."
-            )
-        largest = power(found.init_scale)
-        where = f"(batches: {found.batches}, backward passes: {found.passes})"
-        if not found.is_largest:
-            return (
-                f"Loss scale {largest} does not overflow {where}. These were too few passes "
-                f"to find the largest: pass max_passes={2 * self.max_passes}."
-            )
-        if found.overflows_at is None:
-            return (
-                f"No loss scale up to {largest}, the largest to try, overflows {where}."
-            )
-        return f"The largest loss scale that does not overflow is {largest} {where}."

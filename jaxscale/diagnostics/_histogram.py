@@ -54,8 +54,6 @@ class Histogram(NamedTuple):
     nan: Any
 
     def __add__(self, other: Any) -> Any:  # tuples alone would be concatenated
-        if not isinstance(other, Histogram):
-            return NotImplemented
         return Histogram(*map(operator.add, self, other))
 
     def __radd__(self, other: Any) -> Any:
