@@ -38,8 +38,8 @@ def explain_row(run: Any) -> str:
 
 def _name_bad_leaves(run: Any) -> str:
     """Returns which gradients overflowed last, if that was tracked."""
-    flags = {name: flag for name, flag in vars(run).items() if name.startswith(_FLAG)}
-    bad = [name.removeprefix(_FLAG) for name, flag in flags.items() if flag]
+    flags = [name for name in run.numbers if name.startswith(_FLAG)]
+    bad = [name.removeprefix(_FLAG) for name in flags if getattr(run, name)]
     if not bad:
         return ""
     number = f"({len(bad)} of {len(flags)} leaves)"

@@ -160,12 +160,13 @@ def _read_run(state: LossScaledState, tx: Any) -> Any:
         shown["norm_count"] = state.spikes.norm_count
     numbers = {name: _on_host(unwrap(value)) for name, value in shown.items()}
     axes = numbers["total_steps"].shape
-    absent = {name: np.full(axes, number) for name, number in _NOT_SHOWN.items()}
-    run = types.SimpleNamespace(**absent | numbers)
-    run.axes = axes
-    run.applied = run.total_steps - run.total_notfinite
+    for name, number in _NOT_SHOWN.items():
+        numbers.setdefault(name, np.full(axes, number))
+    applied = numbers["total_steps"] - numbers["total_notfinite"]
+    numbers["applied"] = applied
     # A window of another run has also counted the steps of that.
-    run.optimizer_steps = np.minimum(run.applied, run.gradient_step)
+    numbers["optimizer_steps"] = np.minimum(applied, numbers["gradient_step"])
+    run = types.SimpleNamespace(axes=axes, numbers=numbers, **numbers)
     run.inner_state = unwrap(state.inner_state)
 
     optimizer = find_wrapped_optimizer(tx)
@@ -190,13 +191,10 @@ def _on_host(leaf: Any) -> np.ndarray:
 
 def _find_worst(badness: np.ndarray, run: Any) -> Any:
     """Returns the run of the worst member of a population."""
-    member = types.SimpleNamespace(**vars(run))
-    place = np.unravel_index(np.argmax(badness), run.axes)
-    for name, value in vars(run).items():
-        if isinstance(value, np.ndarray):
-            setattr(member, name, value[place])
-    member.place = tuple(map(int, place))
-    return member
+    indices = np.unravel_index(np.argmax(badness), run.axes)
+    place = tuple(map(int, indices))
+    numbers = {name: number[place] for name, number in run.numbers.items()}
+    return types.SimpleNamespace(**vars(run) | numbers | {"place": place})
 
 
 def _make_error(text: str, member: Any) -> LossScaleStuckError:

@@ -21,7 +21,7 @@ from ._formats import FORMATS, THRESHOLDS, gradient_leaves, magnitude_bits
 EXPONENTS = np.arange(-149, 128)  # of float32's numbers
 # From which mantissas on a format rounds to something else. One is just above a power of two.
 _MANTISSAS = 2 * np.union1d(0.5, np.frexp([*THRESHOLDS.values()])[0])
-_CUTS = np.uint32((_MANTISSAS - 1) * 2**23)
+_CUTS = (2**23 * (_MANTISSAS - 1)).astype(np.uint32)
 # The least numbers of the cells, in the order of their size.
 _LEAST = np.ldexp(_MANTISSAS, EXPONENTS[:, None])
 

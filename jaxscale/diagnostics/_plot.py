@@ -110,14 +110,16 @@ def draw_histogram(
     for ax, (exponent, title) in zip(ranges, titles.items(), strict=True):
         _draw_ranges(ax, exponent, find_all_shares(counts, exponent, formats))
         ax.set_title(title, loc="left", fontsize=10)
-    ax.set_xlabel("|gradient|, unscaled")
-    ax.xaxis.set_major_formatter(_format_power)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ranges[-1].xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
+    return _label_bottom(figure, "|gradient|, unscaled")
+
+
+def _label_bottom(figure: Any, label: str) -> Any:
+    """Returns a figure with a label and integers below its lowest axes."""
+    lowest = figure.axes[-1]
+    lowest.set_xlabel(label)
+    lowest.xaxis.get_major_locator().set_params(integer=True)
     return figure
-
-
-def _format_power(exponent: float, _: int) -> str:
-    return f"$2^{{{exponent:g}}}$"
 
 
 def _find_range(name: str) -> np.ndarray:
@@ -187,8 +189,8 @@ def _plot_run(rows: Sequence[Any]) -> Any:
     if "step_applied" in columns:
         columns["step_applied"] = np.cumsum(columns["step_applied"] == 0)
     figure = _new_figure(8, 1 + 1.7 * len(columns))
-    axes = figure.subplots(len(columns), 1, sharex=True, squeeze=False).flat
-    for ax, (name, column) in zip(axes, columns.items(), strict=True):
+    figure.subplots(len(columns), 1, sharex=True)
+    for ax, (name, column) in zip(figure.axes, columns.items(), strict=True):
         is_finite = np.isfinite(column)
         ax.step(steps, np.where(is_finite, column, np.nan), where="post", color=_NORMAL)
         for bad in steps[~is_finite]:
@@ -196,9 +198,7 @@ def _plot_run(rows: Sequence[Any]) -> Any:
         if name != "step_applied" and np.all(column[is_finite] > 0):
             ax.set_yscale("log", base=2)
         ax.set_ylabel(_LABELS[name])
-    ax.set_xlabel("step")
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    return figure
+    return _label_bottom(figure, "step")
 
 
 _LABELS = {

@@ -22,13 +22,11 @@ pytestmark = pytest.mark.standard_promotion
 
 def test_three_bad_steps_are_counted_and_are_an_error_if_two_are_accepted():
     tx = jaxscale.loss_scaled(optax.adam(0.1))
-    params = jnp.zeros(3)
-    state = tx.init(params)
+    state = tx.init(jnp.zeros(3))
     for _ in range(3):
-        _, state = tx.update(jnp.full(3, jnp.inf), state, params)
+        _, state = tx.update(jnp.full(3, jnp.inf), state)
     numbers = jaxscale.metrics(state)
-    assert numbers["loss_scale"] == 4096
-    assert numbers["total_notfinite"] == 3
+    assert (numbers["loss_scale"], numbers["total_notfinite"]) == (4096, 3)
     jaxscale.check(state, max_consecutive=3)
     with pytest.raises(jaxscale.LossScaleStuckError, match=r"^3 steps .* is 4096\.0\."):
         jaxscale.check(state, max_consecutive=2)
@@ -476,11 +474,8 @@ def idle(tx, scale=2.0**24, **counters):
 
 # Each makes a state when a test asks for it, and is told of or not.
 IDLE = {
-    "after fewer steps": (lambda: idle(TX, total_steps=9999), False),
-    "at a lower scale": (lambda: idle(TX, 2.0**23), False),
     "an overflow": (lambda: idle(TX, total_notfinite=1), False),
     "a retry": (lambda: idle(TX, total_retries=1), False),
-    "fixed": (lambda: idle(FIXED), False),
     "adaptive": (lambda: idle(ADAPTIVE), False),
     "grown": (lambda: idle(TX), True),
     "a bad loss": (lambda: idle(TX, total_notfinite=1, total_notfinite_loss=1), True),
