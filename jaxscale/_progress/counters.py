@@ -53,7 +53,6 @@ def metrics(tree: Any, *, prefix: str = "") -> dict[str, jax.Array]:
     tree = restore_types(tree)
     scaling = find_scale_state("metrics", tree)
     nodes = jax.tree.leaves(tree, is_leaf=is_loss_scaled)
-    states = list(filter(is_loss_scaled, nodes))
-    state = states[0] if states else None
+    state = next(filter(is_loss_scaled, nodes), None)  # there may be a policy's alone
     numbers = numbers_of(scaling, state)
     return {f"{prefix}{name}": number for name, number in numbers.items()}

@@ -1,12 +1,13 @@
 """The texts of `check`: its warnings, and what its errors have in common with them."""
 
+from typing import NamedTuple
+
 from .limits import MANY_BAD_LOSSES, MANY_FALLS, MANY_ZEROS
 
 DOCTOR = (
     "`jaxscale doctor` names the line of the model (with `--autocast float16` if it is under "
     "`autocast`)."
 )
-DOCTOR_WITHOUT_HALF = "`jaxscale doctor` names the line of the model."
 
 EXHAUSTED = (
     f"`check`: in {MANY_FALLS} steps or more no retry helped: the loss was finite, and the "
@@ -56,14 +57,21 @@ BAD_LOSSES = (
     "checkpoint, and lower the learning rate."
 )
 
-ZEROS = (
-    f"`check`: all moments of the optimizer are 0 after {MANY_ZEROS} steps or more, so all "
-    "gradients were 0, and nothing is learned. "
-    "If something changes gradients before the optimizer gets them, such as `nan_to_num`, it hides "
-    "every overflow, and the scale never falls: pass that function as `on_grads=` to "
-    "`jaxscale.train_step`, which judges the gradients first. If a scale that is too low lets them "
-    "flush to 0, `jaxscale.diagnostics.calibrate` finds a better one. If neither, the loss does "
-    "not depend on the parameters."
+_IF_ZEROS = (
+    "all gradients were 0, and nothing is learned. If something changes gradients before the "
+    "optimizer gets them, such as `nan_to_num`, it hides every overflow, and the scale never "
+    "falls: pass that function as `on_grads=` to `jaxscale.train_step`, which judges the "
+    "gradients first. If a scale that is too low lets them flush to 0, "
+    "`jaxscale.diagnostics.calibrate` finds a better one. If neither, the loss does not depend on "
+    "the parameters."
+)
+ZERO_MOMENTS = (
+    f"`check`: all moments of the optimizer are 0 after {MANY_ZEROS} steps or more, so "
+    + _IF_ZEROS
+)
+ZERO_NORMS = (
+    f"`check`: the norm of the gradients was 0 in {MANY_ZEROS} steps or more, so "
+    + _IF_ZEROS
 )
 
 SPIKES = (
@@ -74,66 +82,144 @@ SPIKES = (
     "without it. If the run diverges, skipping does not help: lower the learning rate, or go back "
     "to a checkpoint."
 )
-NORMS = (
-    " Some of the spikes had finite gradients whose norm is inf in float32, with elements of about "
-    "1e19 or more: their squares would make the second moment of Adam inf for good. No such level "
-    "is ever accepted: look for what makes them so large, or make the loss smaller."
+SPIKES_OF_NORMS = (
+    SPIKES
+    + " Some of the spikes had finite gradients whose norm is inf in float32, with elements of "
+    "about 1e19 or more: their squares would make the second moment of Adam inf for good. No such "
+    "level is ever accepted: look for what makes them so large, or make the loss smaller."
 )
 
-# What may make a NaN without any half precision, most likely things first.
-WITHOUT_HALF = (
-    "Check the batch for NaN and inf first. Then look for 0/0, for the square root of 0 or the "
-    "norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf that "
-    "covers a whole row of a softmax."
+LOST = (
+    "`check`: the training state has made {step} steps, but its optimizer only {steps}, so the "
+    "optimizer was not restored. Flax's `restore_checkpoint` leaves it out silently if it was "
+    "saved before it was wrapped. Restore with the bare optimizer, and then pass "
+    "`tx.init(params)._replace(inner_state=restored.opt_state)`."
 )
-# What `scale_backward` does where a few cotangents are far larger than all others.
-ALL_FLUSHED = (
-    "`scale_backward` also makes gradients NaN that would be nothing but zeros, as almost all "
-    "numbers flushed beside a few huge ones: look for a division by almost 0, such as by the norm "
-    "of a row of padding."
+
+# In errors names stand for the numbers of a run.
+BLIND = (
+    "All gradients were 0 in {optimizer_steps} steps at loss scale {loss_scale:g}, where "
+    "`AdaptiveLossScale` learns nothing. If they are flushed to 0, start higher, as with "
+    "`AdaptiveLossScale(init_scale=2.0**15)`, or where `jaxscale.diagnostics.calibrate` says. If "
+    "`jax.value_and_grad` makes them, nothing scales them: use "
+    "`jaxscale.value_and_grad(loss_fn, opt_state)`. If neither, the loss does not depend on the "
+    "parameters."
+)
+OF_OPTIMIZER = (
+    "The optimizer itself made a NaN of finite gradients: there is one in its state, at "
+    "{place_of_nan}, where no step with a gradient that is not finite ever leads. The parameters "
+    "are likely to hold one, too. Go back to a checkpoint, and pass `check_updates=True` to skip "
+    "such steps; `optax.contrib.prodigy`, for one, makes a NaN of a first gradient of 0."
 )
 OF_UPDATES = (
     "If the scale did not fall in these steps, the gradients are finite, and the optimizer makes "
     "an inf or a NaN of them, which `check_updates=True` skips: no scale helps, so use another "
     "optimizer, or other settings of it."
 )
-AT_ANY_SCALE = (
+TOLD_APART = (
+    "If the loss was passed as `value`, it is finite, and the backward pass overflows; if not, "
+    "pass it, so that a bad forward pass is told apart."
+)
+_AT_ANY_SCALE = (
     "a division by zero, the square root of 0, a mask of -inf (run one step under `with "
     "jax.disable_jit(), jax.debug_infs(True)`)"
 )
-ON_CPU = "On a CPU, XLA may lose a NaN of the loss on the way, so a finite loss proves little."
+_STALE = (
+    "`jaxscale.value_and_grad` was called outside of the step and uses an older scale"
+)
+FALLING = (
+    "The scale is still on its way down, to {lowest:g}: start lower, or accept more skipped steps "
+    f"in a row. Or {_STALE}."
+)
+UNKNOWN = (
+    f"It does so at any scale: {_AT_ANY_SCALE}, or because the scale is fixed and too high, or "
+    f"still on its way down, or {_STALE}. Pass `tx` to `check` to have these told apart."
+)
+FIXED = (
+    f"The scale is fixed, and too high. Or it overflows at any scale: {_AT_ANY_SCALE}."
+)
+_TOO_LARGE = (
+    "Most often the loss is too large for float16: take a mean instead of a sum, or lower "
+    "`min_scale`: `jaxscale.loss_scaled(tx, jaxscale.{kind}LossScale("
+    "min_scale=2.0**{floor_exponent}))`. "
+    f"Or it overflows at any scale: {_AT_ANY_SCALE}, or {_STALE}."
+)
+AT_ONE = f"A scale of 1 scales nothing. {_TOO_LARGE}"
+AT_FLOOR = f"The scale is at its floor, and too high. {_TOO_LARGE}"
 
+
+class Words(NamedTuple):
+    """The texts that differ if there is no loss scale. Two are also warnings."""
+
+    row: str
+    loss_now: str
+    loss_never: str
+    gradients: str  # empty if that depends on the policy
+    rate_of_loss: str
+    rate_of_gradients: str
+    doctor: str
+
+
+_ROW = (
+    "{notfinite_count} steps in a row were skipped ({total_notfinite} of {total_steps} in all, "
+    "{total_notfinite_loss} of them with a non-finite loss)"
+)
+_LOSS = "The loss itself is not finite in {row_notfinite_loss} of these {notfinite_count} steps"
+_NO_SCALE_HELPS = ", so no loss scale can help"
+_FINE = (
+    ". {applied} steps were fine: look for a stretch of bad data, or for parameters that have "
+    "diverged."
+)
 _RATE = (
     "`check`: one step in 20 or more was skipped lately (`skip_rate` of `metrics`). "
 )
-RATE_LOSS = (
-    _RATE
-    + "Mostly the loss itself was not finite, so no loss scale can help: look for NaN and "
-    "inf in the batches, and for an operation in the forward pass that leaves the range of its "
-    "dtype. " + DOCTOR
+_RATE_OF_LOSS = _RATE + "Mostly the loss itself was not finite"
+_RATE_OF_GRADIENTS = _RATE + "Mostly the gradients were not finite. "
+# What may make a NaN without any half precision, most likely things first.
+_WITHOUT_HALF = (
+    "Check the batch for NaN and inf first. Then look for 0/0, for the square root of 0 or the "
+    "norm of zeros, whose derivative is inf, for the logarithm of 0, and for a mask of -inf that "
+    "covers a whole row of a softmax. "
 )
-RATE_GRADS = (
-    _RATE
-    + "Mostly the gradients were not finite. If the loss was passed as `value`, it was "
-    "finite; if not, pass it, so that a bad forward pass is told apart. If the scale is at its "
-    "floor or fixed, it may be too high. Otherwise some batches overflow at any scale: look into "
-    f"them, and for {AT_ANY_SCALE}. " + DOCTOR
-)
-RATE_UNSCALED_LOSS = (
-    f"{_RATE}Mostly the loss itself was not finite. {WITHOUT_HALF} "
-    f"{DOCTOR_WITHOUT_HALF}"
-)
-RATE_UNSCALED_GRADS = (
-    f"{_RATE}Mostly the gradients were not finite. {WITHOUT_HALF} If the loss was not passed as "
-    f"`value`, pass it, so that a bad forward pass is told apart. {ON_CPU} {DOCTOR_WITHOUT_HALF}"
-)
+_ON_CPU = "On a CPU, XLA may lose a NaN of the loss on the way, so a finite loss proves little."
+_DOCTOR_WITHOUT_HALF = "`jaxscale doctor` names the line of the model."
 
-
-def say_of_optimizer(place: str) -> str:
-    """Returns what to do about a NaN in the state of an optimizer, given where it is."""
-    return (
-        f"The optimizer itself made a NaN of finite gradients: there is one in its state, at "
-        f"{place}, where no step with a gradient that is not finite ever leads. The parameters are "
-        "likely to hold one, too. Go back to a checkpoint, and pass `check_updates=True` to skip "
-        "such steps; `optax.contrib.prodigy`, for one, makes a NaN of a first gradient of 0."
-    )
+SCALED = Words(
+    row=_ROW + "; the loss scale is {loss_scale}",
+    loss_now=_LOSS + _NO_SCALE_HELPS + _FINE,
+    loss_never=(
+        f"{_LOSS}{_NO_SCALE_HELPS}. It never was: look for NaN in the data, and for an operation "
+        "in the forward pass that leaves the range of its dtype; compute norms, softmax and the "
+        "loss in float32."
+    ),
+    gradients="",
+    rate_of_loss=(
+        f"{_RATE_OF_LOSS}{_NO_SCALE_HELPS}: look for NaN and inf in the batches, and for an "
+        f"operation in the forward pass that leaves the range of its dtype. {DOCTOR}"
+    ),
+    rate_of_gradients=(
+        f"{_RATE_OF_GRADIENTS}If the loss was passed as `value`, it was finite; if not, pass it, "
+        "so that a bad forward pass is told apart. If the scale is at its floor or fixed, it may "
+        "be too high. Otherwise some batches overflow at any scale: look into them, and for "
+        f"{_AT_ANY_SCALE}. {DOCTOR}"
+    ),
+    doctor=DOCTOR,
+)
+UNSCALED = Words(
+    row=_ROW,
+    loss_now=_LOSS + _FINE,
+    loss_never=f"{_LOSS}. It never was. {_WITHOUT_HALF}",
+    # Also what `scale_backward` does where a few cotangents are far larger than all others.
+    gradients=(
+        f"{_WITHOUT_HALF}`scale_backward` also makes gradients NaN that would be nothing but "
+        "zeros, as almost all numbers flushed beside a few huge ones: look for a division by "
+        "almost 0, such as by the norm of a row of padding. To find the line, run one step under "
+        f"`with jax.disable_jit(), jax.debug_infs(True)`. {_ON_CPU}"
+    ),
+    rate_of_loss=f"{_RATE_OF_LOSS}. {_WITHOUT_HALF}{_DOCTOR_WITHOUT_HALF}",
+    rate_of_gradients=(
+        f"{_RATE_OF_GRADIENTS}{_WITHOUT_HALF}If the loss was not passed as `value`, pass it, so "
+        f"that a bad forward pass is told apart. {_ON_CPU} {_DOCTOR_WITHOUT_HALF}"
+    ),
+    doctor=_DOCTOR_WITHOUT_HALF,
+)

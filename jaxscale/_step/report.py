@@ -39,13 +39,16 @@ def numbers_of(scaling: Any, state: LossScaledState | None = None) -> dict[str, 
 
     All numbers are finite: a log as JSON has no inf. The largest number stands for it.
     """
+    values = list_numbers(scaling, state)
+    return {name: _make_finite(unwrap(value)) for name, value in values.items()}
+
+
+def list_numbers(scaling: Any, state: LossScaledState | None = None) -> dict[str, Any]:
+    """Returns the same numbers as the states have them, some of them in variables."""
     values = _fields_of_scale(scaling)
     if state is not None:
         values |= _counters_of(state)
-    numbers = {}
-    for name, value in values.items():
-        numbers[name] = jax.tree.map(_make_finite, unwrap(value))
-    return numbers
+    return values
 
 
 def _fields_of_scale(scaling: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The largest loss scale that does not overflow, found by a few backward passes."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -133,28 +134,22 @@ def calibrate(
     return search.result()
 
 
+@dataclasses.dataclass
 class Search:
     """The search for the largest exponent at which none of the batches so far overflows.
 
     `try_scale` returns the loss at `2**exponent` on a batch, and whether the gradients are finite.
     """
 
-    def __init__(
-        self,
-        try_scale: Callable[[int, Any], tuple[jax.Array, jax.Array | bool]],
-        low: int,
-        high: int,
-        max_passes: int,
-    ) -> None:
-        self.try_scale = try_scale
-        self.low = low
-        self.high = high
-        self.good = high  # the largest exponent that no batch has ruled out
-        self.overflows_at: float | None = None  # the least scale that overflowed
-        self.passes = 0
-        self.max_passes = max_passes
-        self.batches = 0  # how many batches `good`, or a larger exponent, was tried on
-        self.is_largest = True
+    try_scale: Callable[[int, Any], tuple[jax.Array, jax.Array | bool]]
+    low: int
+    good: int  # the largest exponent that no batch has ruled out
+    max_passes: int
+    bad: int | None = None  # the least exponent that overflowed
+    most: int = 126  # the largest that the cotangent of the loss holds
+    passes: int = 0
+    batches: int = 0  # how many batches `good`, or a larger exponent, was tried on
+    is_largest: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -163,36 +158,27 @@ class Search:
 
     def look_at(self, batch: Any) -> None:
         """Lowers `good` until one more batch does not overflow at it, or no pass is left."""
-        good = self.low - 1
+        fits = self.low - 1
         bad = self.good + 1
-        step = 0
-        while bad - good > 1 and self.passes < self.max_passes:
-            exponent = (good + bad) // 2
-            if self.batches and good < self.low:
-                # It probably fits like the batches before: step down faster and faster.
-                exponent = max(bad - 1 - step, self.low)
-                step = 2 * step + 1
-            loss, is_finite = self.try_scale(exponent, batch)
-            self.passes += 1
-            self._check_loss(loss)
-            self._lower_ends(loss.dtype)
-            bad = min(bad, self.high + 1)
-            if is_finite:
-                good = exponent
+        # `good` probably fits, as it did for the batches before: step down faster and faster.
+        step = 1 if self.batches else bad - fits
+        while bad - fits > 1 and self.passes < self.max_passes:
+            exponent = max(bad - step, (fits + bad) // 2)
+            if self._is_finite(exponent, batch):
+                fits = exponent
             else:
-                bad = min(exponent, self.high)
-            good = min(good, bad - 1)
-        if bad <= self.high:
-            self.overflows_at = 2.0**bad
-        self.is_largest = bad - good == 1
-        # out of passes, and no exponent fitted yet
-        if good < self.low and not self.is_largest:
+                bad = exponent
+                self.bad = exponent
+                step *= 2
+        self.is_largest = bad - fits == 1 or fits >= self.most
+        if self.is_largest or fits >= self.low:
+            self.good = fits
+            self.batches += 1
+        else:  # out of passes, and no exponent fitted yet
             self.good = bad - 1
-            return
-        self.good = good
-        self.batches += 1
 
-    def _check_loss(self, loss: jax.Array) -> None:
+    def _is_finite(self, exponent: int, batch: Any) -> bool:
+        loss, is_finite = self.try_scale(exponent, batch)
         if not jnp.isfinite(loss):
             raise ValueError(
                 f"`calibrate`: the loss on batches[{self.batches}] is {number(float(loss))} at any "
@@ -200,15 +186,11 @@ class Search:
                 "parameters, or for an operation of the forward pass that leaves the range of its "
                 "dtype: `jaxscale.diagnostics.trace` finds it."
             )
-
-    def _lower_ends(self, dtype: Any) -> None:
-        """Lowers both ends to the largest scale that the cotangent of a loss holds.
-
-        No larger one was tried, whatever scale was asked for: that of a float16 loss is 2**15.
-        """
-        largest = float(representable(jnp.float32(2.0**126), dtype))
-        self.high = min(self.high, exponent_of(largest))
-        self.low = min(self.low, self.high)
+        self.passes += 1
+        # A float16 loss has a cotangent of 2**15 at most, whatever larger scale was asked for.
+        largest = representable(jnp.float32(2.0**126), loss.dtype)
+        self.most = exponent_of(float(largest))
+        return bool(is_finite)
 
     def result(self) -> Calibration:
         """Returns what was found, or raises a `ValueError` if there was no batch."""
@@ -216,34 +198,36 @@ class Search:
             raise ValueError(
                 "`calibrate(batches=...)` must hold at least one batch, got none."
             )
-        init_scale = None
-        if self.good >= self.low:
-            init_scale = 2.0**self.good
-        return Calibration(
-            init_scale=init_scale,
-            overflows_at=self.overflows_at,
-            passes=self.passes,
-            batches=self.batches,
-            is_largest=self.is_largest,
-            sentence=self._say_result(),
-        )
-
-    def _say_result(self) -> str:
-        if self.good < self.low:
-            return (
-                f"Even loss scale {power(2.0**self.low)} overflows on batches[{self.batches - 1}], "
-                "so no larger one does. `jaxscale.diagnostics.trace` finds where; compute that in "
-                "float32."
-            )
-        largest = power(2.0**self.good)
+        init_scale = 2.0 ** min(self.good, self.most)
+        overflows_at = None
+        if self.bad is not None:
+            overflows_at = 2.0 ** min(self.bad, self.most)
+        largest = power(init_scale)
         where = f"(batches: {self.batches}, backward passes: {self.passes})"
-        if not self.is_largest:
-            return (
+        sentence = (
+            f"The largest loss scale that does not overflow is {largest} {where}."
+        )
+        if self.good < self.low:
+            init_scale = None
+            least = power(2.0 ** min(self.low, self.most))
+            sentence = (
+                f"Even loss scale {least} overflows on batches[{self.batches - 1}], so no larger "
+                "one does. `jaxscale.diagnostics.trace` finds where; compute that in float32."
+            )
+        elif not self.is_largest:
+            sentence = (
                 f"Loss scale {largest} does not overflow {where}. These were too few passes "
                 f"to find the largest: pass max_passes={2 * self.max_passes}."
             )
-        if self.overflows_at is None:
-            return (
+        elif overflows_at is None:
+            sentence = (
                 f"No loss scale up to {largest}, the largest to try, overflows {where}."
             )
-        return f"The largest loss scale that does not overflow is {largest} {where}."
+        return Calibration(
+            init_scale=init_scale,
+            overflows_at=overflows_at,
+            passes=self.passes,
+            batches=self.batches,
+            is_largest=self.is_largest,
+            sentence=sentence,
+        )

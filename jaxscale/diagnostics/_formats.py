@@ -3,13 +3,12 @@
 A gradient's size is read from its bits, as integers: XLA on CPU may take subnormal numbers for
 zeros, but it does not touch integers.
 
-Formats round to nearest, ties to even. The mantissas of all boundaries therefore have few nonzero
-bits, and few different values (`CUTS`). A histogram that splits each power of two at these cuts is
-exact at every loss scale that is a power of two.
+Formats round to nearest, ties to even. The numbers from which on they round to something else
+(`THRESHOLDS`) therefore have few different mantissas.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,26 +74,8 @@ def magnitude_bits(leaf: Any) -> jax.Array:
     return bits & jnp.uint32(0x7FFFFFFF)
 
 
-class Boundary(NamedTuple):
-    """The least number beyond a boundary, `2**exponent * (1 + mantissa / 2**23)`.
-
-    No boundary needs the last bit of the mantissa. Set, it stands for "more than": a number exactly
-    at the boundary is not beyond it.
-    """
-
-    exponent: int
-    mantissa: int
-
-
-class Format(NamedTuple):
-    """Where a format rounds to what, from small numbers to large ones."""
-
-    nonzero: Boundary  # of the numbers that it does not make 0
-    normal: Boundary  # of those that it keeps in full
-    overflow: Boundary  # of those that it makes inf or NaN
-
-
-def _find_format(name: str) -> Format:
+def _find_thresholds(name: str) -> np.ndarray:
+    """Returns the least numbers that a format does not make 0, keeps in full, and overflows."""
     info = jnp.finfo(name)
     largest = float(info.max)
     normal = float(info.smallest_normal)
@@ -104,21 +85,15 @@ def _find_format(name: str) -> Format:
     # the smallest normal number it is that number. Above the largest number it is the next one,
     # which overflows, if the last bit of the largest is 1. In e4m3fn, where all ones mean NaN, it
     # is 0, and the tie stays finite.
-    is_last_bit_set = largest / spacing % 2 == 1
-    return Format(
-        nonzero=_find_boundary(subnormal / 2, inclusive=False),
-        normal=_find_boundary(normal - subnormal / 2, inclusive=True),
-        overflow=_find_boundary(largest + spacing / 2, inclusive=is_last_bit_set),
-    )
+    overflow = largest + spacing / 2
+    if largest / spacing % 2 == 0:
+        overflow = _find_next(overflow)
+    return np.array([_find_next(subnormal / 2), normal - subnormal / 2, overflow])
 
 
-def _find_boundary(value: float, inclusive: bool) -> Boundary:
-    """Returns a number as a boundary. If it is inclusive, the number itself is beyond it."""
-    fraction, exponent = math.frexp(value)
-    mantissa = int((2 * fraction - 1) * 2**23)
-    if not inclusive:
-        mantissa += 1
-    return Boundary(exponent - 1, mantissa)
+def _find_next(value: float) -> float:
+    """Returns the next larger number with as many digits as float32 has."""
+    return value + 2.0 ** (exponent_of(value) - 23)
 
 
 def exponent_of(value: float) -> int:
@@ -126,9 +101,4 @@ def exponent_of(value: float) -> int:
     return math.frexp(value)[1] - 1
 
 
-FORMAT_BY_NAME = {name: _find_format(name) for name in FORMATS}
-
-
-_MANTISSAS = {edge.mantissa for edges in FORMAT_BY_NAME.values() for edge in edges}
-# The mantissas of all boundaries. Class `i` holds the mantissas that are at least `i` of these.
-CUTS = sorted(_MANTISSAS - {0})
+THRESHOLDS = {name: _find_thresholds(name) for name in FORMATS}

@@ -1,11 +1,10 @@
 """Exponent histograms: how large gradients are, by powers of two, and what formats make of them.
 
-Rows are powers of two. Columns split them at the few mantissas at which a format rounds differently
-(`CUTS`). A loss scale that is a power of two only moves the rows, so that one histogram tells
-exactly what each format loses at every such scale: see `find_outcomes`.
+Rows are powers of two. Columns split them at the few mantissas at which a format rounds
+differently, so that one histogram tells exactly what each format loses at every loss scale that is
+a power of two, which only moves the rows.
 """
 
-import functools
 import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -17,27 +16,14 @@ from jax.core import Tracer
 
 from .._trees.checks import power_of_two
 from .._trees.gradient_leaves import leaf_name, replace_gradients
-from .._trees.numbers import INFINITY_BITS
-from ._formats import (
-    CUTS,
-    FORMAT_BY_NAME,
-    FORMATS,
-    Boundary,
-    gradient_leaves,
-    magnitude_bits,
-)
+from ._formats import FORMATS, THRESHOLDS, gradient_leaves, magnitude_bits
 
 EXPONENTS = np.arange(-149, 128)  # of float32's numbers
-_LEAST_EXPONENT = -149
-_COLUMNS = len(CUTS) + 1
-_SHAPE = (len(EXPONENTS), _COLUMNS)
-_CELLS = len(EXPONENTS) * _COLUMNS
-
-# Counts on their way are one array: first those of the cells, then these three.
-_ZERO = _CELLS
-_INF = _CELLS + 1
-_NAN = _CELLS + 2
-_NUM_COUNTS = _CELLS + 3
+# From which mantissas on a format rounds to something else. One is just above a power of two.
+_MANTISSAS = 2 * np.union1d(0.5, np.frexp([*THRESHOLDS.values()])[0])
+_CUTS = (2**23 * (_MANTISSAS - 1)).astype(np.uint32)
+# The least numbers of the cells, in the order of their size.
+_LEAST = np.ldexp(_MANTISSAS, EXPONENTS[:, None])
 
 
 class Histogram(NamedTuple):
@@ -68,8 +54,6 @@ class Histogram(NamedTuple):
     nan: Any
 
     def __add__(self, other: Any) -> Any:  # tuples alone would be concatenated
-        if not isinstance(other, Histogram):
-            return NotImplemented
         return Histogram(*map(operator.add, self, other))
 
     def __radd__(self, other: Any) -> Any:
@@ -133,51 +117,34 @@ def histogram(tree: Any, *, by_leaf: bool = False, axis_name: Any = None) -> Any
       2.0 1.0
     """
     leaves = gradient_leaves("histogram", "tree", tree)
-    counts = list(map(_count_cells, leaves))
-    if not by_leaf:
-        return _unpack(functools.reduce(operator.add, counts), axis_name)
-    histograms = [_unpack(of_leaf, axis_name) for of_leaf in counts]
-    return replace_gradients(tree, histograms)
+    of_leaves = list(map(_count_numbers, leaves))
+    counted: Any = sum(of_leaves)
+    if by_leaf:
+        counted = replace_gradients(tree, of_leaves)
+    if axis_name is not None:
+        counted = jax.lax.psum(counted, axis_name)
+    return counted
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
-def _count_cells(leaf: Any) -> jax.Array:
-    """Counts the numbers of a leaf: `f32[_NUM_COUNTS]`, the cells, then zeros, infs and NaNs."""
+def _count_numbers(leaf: Any) -> Histogram:
     bits = magnitude_bits(leaf).reshape(-1)
     # A subnormal number is an integer times 2**-149. Of that integer float32 knows the exponent.
-    is_subnormal = bits < 2**23
-    integers = bits.astype(jnp.float32)
-    bits_of_integers = jax.lax.bitcast_convert_type(integers, jnp.uint32)
-    normal = jnp.where(is_subnormal, bits_of_integers, bits)
-    exponent_field = (normal >> 23).astype(jnp.int32)
-    field_of_first_row = jnp.where(is_subnormal, 127, 127 + _LEAST_EXPONENT)
-    row = exponent_field - field_of_first_row
-
-    mantissa = normal & (2**23 - 1)
-    column: Any = 0
-    for cut in CUTS:
-        is_above_cut = mantissa >= cut
-        column = column + is_above_cut.astype(jnp.int32)
-
-    cell = row * _COLUMNS + column
-    cell = jnp.where(bits == 0, _ZERO, cell)
-    cell = jnp.where(bits == INFINITY_BITS, _INF, cell)
-    cell = jnp.where(bits > INFINITY_BITS, _NAN, cell)
-    counts = jnp.zeros(_NUM_COUNTS, jnp.uint32)
-    counts = counts.at[cell].add(jnp.uint32(1))
-    return counts.astype(jnp.float32)
-
-
-def _unpack(counts: jax.Array, axis_name: Any) -> Histogram:
-    """Returns what `_count_cells` counted, summed along axes of devices, as a histogram."""
-    if axis_name is not None:
-        counts = jax.lax.psum(counts, axis_name)
-    return Histogram(
-        counts=counts[:_CELLS].reshape(_SHAPE),
-        zero=counts[_ZERO],
-        inf=counts[_INF],
-        nan=counts[_NAN],
+    integers = jax.lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.uint32)
+    bits = jnp.where(bits < 2**23, integers, bits + np.uint32(149 << 23))
+    # The first row is for 0. The last is for inf, and for NaN, whose mantissa is not 0.
+    row = jnp.maximum(bits >> 23, 126) - 126
+    mantissa = bits & (2**23 - 1)
+    column = jnp.searchsorted(_CUTS, mantissa, side="right", method="compare_all") - 1
+    counts = jnp.zeros((len(EXPONENTS) + 2, len(_CUTS)), jnp.uint32)
+    counts = counts.at[row, column].add(jnp.uint32(1))
+    totals = Histogram(
+        counts=counts[1:-1],
+        zero=counts[0, 0],
+        inf=counts[-1, 0],
+        nan=counts[-1, 1:].sum(dtype=jnp.uint32),
     )
+    return jax.tree.map(lambda count: count.astype(jnp.float32), totals)
 
 
 def fetch(call: str, histogram: Any) -> Histogram:
@@ -194,7 +161,7 @@ def fetch(call: str, histogram: Any) -> Histogram:
         )
     counts, *others = [np.asarray(x, np.float64) for x in jax.device_get(histogram)]
     return Histogram(
-        counts.reshape(-1, *_SHAPE).sum(axis=0), *[array.sum() for array in others]
+        counts.reshape(-1, *_LEAST.shape).sum(axis=0), *map(np.sum, others)
     )
 
 
@@ -206,26 +173,13 @@ def fetch_leaves(call: str, histograms: Any) -> dict[str, Histogram]:
     return {leaf_name(path): fetch(call, node) for path, node in nodes}
 
 
-def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> list[np.ndarray]:
+def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> np.ndarray:
     """Returns what a format makes of the numbers of a histogram, scaled by `2**exponent`.
 
     That is how many of each row it flushes, keeps as subnormal, keeps in full, and overflows.
     """
-    beyond = [counts.sum(axis=1)]
-    for boundary in FORMAT_BY_NAME[name]:
-        beyond.append(_count_beyond(counts, boundary, exponent))
-    # What is beyond one boundary and not beyond the next becomes the same.
-    return list(map(np.subtract, beyond, [*beyond[1:], 0]))
-
-
-def _count_beyond(counts: np.ndarray, boundary: Boundary, exponent: int) -> np.ndarray:
-    """Counts, row by row, the numbers that are beyond a boundary once they are scaled."""
-    # The cells are in the order of their numbers: first the rows, then the columns.
-    row = boundary.exponent - exponent - _LEAST_EXPONENT
-    column = [0, *CUTS].index(boundary.mantissa)
-    first_beyond = row * _COLUMNS + column
-    is_beyond = np.arange(_CELLS).reshape(_SHAPE) >= first_beyond
-    return np.where(is_beyond, counts, 0).sum(axis=1)
+    outcomes = np.digitize(_LEAST, np.ldexp(THRESHOLDS[name], -exponent))
+    return np.stack([np.where(outcomes == k, counts, 0).sum(axis=1) for k in range(4)])
 
 
 def shares(histogram: Any, *, loss_scale: float = 1.0) -> dict[str, Any]:
@@ -261,17 +215,17 @@ def shares(histogram: Any, *, loss_scale: float = 1.0) -> dict[str, Any]:
       0.333
     """
     exponent = power_of_two("shares", "loss_scale", loss_scale)
+    by_leaf = find_shares_by_leaf(histogram, exponent)
     if isinstance(histogram, Histogram):
-        return find_all_shares(fetch("shares", histogram).counts, exponent)
-    return find_shares_by_leaf(histogram, exponent)
+        (whole,) = by_leaf.values()
+        return whole
+    return by_leaf
 
 
 def find_shares_by_leaf(histograms: Any, exponent: int) -> dict[str, dict[str, Shares]]:
     """Returns the shares of each leaf of a tree, which may be one leaf by itself."""
-    by_leaf = {}
-    for path, histogram in fetch_leaves("shares", histograms).items():
-        by_leaf[path] = find_all_shares(histogram.counts, exponent)
-    return by_leaf
+    leaves = fetch_leaves("shares", histograms).items()
+    return {path: find_all_shares(leaf.counts, exponent) for path, leaf in leaves}
 
 
 def find_all_shares(
@@ -281,7 +235,6 @@ def find_all_shares(
     total = max(counts.sum(), 1.0)
     shares_by_format = {}
     for name in formats:
-        outcomes = find_outcomes(counts, name, exponent)
-        shares = [float(numbers.sum() / total) for numbers in outcomes]
-        shares_by_format[name] = Shares(*shares)
+        outcomes = find_outcomes(counts, name, exponent).sum(axis=1)
+        shares_by_format[name] = Shares(*(outcomes / total).tolist())
     return shares_by_format

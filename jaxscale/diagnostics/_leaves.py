@@ -149,16 +149,22 @@ def table(histograms: Any, *, loss_scale: float = 1.0) -> LeafTable:
 
 
 def _make_row(path: str, histogram: Histogram, exponent: int) -> LeafRow:
-    counts = np.asarray(histogram.counts)
-    flushed, subnormal, _, overflowed = find_outcomes(counts, "float16", exponent)
-    filled = EXPONENTS[counts.any(axis=1)]
-    largest = 0.0
-    if filled.size:
-        largest = 2.0 ** float(filled[-1])
-    others = [histogram.nan, histogram.inf, histogram.zero]
-    lost = [outcome.sum() for outcome in (flushed, subnormal, overflowed)]
-    numbers = [counts.sum() + sum(others), *others, *lost]
-    return LeafRow(path, *map(int, numbers), largest=largest)
+    counts = histogram.counts
+    outcomes = find_outcomes(counts, "float16", exponent).sum(axis=1)
+    flushed, subnormal, _, overflowed = map(int, outcomes)
+    finite, zero, inf, nan = (int(np.sum(numbers)) for numbers in histogram)
+    powers = np.exp2(EXPONENTS[counts.any(axis=1)])
+    return LeafRow(
+        path=path,
+        size=finite + zero + inf + nan,
+        nan=nan,
+        inf=inf,
+        zero=zero,
+        flushed=flushed,
+        subnormal=subnormal,
+        overflowed=overflowed,
+        largest=float(powers.max(initial=0)),
+    )
 
 
 def _rank_badness(row: LeafRow) -> tuple[float, ...]:

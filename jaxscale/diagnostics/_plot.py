@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._trees.checks import power_of_two
-from ._formats import FORMATS, exponent_of
+from ._formats import FORMATS
 from ._histogram import (
     EXPONENTS,
     Histogram,
@@ -96,67 +96,57 @@ def draw_histogram(
     `titles` has the title of the ranges by the exponent of each loss scale; the bars are judged
     at the first.
     """
-    scales = list(titles)
     height = 0.6 + 0.3 * len(formats)  # of the ranges at one scale
-    figure = _new_figure(5.6, 3.2 + height * len(scales))
+    figure = _new_figure(5.6, 3.2 + height * len(titles))
     bars, *ranges = figure.subplots(
-        1 + len(scales), 1, sharex=True, height_ratios=[3] + [height] * len(scales)
+        1 + len(titles), 1, sharex=True, height_ratios=[3] + [height] * len(titles)
     )
     counts = np.asarray(histogram.counts)
-    _draw_bars(bars, counts, scales[0])
-    bars.set_xlim(_find_limits(counts, scales))
+    filled = EXPONENTS[counts.any(axis=1)]
+    ends = [_find_range("float16") - exponent for exponent in titles]
+    shown = np.concatenate([filled, *ends])
+    bars.set_xlim(shown.min() - 2, shown.max() + 2)
+    _draw_bars(bars, counts, next(iter(titles)))
     for ax, (exponent, title) in zip(ranges, titles.items(), strict=True):
         _draw_ranges(ax, exponent, find_all_shares(counts, exponent, formats))
         ax.set_title(title, loc="left", fontsize=10)
-    lowest = ranges[-1]
-    lowest.set_xlabel("|gradient|, unscaled")
-    lowest.xaxis.set_major_formatter(lambda value, _: f"$2^{{{value:.0f}}}$")
-    _mark_integers(lowest.xaxis)
+    ranges[-1].xaxis.set_major_formatter(lambda exponent, _: f"$2^{{{exponent:g}}}$")
+    return _label_bottom(figure, "|gradient|, unscaled")
+
+
+def _label_bottom(figure: Any, label: str) -> Any:
+    """Returns a figure with a label and integers below its lowest axes."""
+    lowest = figure.axes[-1]
+    lowest.set_xlabel(label)
+    lowest.xaxis.get_major_locator().set_params(integer=True)
     return figure
-
-
-def _mark_integers(axis: Any, **options: Any) -> None:
-    axis.get_major_locator().set_params(integer=True, **options)
 
 
 def _find_range(name: str) -> np.ndarray:
     """Returns the exponents at which a format's subnormal and normal numbers begin, and its end."""
     info = jnp.finfo(name)
-    edges = (info.smallest_subnormal, info.smallest_normal, info.max)
-    exponents = np.array([exponent_of(float(edge)) for edge in edges])
-    return exponents + np.array([0, 0, 1])
-
-
-def _find_limits(counts: np.ndarray, scales: Sequence[int]) -> tuple[int, int]:
-    """Returns the exponents between which all gradients are, and the range of float16."""
-    range_of_float16 = _find_range("float16")
-    shown = [
-        *EXPONENTS[counts.any(axis=1)],
-        *range_of_float16 - max(scales),
-        *range_of_float16 - min(scales),
-    ]
-    return min(shown) - 2, max(shown) + 2
+    numbers = [info.smallest_subnormal, info.smallest_normal, info.max]
+    _, exponents = np.frexp(np.array(numbers, np.float64))
+    return exponents - [1, 1, 0]
 
 
 def _draw_bars(ax: Any, counts: np.ndarray, exponent: int) -> None:
     """Draws the share of each exponent, stacked by what becomes of it."""
-    filled = np.flatnonzero(counts.sum(axis=1))
     flushed, subnormal, normal, overflowed = find_outcomes(counts, "float16", exponent)
-    # not from the heights, which are rounded
-    shares = find_all_shares(counts, exponent)["float16"]
-    stack = (
-        ("kept by float16", normal, shares.normal, _NORMAL, ""),
-        ("kept as subnormal", subnormal, shares.subnormal, _SUBNORMAL, ""),
-        ("flushed to 0, or overflow", flushed + overflowed, shares.lost, _LOST, "////"),
-    )
-    bottom = np.zeros(len(filled))
-    for words, numbers, share, color, hatch in stack:
-        height = 100 * numbers[filled] / max(counts.sum(), 1.0)
+    total = max(counts.sum(), 1.0)
+    bottom = np.zeros(len(EXPONENTS))
+    for words, numbers, color, hatch in (
+        ("kept by float16", normal, _NORMAL, ""),
+        ("kept as subnormal", subnormal, _SUBNORMAL, ""),
+        ("flushed to 0, or overflow", flushed + overflowed, _LOST, "////"),
+    ):
+        filled = numbers > 0
+        height = 100 * numbers / total
         ax.bar(
-            EXPONENTS[filled] + 0.5, height, width=1, bottom=bottom,
-            color=color, hatch=hatch, label=f"{words}: {percent(share)}", **_EDGE,
+            EXPONENTS[filled] + 0.5, height[filled], width=1, bottom=bottom[filled],
+            color=color, hatch=hatch, label=f"{words}: {percent(numbers.sum() / total)}", **_EDGE,
         )  # fmt: skip
-        bottom = bottom + height
+        bottom += height
     ax.set_ylabel("share of the nonzero\ngradients (%)")
     # above the bars: beside them there is no room
     ax.legend(
@@ -168,8 +158,7 @@ def _draw_bars(ax: Any, counts: np.ndarray, exponent: int) -> None:
 def _draw_ranges(ax: Any, exponent: int, shares: Mapping[str, Shares]) -> None:
     """Draws, for each format, the range of gradients that it holds once they are scaled."""
     for row, (name, shares_of_format) in enumerate(shares.items()):
-        ends = _find_range(name) - exponent
-        low, normal, high = np.clip(ends, *ax.get_xlim())
+        low, normal, high = np.clip(_find_range(name) - exponent, *ax.get_xlim())
         for left, right, color in ((low, normal, _SUBNORMAL), (normal, high, _NORMAL)):
             ax.barh(row, right - left, left=left, height=0.6, color=color, **_EDGE)
         flushed = f"to 0: {percent(shares_of_format.flushed)}"
@@ -192,56 +181,28 @@ def _plot_run(rows: Sequence[Any]) -> Any:
             )
     if not rows:
         raise ValueError("`plot` has nothing to draw: it got a list without any step.")
-    names = ("loss", "loss_scale", "step_applied", "total_steps")
     columns = {}
-    for name in names:
+    for name in ("total_steps", *_LABELS):
         if all(name in row for row in rows):
             columns[name] = np.array(jax.device_get([row[name] for row in rows]))
     steps = columns.pop("total_steps", np.arange(1, len(rows) + 1))
+    if "step_applied" in columns:
+        columns["step_applied"] = np.cumsum(columns["step_applied"] == 0)
     figure = _new_figure(8, 1 + 1.7 * len(columns))
     figure.subplots(len(columns), 1, sharex=True)
     for ax, (name, column) in zip(figure.axes, columns.items(), strict=True):
-        _DRAW[name](ax, steps, column)
-    lowest = figure.axes[-1]
-    lowest.set_xlabel("step")
-    _mark_integers(lowest.xaxis)
-    return figure
+        is_finite = np.isfinite(column)
+        ax.step(steps, np.where(is_finite, column, np.nan), where="post", color=_NORMAL)
+        for bad in steps[~is_finite]:
+            ax.axvline(bad, color="black", lw=0.8, ls=":")
+        if name != "step_applied" and np.all(column[is_finite] > 0):
+            ax.set_yscale("log", base=2)
+        ax.set_ylabel(_LABELS[name])
+    return _label_bottom(figure, "step")
 
 
-def _draw_loss(ax: Any, steps: np.ndarray, loss: np.ndarray) -> None:
-    is_finite = np.isfinite(loss)
-    finite_or_gap = np.where(is_finite, loss, np.nan)
-    ax.plot(steps, finite_or_gap, color=_NORMAL, lw=1)
-    for bad in steps[~is_finite]:
-        ax.axvline(bad, color="black", lw=0.8, ls=":")
-    if np.all(loss[is_finite] > 0):
-        ax.set_yscale("log")
-    ax.set_ylabel("loss")
-
-
-def _draw_loss_scale(ax: Any, steps: np.ndarray, loss_scale: np.ndarray) -> None:
-    ax.step(steps, np.log2(loss_scale), where="post", color=_NORMAL)
-    ax.yaxis.set_major_formatter(lambda value, _: f"$2^{{{value:g}}}$")
-    _mark_integers(ax.yaxis, min_n_ticks=1)
-    ax.margins(y=0.15)
-    ax.set_ylabel("loss scale")
-
-
-def _draw_skipped(ax: Any, steps: np.ndarray, applied: np.ndarray) -> None:
-    is_skipped = applied == 0
-    skipped = np.cumsum(is_skipped)
-    ax.step(steps, skipped, where="post", color=_NORMAL, lw=1)
-    ax.plot(
-        steps[is_skipped], skipped[is_skipped], "o",
-        color=_SUBNORMAL, mec="black", mew=0.4, ms=4,
-    )  # fmt: skip
-    ax.set_ylabel("steps skipped,\nin all")
-    _mark_integers(ax.yaxis, min_n_ticks=1)
-    ax.set_ylim(0, 1.1 * skipped.max() + 0.5)
-
-
-_DRAW = {
-    "loss": _draw_loss,
-    "loss_scale": _draw_loss_scale,
-    "step_applied": _draw_skipped,
+_LABELS = {
+    "loss": "loss",
+    "loss_scale": "loss scale",
+    "step_applied": "steps skipped,\nin all",
 }

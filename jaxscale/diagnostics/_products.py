@@ -16,7 +16,7 @@ from .._trees.flat import Flat
 from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call
 from ._trace.needs import Around
-from ._trace.places import Line, find_line
+from ._trace.places import find_line
 
 _HALF = ("float16", "bfloat16")
 _MOST_LINES = 20  # that are printed
@@ -40,10 +40,9 @@ class ProductLine(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        where = "no line of yours"
+        text = f"{self.number} at no line of yours"
         if self.where:
-            where = f"{self.where}: `{self.source}`"
-        text = f"{self.number} at {where}"
+            text = f"{self.number} at {self.where}: `{self.source}`"
         if self.reason:
             text += f" ({self.reason})"
         return text
@@ -73,12 +72,12 @@ class Products(NamedTuple):
         if total == 1:
             what = "matrix product or convolution"
         parts = [f"{count} in {dtype}" for dtype, count in sorted(self.counts.items())]
-        text = [f"{total} {what}: {', '.join(parts)}."]
-        for line in self.not_half[:_MOST_LINES]:
-            text.append(f"  {line.dtype}: {line}")
-        for words in and_more(self.not_half, _MOST_LINES):
-            text.append(f"  {words.capitalize()} lines.")
-        return "\n".join(text)
+        lines = [f"  {line.dtype}: {line}" for line in self.not_half[:_MOST_LINES]]
+        more = [
+            f"  {words.capitalize()} lines."
+            for words in and_more(self.not_half, _MOST_LINES)
+        ]
+        return "\n".join([f"{total} {what}: {', '.join(parts)}.", *lines, *more])
 
 
 def products(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Products:
@@ -147,34 +146,19 @@ def _as_in_jit(leaf: Any) -> Any:
     return leaf
 
 
-class _Product(NamedTuple):
-    """What products must share to be listed as one."""
-
-    dtype: str
-    line: Line
-    reason: str
-
-
 def _count(program: Jaxpr) -> Products:
-    products = collections.Counter(_find(program, (), outermost(program), inside=""))
+    found = collections.Counter(_find(program, (), outermost(program), inside=""))
     counts: collections.Counter[str] = collections.Counter()
-    by_line = []
-    for product, number in products.items():
-        counts[product.dtype] += number
-        product_line = ProductLine(
-            dtype=product.dtype,
-            number=number,
-            where=product.line.where,
-            source=product.line.text,
-            reason=product.reason,
-        )
-        by_line.append(product_line)
-    return Products(dict(counts), tuple(by_line))
+    lines = []
+    for line, number in found.items():
+        counts[line.dtype] += number
+        lines.append(line._replace(number=number))
+    return Products(dict(counts), tuple(lines))
 
 
 def _find(
     program: Jaxpr, around: Around, site: CallSite, inside: str
-) -> Iterator[_Product]:
+) -> Iterator[ProductLine]:
     """Yields the products of a program, and of the programs that its equations hold.
 
     `inside` says why they run as they are written if each for itself would not, or is `""`.
@@ -182,11 +166,12 @@ def _find(
     for eqn in program.eqns:
         name = eqn.primitive.name
         if name in PRODUCTS:
+            line = find_line(eqn, around)
             dtype = _find_dtype(eqn)
             reason = inside
             if dtype == "float32":
                 reason = why_not_cast(eqn, site) or inside
-            yield _Product(dtype, find_line(eqn, around), reason)
+            yield ProductLine(dtype, 1, line.where, line.text, reason)
         what = inside
         if name in KERNELS:
             what = "inside of a kernel"

@@ -36,9 +36,8 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
     first_width, *widths = [max(map(len, column)) for column in columns]
     lines = []
     for name, *cells in rows:
-        aligned = [name.ljust(first_width)]
+        line = name.ljust(first_width)
         for cell, width in zip(cells, widths, strict=True):
-            aligned.append(cell.rjust(width))
-        line = "  ".join(aligned)
+            line += cell.rjust(width + 2)
         lines.append(line.rstrip())
     return "\n".join(lines)

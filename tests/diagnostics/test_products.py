@@ -16,7 +16,19 @@ from jax.experimental import pallas
 from tables import cases
 
 import jaxscale
+from jaxscale import diagnostics
 from jaxscale.diagnostics import products
+
+
+def test_a_network_of_two_layers_has_two_products_in_float16():
+    def network(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    found = diagnostics.products(jaxscale.autocast(network), w, x)
+    assert found.counts == {"float16": 2}
+    assert str(found) == "2 matrix products and convolutions: 2 in float16."
+
 
 W = jnp.ones((4, 4))
 X = jnp.ones((2, 4))
@@ -80,18 +92,27 @@ def test_products_count_in_their_precision_wherever_they_are(name):
             assert not any(line.reason for line in found.lines)
 
 
-def test_without_products_there_is_nothing_to_count():
-    found = products(lambda w, x: jnp.sum(w) + jnp.sum(x), W, X)
-    assert found.counts == {}
-    assert str(found) == "No matrix products and no convolutions."
+def loss_fn(w, x):
+    return jnp.sum(jaxscale.autocast(product)(w, x) ** 2)
 
 
-def test_both_passes_count_where_the_derivative_is_given():
-    def loss_fn(w, x):
-        return jnp.sum((x @ w) ** 2)
+# How a function is passed, what it counts, and how its report begins.
+COUNTED = {
+    "no product": (lambda w, x: jnp.sum(w), {}, "No matrix products and no conv"),
+    "both passes": (
+        jax.value_and_grad(loss_fn, (0, 1)),
+        {"float16": 3},
+        "3 matrix products and convolutions: 3 in float16.",
+    ),
+}
 
-    found = products(jax.value_and_grad(jaxscale.autocast(loss_fn), (0, 1)), W, X)
-    assert found.counts == {"float16": 3}
+
+@cases("name", COUNTED)
+def test_the_report_begins_with_what_was_counted(name):
+    fun, counts, start = COUNTED[name]
+    found = products(fun, W, X)
+    assert found.counts == counts
+    assert str(found).startswith(start)
 
 
 def line_of(function):
@@ -171,22 +192,20 @@ def test_products_inside_of_a_kernel_are_told_as_such():
 
 
 def test_the_report_tells_both_apart():
-    def loss_fn(w, x):
-        y = x @ w
-        y = jnp.tanh(y) @ w
-        return jnp.mean(jaxscale.full_precision(product)(w, y))
+    @jaxscale.autocast
+    def fun(w, x):
+        return jaxscale.full_precision(product)(w, jnp.tanh(x @ w) @ w)
 
-    found = products(jaxscale.autocast(loss_fn), W, X)
+    found = products(fun, W, X)
     summary, others = str(found).split("\n")
     assert summary == "3 matrix products and convolutions: 2 in float16, 1 in float32."
     assert others.startswith("  float32: 1 at ")
     assert "return x @ w" in others
+    # two on one line
     assert [(line.number, bool(line.reason)) for line in found.lines] == [
-        (1, False),
-        (1, False),
+        (2, False),
         (1, True),
     ]
-    assert found.counts == {"float16": 2, "float32": 1}
 
 
 def test_modules_and_other_arguments_are_taken_as_by_autocast():
@@ -212,8 +231,7 @@ def test_modules_and_other_arguments_are_taken_as_by_autocast():
 
 
 def test_arguments_may_have_keywords():
-    fun = jaxscale.autocast(lambda *, x: x @ W)
-    assert products(fun, x=X).counts == {"float16": 1}
+    assert products(jaxscale.autocast(lambda *, x: x @ W), x=X).counts == {"float16": 1}
 
 
 def test_what_is_not_a_function_is_an_error():

@@ -19,6 +19,19 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_three_bad_steps_are_counted_and_are_an_error_if_two_are_accepted():
+    tx = jaxscale.loss_scaled(optax.adam(0.1))
+    state = tx.init(jnp.zeros(3))
+    for _ in range(3):
+        _, state = tx.update(jnp.full(3, jnp.inf), state)
+    numbers = jaxscale.metrics(state)
+    assert (numbers["loss_scale"], numbers["total_notfinite"]) == (4096, 3)
+    jaxscale.check(state, max_consecutive=3)
+    with pytest.raises(jaxscale.LossScaleStuckError, match=r"^3 steps .* is 4096\.0\."):
+        jaxscale.check(state, max_consecutive=2)
+
+
 W = jnp.full(3, 0.5)
 BAD = jnp.full(3, jnp.nan)
 SGD = optax.sgd(0.1)
@@ -53,25 +66,22 @@ def stuck(tree, match=None, **options):
 
 
 @cases("policy", [jaxscale.DynamicLossScale, jaxscale.AdaptiveLossScale])
-def test_metrics_of_a_loss_scale_alone_are_its_state(policy):
-    state = policy().init()
-    assert jaxscale.metrics({"policy": state}) == state._asdict()
-
-
-def test_metrics_hold_the_state_of_the_loss_scale():
-    state = after(1, jnp.ones(3), ADAPTIVE)
+def test_metrics_hold_the_state_of_the_loss_scale(policy):
+    scaling = policy().init()
+    assert jaxscale.metrics({"policy": scaling}) == scaling._asdict()
+    state = after(1, jnp.ones(3), jaxscale.loss_scaled(SGD, policy()))
     assert jaxscale.metrics(state).items() >= state.scaling._asdict().items()
 
 
 def test_metrics_are_the_same_scalars_inside_jit_and_outside():
     state = after(2)
-    inside = jax.jit(jaxscale.metrics)({"opt": (state,), "params": jnp.zeros(3)})
     outside = jaxscale.metrics(state)
+    inside = jax.jit(jaxscale.metrics)({"opt": (state,), "params": jnp.zeros(3)})
     assert inside == outside
-    for values in (inside, outside):
-        assert {value.shape for value in values.values()} == {()}
-    assert outside["notfinite_count"] == 2
-    assert not outside["step_applied"]
+    prefixed = jaxscale.metrics(state, prefix="train/")
+    assert prefixed == {f"train/{name}": value for name, value in outside.items()}
+    assert {value.shape for value in [*inside.values(), *outside.values()]} == {()}
+    assert (outside["notfinite_count"], outside["step_applied"]) == (2, False)
 
 
 NORMED = {"max_norm": 1.0, "spikes": jaxscale.SpikeRule(window=4), "track_leaves": True}
@@ -96,12 +106,6 @@ def test_metrics_are_json_at_all_times_and_have_the_same_names(name):
         text = json.dumps(jax.tree.map(float, numbers), allow_nan=False)
         for number in json.loads(text).values():
             assert abs(number) <= np.finfo(np.float32).max
-
-
-def test_metrics_take_a_prefix_for_every_name():
-    numbers = jaxscale.metrics(after(2))
-    prefixed = jaxscale.metrics(after(2), prefix="train/")
-    assert prefixed == {f"train/{name}": value for name, value in numbers.items()}
 
 
 def test_metrics_without_a_loss_scale_leave_out_what_it_would_count():
@@ -179,24 +183,37 @@ def test_check_tells_of_an_optimizer_that_is_wrapped_inside_of_another(name):
         )
 
 
-def test_check_is_silent_while_training_makes_progress():
-    jaxscale.check(after(5, jnp.ones(3)), max_consecutive=0)
-    jaxscale.check({"opt": after(3)}, max_consecutive=3)
-    recovered = one_step(TX, jnp.ones(3), after(9))
-    jaxscale.check(recovered, max_consecutive=0)
-
-
-def test_by_default_a_scale_may_come_down_all_the_way():
-    jaxscale.check(after(24, tx=TOP))
-    stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
+# The optimizer, its gradients, in how many steps, how many skips are accepted, and what is said.
+VERDICTS = {
+    "progress": (TX, 1.0, 5, 0, None),
+    "few skips": (TX, np.nan, 3, 3, None),
+    "all the way down": (TOP, np.nan, 24, 50, None),
+    "further than that": (TOP, np.nan, 51, 50, "51 steps"),
+    "zeros, adaptive": (ADAPTIVE, 0.0, 5, 5, None),
+    "more zeros, adaptive": (
+        ADAPTIVE,
+        0.0,
+        6,
+        5,
+        r"0 in 6 steps at loss scale 256.*init",
+    ),
+    "no zeros, adaptive": (ADAPTIVE, 1.0, 6, 5, None),
+    "zeros, dynamic": (TX, 0.0, 6, 5, None),
+}
 
 
 @pytest.mark.worlds
-def test_a_policy_that_follows_gradients_needs_some_that_are_not_0():
-    for steps, size, tx in ((5, 0.0, ADAPTIVE), (6, 1.0, ADAPTIVE), (6, 0.0, TX)):
-        jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
-    blind = after(6, jnp.zeros(3), ADAPTIVE)
-    stuck(blind, r"0 in 6 steps at loss scale 256.*init", max_consecutive=5)
+@cases("name", VERDICTS, fast=["few skips", "further than that"])
+def test_a_run_is_stuck_after_more_bad_steps_than_are_accepted(name):
+    tx, size, steps, accepted, text = VERDICTS[name]
+    state = after(steps, jnp.full(3, size), tx)
+    for tree in ({"opt": state}, jax.tree.map(np.asarray, state)):
+        if text is None:
+            jaxscale.check(tree, max_consecutive=accepted)
+        else:
+            stuck(tree, text, max_consecutive=accepted)
+    recovered = one_step(tx, jnp.ones(3), state)
+    jaxscale.check(recovered, max_consecutive=0)
 
 
 def half_loss(w, x):
@@ -251,6 +268,12 @@ ALL_ZERO = {
     "unscaled": (jaxscale.skip_nonfinite(MOMENTUM), unchanged, square_loss, 0.0),
     "window": (jaxscale.multi_steps(TX, 1), unchanged, square_loss, 0.0),
     "hidden": (TX, cleaned, large_half_loss, 1.0),
+    "no moments, but norms": (
+        jaxscale.loss_scaled(SGD, spikes=jaxscale.SpikeRule()),
+        unchanged,
+        square_loss,
+        0.0,
+    ),
 }
 
 
@@ -269,11 +292,9 @@ def test_steps_whose_gradients_are_all_0_are_told_of(name):
         jaxscale.check(state, tx=tx)
         for _ in range(steps):
             w, state = step(w, state, x)
-    with pytest.warns(UserWarning, match=r"are 0 after 50 steps.*`on_grads="):
-        jaxscale.check(state, tx=tx)
-    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, state)
-    with pytest.warns(UserWarning, match="are 0 after 50 steps"):
-        jaxscale.check(population, tx=tx)
+    for tree in (state, stacked(state, state)):
+        with pytest.warns(UserWarning, match=r" 0 \w+ 50 steps.*`on_grads="):
+            jaxscale.check(tree, tx=tx)
     _, state = jax.jit(tx.update)(W, state, w)
     jaxscale.check(state, tx=tx)
 
@@ -451,39 +472,37 @@ def idle(tx, scale=2.0**24, **counters):
     return state._replace(**{name: np.int32(n) for name, n in counters.items()})
 
 
-# Each makes a state when a test asks for it.
-NOT_IDLE = {
-    "after fewer steps": lambda: idle(TX, total_steps=9999),
-    "at a lower scale": lambda: idle(TX, 2.0**23),
-    "an overflow": lambda: idle(TX, total_notfinite=1),
-    "a retry": lambda: idle(TX, total_retries=1),
-    "fixed": lambda: idle(FIXED),
-    "adaptive": lambda: idle(ADAPTIVE),
+# Each makes a state when a test asks for it, and is told of or not.
+IDLE = {
+    "an overflow": (lambda: idle(TX, total_notfinite=1), False),
+    "a retry": (lambda: idle(TX, total_retries=1), False),
+    "adaptive": (lambda: idle(ADAPTIVE), False),
+    "grown": (lambda: idle(TX), True),
+    "a bad loss": (lambda: idle(TX, total_notfinite=1, total_notfinite_loss=1), True),
+    "a population": (lambda: stacked(idle(TX, 2.0**23), idle(TX)), True),
+    "a tree": (lambda: {"opt": idle(TX)}, True),
 }
 
 
-@pytest.mark.parametrize("name", NOT_IDLE)
-def test_a_scale_that_did_more_than_grow_is_not_warned_of(name):
-    jaxscale.check(NOT_IDLE[name]())  # a warning is an error here
+def stacked(*states):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
 
-def test_a_scale_that_only_ever_grew_is_warned_of_once():
-    grown = idle(TX)
-    bad_loss = idle(TX, total_notfinite=1, total_notfinite_loss=1)
-    lower = NOT_IDLE["at a lower scale"]()
-    population = jax.tree.map(lambda *leaves: np.stack(leaves), lower, grown)
+@cases("name", IDLE)
+def test_a_scale_that_only_ever_grew_is_warned_of(name):
+    make_state, is_warned_of = IDLE[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for state in (grown, bad_loss, population, {"opt": grown}):
-            jaxscale.check(state)
-    assert len(caught) == 4
-    # By default Python shows one text of one line of a program once.
-    assert len({warning.lineno for warning in caught}) == 1
-    (text,) = {str(warning.message) for warning in caught}
-    assert {warning.filename for warning in caught} == {__file__}
-    assert "`jax.value_and_grad`" in text
-    assert "train_step(loss_fn, tx)" in text
-    assert "skip_nonfinite(tx)" in text
+        jaxscale.check(make_state())
+    assert len(caught) == is_warned_of
+    for warning in caught:
+        assert warning.filename == __file__
+        for words in (
+            "`jax.value_and_grad`",
+            "train_step(loss_fn, tx)",
+            "skip_nonfinite(tx)",
+        ):
+            assert words in str(warning.message)
 
 
 class Tracked(NamedTuple):
@@ -513,8 +532,7 @@ def test_check_takes_the_optimizer_of_a_train_state():
 def test_check_reads_a_state_that_holds_more_than_scalars():
     tx = jaxscale.loss_scaled(SGD, Tracking())
     alone = after(7, tx=tx)
-    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), after(1, tx=tx), alone)
-    for state in (alone, population):
+    for state in (alone, stacked(after(1, tx=tx), alone)):
         stuck(state, r"7 steps.*on its way down, to 4:", tx=tx, max_consecutive=5)
 
 
