@@ -111,7 +111,7 @@ def main():
     options = parse()
     device = jax.devices()[0]
     size = options.size or ("tiny" if device.platform == "cpu" else "full")
-    machine, _ = report.describe()
+    machine = report.describe()
     machine["platform_version"] = device.client.platform_version
     machine["memory"] = device_timing.read_memory("bytes_limit")
     settings = {"size": size, "minutes": options.minutes}

@@ -234,9 +234,6 @@ def make_resnet(blocks, channels, batch, side):
     return Model(resnet, params, (floats((batch, side, side, 3)), integers(batch)))
 
 
-# An MLP-mixer.
-
-
 # An LSTM, which carries its state in float32.
 
 
@@ -265,9 +262,6 @@ def make_lstm(length, batch, inputs, width):
     }
     sequence = floats((length, batch, inputs))
     return Model(lstm, params, (sequence, sequence))
-
-
-# A graph network with attention along edges.
 
 
 # Logits of many words.
