@@ -13,20 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-FAMILIES = (
-    "vision",
-    "sequence",
-    "generative",
-    "contrastive",
-    "graphs",
-    "physics",
-    "reinforcement",
-    "quantization",
-    "losses",
-    "activations",
-    "scipy_functions",
-    "speech",
-)
+FAMILIES = ["vision", "sequence", "generative", "graphs", "physics", "reinforcement"]
+FAMILIES += ["quantization", "speech"]
 
 FRAMEWORKS = ("jax", "linen", "nnx", "equinox", "haiku")
 

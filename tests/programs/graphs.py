@@ -1,4 +1,4 @@
-"""Graphs: messages along edges, attention over neighbours, sets, molecules, embeddings."""
+"""Graphs: attention over neighbours, and molecules."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 from corpus import (
     Program,
-    apply_dense,
-    confident_head,
     cross_entropy,
-    dense,
     integers,
     mean_squared_error,
     normal,
@@ -22,34 +19,6 @@ NODES, EDGES = 12, 30
 def random_graph(seed):
     """Returns nodes with features, and edges as two lists of integers."""
     return normal(NODES, 8, seed=seed), integers(NODES, 2, EDGES, seed=seed)
-
-
-@program("jax")
-def graph_convolution():
-    """GraphSAGE: a node beside the mean of its neighbours, a biased head and integer labels."""
-    x, (senders, receivers) = random_graph(1)
-    adjacency = jnp.eye(NODES)
-    adjacency = adjacency.at[senders, receivers].set(1.0)
-    adjacency = adjacency.at[receivers, senders].set(1.0)
-    adjacency = adjacency / adjacency.sum(1, keepdims=True)
-    labels = integers(4, NODES, seed=2)
-    params = {"first": dense(16, 32, seed=3), "head": dense(32, 4, seed=4)}
-
-    def features(params, x, adjacency):
-        neighbours = adjacency @ x
-        both = jnp.concatenate([x, neighbours], axis=-1)
-        return jax.nn.relu(apply_dense(params["first"], both))
-
-    params["head"]["w"] = confident_head(
-        features(params, x, adjacency), labels, 4, margin=8.0
-    )
-
-    def loss(params, batch):
-        x, adjacency, labels = batch
-        logits = apply_dense(params["head"], features(params, x, adjacency))
-        return cross_entropy(logits, labels)
-
-    return Program(loss, params, (x, adjacency, labels))
 
 
 @program("linen")

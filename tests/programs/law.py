@@ -7,9 +7,8 @@ precision may have a summand that comes from no product (`additions`).
 
 import contextlib
 import io
-import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import corpus
 import entries
@@ -36,18 +35,6 @@ DRAWS, APART = 4, 0.02
 SMALLEST = 1e-3
 
 
-# Float32's gradients and the reference's errors for the fast rows: `run.py --record`.
-FILE = pathlib.Path(__file__).with_name("recorded.npz")
-
-
-class Verdict(NamedTuple):
-    """What is wrong with an entry's gradients of a program, in words, and their largest error."""
-
-    wrong: list[str]
-    # The largest error, relative to that of the reference, or to `ROUNDING`.
-    ratio: float = 0.0
-
-
 class Trial:
     """A program. Its float32 gradients and the reference's errors are computed when needed."""
 
@@ -56,36 +43,6 @@ class Trial:
         self.case = make_case(row)
         self._exact: list[Result] | None = None
         self._reference: dict[tuple[str, bool], list[float]] = {}
-
-    @classmethod
-    def recorded(cls, row: corpus.Row, entry: str) -> "Trial":
-        """Returns a trial for one entry, with gradients and errors of the file if it has them."""
-        trial = cls(row)
-        if entry == DOCTOR or not FILE.exists():
-            return trial
-        with np.load(FILE) as file:
-            count = len(jax.tree.leaves(trial.case.params))
-            stacked = [file[f"{row.name} exact {i}"] for i in range(count)]
-            kind = ENTRIES[entry]
-            reference = file[f"{row.name} reference"].tolist()
-        trial._exact = []
-        for draw in range(DRAWS):
-            grads = [leaf[draw] for leaf in stacked]
-            trial._exact.append(Result(loss=None, grads=grads, checks={}))
-        trial._reference[kind.dtype] = reference
-        return trial
-
-    def record(self, entry: str) -> dict[str, np.ndarray]:
-        """Returns what `recorded` reads."""
-        kind = ENTRIES[entry]
-        name = self.row.name
-        arrays = {}
-        draws = [result.grads for result in self.exact()]
-        for i, leaf_by_draw in enumerate(zip(*draws, strict=True)):
-            arrays[f"{name} exact {i}"] = np.stack(leaf_by_draw)
-        reference = self.reference_errors(kind.dtype)
-        arrays[f"{name} reference"] = np.array(reference)
-        return arrays
 
     def exact(self) -> list[Result]:
         """Returns the results in float32, one for each draw."""
@@ -101,7 +58,7 @@ class Trial:
             self._reference[dtype] = find_errors(results, self.exact())
         return self._reference[dtype]
 
-    def judge(self, name: str) -> Verdict:
+    def judge(self, name: str) -> list[str]:
         """Returns what is wrong with the gradients that an entry makes of the program."""
         if name == DOCTOR:
             return _ask_doctor(self.row)
@@ -110,10 +67,8 @@ class Trial:
         wrong = _broken_promises(results)
         errors = find_errors(results, self.exact())
         reference = self.reference_errors(entry.dtype)
-        verdict = _compare(leaf_names(self.case), errors, reference)
-        wrong += verdict.wrong
-        wrong += [*find_additions(program), *find_roundings(program)]
-        return Verdict(wrong, verdict.ratio)
+        wrong += _compare(leaf_names(self.case), errors, reference)
+        return [*wrong, *find_additions(program), *find_roundings(program)]
 
 
 def run(fun: Any, case: Case) -> tuple[list[Result], Any]:
@@ -187,29 +142,26 @@ def _broken_promises(results: Sequence[Result]) -> list[str]:
 
 def _compare(
     names: Sequence[str], errors: Sequence[float], reference: Sequence[float]
-) -> Verdict:
+) -> list[str]:
     """Compares the errors of an entry with those of the reference, leaf by leaf."""
     if not np.all(np.isfinite(reference)):
         raise ValueError("the reference overflows: give the program a lower scale")
     wrong = []
-    ratio = 0.0
     for name, error, expected in zip(names, errors, reference, strict=True):
-        bound = max(FACTOR * expected, ROUNDING)
-        ratio = max(ratio, FACTOR * error / bound if np.isfinite(error) else np.inf)
-        if not error <= bound:  # also where it is NaN
+        if not error <= max(FACTOR * expected, ROUNDING):  # also where it is NaN
             wrong.append(
                 f"{name}: error {error:.2g}, that of the reference is {expected:.2g}"
             )
-    return Verdict(wrong, ratio)
+    return wrong
 
 
-def _ask_doctor(row: corpus.Row) -> Verdict:
+def _ask_doctor(row: corpus.Row) -> list[str]:
     """Returns what the command says about a program in float16, if it finds anything."""
     arguments = ["doctor", "--quick", "--autocast", "float16", target_of(row.name)]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         status = command(arguments)
     if status == 0:
-        return Verdict([])
+        return []
     lines = [line for line in printed.getvalue().splitlines() if line.strip()]
-    return Verdict([f"status {status}: {' '.join(lines)[-600:]}"])
+    return [f"status {status}: {' '.join(lines)[-600:]}"]

@@ -3,8 +3,6 @@
 import functools
 
 import equinox as eqx
-import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from corpus import (
@@ -52,57 +50,6 @@ def quantization_aware():
     return Program(loss, params, batch)
 
 
-@jax.custom_jvp
-def sign(x):
-    return jnp.where(x > 0, 1.0, -1.0)
-
-
-@sign.defjvp
-def _sign_jvp(primals, tangents):
-    (x,) = primals
-    (dx,) = tangents
-    return sign(x), jnp.where(jnp.abs(x) <= 1, dx, 0.0)
-
-
-@program("linen")
-def binary_network():
-    """Weights of -1 and 1 with a custom forward derivative, and batch normalization."""
-
-    class BinaryDense(nn.Module):
-        features: int
-
-        @nn.compact
-        def __call__(self, x):
-            shape = (x.shape[-1], self.features)
-            kernel = self.param("kernel", nn.initializers.normal(0.5), shape)
-            product = x @ sign(kernel)
-            return product / jnp.sqrt(x.shape[-1])
-
-    class Network(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = BinaryDense(32)(x)
-            x = nn.BatchNorm(use_running_average=False)(x)
-            x = BinaryDense(32)(sign(x))
-            return nn.Dense(4)(x)
-
-    model = Network()
-    x = normal(16, 12, seed=1)
-    labels = integers(4, 16, seed=2)
-    variables = model.init(jax.random.key(0), x)
-
-    def loss(params, stats, batch):
-        x, labels = batch
-        variables = {"params": params, "batch_stats": stats}
-        logits, new = model.apply(variables, x, mutable=["batch_stats"])
-        value, aux = cross_entropy(logits, labels)
-        return value, (new["batch_stats"], aux)
-
-    return Program(
-        loss, variables["params"], (x, labels), state=variables["batch_stats"]
-    )
-
-
 @program("equinox")
 def adapter_on_frozen_attention():
     """An adapter beside the projections of attention, whose own weights are stopped."""
@@ -143,32 +90,6 @@ def adapter_on_frozen_attention():
         return cross_entropy(jax.vmap(model)(x), labels)
 
     return Program(loss, model, (normal(8, 6, 16, seed=1), integers(4, 8, seed=2)))
-
-
-@program("haiku")
-def prefix_tuning():
-    """Only a prefix of keys and values is trained; the attention layer of Haiku is frozen."""
-
-    def network(x, prefix):
-        prefixes = jnp.broadcast_to(prefix, (len(x), *prefix.shape))
-        memory = jnp.concatenate([prefixes, x], axis=1)
-        w_init = hk.initializers.VarianceScaling(1.0)
-        attention = hk.MultiHeadAttention(2, 8, w_init=w_init)
-        y = attention(x, memory, memory)
-        pooled = jax.nn.relu(x + y).mean(1)
-        return hk.Linear(4)(pooled)
-
-    model = hk.without_apply_rng(hk.transform(network))
-    x = normal(6, 5, 16, seed=1)
-    prefix = normal(3, 16, seed=2)
-    frozen = model.init(jax.random.key(0), x, prefix)
-
-    def loss(params, batch):
-        x, labels, frozen = batch
-        logits = model.apply(frozen, x, params["prefix"])
-        return cross_entropy(logits, labels)
-
-    return Program(loss, {"prefix": prefix}, (x, integers(4, 6, seed=3), frozen))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
