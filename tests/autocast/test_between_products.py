@@ -69,6 +69,17 @@ def relu_of_tiny_numbers(y):
     return small * 2.0**26 + jnp.sum(small) * 2.0**20
 
 
+def beyond_the_range(y):
+    """A bias, squares and an exponential that float16 does not hold."""
+    biased = y + jnp.linspace(1e5, 2e5, y.size).reshape(y.shape)
+    return jnp.log(jnp.exp(12 * y) + (300 * y) ** 2) + biased * 1e-5
+
+
+def masked_softmax(y):
+    masked = jnp.where(jnp.eye(*y.shape, dtype=bool), y, -1e9)
+    return jax.nn.softmax(masked) + jax.nn.log_softmax(y + 1e-8)
+
+
 def relu_of_a_relu(y):
     return jnp.sqrt(jax.nn.relu(jax.nn.relu(y) - 0.4999) + 1e-7)
 
@@ -88,6 +99,8 @@ FAMILIES = {
         scaled_offset,
         relu_of_tiny_numbers,
         relu_of_a_relu,
+        beyond_the_range,
+        masked_softmax,
     )
 }
 
