@@ -3,7 +3,6 @@
 import functools
 import inspect
 import itertools
-import re
 
 import jax
 import jax.custom_batching
@@ -12,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from half_programs import PROGRAMS, W, X, loss_of, primitives, products
-from jax.experimental import pallas
 from tables import assert_same_bits, avals, cases, warned
 from training import x64
 
 import jaxscale
-from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -34,10 +31,6 @@ IN_FLOAT32 = SUMS | {
 }
 
 
-def sorted_primitives(fun, *args):
-    return sorted((name, *sorted(kinds)) for name, kinds in primitives(fun, *args))
-
-
 def assert_near(a, b):
     # float16 has 11 bits: the error of a product is a few units of 2**-11 of its terms.
     a = np.asarray(a, np.float32)
@@ -46,16 +39,6 @@ def assert_near(a, b):
 
 
 every_program = cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
-
-
-@pytest.mark.worlds
-@every_program
-def test_twice_is_once(name):
-    fun, args = PROGRAMS[name]
-    once = jaxscale.autocast(loss_of(fun))
-    twice = jaxscale.autocast(once)
-    assert sorted_primitives(once, *args) == sorted_primitives(twice, *args)
-    assert once(*args) == twice(*args)
 
 
 @pytest.mark.device
@@ -396,14 +379,6 @@ def test_linear_functions_can_be_transposed(fun):
     np.testing.assert_allclose(actual, expected, rtol=0.02, atol=2e-3)
 
 
-def kernel(w, x):
-    def multiply(x_ref, y_ref, out_ref):
-        out_ref[...] = x_ref[...] @ y_ref[...]
-
-    product = pallas.pallas_call(multiply, out_shape=jax.typeof(w), interpret=True)
-    return product(w @ x, x) @ x
-
-
 def solver(w, x):
     def multiply(v):
         return w @ v + 3 * v
@@ -414,40 +389,10 @@ def solver(w, x):
     return jax.lax.custom_linear_solve(multiply, x.T @ x @ jnp.ones(8), solve)
 
 
-@cases("fun", [kernel, solver])
-def test_kernels_run_as_they_are_written_and_linear_solvers_in_float32(fun):
-    with warned("`pallas_call` run as they are written", is_due=fun is kernel):
-        dtypes = products(jaxscale.autocast(fun), W[0], W[1])
-    assert sorted(dtypes) == ["float16", "float16", "float32"]
-    with warned("`pallas_call`", is_due=fun is kernel):
-        result = jaxscale.autocast(fun)(W[0], W[1])
-    np.testing.assert_allclose(result, fun(W[0], W[1]), rtol=0.02, atol=0.01)
-
-
-@cases("fun", [kernel, solver])
-def test_kernels_and_solvers_in_full_precision_are_as_they_are_written(fun):
-    marked = jaxscale.autocast(jaxscale.full_precision(fun))
-    assert products(marked, W[0], W[1]) == products(fun, W[0], W[1])
-
-
-def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
-    batched_by_hand = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
-    # JAX asks for a rule, and does not use it.
-    batched_by_hand.def_vmap(lambda *_: None)
-
-    def fun(w, x):
-        return batched_by_hand(w, x) + batched_by_hand(w, 2 * x)
-
-    cast = jaxscale.autocast(fun)
-    message = "`custom_vmap_call` run as they are written"
-    with pytest.warns(UserWarning, match=message) as warnings:
-        result = cast(W[0], X)
-    assert len(warnings) == 1
-    np.testing.assert_allclose(result, fun(W[0], X), rtol=0.01, atol=0.01)
-    # The next call warns again. Outside of `pytest.warns`, warnings are errors.
-    with pytest.raises(UserWarning, match="full_precision"):
-        cast(W[0], X)
-    jaxscale.autocast(jaxscale.full_precision(batched_by_hand))(W[0], X)
+def test_linear_solvers_run_in_float32():
+    assert products(jaxscale.autocast(solver), *W[:2]) == ["float16", "float32"]
+    result = jaxscale.autocast(solver)(*W[:2])
+    np.testing.assert_allclose(result, solver(*W[:2]), rtol=0.02, atol=0.01)
 
 
 def test_refs_are_read_and_written():
@@ -486,11 +431,6 @@ def test_an_array_in_place_of_the_function_is_named(transform):
     message = rf"`{transform.__name__}\(fun\)` must .*, got ArrayImpl"
     with pytest.raises(TypeError, match=message):
         transform(X)
-
-
-def test_help_shows_the_table():
-    shown = re.findall(r"[\w-]+", inspect.getdoc(jaxscale.autocast))
-    assert set(shown) >= table.PRODUCTS
 
 
 @pytest.mark.worlds

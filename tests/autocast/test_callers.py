@@ -162,25 +162,7 @@ def test_products_of_libraries_are_in_float32(name):
     np.testing.assert_array_equal(jaxscale.autocast(fun)(X, A), fun(X, A))
 
 
-@every_own
-def test_products_of_libraries_are_in_float32_after_products_of_the_model(name):
-    def of_products(x, a):
-        return OWN[name](x @ jnp.eye(8), a @ jnp.eye(8))
-
-    dtypes = cast_products(of_products, X, A)
-    assert dtypes.count("float16") == 2
-    assert set(dtypes[2:]) <= {"float32"}
-
-
 SHARING = {"convolve": (jnp.convolve, "float16"), "polymul": (jnp.polymul, "float32")}
-
-
-@cases("first", SHARING)
-def test_functions_that_share_a_cached_program_are_told_apart(first):
-    for name in (first, *SHARING):
-        fun, dtype = SHARING[name]
-        with warned("changes nothing in `polymul`", is_due=name == "polymul"):
-            assert set(cast_products(fun, SIGNAL, SIGNAL)) == {dtype}
 
 
 @cases("first", SHARING)

@@ -211,12 +211,6 @@ def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
         assert jax.tree.map(get_sharding, end) == shardings
 
 
-def test_compilations_are_counted():
-    num_compiled = len(COMPILED)
-    jax.jit(lambda x: x * 3)(jnp.ones(3))
-    assert len(COMPILED) > num_compiled
-
-
 @pytest.mark.parametrize("way", LACK_KEYS)
 def test_some_formats_refuse_typed_keys(way, tmp_path):
     first, fresh, _, _ = training(NOISY)

@@ -10,7 +10,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
-from flax.training import train_state
 from overflowing import BAD_LOSS, GOOD, OVERFLOW
 from overflowing import loss_fn as half_loss
 from tables import (
@@ -88,17 +87,6 @@ def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     assert_same_bits(without_counters(kept), without_counters(expected))
     assert kept.opt_state.total_notfinite == 1
     assert kept.opt_state.total_steps == 2
-
-
-@pytest.mark.worlds
-def test_it_applies_what_flax_applies():
-    ours = create()
-    theirs = create(train_state.TrainState)
-    for grads in GRADIENTS:
-        ours = ours.apply_gradients(grads=grads)
-        theirs = theirs.apply_gradients(grads=grads)
-    assert_same_bits(ours.params, theirs.params)
-    assert ours.step == theirs.step == 4
 
 
 # The optimizer's window, and the step of the `TrainState` after each of some micro-batches.
@@ -598,13 +586,6 @@ def test_parameters_gradients_and_moments_may_be_in_variables(name):
     assert jax.tree.structure(updated) == jax.tree.structure((params, state))
     expected = tx.update(plain(grads), plain(state), plain(params))
     assert_same_bits(plain(updated), expected)
-
-
-@every_policy
-def test_metrics_name_the_leaves_of_a_model(name):
-    names = jaxscale.metrics(skip_three_steps(name).state)
-    leaves = {key for key in names if "leaves" in key}
-    assert leaves == {"nonfinite_leaves/w", "nonfinite_leaves/bias"}
 
 
 @every_policy
