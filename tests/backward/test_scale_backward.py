@@ -32,7 +32,7 @@ from scaled_networks import (
     squared_grad_norm,
     unchanged,
 )
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, spread
 from training import x64
 
 import jaxscale
@@ -91,23 +91,12 @@ def around_model(f):
     return jax.grad(loss_of(scale_backward(net), f))
 
 
-def around_both(f):
-    return jax.grad(scale_backward(loss_of(scale_backward(net), f)))
-
-
 def around_remat(f):
     return jax.grad(scale_backward(jax.checkpoint(jax.jit(loss_of(net, f)))))
 
 
 def inside_remat(f):
     return jax.grad(jax.checkpoint(scale_backward(loss_of(net, f))))
-
-
-def around_closure(f):
-    def model(p, x):
-        return scale_backward(lambda x: net(p, x))(x)
-
-    return jax.grad(loss_of(model, f))
 
 
 def over_micro_batches(f):
@@ -142,10 +131,6 @@ def inside_autocast_mixed(f):
 
 def sowing(f):
     return jax.grad(sown_loss(f))
-
-
-def sowing_in_autocast(f):
-    return jax.grad(jaxscale.autocast(sown_loss(f)))
 
 
 def beside_a_target(f):
@@ -183,10 +168,10 @@ def autocast_of_grad(f):
 
 
 PLACES = [
-    *(around_loss, around_model, around_both, around_remat, inside_remat),
-    *(around_closure, over_micro_batches, over_layers, one_call_twice),
+    *(around_loss, around_model, around_remat, inside_remat),
+    *(over_micro_batches, over_layers, one_call_twice),
     *(around_autocast, inside_autocast, inside_autocast_mixed, autocast_of_grad),
-    *(sowing, sowing_in_autocast, beside_a_target, in_a_population, on_equal_devices),
+    *(sowing, beside_a_target, in_a_population, on_equal_devices),
 ]
 MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `net`
 
@@ -194,7 +179,7 @@ MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `n
 @pytest.mark.device
 @cases(
     "place, exponent",
-    itertools.product(PLACES, [-60, 40]),
+    spread(PLACES, [-60, 40], times=1),
     fast=[
         (beside_a_target, 40),
         (inside_autocast, -60),

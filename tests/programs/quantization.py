@@ -15,7 +15,6 @@ from corpus import (
     normal,
     program,
     two_layers,
-    weight,
 )
 
 
@@ -90,40 +89,6 @@ def adapter_on_frozen_attention():
         return cross_entropy(jax.vmap(model)(x), labels)
 
     return Program(loss, model, (normal(8, 6, 16, seed=1), integers(4, 8, seed=2)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def compressed_product(x, w, rank):
-    """A product that keeps only a projection of its input for the backward pass."""
-    return x @ w
-
-
-def _compressed_forward(x, w, rank):
-    projection = weight(x.shape[0], rank, seed=9)
-    return x @ w, (projection.T @ x, projection, w)
-
-
-def _compressed_backward(rank, residuals, cotangent):
-    kept, projection, w = residuals
-    return cotangent @ w.T, kept.T @ (projection.T @ cotangent)
-
-
-compressed_product.defvjp(_compressed_forward, _compressed_backward)
-
-
-@program("jax")
-def compressed_activations():
-    """A layer with a backward rule of its own, in which there are more products."""
-    params = two_layers(12, 24, 3)
-
-    def loss(params, batch):
-        x, wanted = batch
-        layer = params["hidden"]
-        hidden = compressed_product(x, layer["w"], 8) + layer["b"]
-        outputs = apply_dense(params["head"], jax.nn.tanh(hidden))
-        return mean_squared_error(outputs, wanted), {}
-
-    return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,12 +1,10 @@
 """Speech and sound: CTC and spectra."""
 
-import jax
 import jax.numpy as jnp
 import optax
 from corpus import (
     Program,
     apply_dense,
-    dense,
     normal,
     program,
     two_layers,
@@ -30,32 +28,3 @@ def masked_ctc():
         return losses.mean(), {}
 
     return Program(loss, params, (normal(2, 9, 8, seed=3), labels))
-
-
-@program("jax")
-def spectral_vocoder():
-    """A waveform from features, compared by the logarithm of its short-time spectrum."""
-    params = {"hidden": dense(8, 24, seed=1), "out": dense(24, 8, seed=2)}
-    window = jnp.hanning(16)
-
-    def spectrum(wave):
-        starts = jnp.arange(0, wave.shape[-1] - 15, 8)
-        places = starts[:, None] + jnp.arange(16)[None]
-        frames = wave[..., places]
-        coefficients = jnp.fft.rfft(frames * window)
-        return jnp.abs(coefficients) + 1e-2
-
-    def loss(params, batch):
-        features, wanted = batch
-        hidden = jax.nn.leaky_relu(apply_dense(params["hidden"], features))
-        wave = apply_dense(params["out"], hidden)
-        wave = wave.reshape(len(features), -1)
-        spoken = spectrum(wave)
-        wanted = spectrum(wanted)
-        difference = jnp.log(spoken) - jnp.log(wanted)
-        magnitude = jnp.abs(difference).mean()
-        error = jnp.linalg.norm(wanted - spoken)
-        convergence = error / jnp.linalg.norm(wanted)
-        return magnitude + convergence, {}
-
-    return Program(loss, params, (normal(2, 6, 8, seed=3), normal(2, 48, seed=4)))

@@ -1,9 +1,7 @@
 """Images: convolutions, normalization, pooling."""
 
-import equinox as eqx
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import optax
 from corpus import (
     Program,
@@ -90,49 +88,5 @@ def mnist():
         images, labels = batch
         logits = model(images)
         return cross_entropy(logits, labels)
-
-    return Program(loss, model, (images, labels))
-
-
-class LeNet(eqx.Module):
-    layers: list
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 3)
-        self.layers = [
-            eqx.nn.Conv2d(1, 6, kernel_size=3, key=keys[0]),
-            jax.nn.relu,
-            eqx.nn.MaxPool2d(kernel_size=2, stride=2),
-            jnp.ravel,
-            eqx.nn.Linear(54, 24, key=keys[1]),
-            jax.nn.tanh,
-        ]
-        self.head = eqx.nn.Linear(24, 10, key=keys[2])
-
-    def features(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def __call__(self, x):
-        logits = self.head(self.features(x))
-        return jax.nn.log_softmax(logits)
-
-
-@program("equinox")
-def lenet():
-    """The convolutional network of Equinox's tutorial: vmapped, its labels taken along an axis."""
-    model = LeNet(jax.random.key(0))
-    images, labels = normal(8, 1, 8, 8), integers(10, 8)
-    features = jax.vmap(model.features)(images)
-    matrix = confident_head(features, labels, 10, margin=11.0)
-    model = eqx.tree_at(lambda m: m.head.weight, model, matrix.T)
-
-    def loss(model, batch):
-        images, labels = batch
-        log_probs = jax.vmap(model)(images)
-        taken = jnp.take_along_axis(log_probs, labels[:, None], axis=1)
-        return -taken.mean(), {"accuracy": accuracy(log_probs, labels)}
 
     return Program(loss, model, (images, labels))

@@ -50,9 +50,7 @@ def shapes(layers):
 
 
 def avals(shapes, dtype):
-    return {
-        name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()
-    }
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
 
 def size(shapes):
@@ -61,7 +59,7 @@ def size(shapes):
 
 
 def products(params, rows):
-    """A loss of which the gradient of each leaf is a product of its own, in the dtype of its rows."""
+    """A loss of which the gradient of each leaf is a product, in the dtype of its rows."""
     loss = jnp.float32(0)
     for name, param in params.items():
         x = rows[name]

@@ -263,25 +263,6 @@ def broadcasts(p, x):
     return loss, jax.vmap(lambda row: row * y[0])(x)
 
 
-def orders(p, x):
-    w = p["w"]
-    x = x @ w[0]
-    window = ((2, 1), (1, 1), "SAME")
-    ascending = jnp.sort(x, 0)
-    largest, _ = jax.lax.top_k(x, 8)
-    highest = jax.lax.cummax(x)
-    x = jnp.concatenate([ascending, largest, highest])
-    of_pairs = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window)
-    x = of_pairs + jax.lax.cummin(x)
-    x = jax.lax.reduce_window(x, jnp.inf, jax.lax.min, *window)
-    corner = x[0, 0]
-    padded = jax.lax.pad(x, corner, ((1, 0, 0), (0, 0, 0)))
-    rows = jnp.array([0, 3])
-    x = padded.at[rows].set(x[:2])
-    outputs = x @ w[1]
-    return jnp.mean(outputs), jnp.max(x, 0)
-
-
 def linear_algebra(p, x):
     a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
     factor = jax.scipy.linalg.cho_factor(a)
@@ -314,11 +295,6 @@ def over_devices(p, x):
     return mapped(x, p["w"])
 
 
-def numbers_and_text(p, x):
-    others = [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
-    return jnp.mean(x @ p["w"][0]), others
-
-
 # parts that are written in half precision by hand, and stay as they are
 def own_precision(p, x):
     w = p["w"][0].astype(jnp.bfloat16)
@@ -340,11 +316,9 @@ OF_X = [
     second_derivatives,
     moves,
     broadcasts,
-    orders,
     linear_algebra,
     effects,
     over_devices,
-    numbers_and_text,
     own_precision,
 ]
 PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
