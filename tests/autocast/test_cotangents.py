@@ -373,15 +373,6 @@ def weight_over_steps(table):
     return jax.lax.scan(step, 0.0, length=3000)[0]
 
 
-def weight_over_steps_in_half(table):
-    def step(carry, _):
-        product = ROWS.astype(table.dtype) @ table.T
-        return carry, jnp.sum(product.astype(jnp.float32))
-
-    _, sums = jax.lax.scan(step, jnp.zeros((), table.dtype), length=3000)
-    return jnp.sum(sums)
-
-
 def bias_in_each_turn(table):
     def step(carry, _):
         return carry + table, None
@@ -408,11 +399,6 @@ def messages(table):
     sent = table[TOKENS] * jnp.asarray(3, table.dtype)
     received = jax.ops.segment_sum(sent.astype(jnp.float32), TOKENS[::-1], 64)
     return jnp.sum(received)
-
-
-def messages_of_what_was_computed(table):
-    nodes = -table
-    return jnp.sum(jnp.take_along_axis(nodes, TOKENS[:, None], 0).astype(jnp.float32))
 
 
 def closed_over(table):
@@ -451,9 +437,9 @@ def on_two_devices(table):
     return jnp.sum(mapped(table, TOKENS))
 
 
-READ_OFTEN = [embedded, tied_embedding, weight_over_steps, weight_over_steps_in_half]
+READ_OFTEN = [embedded, tied_embedding, weight_over_steps, messages, closed_over]
 READ_OFTEN += [bias_in_each_turn, weight_of_many_layers, added_in_a_jitted_block]
-READ_OFTEN += [messages, messages_of_what_was_computed, closed_over, in_a_branch]
+READ_OFTEN += [in_a_branch]
 READ_OFTEN += [by_a_derivative_rule, on_two_devices]
 READ_OFTEN = {fun.__name__: fun for fun in READ_OFTEN}
 

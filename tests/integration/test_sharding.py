@@ -45,12 +45,6 @@ def mean_square(x):
     return jnp.mean(x**2)
 
 
-def assert_equal_on_all(tree):
-    """Each array is the same on all devices."""
-    for leaf in jax.tree.leaves(tree):
-        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-        assert len(copies) == 8
-        assert len({copy.tobytes() for copy in copies}) == 1
 
 
 def assert_same_on_host(actual, expected):
@@ -197,19 +191,6 @@ def by_jit(train_step, kind=AxisType.Auto):
     return under(mesh, jax.jit(train_step, in_shardings=places))
 
 
-def by_pmap(train_step):
-    mapped = jax.pmap(
-        train_step, "data", devices=list(DEVICES), in_axes=(None, None, 0)
-    )
-
-    def run(params, state, x):
-        outputs = mapped(params, state, x.reshape(8, 2, 16))
-        assert_equal_on_all(outputs)
-        return jax.tree.map(lambda leaf: leaf[0], outputs)
-
-    return run
-
-
 by_shard_map = functools.partial(
     over_devices, in_specs=(P(), P(), SHARDED), out_specs=P()
 )
@@ -233,11 +214,8 @@ WAYS = {
     "jit": (by_jit, WITH_OUTPUT, None),
     "shard_map": (by_shard_map, BY_TRANSFORM, "data"),
     "shard_map, unchecked": (unchecked, BY_TRANSFORM, "data"),
-    "pmap": (by_pmap, BY_TRANSFORM, "data"),
     "shard_map, hook": (by_shard_map, BY_HOOK, None),
     "shard_map, unchecked, hook": (unchecked, BY_HOOK, None),
-    "pmap, hook": (by_pmap, BY_HOOK, None),
-    "pmap, found": (by_pmap, BY_TRANSFORM, None),
     "explicit mesh": (
         functools.partial(by_jit, kind=AxisType.Explicit),
         WITH_OUTPUT,

@@ -7,16 +7,13 @@ precision may have a summand that comes from no product (`additions`).
 
 import contextlib
 import io
-from collections.abc import Sequence
-from typing import Any
 
-import corpus
 import entries
 import jax
 import jax.numpy as jnp
 import numpy as np
 from additions import find_additions, find_roundings
-from cases import Case, make_case
+from cases import make_case
 from doctor_targets import target_of
 from entries import DOCTOR, ENTRIES, Result
 from reference import half_products
@@ -38,19 +35,19 @@ SMALLEST = 1e-3
 class Trial:
     """A program. Its float32 gradients and the reference's errors are computed when needed."""
 
-    def __init__(self, row: corpus.Row) -> None:
+    def __init__(self, row):
         self.row = row
         self.case = make_case(row)
         self._exact: list[Result] | None = None
         self._reference: dict[tuple[str, bool], list[float]] = {}
 
-    def exact(self) -> list[Result]:
+    def exact(self):
         """Returns the results in float32, one for each draw."""
         if self._exact is None:
             self._exact, _ = run(entries.in_float32(self.case), self.case)
         return self._exact
 
-    def reference_errors(self, dtype: str) -> list[float]:
+    def reference_errors(self, dtype):
         """Returns the error of each leaf with products in half precision alone."""
         if dtype not in self._reference:
             with half_products(dtype):
@@ -58,7 +55,7 @@ class Trial:
             self._reference[dtype] = find_errors(results, self.exact())
         return self._reference[dtype]
 
-    def judge(self, name: str) -> list[str]:
+    def judge(self, name):
         """Returns what is wrong with the gradients that an entry makes of the program."""
         if name == DOCTOR:
             return _ask_doctor(self.row)
@@ -71,13 +68,13 @@ class Trial:
         return [*wrong, *find_additions(program), *find_roundings(program)]
 
 
-def run(fun: Any, case: Case) -> tuple[list[Result], Any]:
+def run(fun, case):
     """Returns the results of a function for all draws, and its program."""
     leaves, treedef = jax.tree.flatten(case.params)
     others, other_treedef = jax.tree.flatten(case.batch)
 
     # Takes leaves, as `trace` puts objects that are no arrays into trees of its arguments.
-    def of_leaves(leaves: Any, others: Any) -> Result:
+    def of_leaves(leaves, others):
         return fun(treedef.unflatten(leaves), other_treedef.unflatten(others))
 
     traced = jax.jit(of_leaves).trace(leaves, others)
@@ -88,7 +85,7 @@ def run(fun: Any, case: Case) -> tuple[list[Result], Any]:
     return results, traced.jaxpr
 
 
-def _move(leaves: Sequence[Any], draw: int) -> list[Any]:
+def _move(leaves, draw):
     """Returns the parameters for draw 0, and others that are close to them for later draws."""
     rng = np.random.default_rng(draw)
     moved = []
@@ -98,12 +95,12 @@ def _move(leaves: Sequence[Any], draw: int) -> list[Any]:
     return moved
 
 
-def leaf_names(case: Case) -> list[str]:
+def leaf_names(case):
     paths = jax.tree_util.tree_leaves_with_path(case.params)
     return [jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def find_errors(results: Sequence[Result], exact: Sequence[Result]) -> list[float]:
+def find_errors(results, exact):
     """Returns the error of each leaf, as the law has it, over all draws."""
     squares = []
     for result, exact_result in zip(results, exact, strict=True):
@@ -121,15 +118,15 @@ def find_errors(results: Sequence[Result], exact: Sequence[Result]) -> list[floa
     return np.sqrt(np.mean(squares, axis=0)).tolist()
 
 
-def _square(array: Any) -> float:
+def _square(array):
     return float(np.sum(np.abs(np.asarray(array)).astype(np.float64) ** 2))
 
 
-def _all_finite(tree: Any) -> bool:
+def _all_finite(tree):
     return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
 
 
-def _broken_promises(results: Sequence[Result]) -> list[str]:
+def _broken_promises(results):
     """Returns in words which checks of an entry fail, and whether a loss is not finite."""
     wrong = []
     for text, is_so in results[0].checks.items():
@@ -140,9 +137,7 @@ def _broken_promises(results: Sequence[Result]) -> list[str]:
     return wrong
 
 
-def _compare(
-    names: Sequence[str], errors: Sequence[float], reference: Sequence[float]
-) -> list[str]:
+def _compare(names, errors, reference):
     """Compares the errors of an entry with those of the reference, leaf by leaf."""
     if not np.all(np.isfinite(reference)):
         raise ValueError("the reference overflows: give the program a lower scale")
@@ -155,7 +150,7 @@ def _compare(
     return wrong
 
 
-def _ask_doctor(row: corpus.Row) -> list[str]:
+def _ask_doctor(row):
     """Returns what the command says about a program in float16, if it finds anything."""
     arguments = ["doctor", "--quick", "--autocast", "float16", target_of(row.name)]
     printed = io.StringIO()
