@@ -18,6 +18,14 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_product_rounds_what_it_reads_and_returns_float32():
+    x = jnp.array([[1.0, 0.5], [0.25, 1 + 2.0**-12]])
+    y = jaxscale.autocast(lambda x: x @ jnp.eye(2))(x)
+    assert y.dtype == jnp.float32
+    np.testing.assert_array_equal(y, [[1, 0.5], [0.25, 1]])
+
+
 # What adds or multiplies elements, and what leaves the range of float16 or cancels its digits: what
 # PyTorch's autocast and TensorFlow's graph rewrite run in float32.
 SUMS = {"reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "psum"}
@@ -382,7 +390,8 @@ def solver(w, x):
 
 
 def test_linear_solvers_run_in_float32():
-    assert products(jaxscale.autocast(solver), *W[:2]) == ["float16", "float32"]
+    dtypes = products(jaxscale.autocast(solver), *W[:2])
+    assert dtypes == ["float16", "float16", "float32"]
     result = jaxscale.autocast(solver)(*W[:2])
     np.testing.assert_allclose(result, solver(*W[:2]), rtol=0.02, atol=0.01)
 

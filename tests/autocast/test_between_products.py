@@ -18,6 +18,17 @@ from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_bound_below_1_is_not_rounded_to_1():
+    def loss(x):
+        return jnp.arctanh(jnp.minimum(x @ jnp.eye(2), 1 - 1e-6)) @ jnp.eye(2)
+
+    # log(2e6) / 2
+    np.testing.assert_allclose(
+        jaxscale.autocast(loss)(jnp.ones((2, 2))), 7.25, rtol=5e-3
+    )
+
+
 # Half precision rounds both to 1.
 BELOW_1 = 1 - 1e-6
 HALF_BELOW_1 = 1 - 2e-4

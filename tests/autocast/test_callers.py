@@ -25,6 +25,16 @@ from jaxscale._autocast import callers, table
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_product_of_the_model_is_rounded_and_one_of_a_library_is_not():
+    x = jnp.array([[1 + 2.0**-12, 0.0], [0.0, 1.0]])
+    product = jaxscale.autocast(lambda x: x @ x)(x)
+    np.testing.assert_array_equal(product, [[1, 0], [0, 1]])
+    with pytest.warns(UserWarning, match="a step of a library"):
+        power = jaxscale.autocast(lambda x: jnp.linalg.matrix_power(x, 2))(x)
+    assert power[0, 0] > 1
+
+
 SMALL = 0.1 * jnp.sin(jnp.arange(64.0))
 A = jnp.eye(8) + SMALL.reshape(8, 8)
 X = jnp.cos(jnp.arange(32.0)).reshape(4, 8)

@@ -22,6 +22,16 @@ from jaxscale import _jax
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_the_gradient_of_what_is_read_often_is_added_in_float32():
+    def loss(table):
+        return jnp.sum(table[jnp.zeros(3072, int)].astype(jnp.float32))
+
+    gradient = jax.grad(jaxscale.autocast(loss, jnp.bfloat16))
+    # Adding 1 to 256 changes nothing in bfloat16.
+    assert gradient(jnp.ones(1, jnp.bfloat16)) == 3072
+
+
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 logsumexp = jax.nn.logsumexp
 

@@ -17,6 +17,22 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_marked_function_gets_half_precision_inside_of_autocast():
+    seen = []
+
+    def kernel(x):
+        seen.append(str(x.dtype))
+        return x * 2
+
+    marked = jaxscale.half_precision(kernel)
+    for call in (marked, jaxscale.autocast(marked)):
+        y = call(jnp.array([1.0, 3.0]))
+        assert y.dtype == jnp.float32
+        np.testing.assert_array_equal(y, [2, 6])
+    assert seen == ["float32", "float16"]
+
+
 HALF = ("float16", "bfloat16")
 
 

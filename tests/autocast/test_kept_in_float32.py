@@ -13,6 +13,18 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_an_index_that_is_computed_by_a_product_is_exact():
+    def place(rows):
+        places = jnp.arange(8192.0).reshape(4096, 2)
+        return jax.nn.one_hot(rows, 4096) @ places
+
+    # float16 has no 3001, nor anything between 8000 and 8008.
+    with pytest.warns(UserWarning, match="numbers that must be exact"):
+        found = jaxscale.autocast(place)(jnp.array([1500, 4000]))
+    np.testing.assert_array_equal(found, [[3000, 3001], [8000, 8001]])
+
+
 # their product is 40000, of which float16 holds no square
 BIG = jnp.full((4, 4), 100.0)
 

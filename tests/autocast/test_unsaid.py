@@ -20,6 +20,12 @@ from jaxscale import _jax, diagnostics
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_autocast_says_that_it_changes_nothing():
+    with pytest.warns(UserWarning, match="changes nothing in `exp`"):
+        jaxscale.autocast(jnp.exp)(jnp.array([0.0, 1.0]))
+
+
 PROGRAM = jax.make_jaxpr(lambda x: x @ W[0])(X)
 SCALING = jaxscale.NoOpLossScale().init()
 

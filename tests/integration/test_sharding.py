@@ -20,6 +20,18 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_all_devices_skip_the_step_that_one_of_them_overflows_in():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P("data"))
+    tx = jaxscale.skip_nonfinite(optax.sgd(1.0))
+    params = jax.device_put(jnp.ones(8), split)
+    grads = jax.device_put(jnp.ones(8).at[5].set(jnp.inf), split)
+    kept, state = jax.jit(lambda *args: step(tx, *args))(params, tx.init(params), grads)
+    np.testing.assert_array_equal(kept, np.ones(8))
+    assert state.total_notfinite == 1
+
+
 DEVICES = np.array(jax.devices("cpu"))
 LINE = Mesh(DEVICES, ("data",))
 BOTH = ("data", "model")
@@ -43,8 +55,6 @@ def loss_fn(params, x):
 
 def mean_square(x):
     return jnp.mean(x**2)
-
-
 
 
 def assert_same_on_host(actual, expected):

@@ -18,6 +18,17 @@ from jaxscale._storage.rounding import nearest
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_updates_below_half_a_unit_add_up():
+    params = jnp.ones(4, jnp.bfloat16)
+    tx = jaxscale.master_weights(optax.sgd(2.0**-12))
+    state = tx.init(params)
+    for _ in range(16):
+        updates, state = tx.update(jnp.ones(4), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(params.astype(jnp.float32), 1 - 2.0**-8)
+
+
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
     "adafactor": optax.adafactor(1e-3),
