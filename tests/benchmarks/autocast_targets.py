@@ -1,8 +1,7 @@
 """What `autocast` makes of models, compiled for an H100, a TPU v5e and a CPU.
 
     pip install libtpu "jax-cuda12-plugin[with-cuda]"   # the compilers; no driver, no device
-    python tests/benchmarks/autocast_targets.py [--size small|large] [--targets NAME ...]
-        [--models NAME ...] [--json FILE]
+    python tests/benchmarks/autocast_targets.py [--targets NAME ...] [--models NAME ...] [--json F]
 
 Loss and gradients in three ways: in float32, with casts by hand, and under `autocast`. The models
 are those of `zoo.py`, with casts around their products, and those of `device_models.py` in full
@@ -71,10 +70,10 @@ class Layers(NamedTuple):
         return lambda *args: loss(*args)[0]
 
 
-def make_model(name, size):
+def make_model(name):
     """Returns a model by its name."""
     if name not in LAYERS:
-        return zoo.SIZES[size][name]
+        return zoo.MODELS[name]
     import device_models  # which needs Flax
 
     return Layers(device_models.TASKS[LAYERS[name]]("full"))
@@ -118,10 +117,10 @@ def figures(target, model, way):
     }
 
 
-def measure(name, model, size):
+def measure(name, model):
     """Returns the figures of a model on a target, and the goals that it misses."""
     target = TARGETS[name]
-    ways = {way: figures(target, make_model(model, size), way) for way in WAYS}
+    ways = {way: figures(target, make_model(model), way) for way in WAYS}
     goals = GOALS.get(target.kind, GOALS_OF_OTHERS)
     if model in LAYERS:
         goals = GOALS_OF_LAYERS
@@ -174,8 +173,7 @@ def markdown(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    models = list(zoo.SIZES["small"])
-    add("--size", choices=zoo.SIZES, default="large")
+    models = list(zoo.MODELS)
     add("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), metavar="NAME")
     add("--models", nargs="+", choices=[*models, *LAYERS], default=models)
     add("--json", type=pathlib.Path, help="where to write the figures")
@@ -183,11 +181,11 @@ def main():
     jax.config.update("jax_enable_compilation_cache", False)
     machine = report.describe()
     print(report.line(machine))
-    result = {"machine": machine, "size": options.size, "rows": []}
+    result = {"machine": machine, "rows": []}
     for target in options.targets:
         for model in options.models:
             row = {"target": target, "model": model}
-            row |= measure(target, model, options.size)
+            row |= measure(target, model)
             result["rows"].append(row)
             print(row["misses"] or "holds")
             report.write(options.json, result)

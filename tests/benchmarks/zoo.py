@@ -277,22 +277,11 @@ def make_words(width, batch, count):
     return Model(words, params, (floats((batch, width)), integers(batch)))
 
 
-# Small ones are compiled in tests.
-SIZES = {
-    "small": {
-        "decoder": make_decoder(2, 64, 2, 256),
-        "decoder, scanned": make_decoder(4, 64, 2, 256, scanned=True),
-        "convolutions": make_convolutions(4, 16, 4, 32),
-        "ResNet": make_resnet(2, 16, 8, 32),
-        "LSTM": make_lstm(32, 16, 64, 128),
-        "words": make_words(64, 64, 10_000),
-    },
-    "large": {
-        "decoder": make_decoder(4, 512, 8, 1024, 1024),
-        "decoder, scanned": make_decoder(8, 256, 8, 1024, 1024, scanned=True),
-        "convolutions": make_convolutions(6, 64, 16, 128),
-        "ResNet": make_resnet(4, 64, 64, 64),
-        "LSTM": make_lstm(256, 64, 256, 512),
-        "words": make_words(512, 1024, 50_257),
-    },
+MODELS = {
+    "decoder": make_decoder(2, 64, 2, 256),
+    "decoder, scanned": make_decoder(4, 64, 2, 256, scanned=True),
+    "convolutions": make_convolutions(4, 16, 4, 32),
+    "ResNet": make_resnet(2, 16, 8, 32),
+    "LSTM": make_lstm(32, 16, 64, 128),
+    "words": make_words(64, 64, 10_000),
 }

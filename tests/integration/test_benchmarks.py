@@ -71,7 +71,6 @@ def test_kernels_and_bytes_are_those_of_the_text():
     assert hlo.stored_by_columns(near) == 1
 
 
-SMALL = zoo.SIZES["small"]
 # In MB: what is kept for the backward pass, and temporary memory on a CPU, with float16. As counted
 # with JAX 0.12, and rounded up; of the LSTM with 0.6.2, which keeps 1 % more.
 KEPT_AND_TEMPORARY = {
@@ -85,18 +84,18 @@ KEPT_AND_TEMPORARY = {
 
 
 @pytest.mark.worlds
-@cases("model", SMALL, fast=["LSTM"])
+@cases("model", zoo.MODELS, fast=["LSTM"])
 def test_autocast_needs_no_more_memory_than_was_counted(model):
     kept_limit, limit = KEPT_AND_TEMPORARY[model]
     kept, by_hand = (
-        autocast_targets.kept_bytes(SMALL[model], way, "float16")
+        autocast_targets.kept_bytes(zoo.MODELS[model], way, "float16")
         for way in (autocast_targets.AUTOCAST, autocast_targets.BY_HAND)
     )
     assert kept <= kept_limit * 1e6
     assert kept < by_hand
     compiled = autocast_targets.compile_for(
         autocast_targets.TARGETS["CPU, float16"],
-        SMALL[model],
+        zoo.MODELS[model],
         autocast_targets.AUTOCAST,
     )
     # 1 %: XLA's buffers differ a little from version to version.
@@ -115,7 +114,7 @@ def test_autocast_compiled_for_a_gpu_needs_no_more_than_casts_by_hand(tmp_path):
     path = tmp_path / "targets.json"
     # Not the small ResNet: of its twelve arrays, one in half precision is more at the peak.
     models = ["LSTM", "convolutions", "words", *autocast_targets.LAYERS]
-    options = ["--size=small", f"--json={path}", "--targets", "H100, bfloat16"]
+    options = [f"--json={path}", "--targets", "H100, bfloat16"]
     run("autocast_targets.py", *options, "--models", *models)
     for row in json.loads(path.read_text())["rows"]:
         assert row["misses"] == [], row
