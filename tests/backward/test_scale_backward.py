@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from typing import NamedTuple
 
 import half_programs
@@ -749,7 +748,7 @@ def test_a_cotangent_that_is_not_finite_makes_the_power_1():
 @pytest.mark.worlds
 @cases(
     "form, scale",
-    itertools.product(hosts.FORMS, ["auto", hosts.HIGH]),
+    spread(list(hosts.FORMS), ["auto", hosts.HIGH], times=1),
     fast=[
         ("inside summed", hosts.HIGH),
         ("around called_in_calls", "auto"),
