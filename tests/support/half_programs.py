@@ -39,15 +39,6 @@ def mlp(p, x):
     return jnp.mean(x**2), {"x": x}
 
 
-def activations(p, x):
-    names = ("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")
-    outs = {}
-    for i, name in enumerate(names):
-        activate = getattr(jax.nn, name)
-        outs[name] = activate(biased(x, p["w"][i % 5], p["b"]))
-    return sum(map(jnp.mean, outs.values())), outs
-
-
 def attention(p, x):
     def normalized(x):
         mean = jnp.mean(x, -1, keepdims=True)
@@ -238,31 +229,6 @@ def moves(p, x):
     return jnp.mean(outputs), jnp.max(x, 0)
 
 
-def broadcasts(p, x):
-    w = p["w"]
-    inputs = x
-    x = inputs @ w[0]
-    y = inputs @ w[1]
-    total = x * y[:1]
-    total = total + x[:1]
-    total = total - y[:, :1]
-    total = total + jnp.maximum(x, y[:1])
-    lower = y[:1]
-    upper = y[:1] + 0.5
-    x = total + jnp.clip(x, lower, upper)
-    is_positive = y > 0
-    rows = jnp.broadcast_to(y[0], x.shape)
-    chosen = jnp.where(is_positive, x, rows)
-    x = chosen + x * y[0, 0]
-    differences = x[:, None] - x[None]
-    weights = y[:, None] * y[None]
-    weighted = differences * weights
-    pairs = weighted + jnp.tile(y[:1], (4, 1))
-    outputs = pairs @ w[2]
-    loss = jnp.mean(outputs)
-    return loss, jax.vmap(lambda row: row * y[0])(x)
-
-
 def linear_algebra(p, x):
     a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
     factor = jax.scipy.linalg.cho_factor(a)
@@ -295,6 +261,11 @@ def over_devices(p, x):
     return mapped(x, p["w"])
 
 
+def numbers_and_text(p, x):
+    others = [3, "text", None, np.ones(2), jnp.arange(3), jnp.tanh]
+    return jnp.mean(x @ p["w"][0]), others
+
+
 # parts that are written in half precision by hand, and stay as they are
 def own_precision(p, x):
     w = p["w"][0].astype(jnp.bfloat16)
@@ -306,7 +277,6 @@ def own_precision(p, x):
 
 OF_X = [
     mlp,
-    activations,
     attention,
     remat_in_scan,
     loops,
@@ -315,10 +285,10 @@ OF_X = [
     custom_vjp,
     second_derivatives,
     moves,
-    broadcasts,
     linear_algebra,
     effects,
     over_devices,
+    numbers_and_text,
     own_precision,
 ]
 PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
