@@ -29,6 +29,20 @@ from jaxscale import diagnostics
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_train_state_skips_a_bad_step():
+    state = jaxscale.flax.TrainState.create(
+        apply_fn=None,
+        params={"w": jnp.array([1.0, 2.0])},
+        tx=jaxscale.loss_scaled(optax.sgd(0.5)),
+    )
+    for grad in ([2.0, 4.0], [jnp.inf, 0.0]):
+        state = state.apply_gradients(grads={"w": jnp.array(grad)})
+    np.testing.assert_array_equal(state.params["w"], [0, 0])
+    assert state.step == 1
+    assert jaxscale.metrics(state.opt_state)["loss_scale"] == 2.0**14
+
+
 GRADIENTS = gradients(0, 4)
 ADAM = optax.adam(0.1)
 

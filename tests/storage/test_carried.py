@@ -20,6 +20,19 @@ import jaxscale.nnx
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_mask_may_be_a_module():
+    """A tree of bools as `eqx.tree_at` makes it is an MLP, which can be called."""
+    mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
+    params = eqx.filter(mlp, eqx.is_inexact_array)
+    everything = jax.tree.map(lambda _: True, params)
+    mask = eqx.tree_at(lambda tree: tree.layers[0].weight, everything, False)
+    tx = jaxscale.master_weights(optax.sgd(0.1), mask=mask)
+    remainders = tx.init(params).weights.remainders
+    assert remainders.layers[0].weight is None
+    assert len(jax.tree.leaves(remainders)) == len(jax.tree.leaves(params)) - 1
+
+
 WRAPPERS = {
     "remainder": jaxscale.master_weights,
     "float32": functools.partial(jaxscale.master_weights, storage="float32"),
@@ -217,18 +230,6 @@ def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
         np.testing.assert_allclose(
             one.astype(jnp.float32), other.astype(jnp.float32), rtol=2**-6, atol=1e-3
         )
-
-
-def test_a_mask_may_be_a_module():
-    """A tree of bools as `eqx.tree_at` makes it is an MLP, which can be called."""
-    mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
-    params = eqx.filter(mlp, eqx.is_inexact_array)
-    everything = jax.tree.map(lambda _: True, params)
-    mask = eqx.tree_at(lambda tree: tree.layers[0].weight, everything, False)
-    tx = jaxscale.master_weights(optax.sgd(0.1), mask=mask)
-    remainders = tx.init(params).weights.remainders
-    assert remainders.layers[0].weight is None
-    assert len(jax.tree.leaves(remainders)) == len(jax.tree.leaves(params)) - 1
 
 
 @cases("storage", ["remainder", "float32"])
