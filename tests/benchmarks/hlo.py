@@ -159,31 +159,6 @@ def _is_kernel(instruction):
     return opcode not in FREE and not opcode.endswith("-done")
 
 
-def stored_by_columns(text):
-    """Returns how many arrays a program stores in another order than that of their elements."""
-    program = computations(text)
-    fused = set()
-    for instructions in program.values():
-        for instruction in instructions:
-            if instruction.opcode == "fusion":
-                fused.update(instruction.called)
-    number = 0
-    for name in program.keys() - fused:
-        for instruction in program[name]:
-            if instruction.opcode not in FREE:
-                number += _is_by_columns(instruction.type)
-    return number
-
-
-def _is_by_columns(type_):
-    for _, _, layout in ARRAY.findall(type_):
-        # In tiles: `{1,0:T(8,128)}`.
-        order = re.findall(r"\d+", layout.partition(":")[0])
-        if order != sorted(order, key=int, reverse=True):
-            return True
-    return False
-
-
 def program(compiled, parameters):
     """Returns what a compiled program moves, keeps and launches, as JSON types."""
     kernels, moved = cost(compiled.as_text())

@@ -58,20 +58,9 @@ def size(shapes):
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def products(params, rows):
-    """A loss of which the gradient of each leaf is a product, in the dtype of its rows."""
-    loss = jnp.float32(0)
-    for name, param in params.items():
-        x = rows[name]
-        w = param.astype(x.dtype)
-        y = x @ w if w.ndim == 2 else x * w
-        loss += jnp.mean(jnp.square(y.astype(jnp.float32)))
-    return loss
-
-
 def count(name, layers, dtype, clip):
     tree = shapes(layers)
-    method = methods.make(name, clip)
+    method = methods.METHODS[name](clip)
     carry = jax.eval_shape(method.init, avals(tree, "float32"))
     step = jax.jit(method.step, donate_argnums=0)
     traced = step.trace(carry, avals(tree, dtype))
@@ -80,16 +69,6 @@ def count(name, layers, dtype, clip):
         "conditionals": compiled.as_text().count(" conditional("),
         "equations": len(list(jaxprs.equations(traced.jaxpr))),
     }
-
-
-def count_by_columns(name, dtype):
-    """Returns how many arrays of a step that makes its gradients by products are by columns."""
-    tree = shapes(1)
-    method = methods.make(name, False, products)
-    carry = jax.eval_shape(method.init, avals(tree, "float32"))
-    rows = avals({leaf: (8, shape[0]) for leaf, shape in tree.items()}, dtype)
-    compiled = jax.jit(method.step, donate_argnums=0).lower(carry, rows).compile()
-    return {"by columns": hlo.stored_by_columns(compiled.as_text())}
 
 
 def count_alone(fun, dtype, number=2**20):
@@ -108,8 +87,6 @@ def main():
     counted = {", ".join(map(str, row)): count(*row) for row in rows}
     for dtype in DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
-    for row in itertools.product(NAMES[1:], ("float16", "bfloat16")):
-        counted[", ".join((*row, "products"))] = count_by_columns(*row)
     counted["norm, float32"] = count_alone(norm, "float32")
     print(json.dumps(counted))
 

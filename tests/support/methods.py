@@ -18,11 +18,15 @@ def pass_gradients(fun, has_aux=False):
     return lambda params, grads: (fun(params, grads), grads)
 
 
+def zero_loss(params, grads):
+    return jnp.float32(0)
+
+
 class Method(NamedTuple):
-    """How a step is made."""
+    """A step that begins with the gradients, as a backward pass left them."""
 
     init: Callable[[Any], Any]  # parameters -> carry
-    step: Callable[[Any, Any], Any]  # carry, batch -> carry
+    step: Callable[[Any, Any], Any]  # carry, gradients -> carry
 
 
 def three_lines(tx, grads, state, params, **values):
@@ -31,15 +35,14 @@ def three_lines(tx, grads, state, params, **values):
     return optax.apply_updates(params, updates), state
 
 
-def bare(loss_fn, transform, clip):
+def bare(clip):
     """Optax alone: no scale, no verdict, no skip."""
     tx = optax.adamw(1e-3)
     if clip:
         tx = optax.chain(optax.clip_by_global_norm(CLIP), tx)
 
-    def step(carry, batch):
+    def step(carry, grads):
         params, state = carry
-        _, grads = transform(loss_fn)(params, batch)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return three_lines(tx, grads, state, params)
 
@@ -51,23 +54,23 @@ def scaled(clip, policy="dynamic"):
     return jaxscale.loss_scaled(optax.adamw(1e-3), policy, max_norm=max_norm)
 
 
-def train_step(loss_fn, transform, clip, policy="dynamic"):
+def train_step(clip, policy="dynamic"):
     tx = scaled(clip, policy)
-    whole = jaxscale.train_step(loss_fn, tx, transform=transform)
+    whole = jaxscale.train_step(zero_loss, tx, transform=pass_gradients)
     return Method(
         lambda params: (params, tx.init(params)),
-        lambda carry, batch: whole(*carry, batch)[:2],
+        lambda carry, grads: whole(*carry, grads)[:2],
     )
 
 
-def apart(loss_fn, transform, clip, apply):
+def apart(clip, apply):
     """`jaxscale.value_and_grad`, and what applies the gradients."""
     tx = scaled(clip)
 
-    def step(carry, batch):
+    def step(carry, grads):
         params, state = carry
-        scaled_grad = jaxscale.value_and_grad(loss_fn, state, transform=transform)
-        loss, grads = scaled_grad(params, batch)
+        unscaled = jaxscale.value_and_grad(zero_loss, state, transform=pass_gradients)
+        loss, grads = unscaled(params, grads)
         return apply(tx, grads, state, params, value=loss)
 
     return Method(lambda params: (params, tx.init(params)), step)
@@ -81,10 +84,3 @@ METHODS = {
     "jaxscale.apply_gradients": partial(apart, apply=jaxscale.apply_gradients),
     "jaxscale optax wrapper": partial(apart, apply=three_lines),
 }
-
-
-def make(name, clip, loss_fn=None):
-    """Returns a `Method`. Without a loss, its batch are gradients, as a backward pass left them."""
-    if loss_fn is None:
-        return METHODS[name](lambda *_: jnp.float32(0), pass_gradients, clip)
-    return METHODS[name](loss_fn, jax.value_and_grad, clip)
