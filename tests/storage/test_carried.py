@@ -209,29 +209,6 @@ def own_nnx_step(model, optimizer, x, y):
     return loss
 
 
-@pytest.mark.worlds
-@cases("wrapper", WRAPPERS, fast=["remainder"])
-def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
-    ends = []
-    for step in (own_nnx_step, nnx.jit(jaxscale.nnx.train_step(nnx_loss))):
-        model = Perceptron(nnx.Rngs(0))
-        tx = WRAPPERS[wrapper](optax.adamw(2.0**-10))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        losses = [float(step(model, optimizer, X, Y)) for _ in range(20)]
-        assert losses[-1] < losses[0]
-        params = nnx.state(model, nnx.Param)
-        masters = jaxscale.master_params(optimizer.opt_state, params)
-        assert {leaf.dtype for leaf in jax.tree.leaves(masters)} == {
-            jnp.dtype("float32")
-        }
-        assert_same_bits(jaxscale.master_params(nnx.state(optimizer), params), masters)
-        ends.append(jax.tree.leaves(params))
-    for one, other in zip(*ends, strict=True):
-        np.testing.assert_allclose(
-            one.astype(jnp.float32), other.astype(jnp.float32), rtol=2**-6, atol=1e-3
-        )
-
-
 @cases("storage", ["remainder", "float32"])
 def test_a_step_may_donate_what_was_made_of_a_checkpoint(storage):
     checkpoint = {name: leaf.astype(jnp.float32) for name, leaf in PARAMS.items()}
