@@ -23,11 +23,9 @@ ALL_ENTRIES = [*ENTRIES, DOCTOR]
 FAST = {
     "reinforcement.deep_q_learning": "train_step",
     "physics.gaussian_process": "scale_backward, bfloat16",
-    "physics.laplacian_by_hessian": "scale_backward inside",
     "quantization.quantization_aware": "nnx",
     "sequence.diagonal_state_space": "value_and_grad",
     "speech.masked_ctc": "value_and_grad, bfloat16",
-    "graphs.graph_attention": "flax",
     # Modules with numbers among their leaves: a step has to take the state of a part of them.
     "quantization.adapter_on_frozen_attention": "train_step",
 }
