@@ -103,53 +103,29 @@ def state_of(policy, method):
 
 
 @each_policy
-def test_a_policy_finds_its_state_in_that_of_the_optimizer(name):
-    policy = OWN[name]
-    way_out = "got LossScaledState. Pass `opt_state.scaling`, or call `tx.update`"
-    with raises(TypeError, state_of(policy, "update"), way_out):
-        policy.update(OPT_STATE, GRADS)
-
-
-@each_policy
-def test_a_policy_finds_its_state_in_a_train_state(name):
-    policy = OWN[name]
-    way_out = "got OwnTrainState. Pass `opt_state.scaling`, or call `tx.update`"
-    with raises(TypeError, state_of(policy, "adjust"), way_out):
-        policy.adjust(flax_state(), FINITE)
-
-
-@each_policy
-@pytest.mark.parametrize("second", ["its state", "the state of the optimizer"])
-def test_a_policy_says_in_which_order_its_arguments_come(second, name):
-    policy = OWN[name]
-    state = policy.init() if second == "its state" else OPT_STATE
-    words = [", got dict. The order ", " is (state, grads)"]
-    with raises(TypeError, state_of(policy, "update"), *words):
-        policy.update(GRADS, state)
-
-
-@each_policy
-def test_a_policy_says_what_its_state_is(name):
+def test_a_policy_says_where_its_state_is_and_in_which_order_arguments_come(name):
     policy = OWN[name]
     state = policy.init()
-    expected = "LossScaleState"
-    other = OWN["adaptive"].init()
-    if not isinstance(state, jaxscale.LossScaleState) and name != "noop":
-        expected = type(state).__name__
-        other = OWN["dynamic"].init()
-    with raises(
-        TypeError, "state=", f"must be a `{expected}`, got {type(other).__name__}"
-    ):
-        policy.update(other, GRADS)
+    way_out = "Pass `opt_state.scaling`, or call `tx.update`"
     taken_over = "from_state_dict(policy.init(), jaxscale.to_state_dict(state))"
-    with raises(
-        TypeError,
-        "state=",
-        f"must be a `{expected}`, got NoneType",
-        "`init`",
-        taken_over,
-    ):
-        policy.adjust(None, FINITE)
+    wrong = [
+        ("update", (OPT_STATE, GRADS), [f"got LossScaledState. {way_out}"]),
+        ("adjust", (flax_state(), FINITE), [f"got OwnTrainState. {way_out}"]),
+        ("update", (GRADS, state), [", got dict. The order ", " is (state, grads)"]),
+        ("update", (GRADS, OPT_STATE), [", got dict. The order "]),
+        ("adjust", (None, FINITE), ["got NoneType", "`init`", taken_over]),
+    ]
+    for method, args, words in wrong:
+        with raises(TypeError, state_of(policy, method), *words):
+            getattr(policy, method)(*args)
+
+
+def test_a_policy_says_which_state_it_got():
+    dynamic, adaptive = OWN["dynamic"].init(), OWN["adaptive"].init()
+    with raises(TypeError, "must be a `LossScaleState`, got AdaptiveState"):
+        OWN["dynamic"].update(adaptive, GRADS)
+    with raises(TypeError, "must be a `AdaptiveState`, got LossScaleState"):
+        OWN["adaptive"].update(dynamic, GRADS)
 
 
 @pytest.mark.worlds
