@@ -5,8 +5,7 @@ An error names the call, the argument, the value and the way out.
 
 import builtins
 import contextlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +24,6 @@ OPT_STATE = TX.init(W)
 SCALING = jaxscale.DynamicLossScale().init()
 
 
-class BadInput(NamedTuple):
-    """A wrong call, and its error.
-
-    Attributes:
-      call: what a user does wrong.
-      error: the type of the error.
-      words: parts of the message, in their order. A "\\n" is the end of a line, or of the message.
-    """
-
-    call: Callable[[], object]
-    error: type[Exception]
-    words: list[str]
-
-
 @contextlib.contextmanager
 def raises(error, *words):
     """A context in which there must be an error whose message has these words, in this order."""
@@ -49,11 +34,6 @@ def raises(error, *words):
         before, found, rest_after = rest.partition(part)
         assert found, f"the message does not go on with {part!r}: {before}"
         rest = rest_after
-
-
-def assert_raises(case):
-    with raises(case.error, *case.words):
-        case.call()
 
 
 def assert_says(call, message):
