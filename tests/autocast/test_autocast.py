@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import itertools
-import re
 
 import jax
 import jax.custom_batching
@@ -12,14 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from half_programs import PROGRAMS, W, X, loss_of, primitives, products
-from jax.experimental import pallas
-from tables import assert_same_bits, avals, cases, warned
+from tables import assert_same_bits, avals, cases, spread, warned
 from training import x64
 
 import jaxscale
-from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_a_product_rounds_what_it_reads_and_returns_float32():
+    x = jnp.array([[1.0, 0.5], [0.25, 1 + 2.0**-12]])
+    y = jaxscale.autocast(lambda x: x @ jnp.eye(2))(x)
+    assert y.dtype == jnp.float32
+    np.testing.assert_array_equal(y, [[1, 0.5], [0.25, 1]])
+
 
 # What adds or multiplies elements, and what leaves the range of float16 or cancels its digits: what
 # PyTorch's autocast and TensorFlow's graph rewrite run in float32.
@@ -34,10 +38,6 @@ IN_FLOAT32 = SUMS | {
 }
 
 
-def sorted_primitives(fun, *args):
-    return sorted((name, *sorted(kinds)) for name, kinds in primitives(fun, *args))
-
-
 def assert_near(a, b):
     # float16 has 11 bits: the error of a product is a few units of 2**-11 of its terms.
     a = np.asarray(a, np.float32)
@@ -46,16 +46,6 @@ def assert_near(a, b):
 
 
 every_program = cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
-
-
-@pytest.mark.worlds
-@every_program
-def test_twice_is_once(name):
-    fun, args = PROGRAMS[name]
-    once = jaxscale.autocast(loss_of(fun))
-    twice = jaxscale.autocast(once)
-    assert sorted_primitives(once, *args) == sorted_primitives(twice, *args)
-    assert once(*args) == twice(*args)
 
 
 @pytest.mark.device
@@ -76,7 +66,7 @@ def test_outputs_keep_their_types_and_come_close(name):
 
 every_program_and_dtype = cases(
     "name, dtype",
-    itertools.product(PROGRAMS, ["float16", "bfloat16"]),
+    spread(list(PROGRAMS), ["float16", "bfloat16"], times=1),
     fast=[
         (name, "float16")
         for name in ("attention", "lstm", "remat_in_scan", "custom_vjp")
@@ -137,22 +127,14 @@ every_gradient = cases("name", PROGRAMS, fast=["attention", "custom_vjp"])
 
 
 @pytest.mark.worlds
-@every_gradient
-def test_a_compiled_gradient_is_compiled_once(name):
-    fun, args = PROGRAMS[name]
-    step = jax.jit(jax.value_and_grad(loss_of(jaxscale.autocast(fun))))
-    loss, _ = step(*args)
-    loss_again, _ = step(*args)
-    assert loss == loss_again
-    assert step._cache_size() == 1
-
-
-@pytest.mark.worlds
 @pytest.mark.device
 @every_gradient
 def test_gradients_have_the_types_of_parameters_and_come_close(name):
     fun, args = PROGRAMS[name]
-    _, actual = jax.jit(jax.value_and_grad(loss_of(jaxscale.autocast(fun))))(*args)
+    step = jax.jit(gradient_of_loss(jaxscale.autocast(fun)))
+    actual = step(*args)
+    assert_same_bits(step(*args), actual)
+    assert step._cache_size() == 1
     expected = jax.jit(gradient_of_loss(fun))(*args)
     assert avals(actual) == avals(expected)
     gradient = flatten(actual)
@@ -396,14 +378,6 @@ def test_linear_functions_can_be_transposed(fun):
     np.testing.assert_allclose(actual, expected, rtol=0.02, atol=2e-3)
 
 
-def kernel(w, x):
-    def multiply(x_ref, y_ref, out_ref):
-        out_ref[...] = x_ref[...] @ y_ref[...]
-
-    product = pallas.pallas_call(multiply, out_shape=jax.typeof(w), interpret=True)
-    return product(w @ x, x) @ x
-
-
 def solver(w, x):
     def multiply(v):
         return w @ v + 3 * v
@@ -414,40 +388,11 @@ def solver(w, x):
     return jax.lax.custom_linear_solve(multiply, x.T @ x @ jnp.ones(8), solve)
 
 
-@cases("fun", [kernel, solver])
-def test_kernels_run_as_they_are_written_and_linear_solvers_in_float32(fun):
-    with warned("`pallas_call` run as they are written", is_due=fun is kernel):
-        dtypes = products(jaxscale.autocast(fun), W[0], W[1])
-    assert sorted(dtypes) == ["float16", "float16", "float32"]
-    with warned("`pallas_call`", is_due=fun is kernel):
-        result = jaxscale.autocast(fun)(W[0], W[1])
-    np.testing.assert_allclose(result, fun(W[0], W[1]), rtol=0.02, atol=0.01)
-
-
-@cases("fun", [kernel, solver])
-def test_kernels_and_solvers_in_full_precision_are_as_they_are_written(fun):
-    marked = jaxscale.autocast(jaxscale.full_precision(fun))
-    assert products(marked, W[0], W[1]) == products(fun, W[0], W[1])
-
-
-def test_a_primitive_without_a_rule_is_named_once_and_runs_as_written():
-    batched_by_hand = jax.custom_batching.custom_vmap(lambda w, x: x @ w)
-    # JAX asks for a rule, and does not use it.
-    batched_by_hand.def_vmap(lambda *_: None)
-
-    def fun(w, x):
-        return batched_by_hand(w, x) + batched_by_hand(w, 2 * x)
-
-    cast = jaxscale.autocast(fun)
-    message = "`custom_vmap_call` run as they are written"
-    with pytest.warns(UserWarning, match=message) as warnings:
-        result = cast(W[0], X)
-    assert len(warnings) == 1
-    np.testing.assert_allclose(result, fun(W[0], X), rtol=0.01, atol=0.01)
-    # The next call warns again. Outside of `pytest.warns`, warnings are errors.
-    with pytest.raises(UserWarning, match="full_precision"):
-        cast(W[0], X)
-    jaxscale.autocast(jaxscale.full_precision(batched_by_hand))(W[0], X)
+def test_linear_solvers_run_in_float32():
+    dtypes = products(jaxscale.autocast(solver), *W[:2])
+    assert dtypes == ["float16", "float16", "float32"]
+    result = jaxscale.autocast(solver)(*W[:2])
+    np.testing.assert_allclose(result, solver(*W[:2]), rtol=0.02, atol=0.01)
 
 
 def test_refs_are_read_and_written():
@@ -488,15 +433,10 @@ def test_an_array_in_place_of_the_function_is_named(transform):
         transform(X)
 
 
-def test_help_shows_the_table():
-    shown = re.findall(r"[\w-]+", inspect.getdoc(jaxscale.autocast))
-    assert set(shown) >= table.PRODUCTS
-
-
 @pytest.mark.worlds
 @cases(
     "name",
-    ["attention", "activations", "custom_jvp", "custom_vjp"],
+    ["attention", "custom_jvp", "custom_vjp"],
     fast=["custom_vjp"],
 )
 def test_nothing_leaks(name):

@@ -1,7 +1,6 @@
 """Laws of the table of `autocast`: operation by operation, and functions of JAX and Optax."""
 
 import inspect
-import itertools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from half_programs import products
-from tables import cases
+from tables import cases, spread
 
 import jaxscale
 from jaxscale import _jax
@@ -99,7 +98,7 @@ def value_and_gradients(fun, xs):
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @cases(
     "name, dtype",
-    itertools.product(OPERATIONS | TAILS, ["float16", "bfloat16"]),
+    spread(list(OPERATIONS | TAILS), ["float16", "bfloat16"], times=1),
     fast=[
         ("sigmoid", "float16"),
         ("mul", "float16"),
@@ -447,34 +446,22 @@ quiet = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.worlds
 @quiet
 @every_function
 def test_functions_of_libraries_are_as_in_float32(name):
     fun, args = find_arguments(name)
     cast = jaxscale.autocast(fun)
-    assert_close(cast(*args), fun(*args), tolerance_of(name))
-    factor = 1000
-    if is_in_half(name):
-        factor = 8
-    large = times(args, factor)
-    assert_close(cast(*large), fun(*large), tolerance_of(name))
+    tolerance = tolerance_of(name)
+    large = times(args, 8 if is_in_half(name) else 1000)
+    for inputs in (args, large):
+        assert_close(cast(*inputs), fun(*inputs), tolerance)
     assert is_in_half(name) == ("float16" in products(cast, *args))
-
-
-@quiet
-@every_function
-def test_functions_of_libraries_follow_products_to_a_few_roundings(name):
-    fun, args = find_arguments(name)
+    # After products it follows them to a few roundings.
     outputs, _ = jaxscale.autocast(after_exact_products(fun))(*args)
     assert_close(outputs, fun(*args), 2**-8)
 
-
-@pytest.mark.worlds
-@quiet
-@every_function
-def test_derivatives_of_functions_of_libraries_are_as_in_float32(name):
-    fun, args = find_arguments(name)
-    gradient_of_cast = jax.grad(weighted_sum(jaxscale.autocast(fun)))
+    gradient_of_cast = jax.grad(weighted_sum(cast))
     cast_of_gradient = jaxscale.autocast(jax.grad(weighted_sum(fun)))
     try:
         expected = jax.grad(weighted_sum(fun))(*args)
@@ -483,6 +470,6 @@ def test_derivatives_of_functions_of_libraries_are_as_in_float32(name):
         for gradient in (gradient_of_cast, cast_of_gradient):
             with pytest.raises(type(error)):
                 gradient(*args)
-        return
-    assert_close(gradient_of_cast(*args), expected, tolerance_of(name))
-    assert_close(cast_of_gradient(*args), expected, tolerance_of(name))
+    else:
+        assert_close(gradient_of_cast(*args), expected, tolerance)
+        assert_close(cast_of_gradient(*args), expected, tolerance)

@@ -18,6 +18,17 @@ from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_bound_below_1_is_not_rounded_to_1():
+    def loss(x):
+        return jnp.arctanh(jnp.minimum(x @ jnp.eye(2), 1 - 1e-6)) @ jnp.eye(2)
+
+    # log(2e6) / 2
+    np.testing.assert_allclose(
+        jaxscale.autocast(loss)(jnp.ones((2, 2))), 7.25, rtol=5e-3
+    )
+
+
 # Half precision rounds both to 1.
 BELOW_1 = 1 - 1e-6
 HALF_BELOW_1 = 1 - 2e-4
@@ -69,6 +80,17 @@ def relu_of_tiny_numbers(y):
     return small * 2.0**26 + jnp.sum(small) * 2.0**20
 
 
+def beyond_the_range(y):
+    """A bias, squares and an exponential that float16 does not hold."""
+    biased = y + jnp.linspace(1e5, 2e5, y.size).reshape(y.shape)
+    return jnp.log(jnp.exp(12 * y) + (300 * y) ** 2) + biased * 1e-5
+
+
+def masked_softmax(y):
+    masked = jnp.where(jnp.eye(*y.shape, dtype=bool), y, -1e9)
+    return jax.nn.softmax(masked) + jax.nn.log_softmax(y + 1e-8)
+
+
 def relu_of_a_relu(y):
     return jnp.sqrt(jax.nn.relu(jax.nn.relu(y) - 0.4999) + 1e-7)
 
@@ -88,6 +110,8 @@ FAMILIES = {
         scaled_offset,
         relu_of_tiny_numbers,
         relu_of_a_relu,
+        beyond_the_range,
+        masked_softmax,
     )
 }
 

@@ -25,6 +25,16 @@ from jaxscale._autocast import product_owner, table
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_product_of_the_model_is_rounded_and_one_of_a_library_is_not():
+    x = jnp.array([[1 + 2.0**-12, 0.0], [0.0, 1.0]])
+    product = jaxscale.autocast(lambda x: x @ x)(x)
+    np.testing.assert_array_equal(product, [[1, 0], [0, 1]])
+    with pytest.warns(UserWarning, match="a step of a library"):
+        power = jaxscale.autocast(lambda x: jnp.linalg.matrix_power(x, 2))(x)
+    assert power[0, 0] > 1
+
+
 SMALL = 0.1 * jnp.sin(jnp.arange(64.0))
 A = jnp.eye(8) + SMALL.reshape(8, 8)
 X = jnp.cos(jnp.arange(32.0)).reshape(4, 8)
@@ -162,25 +172,7 @@ def test_products_of_libraries_are_in_float32(name):
     np.testing.assert_array_equal(jaxscale.autocast(fun)(X, A), fun(X, A))
 
 
-@every_own
-def test_products_of_libraries_are_in_float32_after_products_of_the_model(name):
-    def of_products(x, a):
-        return OWN[name](x @ jnp.eye(8), a @ jnp.eye(8))
-
-    dtypes = cast_products(of_products, X, A)
-    assert dtypes.count("float16") == 2
-    assert set(dtypes[2:]) <= {"float32"}
-
-
 SHARING = {"convolve": (jnp.convolve, "float16"), "polymul": (jnp.polymul, "float32")}
-
-
-@cases("first", SHARING)
-def test_functions_that_share_a_cached_program_are_told_apart(first):
-    for name in (first, *SHARING):
-        fun, dtype = SHARING[name]
-        with warned("changes nothing in `polymul`", is_due=name == "polymul"):
-            assert set(cast_products(fun, SIGNAL, SIGNAL)) == {dtype}
 
 
 @cases("first", SHARING)

@@ -19,7 +19,7 @@ from jaxprs import residual_bytes
 from tables import cases, pairs, spread
 
 import jaxscale
-from jaxscale import _jax, diagnostics
+from jaxscale import _jax
 
 pytestmark = [
     pytest.mark.standard_promotion,
@@ -288,20 +288,6 @@ def test_one_program_is_rewritten_under_the_flags_of_both_forms_in_turn(was_new)
         np.testing.assert_allclose(gradient, plain_gradient, atol=2e-3)
 
 
-@pytest.mark.worlds
-@in_both_forms
-def test_the_trace_looks_into_both_forms(is_new):
-    def loss(w):
-        overflowing = squashed(1e3 * X, w[0] * 100)
-        return rematted(None)(w) + jnp.mean(overflowing)
-
-    scaling = jaxscale.FixedLossScale(2.0**10).init()
-    with form(is_new):
-        report = diagnostics.trace(jaxscale.autocast(loss), scaling)(W)
-    assert not report.not_entered
-    assert report.first_nonfinite.primitive == "dot_general"
-
-
 def root(ws):
     """A fixed point, as of a deep equilibrium model, whose derivative is implicit."""
     w = ws[0] * 0.3
@@ -356,12 +342,3 @@ def test_a_custom_root_is_batched(is_new):
     with form(is_new):
         batch = jax.vmap(cast_root)(jnp.stack([W, W / 2]))
         np.testing.assert_allclose(batch, [root(W), root(W / 2)], rtol=0.01)
-
-
-@pytest.mark.worlds
-@in_both_forms
-def test_the_trace_looks_into_a_custom_root(is_new):
-    scaling = jaxscale.FixedLossScale(8).init()
-    with form(is_new):
-        report = diagnostics.trace(cast_root, scaling)(W)
-    assert report.not_entered == ("custom_linear_solve",)

@@ -5,12 +5,13 @@ import types
 
 import equinox as eqx
 import jax
+import jax.custom_batching
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from forged import forged
-from half_programs import PROGRAMS, W, X, loss_of
+from half_programs import W, X
 from jax.experimental import pallas
 from tables import cases
 
@@ -18,6 +19,12 @@ import jaxscale
 from jaxscale import _jax, diagnostics
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_autocast_says_that_it_changes_nothing():
+    with pytest.warns(UserWarning, match="changes nothing in `exp`"):
+        jaxscale.autocast(jnp.exp)(jnp.array([0.0, 1.0]))
+
 
 PROGRAM = jax.make_jaxpr(lambda x: x @ W[0])(X)
 SCALING = jaxscale.NoOpLossScale().init()
@@ -28,6 +35,10 @@ class Slotted:
 
     def __init__(self, program):
         self.__program = program
+
+
+class FirstOfSlotted(Slotted):
+    pass
 
 
 class Held:
@@ -43,49 +54,26 @@ class Held:
     __iter__ = __bool__ = __len__
 
 
-class FirstOfSlotted(Slotted):
-    pass
-
-
-def default(x, program=PROGRAM):
-    return program
-
-
 def nested(value, times):
     return functools.reduce(lambda inner, _: (inner,), range(times), value)
 
 
-# Ways from a parameter to a program, each of one step or of two.
+# Ways from a parameter to a program.
 WAYS = {
     "attribute": Held,
-    "slot": Slotted,
     "slot of a base class": FirstOfSlotted,
-    "tuple": lambda program: (1, program),
-    "list": lambda program: [[program]],
+    "attribute of a slot": lambda program: Held(Slotted(program)),
+    "list of tuples": lambda program: [(1, program)],
     "dictionary": lambda program: {"a": {"b": program}},
     "key": lambda program: {program: 1},
     "set": lambda program: frozenset([program]),
-    "closure": lambda program: lambda: program,
-    "default": lambda program: default,
-    "partial": lambda program: functools.partial(max, program),
-    "partial of a partial": lambda program: functools.partial(max, key=Held(program)),
+    "closure of a closure": lambda program: lambda: lambda: program,
+    "default": lambda program: lambda x, program=program: program,
+    "partial": lambda program: functools.partial(max, key=Held(program)),
     "method": lambda program: Held(program).method,
     "namespace": lambda program: types.SimpleNamespace(program=program),
     "mapping": lambda program: types.MappingProxyType({"a": program}),
     "six steps": lambda program: nested(program, 5),  # in an object
-}
-LONG_WAYS = {"six steps", "list", "dictionary", "partial of a partial"}
-
-
-def hide_twice(outer, inner):
-    return lambda program: WAYS[outer](WAYS[inner](program))
-
-
-TWICE = {
-    f"{outer} of {inner}": hide_twice(outer, inner)
-    for outer in ("attribute", "slot", "closure")
-    for inner in WAYS
-    if inner not in LONG_WAYS
 }
 
 
@@ -117,32 +105,14 @@ def names_in_trace(fun):
     return diagnostics.trace(loss, SCALING)(jnp.float32(2)).not_entered
 
 
-every_way = cases(
-    "way", WAYS | TWICE, fast=["slot of a base class", "closure", "method", "six steps"]
-)
-both_primitives = pytest.mark.parametrize("name", ["future_call", _jax.OBJECT])
-
-
-@every_way
-@both_primitives
+@cases("way", WAYS, fast=["slot of a base class", "method", "six steps"])
+@pytest.mark.parametrize("name", ["future_call", _jax.OBJECT])
 def test_a_program_that_is_hidden_in_a_parameter_is_named(way, name):
-    fun = reads_and_multiplies(name, (WAYS | TWICE)[way](PROGRAM))
+    fun = reads_and_multiplies(name, WAYS[way](PROGRAM))
     result = assert_named_once(name, lambda: jaxscale.autocast(fun)(X))
     np.testing.assert_allclose(result, fun(X), rtol=0.01)
     jaxscale.autocast(jaxscale.full_precision(fun))(X)  # without a warning
-
-
-@every_way
-@both_primitives
-def test_a_program_that_is_hidden_in_a_parameter_is_named_in_a_trace(way, name):
-    fun = reads_and_multiplies(name, (WAYS | TWICE)[way](PROGRAM))
     assert names_in_trace(fun) == (name,)
-
-
-def with_own_jvp(fun):
-    ruled = jax.custom_jvp(fun)
-    ruled.defjvp(lambda primals, tangents: (fun(*primals), tangents[0]))
-    return ruled
 
 
 def with_own_vjp(fun):
@@ -151,25 +121,9 @@ def with_own_vjp(fun):
     return ruled
 
 
-def in_scan(fun):
-    return lambda x: jax.lax.map(fun, x[None])[0]
-
-
-def in_while(fun):
-    return lambda x: jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: fun(x), x)
-
-
-def in_cond(fun):
-    return lambda x: jax.lax.cond(x[0, 0] > 0, fun, lambda x: x, x)
-
-
 INSIDE = {
-    "jit": jax.jit,
     "checkpoint": jax.checkpoint,
-    "scan": in_scan,
-    "while": in_while,
-    "cond": in_cond,
-    "custom_jvp": with_own_jvp,
+    "scan": lambda fun: lambda x: jax.lax.map(fun, x[None])[0],
     "custom_vjp": with_own_vjp,
     "jit of jit": lambda fun: jax.jit(lambda x: jax.jit(fun)(x)),
 }
@@ -251,7 +205,11 @@ def print_zero(x):
     return x
 
 
+# JAX asks for a rule, and does not use it.
+batched_by_hand = jax.custom_batching.custom_vmap(multiply)
+batched_by_hand.def_vmap(lambda *_: None)
 OPAQUE = {
+    "custom_vmap_call": batched_by_hand,
     "call_exported": exported.call,
     "pure_callback": multiply_on_host,
     "io_callback": do_io,
@@ -275,9 +233,11 @@ def sum_of_product_after(part):
 @cases("name", OPAQUE)
 def test_what_cannot_be_looked_into_is_named(name):
     fun = sum_of_product_after(OPAQUE[name])
-    with pytest.warns(UserWarning, match=f"`{name}` run as they are written"):
-        jaxscale.autocast(fun)(X)
+    result = assert_named_once(name, lambda: jaxscale.autocast(fun)(X))
+    np.testing.assert_allclose(result, fun(X), rtol=0.01)
     assert name in names_in_trace(fun)
+    marked = sum_of_product_after(jaxscale.full_precision(OPAQUE[name]))
+    jaxscale.autocast(marked)(X)  # without a warning
 
 
 @cases("name", TRANSPARENT)
@@ -286,32 +246,9 @@ def test_what_holds_no_product_is_not_named(name, capsys):
     jaxscale.autocast(fun)(X)  # without a warning
 
 
-@cases("name", OPAQUE | TRANSPARENT)
-def test_what_is_marked_is_not_named(name, capsys):
-    part = jaxscale.full_precision((OPAQUE | TRANSPARENT)[name])
-    jaxscale.autocast(sum_of_product_after(part))(X)  # without a warning
-
-
 def test_a_callback_that_gets_more_than_another_returned_is_named():
     with pytest.warns(UserWarning, match="`pure_callback` run as they are written"):
         jaxscale.autocast(sum_of_product_after(load_and_pass_to_host))(X)
-
-
-def test_what_must_fuse_runs_as_it_is_written_and_is_named():
-    fused = pytest.importorskip(
-        "jax.experimental.fused", reason="this JAX cannot fuse by hand"
-    )
-    # which runs on a GPU alone
-    part = fused.fused(out_spaces=(jax.memory.Space.Device,))
-
-    def loss(x):
-        (y,) = part(lambda x, w: [jnp.tanh(x @ w)])(x, W[0])
-        return jnp.sum(y @ W[1])
-
-    grad = jax.grad(jaxscale.scale_backward(jaxscale.autocast(loss)))
-    with pytest.warns(UserWarning, match="`fused_call` run as they are written"):
-        program = jax.make_jaxpr(grad)(X)
-    assert "fused_call" in str(program)
 
 
 def gaussian_process(x):
@@ -422,12 +359,9 @@ AS_IT_SHOULD = {
     "backward": (jax.grad(lambda x: jnp.sum(multiply(x) ** 2)), X),
     "in half precision": (multiply_by_itself, X.astype("float16")),
     "twice": (jaxscale.autocast(multiply), X),
-    "twice, in a part": (lambda x: multiply(jaxscale.autocast(jnp.exp)(x)), X),
     "marked": (jaxscale.full_precision(multiply), X),
-    "marked activation": (jaxscale.full_precision(jnp.exp), X),
     "kernel": (jaxscale.half_precision(lambda x: x * 2), X),
     "integers": (multiply_by_itself, jnp.ones((2, 2), "int32")),
-    "nothing": (lambda x: x, X),
     # float16 cannot hold the mask, which stays in float32
     "a mask": (
         lambda x: jax.nn.softmax(x @ x.T + jnp.triu(jnp.full((4, 4), -1e9), 1)) @ x,
@@ -454,11 +388,3 @@ def test_a_function_in_which_nothing_is_cast_is_named(name):
 def test_a_function_in_which_something_is_cast_or_should_not_be_is_not_named(name):
     fun, x = AS_IT_SHOULD[name]
     jaxscale.autocast(fun)(x)  # without a warning
-
-
-@cases("name", PROGRAMS, fast=["effects", "linear_algebra"])
-def test_no_program_of_the_laws_is_warned_of(name):
-    fun, args = PROGRAMS[name]
-    cast = jaxscale.autocast(loss_of(fun))
-    jax.make_jaxpr(cast)(*args)
-    jax.make_jaxpr(jax.grad(cast))(*args)

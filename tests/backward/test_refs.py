@@ -9,6 +9,18 @@ from tables import cases, spread
 
 import jaxscale
 
+
+@pytest.mark.standard_promotion
+def test_a_ref_in_a_loss_has_the_gradient_of_its_value():
+    def loss(w):
+        ref = jax.new_ref(jnp.zeros(2))
+        ref[...] = (w.astype("float16") * 3).astype("float32")
+        return 2.0**-30 * jnp.sum(ref[...])
+
+    gradient = jax.grad(jaxscale.scale_backward(loss))(jnp.ones(2))
+    np.testing.assert_array_equal(gradient, [3 * 2.0**-30, 3 * 2.0**-30])
+
+
 rng = np.random.default_rng(0)
 X = jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)
 W = jnp.asarray(rng.standard_normal((4, 4)) * 0.5, jnp.float32)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from bad_input import BadInput, assert_raises
+from bad_input import assert_says
 from scaled_networks import HALF, PARAMS, X, loss_of, net, squared_grad_norm
 from tables import cases
 
@@ -61,61 +61,53 @@ FORWARD = {
     "linearize in grad": linearize_in_reverse,
 }
 ERRORS = {
-    "not a function": BadInput(
+    "not a function": (
         lambda: scale_backward(PARAMS),
-        TypeError,
-        ["scale_backward", "fun", "must be a function"],
+        "TypeError: scale_backward ... fun ... must be a function",
     ),
-    "scale text": BadInput(
+    "scale text": (
         lambda: scale_backward(net, "dynamic"),
-        ValueError,
-        ["scale_backward", 'must be "auto"'],
+        'ValueError: scale_backward ... must be "auto"',
     ),
-    "scale 0": BadInput(
+    "scale 0": (
         lambda: scale_backward(net, 0),
-        ValueError,
-        ["scale_backward", "scale=", "normal range"],
+        "ValueError: scale_backward ... scale= ... normal range",
     ),
-    "scale array": BadInput(
+    "scale array": (
         lambda: scale_backward(net, jnp.ones(())),
-        TypeError,
-        ["scale_backward", "scale="],
+        "TypeError: scale_backward ... scale=",
     ),
-    "retries": BadInput(
+    "retries": (
         lambda: scale_backward(net, retries=-1),
-        ValueError,
-        ["scale_backward", "retries=", "-1"],
+        "ValueError: scale_backward ... retries= ... -1",
     ),
     **{
-        name: BadInput(fun, TypeError, ["scale_backward", "forward mode", "jax.grad"])
+        name: (fun, "TypeError: scale_backward ... forward mode ... jax.grad")
         for name, fun in FORWARD.items()
     },
-    "second derivative": BadInput(
-        differentiate_twice, TypeError, ["scale_backward", "retries=2", "retries=0"]
+    "second derivative": (
+        differentiate_twice,
+        "TypeError: scale_backward ... retries=2 ... retries=0",
     ),
-    "float16 parameter": BadInput(
+    "float16 parameter": (
         differentiate_by_a_half_parameter,
-        TypeError,
-        ["scale_backward", "args[0]['b'], which is float16", "cast them inside"],
+        "TypeError: args[0]['b'], which is float16 ... cast them inside",
     ),
-    "float16 closure": BadInput(
+    "float16 closure": (
         differentiate_by_a_half_closure,
-        TypeError,
-        ["scale_backward", "closes over, which is float16"],
+        "TypeError: scale_backward ... closes over, which is float16",
     ),
-    "float16 output": BadInput(
+    "float16 output": (
         differentiate_a_half_output,
-        TypeError,
-        ["scale_backward", "output ['y'] is float16", "astype(jnp.float32)"],
+        "TypeError: output ['y'] is float16 ... astype(jnp.float32)",
     ),
-    "float16 output under autocast": BadInput(
+    "float16 output under autocast": (
         differentiate_a_half_output_under_autocast,
-        TypeError,
-        ["scale_backward", "output is float16"],
+        "TypeError: scale_backward ... output is float16",
     ),
 }
 
 
 @cases("name", ERRORS)
 def test_errors_say_what_to_do(name):
-    assert_raises(ERRORS[name])
+    assert_says(*ERRORS[name])

@@ -5,7 +5,6 @@ Each row of `BUILT` makes both, of a model in which `scale_backward`, or nothing
 
 import functools
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -76,22 +75,6 @@ def run_nnx(place, argnums, wrap, dtype, factor):
     return (loss, variables), grads
 
 
-class Equinox(eqx.Module):
-    mlp: eqx.nn.MLP
-    dtype: object
-
-    def __call__(self, x):
-        params, rest = eqx.partition(self.mlp, eqx.is_array)
-        half = eqx.combine(jax.tree.map(lambda p: p.astype(self.dtype), params), rest)
-        return jax.vmap(half)(x.astype(self.dtype)).astype(jnp.float32)
-
-
-def run_equinox(place, wrap, dtype, factor):
-    model = Equinox(eqx.nn.MLP(8, 8, 8, 1, jnp.tanh, key=jax.random.key(0)), dtype)
-    loss_fn = functools.partial(PLACES[place], wrap, factor)
-    return eqx.filter_jit(eqx.filter_value_and_grad(loss_fn))(model)
-
-
 def mean_of(factor, model):
     return factor * jnp.mean((model(X) - Y) ** 2)
 
@@ -114,12 +97,11 @@ BUILT = {
 for place in PLACES:
     BUILT[f"NNX, {place}"] = functools.partial(run_nnx, place, 0)
     BUILT[f"NNX, {place}, LoRA"] = functools.partial(run_nnx, place, LORA)
-    BUILT[f"Equinox, {place}"] = functools.partial(run_equinox, place)
 
 
 @pytest.mark.worlds
 @pytest.mark.standard_promotion
-@cases("name", BUILT, fast=["Linen, apply", "Equinox, module"])
+@cases("name", BUILT, fast=["Linen, apply", "NNX, module"])
 def test_models_of_libraries_have_their_gradients_and_change_as_they_do(name):
     others, grads = BUILT[name](scale_backward, HALF, SMALL)
     plain_others, _ = BUILT[name](unchanged, HALF, SMALL)

@@ -24,7 +24,7 @@ from scaled_networks import (
     scaled_autocast,
     unchanged,
 )
-from tables import assert_same_bits, cases
+from tables import assert_same_bits, cases, spread
 
 import jaxscale
 from jaxscale import scale_backward
@@ -122,7 +122,7 @@ def both_grads(around, loss):
 @pytest.mark.standard_promotion
 @cases(
     "loss, around",
-    itertools.product(LOSSES, AROUND_BOTH),
+    spread(LOSSES, list(AROUND_BOTH)),
     fast=[
         (with_custom_jvp, "autocast of scale_backward"),
         (with_print, "scale_backward"),

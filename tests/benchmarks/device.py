@@ -2,7 +2,7 @@
 
     python tests/benchmarks/device.py [--out FOLDER] [--minutes 9] [--size tiny|full]
 
-Nothing needs to be installed but JAX, Optax, Flax and rich. It times a transformer and a ResNet
+Nothing needs to be installed but JAX, Optax and Flax. It times a transformer and a ResNet
 (`device_models.py`). A model that fails stops nothing. The figures are written after each form,
 into a file named after the device. What does not fit into the minutes is noted as not run. The tiny
 size is the default on a CPU. Laws on a device are the tests with the mark `device`.
@@ -24,8 +24,6 @@ import device_models
 import device_timing
 import jax
 import report
-from rich.console import Console
-from rich.table import Table
 
 START = time.perf_counter()
 FOLDER = pathlib.Path(__file__).resolve().parent
@@ -63,40 +61,6 @@ def time_models(size, until, result, save):
         device_timing.measure(task, forms, plan, task_until, elapsed, say, save_forms)
 
 
-def _ratio(figures, key):
-    ratio = figures.get(key, {})
-    return "/".join(f"{value:.2f}" for value in ratio.values())
-
-
-def _gib(figures, key):
-    return f"{figures[key] / 2**30:.2f}" if key in figures else ""
-
-
-def print_tables(console, result):
-    for name, figures in result["figures"].items():
-        table = Table(title=f"{name}: {figures.get('settings')}")
-        table.add_column("form", no_wrap=True)
-        headings = [
-            "step ms",
-            "/ float32 (time/memory)",
-            "/ by hand",
-            "GiB",
-            "peak GiB",
-        ]
-        for heading in headings:
-            table.add_column(heading, justify="right")
-        table.add_column("losses, or why there are none", max_width=60)
-        for form, row in figures.get("forms", {}).items():
-            cells = [form, *[""] * len(headings), row.get("error", "")[:200]]
-            if "step_s" in row:
-                losses = " ".join(f"{loss:.4f}" for loss in row["losses"])
-                cells = [form, f"{1e3 * row['step_s']:.2f}"]
-                cells += [_ratio(row, "to_float32"), _ratio(row, "to_by_hand")]
-                cells += [_gib(row, "bytes"), _gib(row, "peak_bytes"), losses]
-            table.add_row(*cells)
-        console.print(table)
-
-
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -111,7 +75,7 @@ def main():
     options = parse()
     device = jax.devices()[0]
     size = options.size or ("tiny" if device.platform == "cpu" else "full")
-    machine, _ = report.describe()
+    machine = report.describe()
     machine["platform_version"] = device.client.platform_version
     machine["memory"] = device_timing.read_memory("bytes_limit")
     settings = {"size": size, "minutes": options.minutes}
@@ -130,7 +94,6 @@ def main():
     until = 60 * options.minutes
     time_models(size, until, result, save)
     save()
-    print_tables(Console(width=170), result)
     say(f"written to {path}")
 
 

@@ -251,36 +251,6 @@ def flax_dynamic_scale(loss_fn, tx):
     return init, step
 
 
-def with_jmp(loss_fn, tx):
-    """jmp's `DynamicLossScale`, `all_finite` and `select_tree`."""
-    import jmp
-
-    def init(params):
-        # The class itself cannot be compiled for, as it looks at what it is made of.
-        return tx.init(params), (jnp.float32(2.0**15), jnp.int32(0))
-
-    def step(carry, *batch):
-        params, (opt_state, numbers), state = carry
-        scaler = jmp.DynamicLossScale(*numbers)
-
-        def scaled_loss(params):
-            loss, new_state = loss_fn(params, state, *batch)
-            return scaler.scale(loss), (loss, new_state)
-
-        grads, (loss, state) = jax.grad(scaled_loss, has_aux=True)(params)
-        grads = scaler.unscale(grads)
-        finite = jmp.all_finite(grads)
-        updates, new_opt_state = tx.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        params = jmp.select_tree(finite, new_params, params)
-        opt_state = jmp.select_tree(finite, new_opt_state, opt_state)
-        scaler = scaler.adjust(finite)
-        numbers = scaler.loss_scale, scaler.counter
-        return (params, (opt_state, numbers), state), loss
-
-    return init, step
-
-
 class Form(NamedTuple):
     """How a model is trained."""
 
@@ -327,7 +297,6 @@ FORMS = {
     ),
     "bfloat16 by dtype=, jaxscale": Form(skipping, dtype=BF16),
     "float16 by dtype=, optax": Form(plain, dtype=F16),
-    "float16 by dtype=, jmp": Form(with_jmp, dtype=F16),
 }
 # What is compared with which form by hand, by a package other than this one.
 BY_HAND = {
@@ -335,7 +304,6 @@ BY_HAND = {
     "float16 by autocast, jaxscale": "float16 by dtype=, Flax DynamicScale",
     "float16 by dtype=, jaxscale": "float16 by dtype=, Flax DynamicScale",
     "bfloat16 by dtype=, jaxscale": "bfloat16 by dtype=, optax",
-    "float16 by dtype=, jmp": "float16 by dtype=, Flax DynamicScale",
 }
 # Of the tiny size: each way once, and less of what takes longer to compile.
 TINY_FORMS = {

@@ -1,4 +1,4 @@
-"""What a compiled program holds: kernels, the bytes that they move, what devices exchange.
+"""What a compiled program holds: kernels, and the bytes that they move.
 
 Counted in the program's text, in the same way for each machine and method. XLA's own figure for
 bytes is reported beside ours; programs for a GPU that is not there have none.
@@ -33,12 +33,6 @@ FREE = {
 # From one memory to another in the background, while kernels run: launched by no one.
 TRANSFERS = {"copy-done", "slice-done"}
 CALLS = {"call", "while", "async-start"}
-COLLECTIVES = {
-    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
-    *("collective-permute", "collective-broadcast"),
-}
-# What waits for the host; so does a call of Python.
-HOST = {"infeed", "outfeed", "send", "recv"}
 INSTRUCTION = re.compile(
     r"  (?:ROOT )?%?(?P<name>\S+) = (?P<type>.*?) (?P<opcode>[a-z][\w\-]*)"
     r"\((?P<operands>.*?)\)(?P<attributes>|, [\w\-]+=.*)"
@@ -165,72 +159,12 @@ def _is_kernel(instruction):
     return opcode not in FREE and not opcode.endswith("-done")
 
 
-def exchanged(text):
-    """Returns the number of collectives by kind, and by the bytes that a device gives for one.
-
-    Wherever they stand: in a fusion, in a branch, in a loop, whose turns are not counted.
-    """
-    numbers = collections.defaultdict(collections.Counter)
-    for instructions in computations(text).values():
-        types = {instruction.name: instruction.type for instruction in instructions}
-        for instruction in instructions:
-            kind = instruction.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
-                operands = [types[name] for name in instruction.operands]
-                size = sum(_bytes(operand, anywhere=True) for operand in operands)
-                numbers[kind][str(int(size))] += 1
-    return {kind: dict(sizes) for kind, sizes in sorted(numbers.items())}
-
-
-def stored_by_columns(text):
-    """Returns how many arrays a program stores in another order than that of their elements."""
-    program = computations(text)
-    fused = set()
-    for instructions in program.values():
-        for instruction in instructions:
-            if instruction.opcode == "fusion":
-                fused.update(instruction.called)
-    number = 0
-    for name in program.keys() - fused:
-        for instruction in program[name]:
-            if instruction.opcode not in FREE:
-                number += _is_by_columns(instruction.type)
-    return number
-
-
-def _is_by_columns(type_):
-    for _, _, layout in ARRAY.findall(type_):
-        # In tiles: `{1,0:T(8,128)}`.
-        order = re.findall(r"\d+", layout.partition(":")[0])
-        if order != sorted(order, key=int, reverse=True):
-            return True
-    return False
-
-
-def oddities(text):
-    """Returns the number of instructions that wait for the host, and that have 64-bit numbers."""
-    callback = r'custom_call_target="[^"]*(?:callback|host)'
-    host = len(re.findall(callback, text, re.IGNORECASE))
-    wide = 0
-    for instructions in computations(text).values():
-        for instruction in instructions:
-            host += instruction.opcode.removesuffix("-done") in HOST
-            wide += bool(re.search(r"\b[fsu]64\[|c128\[", instruction.type))
-    return {"host": host, "64-bit": wide}
-
-
 def program(compiled, parameters):
-    """Returns what a compiled program moves and launches, as JSON types."""
-    analysis = compiled.cost_analysis()
-    text = compiled.as_text()
-    kernels, moved = cost(text)
+    """Returns what a compiled program moves, keeps and launches, as JSON types."""
+    kernels, moved = cost(compiled.as_text())
+    temporary = compiled.memory_analysis().temp_size_in_bytes
     return {
         "bytes_per_parameter": moved / parameters,
-        "xla_bytes_per_parameter": analysis and analysis["bytes accessed"] / parameters,
-        "temporary_bytes_per_parameter": (
-            compiled.memory_analysis().temp_size_in_bytes / parameters
-        ),
+        "temporary_bytes_per_parameter": temporary / parameters,
         "kernels": kernels.total(),
-        "kernels_by_kind": dict(kernels.most_common()),
-        "collectives": exchanged(text),
-    } | oddities(text)
+    }

@@ -1,12 +1,6 @@
-"""What a traced program holds: products in half precision, and what the backward pass keeps."""
-
-from typing import NamedTuple
+"""What a traced program holds: equations, reductions, and what the backward pass keeps."""
 
 import jax
-import jax.numpy as jnp
-
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
-HALF = {"float16", "bfloat16"}
 
 
 def equations(jaxpr):
@@ -33,28 +27,6 @@ def numbers_reduced(jaxpr):
         eqn for eqn in equations(jaxpr) if eqn.primitive.name.startswith("reduce_")
     )
     return sum(eqn.invars[0].aval.size for eqn in reductions)
-
-
-class Products(NamedTuple):
-    """How many matrix products and convolutions read half precision alone, and of how many."""
-
-    half: int
-    total: int
-
-
-def products(jaxpr):
-    """Counts matrix products and convolutions."""
-    half = total = 0
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name in PRODUCTS:
-            total += 1
-            dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
-            half += all(
-                dtype.name in HALF
-                for dtype in dtypes
-                if jnp.issubdtype(dtype, jnp.inexact)
-            )
-    return Products(half, total)
 
 
 def residual_bytes(loss_fn, params, *batch):

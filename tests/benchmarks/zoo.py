@@ -234,9 +234,6 @@ def make_resnet(blocks, channels, batch, side):
     return Model(resnet, params, (floats((batch, side, side, 3)), integers(batch)))
 
 
-# An MLP-mixer.
-
-
 # An LSTM, which carries its state in float32.
 
 
@@ -267,9 +264,6 @@ def make_lstm(length, batch, inputs, width):
     return Model(lstm, params, (sequence, sequence))
 
 
-# A graph network with attention along edges.
-
-
 # Logits of many words.
 
 
@@ -283,22 +277,11 @@ def make_words(width, batch, count):
     return Model(words, params, (floats((batch, width)), integers(batch)))
 
 
-# Small ones are compiled in tests.
-SIZES = {
-    "small": {
-        "decoder": make_decoder(2, 64, 2, 256),
-        "decoder, scanned": make_decoder(4, 64, 2, 256, scanned=True),
-        "convolutions": make_convolutions(4, 16, 4, 32),
-        "ResNet": make_resnet(2, 16, 8, 32),
-        "LSTM": make_lstm(32, 16, 64, 128),
-        "words": make_words(64, 64, 10_000),
-    },
-    "large": {
-        "decoder": make_decoder(4, 512, 8, 1024, 1024),
-        "decoder, scanned": make_decoder(8, 256, 8, 1024, 1024, scanned=True),
-        "convolutions": make_convolutions(6, 64, 16, 128),
-        "ResNet": make_resnet(4, 64, 64, 64),
-        "LSTM": make_lstm(256, 64, 256, 512),
-        "words": make_words(512, 1024, 50_257),
-    },
+MODELS = {
+    "decoder": make_decoder(2, 64, 2, 256),
+    "decoder, scanned": make_decoder(4, 64, 2, 256, scanned=True),
+    "convolutions": make_convolutions(4, 16, 4, 32),
+    "ResNet": make_resnet(2, 16, 8, 32),
+    "LSTM": make_lstm(32, 16, 64, 128),
+    "words": make_words(64, 64, 10_000),
 }

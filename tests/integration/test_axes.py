@@ -23,6 +23,21 @@ from jaxscale._jax import vary
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_devices_skip_the_step_that_one_of_them_overflows_in():
+    tx = jaxscale.skip_nonfinite(optax.sgd(1.0), axis_name="d")
+
+    def step(params, grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return params + updates
+
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), "d")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    for grads, expected in (([0.5, 1.0], [0.5, 0]), ([0.5, jnp.inf], [1, 1])):
+        params = jax.jit(mapped)(jnp.ones(2), jnp.array(grads))
+        np.testing.assert_array_equal(params, expected)
+
+
 COUNT = 4
 DEVICES = jax.devices("cpu")[:COUNT]
 MESH = Mesh(np.array(DEVICES), ("d",))

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -62,16 +61,6 @@ CASES = {
             "jaxscale.multi_steps(jaxscale.loss_scaled("
         ),
     ),
-    "a clip of each micro-batch, deeper": (
-        lambda: jaxscale.skip_nonfinite(
-            optax.chain(SGD, optax.apply_every(4)), max_norm=1.0
-        ).init(W),
-        "ValueError: ApplyEvery ... and not their mean ... Accumulate by",
-    ),
-    "wrapped deeper": (
-        lambda: loss_scaled(optax.chain(jaxscale.skip_nonfinite(SGD))).init(W),
-        "ValueError: LossScaledState ... at [0] ... wrap once",
-    ),
     "an argument of nothing": (
         lambda: loss_scaled(SGD, initial=4.0),
         "TypeError: loss_scaled() ... 'initial'",
@@ -79,10 +68,6 @@ CASES = {
     "no window": (
         lambda: multi_steps(SGD, 0),
         "ValueError: multi_steps(every_k_schedule= ... at least 1 ... 0",
-    ),
-    "half a window": (
-        lambda: multi_steps(SGD, 2.5),
-        "TypeError: every_k_schedule= ... 2.5",
     ),
     "accumulate a number": (
         lambda: multi_steps(0.1, 2),
@@ -114,18 +99,6 @@ CASES = {
         lambda: loss_scaled(SGD, skip_nonfinite=False),
         "ValueError: a DynamicLossScale",
     ),
-    "leaves without a verdict": (
-        lambda: applying_all(SGD, 8, track_leaves=True),
-        "ValueError: track_leaves=True",
-    ),
-    "spikes without a verdict": (
-        lambda: applying_all(SGD, spikes=jaxscale.SpikeRule()),
-        "ValueError: with a `SpikeRule`",
-    ),
-    "a window without a verdict": (
-        lambda: applying_all(multi_steps(SGD, 2)),
-        "ValueError: a window of `multi_steps`",
-    ),
     "a window around no verdict": (
         lambda: multi_steps(applying_all(SGD), 2),
         "ValueError: `multi_steps ... =False",
@@ -140,10 +113,6 @@ CASES = {
             "TypeError: `master_weights(inner)`: `inner` is wrapped in "
             "`stochastic_rounding` already ... Leave one of both out"
         ),
-    ),
-    "kept in two ways, with a scale between": (
-        lambda: jaxscale.stochastic_rounding(loss_scaled(MASTERS)),
-        "TypeError: `stochastic_rounding(inner)` ... `master_weights` already",
     ),
     "no such storage": (
         lambda: jaxscale.master_weights(SGD, "bf16"),
@@ -170,17 +139,9 @@ CASES = {
             "... True or False"
         ),
     ),
-    "a mask of another state": (
-        lambda: jaxscale.compact_state(SGD, mask={"v": True}).init(HALF),
-        ("ValueError: `compact_state(mask=...)` ... structure of the state of `inner`"),
-    ),
     "a negative seed": (
         lambda: jaxscale.stochastic_rounding(SGD, seed=-1),
         "ValueError: `stochastic_rounding(seed=...)` ... below 2**31, at least 0, got -1",
-    ),
-    "a key as seed": (
-        lambda: jaxscale.compact_state(SGD, seed=jax.random.key(0)),
-        ("TypeError: `compact_state(seed=...)` ... integer ... key<fry>"),
     ),
     "parameters missing": (
         lambda: MASTERS.update(HALF, MASTERS.init(HALF)),
@@ -221,14 +182,6 @@ CASES = {
             "parameter at w ... bfloat16[2] ... with_master_params"
         ),
     ),
-    "parameters in float32 after all": (
-        lambda: MASTERS.update({"w": W}, MASTERS.init(HALF), {"w": W}),
-        "ValueError: the state has int16[2] ... float32[2] ... with_master_params",
-    ),
-    "parameters of another structure": (
-        lambda: jaxscale.master_params(MASTERS.init(HALF), {"v": HALF["w"]}),
-        "ValueError: `master_params` ... another structure ... 'w' ... 'v'",
-    ),
     "all parameters for the state of a part": (
         lambda: jaxscale.master_params(
             optax.masked(MASTERS, {"v": False, "w": True}).init(HALVES), HALVES
@@ -249,20 +202,6 @@ CASES = {
             "master_weights"
         ),
     ),
-    "float32 parameters of another shape": (
-        lambda: jaxscale.with_master_params(MASTERS.init(HALF), {"w": jnp.ones(3)}),
-        "ValueError: (float32_params=...)` ... w is float32[3] ... bfloat16[2]",
-    ),
-    "another storage than was saved": (
-        lambda: jaxscale.from_state_dict(
-            MASTERS.init(HALF),
-            jaxscale.to_state_dict(jaxscale.master_weights(SGD, "float32").init(HALF)),
-        ),
-        (
-            "ValueError: `from_state_dict(state_dict)` at /weights ... target: remainders/w; ... "
-            "dictionary: copies/bfloat16/w ... with_master_params(old._replace("
-        ),
-    ),
     "a compact state in another": (
         lambda: jaxscale.compact_state(jaxscale.compact_state(SGD)).init(W),
         "TypeError: `compact_state(inner)` ... wrapped in `compact_state` already",
@@ -271,22 +210,12 @@ CASES = {
         lambda: jaxscale.compact_state(TX),
         ("TypeError: `compact_state(inner)` ... loss_scaled(jaxscale.compact_state("),
     ),
-    "a compact state around a scale that is further inside": (
-        lambda: jaxscale.compact_state(optax.chain(TX)).init(W),
-        ("TypeError: `compact_state(inner)` ... loss_scaled(jaxscale.compact_state("),
-    ),
     "a compact state of a float32 one": (
         lambda: jaxscale.compact_state(SGD).update(W, SGD.init(W), W),
         (
             "TypeError: `compact_state(...).update(state=...)` ... tuple ... "
             "from_state_dict"
         ),
-    ),
-    "a compact state of another optimizer": (
-        lambda: jaxscale.compact_state(optax.adam(0.1)).update(
-            W, jaxscale.compact_state(SGD).init(W), W
-        ),
-        "ValueError: `compact_state(...).update(state=...)` ... another optimizer",
     ),
 }
 

@@ -51,10 +51,6 @@ CASES = {
         lambda: tree_where(True, jnp.uint8(3), -1),
         "OverflowError: -1 ... uint8",
     ),
-    "a weak float for an integer": (
-        lambda: tree_where(True, jnp.asarray(2.0), jnp.int32(3)),
-        "TypeError: dtypes ... the root ... float32 ... int32",
-    ),
     "other type": (
         lambda: tree_where(True, {"d": jnp.float16}, {"d": jnp.float32}),
         "TypeError: not arrays ... ['d'] ... float16 ... float32",
@@ -79,17 +75,9 @@ CASES = {
         lambda: jaxscale.metrics(OPT_STATE, prefix=1),
         'TypeError: `metrics(prefix= ... got 1 ... "train/"',
     ),
-    "check of optax's state": (
-        lambda: jaxscale.check(optax.adam(0.1).init(W)),
-        "ValueError: check ... none in a tuple ... loss_scaled",
-    ),
     "check of fewer than no steps": (
         lambda: jaxscale.check(OPT_STATE, max_consecutive=-1),
         "ValueError: `check(max_consecutive=...)` must be an integer ... least 0, got -1",
-    ),
-    "check of half a step": (
-        lambda: jaxscale.check(OPT_STATE, max_consecutive=0.5),
-        "TypeError: `check(max_consecutive= ... got 0.5",
     ),
     "an optimizer as a target": (
         lambda: jaxscale.from_state_dict(TX, SAVED),
@@ -98,24 +86,12 @@ CASES = {
             "optimizer itself ... `tx.init(params)`"
         ),
     ),
-    "an optimizer to save": (
-        lambda: jaxscale.to_state_dict(TX),
-        ("TypeError: `to_state_dict(tree)` must be a state, got the optimizer itself"),
-    ),
     "a version that is an array": (
         lambda: restore_version(np.ones(3)),
         (
             "ValueError: `from_state_dict(state_dict)` must have a version from 1 "
             "to 2, got array([1., 1., 1.])"
         ),
-    ),
-    "a version of text": (
-        lambda: restore_version("1"),
-        "ValueError: must have a version from 1 to 2, got '1'",
-    ),
-    "a version that is not a whole number": (
-        lambda: restore_version(1.5),
-        "ValueError: must have a version from 1 to 2, got 1.5",
     ),
 }
 

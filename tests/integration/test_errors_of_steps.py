@@ -2,7 +2,6 @@
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -27,9 +26,6 @@ from jaxscale import train_step
 
 SKIPPING = jaxscale.skip_nonfinite(SGD)
 SKIPPING_ADAM = jaxscale.skip_nonfinite(optax.adam(0.1))
-LBFGS = jaxscale.skip_nonfinite(optax.lbfgs())
-RULE = jaxscale.SpikeRule()
-SAM = jaxscale.skip_nonfinite(optax.contrib.sam(SGD, SGD, opaque_mode=True))
 
 
 def run(loss_fn, *more, tx=TX, **options):
@@ -55,10 +51,6 @@ def with_shorter_state(w, state):
     return jnp.sum(w), state[:1]
 
 
-def state_and_output_in_a_row(w, state):
-    return jnp.sum(w), state, w
-
-
 def with_output(w):
     return jnp.sum(w), {"w": w}
 
@@ -76,20 +68,6 @@ def state_before_params(params, state):
 
 
 CASES = {
-    "step: spikes over a state without them": (
-        lambda: step_from(W, OPT_STATE, tx=jaxscale.loss_scaled(SGD, spikes=RULE)),
-        (
-            "ValueError: `train_step(...)(opt_state=...)` is the state of an optimizer "
-            "without `spikes`.  ... jaxscale.from_state_dict(tx.init(params), "
-        ),
-    ),
-    "step: optimizer is not called": (
-        lambda: train_step(jnp.sum, optax.adamw),
-        (
-            "TypeError: train_step(tx,  ... got <function adamw ... as in "
-            "`optax.adamw(1e-3)`"
-        ),
-    ),
     "step: retries below 0": (
         lambda: train_step(jnp.sum, TX, retries=-1),
         "ValueError: train_step(retries= ... at least 0, got -1",
@@ -133,15 +111,6 @@ CASES = {
         lambda: step_from({"w": W}, SKIPPING_ADAM.init(PAIR), SKIPPING_ADAM),
         "ValueError: train_step(...)(opt_state= ... of other parameters",
     ),
-    "step: the state of parameters of another shape": (
-        lambda: step_from(
-            {"w": W}, SKIPPING_ADAM.init({"w": jnp.ones(3)}), SKIPPING_ADAM
-        ),
-        (
-            "ValueError: train_step(...)(opt_state= ... of other parameters ... (2,) at "
-            "[0].mu['w'], got  ... (3,). Pass"
-        ),
-    ),
     "step: no batch": (
         lambda: run(product_sum),
         (
@@ -157,29 +126,8 @@ CASES = {
             "dict, an array) ... Pass has_state=True"
         ),
     ),
-    "step: has_state that is too much": (
-        lambda: run(product_sum, W, W, has_state=True),
-        (
-            "TypeError: train_step(loss_fn) ... too many positional ... what is "
-            "trained, the state, and whatever ... given."
-        ),
-    ),
-    "step: another keyword": (
-        lambda: train_step(product_sum, TX)(W, OPT_STATE, W, key=W),
-        (
-            "TypeError: takes (w, x): got an unexpected keyword argument 'key' ... "
-            "(an array, an array, key=...)"
-        ),
-    ),
     "step: no batch, in autocast": (
         lambda: run(jaxscale.autocast(product_sum)),
-        (
-            "TypeError: train_step(loss_fn)`: `loss_fn` takes (w, x): missing a "
-            "required argument: 'x'"
-        ),
-    ),
-    "step: no batch, compiled": (
-        lambda: run(eqx.filter_jit(jax.jit(product_sum))),
         (
             "TypeError: train_step(loss_fn)`: `loss_fn` takes (w, x): missing a "
             "required argument: 'x'"
@@ -190,13 +138,6 @@ CASES = {
         (
             "TypeError: train_step(...)(opt_state= ... another optimizer ... "
             "LossScaleState ... NoOpLossScale"
-        ),
-    ),
-    "step: a wrapped state of a bare optimizer": (
-        lambda: step_from(W, OPT_STATE, SGD),
-        (
-            "TypeError: train_step(...)(opt_state= ... `tx` is a bare optimizer "
-            "... inner_state"
         ),
     ),
     "step: no state": (
@@ -217,13 +158,6 @@ CASES = {
             "dict) ... has_aux ... has_state"
         ),
     ),
-    "step: state and output in a row": (
-        lambda: run(state_and_output_in_a_row, W, has_state=True, has_aux=True),
-        (
-            "TypeError: has_state=True, has_aux=True ... return (loss, (state, "
-            "aux)), got (an array, an array"
-        ),
-    ),
     "step: a state that changes its shape": (
         lambda: run(with_shorter_state, W, has_state=True),
         (
@@ -240,13 +174,6 @@ CASES = {
         (
             "ValueError: train_step(on_grads= ... gradients like those that it got,  ... "
             "returned PyTreeDef(None) ... all"
-        ),
-    ),
-    "hook: a norm in the place of the gradients": (
-        lambda: run(jnp.sum, on_grads=jnp.linalg.norm),
-        (
-            "ValueError: train_step(on_grads= ... at the root it got the shape "
-            "(2,) ... returned ()"
         ),
     ),
     "hook: gradients in half precision": (
@@ -293,13 +220,6 @@ CASES = {
         (
             "TypeError: `train_step(loss_fn)` ... got int32[].  ... no gradient. Return a "
             "loss ... not a count"
-        ),
-    ),
-    "step: a Python integer as the loss": (
-        lambda: run(lambda w: 3),
-        (
-            "TypeError: `train_step(loss_fn)` ... got int[].  ... no gradient. Return a "
-            "loss"
         ),
     ),
 }

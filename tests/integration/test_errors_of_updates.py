@@ -14,9 +14,7 @@ from jaxscale import apply_gradients, loss_scaled, multi_steps
 
 BARE_ADAM = optax.adam(0.1)
 SCALED_ADAM = loss_scaled(BARE_ADAM)
-WINDOW_OF_ADAM = multi_steps(SCALED_ADAM, 2)
 SKIPPING = jaxscale.skip_nonfinite(SGD)
-SKIPPING_ADAM = jaxscale.skip_nonfinite(BARE_ADAM)
 WINDOW = multi_steps(SGD, 2)
 MEMBERS = jax.vmap(lambda _: OPT_STATE)(jnp.arange(4))
 
@@ -112,17 +110,6 @@ CASES = {
         lambda: CHANGING.update(W, CHANGING.init(W), W),
         "ValueError: inner.update",
     ),
-    "a compiled step that changes the structure": (
-        lambda: jax.jit(CHANGING.update)(W, CHANGING.init(W), W),
-        "ValueError: inner.update",
-    ),
-    "state of another scale, with a window": (
-        lambda: multi_steps(TX, 2).update(W, WINDOW.init(W), W),
-        (
-            "TypeError: update(state= ... UnitLossScaleState ... DynamicLossScale "
-            "is a LossScaleState"
-        ),
-    ),
     "state of optax": (
         lambda: SCALED_ADAM.update(W, BARE_ADAM.init(W), W),
         (
@@ -155,24 +142,12 @@ CASES = {
             "... or pass zeros"
         ),
     ),
-    "a state without a window": (
-        lambda: multi_steps(TX, 2).update(W, OPT_STATE, W),
-        "TypeError: multi_steps ... state= ... init",
-    ),
     "an axis under jit": (
         lambda: update_under_jit(axis_name="d"),
         (
             "NameError: `axis_name='d'` ... `shard_map` or `pmap` ... none of that "
             "name. Under `jit` alone leave it out"
         ),
-    ),
-    "two axes under jit": (
-        lambda: update_under_jit(axis_name=("d", "e"), max_norm=1.0),
-        "NameError: `axis_name=('d', 'e')` ... Under `jit` alone leave it out",
-    ),
-    "an axis of a largest gradient under jit": (
-        lambda: update_under_jit(loss_scale="adaptive", axis_name="d"),
-        "NameError: `axis_name='d'` ... leave it out",
     ),
     "gradients under other keys": (
         lambda: apply_gradients(TX, {"w": W, "c": W}, TX.init(PAIR), PAIR),
@@ -188,10 +163,6 @@ CASES = {
             "... None or zeros"
         ),
     ),
-    "gradients of a part of a bare optimizer": (
-        lambda: apply_gradients(SGD, {"w": W}, SGD.init(PAIR), PAIR),
-        "ValueError: `apply_gradients(grads= ... only among the parameters: b.",
-    ),
     "a gradient of another shape": (
         lambda: apply_gradients(TX, {"w": jnp.ones(3), "b": W}, TX.init(PAIR), PAIR),
         (
@@ -206,60 +177,9 @@ CASES = {
             "and its parameter (2,) ... nothing is broadcast"
         ),
     ),
-    "a scalar gradient, with moments": (
-        lambda: apply_gradients(SKIPPING_ADAM, jnp.ones(()), SKIPPING_ADAM.init(W), W),
-        "ValueError: has the shape (), and its parameter (2,)",
-    ),
-    "a scalar gradient of a bare optimizer": (
-        lambda: apply_gradients(SGD, jnp.ones(()), SGD.init(W), W),
-        (
-            "ValueError: `apply_gradients(grads= ... has the shape (), and its "
-            "parameter (2,)"
-        ),
-    ),
-    "a scalar gradient for update": (
-        lambda: TX.update(jnp.ones(()), OPT_STATE, W),
-        (
-            "ValueError: `loss_scaled(...).update(updates=...)` ... has the shape "
-            "(), and its parameter (2,)"
-        ),
-    ),
     "a complex loss": (
         lambda: TX.update(W, OPT_STATE, W, value=1 + 1j),
         "TypeError: value= ... one number, got complex ... loss.real",
-    ),
-    "a complex array as the loss": (
-        lambda: jax.jit(TX.update)(W, OPT_STATE, W, value=jnp.array(1j)),
-        "TypeError: value= ... got complex64[] ... loss.real",
-    ),
-    "update: other keys": (
-        lambda: SCALED_ADAM.update({"w": W, "c": W}, SCALED_ADAM.init(PAIR), PAIR),
-        (
-            "ValueError: `loss_scaled(...).update(updates=...)` must have the structure ... "
-            "gradients: c;  ... parameters: b. Pass"
-        ),
-    ),
-    "update: a part": (
-        lambda: SCALED_ADAM.update({"w": W}, SCALED_ADAM.init(PAIR), PAIR),
-        (
-            "ValueError: update(updates= ... gradients: none;  ... parameters: b.  ... None "
-            "or zeros"
-        ),
-    ),
-    "update: another shape": (
-        lambda: SCALED_ADAM.update(
-            {"w": jnp.ones(3), "b": W}, SCALED_ADAM.init(PAIR), PAIR
-        ),
-        (
-            "ValueError: update(updates=...)`: the gradient at w has the shape "
-            "(3,), and its parameter (2,). Pass"
-        ),
-    ),
-    "update: other keys in a window": (
-        lambda: WINDOW_OF_ADAM.update(
-            {"w": W, "c": W}, WINDOW_OF_ADAM.init(PAIR), PAIR
-        ),
-        "ValueError: update(updates= ... gradients: c;  ... parameters: b.",
     ),
     "update: a list for a tuple": (
         lambda: SCALED_ADAM.update([W, W], SCALED_ADAM.init((W, W)), (W, W)),
@@ -268,27 +188,11 @@ CASES = {
             "((*, *)). Pass"
         ),
     ),
-    "update: a list in place of a tuple further in": (
-        lambda: SCALED_ADAM.update(
-            {"w": [W]}, SCALED_ADAM.init({"w": (W,)}), {"w": (W,)}
-        ),
-        (
-            "ValueError: update(updates= ... That of the gradients is  ... , and that of "
-            "the parameters  ... Pass"
-        ),
-    ),
     "update: the state of other parameters": (
         lambda: SCALED_ADAM.update(PAIR, SCALED_ADAM.init({"w": W}), PAIR),
         (
             "ValueError: update(state=...)` is the state of another optimizer or "
             "of other parameters ... 'b' ... Pass the state that `init`"
-        ),
-    ),
-    "the state of other parameters": (
-        lambda: apply_gradients(SCALED_ADAM, PAIR, SCALED_ADAM.init({"w": W}), PAIR),
-        (
-            "ValueError: `apply_gradients(opt_state=...)` is the state of another "
-            "optimizer or of other parameters"
         ),
     ),
     "the state of other shapes, bare": (

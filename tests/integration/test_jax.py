@@ -496,11 +496,6 @@ def test_a_rule_in_a_recomputed_program_may_ask_what_has_a_derivative(by):
     assert_same_bits(actual, expected)
 
 
-def test_numpy_says_that_jax_rounds_a_number_to_zero():
-    report = diagnostics.trace(lambda x: jnp.sum(x * 1e-9), SCALING)(jnp.float16(1))
-    assert [constant.value for constant in report.constants] == [1e-9]
-
-
 def test_callers_in_jax_are_seen():
     def is_called_by_jax(x):
         return _jax.is_called_by_jax()
@@ -547,32 +542,22 @@ def add_program(params):
     return params | {"second_jaxpr": jax.make_jaxpr(lambda x: x @ W)(X)}
 
 
-every_new_form = cases(
+@cases(
     "name, change",
     itertools.product(HOLDING, [rename, add_program]),
     fast=[("jit", rename), ("scan", rename), ("cond", add_program)],
 )
-
-
-def in_new_form(name, change):
-    """An equation whose parameters JAX has changed, and a function that has it."""
-    eqn = holding(name)
-    eqn = eqn.replace(params=change(eqn.params))
-    call = forged(eqn.primitive.name, eqn.params, lambda x: jnp.tanh(x @ W))
-    return eqn, lambda x: jnp.sum(call(x * 3.0) ** 2)
-
-
-@every_new_form
-def test_a_form_that_is_not_known_is_not_read(name, change):
-    eqn, _ = in_new_form(name, change)
-    with pytest.raises(_jax.UnknownFormError):
-        read(eqn)
-
-
-@every_new_form
 def test_a_form_that_is_not_known_runs_as_it_is_written(name, change):
     """And users see a sentence, whatever JAX makes of its loops, calls and rules one day."""
-    eqn, fun = in_new_form(name, change)
+    eqn = holding(name)
+    eqn = eqn.replace(params=change(eqn.params))
+    with pytest.raises(_jax.UnknownFormError):
+        read(eqn)
+    call = forged(eqn.primitive.name, eqn.params, lambda x: jnp.tanh(x @ W))
+
+    def fun(x):
+        return jnp.sum(call(x * 3.0) ** 2)
+
     reason = f"JAX {re.escape(jax.__version__)} gives it other parameters"
     if _jax.class_of_object(eqn):
         reason = "is no program of arrays in a form that jaxscale knows"
@@ -584,17 +569,8 @@ def test_a_form_that_is_not_known_runs_as_it_is_written(name, change):
     # without a warning
     assert jaxscale.autocast(jaxscale.full_precision(fun))(X) == fun(X)
 
-
-@every_new_form
-def test_a_form_that_is_not_known_is_named_in_a_trace(name, change):
-    """Of gradients that do not go through it."""
-    eqn, fun = in_new_form(name, change)
-
-    def loss(w):
-        return w * jax.lax.stop_gradient(fun(X))
-
-    report = diagnostics.trace(loss, SCALING)(jnp.float32(2))
-    assert report.loss == 2 * fun(X)
+    # A trace names it, of gradients that do not go through it.
+    report = diagnostics.trace(lambda w: w * fun(X), SCALING)(jnp.float32(2))
     assert report.not_entered == (eqn.primitive.name,)
     assert f"looked at as one: {eqn.primitive.name}" in str(report)
     assert eqn.primitive.name in HOLDERS

@@ -13,11 +13,24 @@ from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from scaled_networks import autocast_scaled, scaled_autocast
-from tables import assert_same_bits, cases, fused_step, pairs, spread, step
+from tables import assert_same_bits, cases, pairs, spread, step
+from training import amplified
 
 import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_all_devices_skip_the_step_that_one_of_them_overflows_in():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P("data"))
+    tx = jaxscale.skip_nonfinite(optax.sgd(1.0))
+    params = jax.device_put(jnp.ones(8), split)
+    grads = jax.device_put(jnp.ones(8).at[5].set(jnp.inf), split)
+    kept, state = jax.jit(lambda *args: step(tx, *args))(params, tx.init(params), grads)
+    np.testing.assert_array_equal(kept, np.ones(8))
+    assert state.total_notfinite == 1
+
 
 DEVICES = np.array(jax.devices("cpu"))
 LINE = Mesh(DEVICES, ("data",))
@@ -44,14 +57,6 @@ def mean_square(x):
     return jnp.mean(x**2)
 
 
-def assert_equal_on_all(tree):
-    """Each array is the same on all devices."""
-    for leaf in jax.tree.leaves(tree):
-        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-        assert len(copies) == 8
-        assert len({copy.tobytes() for copy in copies}) == 1
-
-
 def assert_same_on_host(actual, expected):
     assert_same_bits(jax.device_get(actual), jax.device_get(expected))
 
@@ -68,151 +73,14 @@ def over_devices(fun, in_specs, out_specs, **options):
     return jax.jit(mapped)
 
 
-def named(inner, **options):
-    return jaxscale.loss_scaled(inner, axis_name="data", **options)
-
-
-AGREEING = {
-    "clipped": named(optax.adam(0.1), max_norm=1.0),
-    "tracked": named(optax.adam(0.1), track_leaves=True),
-    # The bad micro-batch does not fill it.
-    "window": jaxscale.multi_steps(named(optax.sgd(0.1)), 3),
-    "named inside": jaxscale.loss_scaled(
-        jaxscale.skip_nonfinite(optax.sgd(1.0), axis_name="data")
-    ),
-    "named outside": named(jaxscale.multi_steps(optax.sgd(1.0), 1)),
-}
-PAIR = {"a": jnp.ones(16), "b": jnp.ones(8)}
-# Of `a`, each device has two elements, of `b` one.
-GOOD = {"a": PAIR["a"].at[4:6].set([3, 4]), "b": PAIR["b"] * 0}
-# An overflow on device 2, and another on device 5.
-BAD = {"a": GOOD["a"].at[5].set(jnp.nan), "b": GOOD["b"].at[5].set(jnp.inf)}
-
-
-@pytest.mark.worlds
-@cases(
-    "name, check, step_of_tx",
-    pairs(AGREEING, [True, False], [fused_step, step]),
-    fast=[("clipped", True, fused_step), ("tracked", False, step)],
-)
-def test_shard_map_over_sharded_parameters_agrees(name, check, step_of_tx):
-    tx = AGREEING[name]
-    start = tx.init(PAIR)
-    specs = SHARDED, laid_out(start, SHARDED)
-    one_device = functools.partial(step_of_tx, tx)
-    run = over_devices(one_device, (*specs, SHARDED), specs, check_vma=check)
-    params, state = run(PAIR, start, GOOD)
-    if name == "clipped":
-        assert_equal_on_all(state.grad_norm)
-        # The norm of all parts, or without types the largest of a part.
-        norm_of_all = np.sqrt(np.float32(3**2 + 4**2 + 14))
-        assert state.grad_norm == (norm_of_all if check else 5.0)
-
-    kept, after = run(params, state, BAD)
-    assert_same_on_host(kept, params)
-    assert_equal_on_all([leaf for leaf in jax.tree.leaves(after) if not leaf.ndim])
-    assert after.total_notfinite == 1
-    assert after.scaling.loss_scale == 2.0**14
-    if name == "tracked":
-        assert after.nonfinite_leaves == {"a": True, "b": True}
-
-
-LAYOUTS = {
-    # name: the layout of the batch, and of the parameters
-    "data parallel": (P(BOTH), P(), P(), P()),
-    "fully sharded": (P(BOTH), P(BOTH), P(BOTH), P(BOTH)),
-    "tensor parallel": (P(), P(None, BOTH), P(BOTH), P(BOTH)),
-    "sharded twice": (P("data"), P("data", "model"), P("model"), P("model", "data")),
-}
-TX = jaxscale.loss_scaled(
-    optax.adamw(1e-2), jaxscale.DynamicLossScale(init_scale=2.0**8)
-)
-PLACES = {"in": (3, 17), "bias": (9,), "out": (31, 5)}
-
-
-def pushed_step(params, state, x, push):
-    loss, grads = jaxscale.value_and_grad(loss_fn, state)(params, x)
-    return step(TX, params, state, jax.tree.map(jnp.add, grads, push), value=loss)
-
-
-def placed(tree, specs):
-    shardings = jax.tree.map(lambda spec: NamedSharding(GRID, spec), specs)
-    return jax.device_put(tree, shardings)
-
-
-ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
-
-
-class PlacedRun:
-    """A run over devices whose parameters and batches have a layout."""
-
-    def __init__(self, layout):
-        batch_spec, *specs = LAYOUTS[layout]
-        specs = dict(zip(PARAMS, specs, strict=True))
-        self.compiled = jax.jit(lambda *args: pushed_step(*args), donate_argnums=(0, 1))
-        self.params = placed(PARAMS, specs)
-        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.params)
-        # The scalars are on all devices, the moments lie as the parameters do.
-        self.state = jax.tree.map(
-            lambda leaf: leaf if leaf.ndim else placed(leaf, P()), TX.init(self.params)
-        )
-        self.x = placed(X, batch_spec)
-        self.push = placed(ZEROS, specs)
-
-    def step(self, x, push):
-        """Returns new parameters and state, which lie as the old ones, and keeps the old ones."""
-        copies = jax.tree.map(jnp.copy, (self.params, self.state))
-        new_params, new_state = self.compiled(*copies, x, push)
-        assert_equal_on_all(new_state._replace(inner_state=None))
-        for name, value in new_params.items():
-            assert value.sharding.is_equivalent_to(self.shardings[name], value.ndim)
-        return new_params, new_state
-
-    def assert_skips(self, x, push):
-        """All devices skip a step, and its state is returned."""
-        kept, after = self.step(x, push)
-        assert_same_on_host(kept, self.params)
-        assert_same_on_host(after.inner_state, self.state.inner_state)
-        assert after.total_notfinite == 1
-        return after
-
-
-@pytest.mark.worlds
-@cases(
-    "layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")]
-)
-def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, leaf):
-    run = PlacedRun(layout)
-    run.params, run.state = run.step(run.x, run.push)
-    compiled_step = jax.jit(pushed_step)
-    start = TX.init(PARAMS)
-    expected, expected_state = compiled_step(PARAMS, start, X, ZEROS)
-    # to rounding: sums over devices have another order
-    for name, value in run.params.items():
-        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-4)
-    assert_same_on_host(run.state.scaling, expected_state.scaling)
-    assert run.state.step_applied
-
-    place = PLACES[leaf]
-    inf_on_one_device = run.push[leaf].at[place].set(jnp.inf)
-    push = run.push | {leaf: inf_on_one_device}
-    after = run.assert_skips(run.x, push)
-    assert after.scaling.loss_scale == 2.0**7
-    assert after.total_notfinite_loss == 0
-
-    nan_in_one_example = run.x.at[11, 2].set(jnp.nan)
-    after = run.assert_skips(nan_in_one_example, run.push)
-    assert after.scaling.loss_scale == 2.0**8
-    assert after.total_notfinite_loss == 1
-    assert run.compiled._cache_size() == 1
-
-
-# Whole runs, whose numbers are exact in any order of sums: where one device ends, all end. Of the
-# parameters and the optimizer's state, the layouts of data parallelism, FSDP and ZeRO-1.
+# Whole runs, whose numbers are exact in any order of sums: where one device ends, all end. The
+# layouts of the parameters and of the optimizer's state.
 DIVISIONS = {
     "replicated": (P(), P()),
-    "FSDP": (SHARDED, SHARDED),
-    "ZeRO-1": (P(), SHARDED),
+    "FSDP": (P(BOTH), P(BOTH)),
+    "ZeRO-1": (P(), P(BOTH)),
+    "tensor parallel": (P(None, BOTH), P(None, BOTH)),
+    "sharded twice": (P("data", "model"), P("data", "model")),
 }
 EXACT = optax.sgd(2.0**-8, momentum=1.0)
 ALL_OPTIONS = {
@@ -235,21 +103,31 @@ RUNS = {
     "at random": (jaxscale.stochastic_rounding(EXACT), jnp.bfloat16),
 }
 SIGNS = jnp.asarray(np.random.default_rng(0).integers(-1, 2, (8, 64)), jnp.float32)
-BATCHES = [SIGNS, SIGNS.at[5, 3].set(jnp.inf), -SIGNS, SIGNS, SIGNS]
+# An overflow of one device, and a bad loss of another.
+BATCHES = [
+    (SIGNS, 1.0),
+    (SIGNS, jnp.inf),
+    (SIGNS.at[5, 3].set(jnp.nan), 1.0),
+    (-SIGNS, 1.0),
+    *[(SIGNS, 1.0)] * 2,
+]
 
 
-def exact_loss(params, x):
+def exact_loss(params, x, factor):
+    """The gradient of the last bias is multiplied by a factor."""
     products = params["w"].astype(jnp.float32) * jnp.sum(x, axis=0)
-    return jnp.sum(products) + jnp.sum(params["b"].astype(jnp.float32))
+    bias = params["b"].astype(jnp.float32)
+    last = jnp.where(jnp.arange(64) == 63, bias, 0.0)
+    return jnp.sum(products) + jnp.sum(bias) + amplified(jnp.sum(last), factor)
 
 
-def by_update(tx, params, state, x):
-    loss, grads = jaxscale.value_and_grad(exact_loss, state)(params, x)
+def by_update(tx, params, state, *batch):
+    loss, grads = jaxscale.value_and_grad(exact_loss, state)(params, *batch)
     return step(tx, params, state, grads, value=loss)
 
 
-def by_train_step(tx, params, state, x):
-    return jaxscale.train_step(exact_loss, tx)(params, state, x)[:2]
+def by_train_step(tx, params, state, *batch):
+    return jaxscale.train_step(exact_loss, tx)(params, state, *batch)[:2]
 
 
 def run_divided(name, way, division, mesh):
@@ -258,24 +136,24 @@ def run_divided(name, way, division, mesh):
     numbers = jnp.arange(64.0 * 64).reshape(64, 64) % 128 / 128 + 1
     params = {"w": numbers.astype(dtype), "b": jnp.ones(64, dtype)}
     carry = params, tx.init(params)
-    one_step = functools.partial(way, tx)
     batches = BATCHES
     options = {}
     if mesh is not None:
 
         def on_mesh(tree, spec):
-            return jax.tree.map(
-                lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)),
-                tree,
-                laid_out(tree, spec),
-            )
+            def place(leaf):
+                axes = spec[-leaf.ndim :] if leaf.size >= 64 else ()
+                return jax.device_put(leaf, NamedSharding(mesh, P(*axes)))
+
+            return jax.tree.map(place, tree)
 
         carry = tuple(map(on_mesh, carry, DIVISIONS[division]))
-        batches = [on_mesh(x, SHARDED) for x in BATCHES]
+        batches = [(on_mesh(x, P(BOTH)), factor) for x, factor in BATCHES]
         options["out_shardings"] = jax.tree.map(lambda leaf: leaf.sharding, carry)
-    one_step = jax.jit(one_step, **options)
-    for x in batches:
-        carry = one_step(*carry, x)
+    one_step = jax.jit(functools.partial(way, tx), donate_argnums=(0, 1), **options)
+    for batch in batches:
+        carry = one_step(*carry, *batch)
+    assert one_step._cache_size() == 1
     return jax.device_get(carry)
 
 
@@ -292,11 +170,12 @@ def run_divided(name, way, division, mesh):
     ],
 )
 def test_a_run_ends_where_that_on_one_device_ends(name, way, division, kind):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    mesh = jax.make_mesh((2, 4), BOTH, axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         params, state = run_divided(name, way, division, mesh)
     expected, expected_state = run_divided(name, way, division, None)
-    assert state.total_notfinite == 1
+    assert state.total_notfinite == 2
+    assert state.total_notfinite_loss == 1
     assert_same_bits((params, state), (expected, expected_state))
 
 
@@ -322,19 +201,6 @@ def by_jit(train_step, kind=AxisType.Auto):
     return under(mesh, jax.jit(train_step, in_shardings=places))
 
 
-def by_pmap(train_step):
-    mapped = jax.pmap(
-        train_step, "data", devices=list(DEVICES), in_axes=(None, None, 0)
-    )
-
-    def run(params, state, x):
-        outputs = mapped(params, state, x.reshape(8, 2, 16))
-        assert_equal_on_all(outputs)
-        return jax.tree.map(lambda leaf: leaf[0], outputs)
-
-    return run
-
-
 by_shard_map = functools.partial(
     over_devices, in_specs=(P(), P(), SHARDED), out_specs=P()
 )
@@ -358,11 +224,8 @@ WAYS = {
     "jit": (by_jit, WITH_OUTPUT, None),
     "shard_map": (by_shard_map, BY_TRANSFORM, "data"),
     "shard_map, unchecked": (unchecked, BY_TRANSFORM, "data"),
-    "pmap": (by_pmap, BY_TRANSFORM, "data"),
     "shard_map, hook": (by_shard_map, BY_HOOK, None),
     "shard_map, unchecked, hook": (unchecked, BY_HOOK, None),
-    "pmap, hook": (by_pmap, BY_HOOK, None),
-    "pmap, found": (by_pmap, BY_TRANSFORM, None),
     "explicit mesh": (
         functools.partial(by_jit, kind=AxisType.Explicit),
         WITH_OUTPUT,
@@ -462,7 +325,10 @@ LEAVES = {f"w{i}": jnp.ones((8 * (1 + i % 3), 16)) for i in range(12)}
 
 def all_reduces(fun, *args):
     """The number of operands of each all-reduce of a program whose arguments are laid out."""
-    args = placed(args, laid_out(args, P(BOTH)))
+    specs = laid_out(args, P(BOTH))
+    args = jax.device_put(
+        args, jax.tree.map(functools.partial(NamedSharding, GRID), specs)
+    )
     text = jax.jit(fun).lower(*args).compile().as_text()
     calls = re.findall(r" all-reduce(?:-start)?\((.*?)\), ", text)
     return [operands.count("%") for operands in calls]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from tables import assert_close, cases, run
 
 import jaxscale
@@ -22,20 +21,11 @@ LOSSES = [1.0, 2.0, 0.5]
 INJECTED = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.9)
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        self.w = nnx.Param(PARAMS["w"])
-
-
 # How trainers call `update`.
 
 
 def with_three_arguments(tx, grads, state, params, loss):
     return tx.update(grads, state, params)
-
-
-def without_parameters(tx, grads, state, params, loss):
-    return tx.update(grads, state)
 
 
 def with_value(tx, grads, state, params, loss):
@@ -45,10 +35,6 @@ def with_value(tx, grads, state, params, loss):
 def with_loss_and_others(tx, grads, state, params, loss):
     others = {"grad_norm": jnp.linalg.norm(grads["w"]), "obj_fn": jnp.sum}
     return tx.update(grads, state, params, loss=loss, **others)
-
-
-def with_value_and_loss(tx, grads, state, params, loss):
-    return tx.update(grads, state, params, value=loss, loss=loss)
 
 
 def by_keyword(tx, grads, state, params, loss):
@@ -65,10 +51,8 @@ WAYS = {
     "three arguments (Kauldron, big_vision, Penzai, Flax, purejaxrl)": (
         with_three_arguments
     ),
-    "no parameters (brax)": without_parameters,
     "value= (numpyro)": with_value,
     "loss= and others (MaxText, levanter)": with_loss_and_others,
-    "value= and loss=": with_value_and_loss,
     "all by keyword (EasyDeL)": by_keyword,
     "cast gradients (Tunix)": with_cast_gradients,
 }
@@ -88,21 +72,6 @@ def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
     assert_close(params, params_of_good_steps())
     assert jaxscale.metrics(state)["total_notfinite"] == 1
     assert state.hyperparams["learning_rate"] == 0.5
-
-
-@pytest.mark.worlds
-def test_an_nnx_optimizer_skips_a_bad_step_and_has_hyperparameters_in_reach():
-    """As Tunix uses it."""
-    model = Model()
-    tx = jaxscale.skip_nonfinite(INJECTED, spikes=SPIKES)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
-    for grads in GRADS:
-        step(model, optimizer, nnx.State({"w": nnx.Param(grads["w"])}))
-    assert_close({"w": model.w[...]}, params_of_good_steps())
-    state = optimizer.opt_state
-    assert jaxscale.metrics(state)["total_notfinite"] == 1
-    assert float(state.hyperparams["learning_rate"][...]) == 0.5
 
 
 def params_of_good_steps():
@@ -132,11 +101,6 @@ def test_hyperparameters_are_written_through_the_wrapper(name):
     updates, state = jax.jit(tx.update)(GRADS[2], state, PARAMS)
     np.testing.assert_array_equal(updates["w"], [-0.25, -0.25])
     assert state.hyperparams["learning_rate"] == 0.25
-
-
-def test_a_state_without_hyperparameters_has_no_such_attribute():
-    state = sgd_that_skips(0.5).init(PARAMS)
-    assert not hasattr(state, "hyperparams")
 
 
 def test_hyperparameters_of_two_optimizers_are_an_error():

@@ -4,8 +4,7 @@ Where a sum cancels, a summand that was rounded has lost the digits that remain,
 stops growing. The same is lost if a sum in float32 is rounded, and then read in float32 again.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -69,12 +68,12 @@ MOVES = (
 ZERO, NUMBER, PRODUCT, OTHER, ROUNDED = range(5)
 
 
-def find_additions(program: Any) -> list[str]:
+def find_additions(program):
     """Returns the additions in half precision."""
     return _find(program)[0]
 
 
-def find_roundings(program: Any) -> list[str]:
+def find_roundings(program):
     """Returns the places where what was rounded to half precision is read in float32 again."""
     return _find(program)[1]
 
@@ -84,19 +83,19 @@ class _Found(NamedTuple):
     roundings: dict[str, None]
 
 
-def _find(program: Any) -> tuple[list[str], list[str]]:
+def _find(program):
     jaxpr = getattr(program, "jaxpr", program)
     found = _Found({}, {})
     _walk(jaxpr, [OTHER] * len(jaxpr.invars), found)
     return list(found.additions), list(found.roundings)
 
 
-def _walk(jaxpr: Any, inputs: Sequence[int], found: _Found) -> list[int]:
+def _walk(jaxpr, inputs, found):
     """Returns the origins of a program's outputs, and notes what breaks a law in `found`."""
     origins = dict.fromkeys(jaxpr.constvars, OTHER)
     origins |= zip(jaxpr.invars, inputs, strict=True)
 
-    def read(atom: Any) -> int:
+    def read(atom):
         if not hasattr(atom, "val"):
             return origins.get(atom, OTHER)
         if np.ndim(atom.val):
@@ -109,7 +108,7 @@ def _walk(jaxpr: Any, inputs: Sequence[int], found: _Found) -> list[int]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _origins_of(eqn: Any, inputs: list[int], found: _Found) -> list[int]:
+def _origins_of(eqn, inputs, found):
     name = eqn.primitive.name
     programs = [_jax.closed(program).jaxpr for program in _jax.programs(eqn)]
     if programs:
@@ -145,9 +144,7 @@ def _origins_of(eqn: Any, inputs: list[int], found: _Found) -> list[int]:
     return [origin] * len(is_half)
 
 
-def _origins_of_call(
-    eqn: Any, programs: list[Any], inputs: list[int], found: _Found
-) -> list[int]:
+def _origins_of_call(eqn, programs, inputs, found):
     opened = _jax.open_equation(eqn)
     if not opened:
         # The form is not known: nothing is taken for a product.
@@ -163,7 +160,7 @@ def _origins_of_call(
     return origins
 
 
-def _walk_turns(held: _jax.Held, inputs: list[int], found: _Found) -> list[int]:
+def _walk_turns(held, inputs, found):
     """Walks through a program, of a loop until the origins of what it carries stay the same."""
     is_stable = not held.fed_back
     while not is_stable:
@@ -176,16 +173,16 @@ def _walk_turns(held: _jax.Held, inputs: list[int], found: _Found) -> list[int]:
     return _walk(held.program.jaxpr, inputs, found)
 
 
-def _is_half(atom: Any) -> bool:
+def _is_half(atom):
     return getattr(atom.aval, "dtype", None) in HALF
 
 
-def _is_floating(atom: Any) -> bool:
+def _is_floating(atom):
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _describe(eqn: Any, inputs: list[int]) -> str:
+def _describe(eqn, inputs):
     words = ("0", "a number", "a product", "elsewhere", "what was rounded")
     summands = ", ".join(words[origin] for origin in inputs)
     place = "?"

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import corpus
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ class Case(NamedTuple):
     scale: float
 
 
-def make_case(row: corpus.Row) -> Case:
+def make_case(row):
     program = row.make()
     if row.framework == "nnx":
         return _case_of_nnx(row, program)
@@ -38,26 +37,26 @@ def make_case(row: corpus.Row) -> Case:
         params, static = eqx.partition(program.model, eqx.is_inexact_array)
         transform = eqx.filter_value_and_grad
 
-        def build(params: Any) -> Any:
+        def build(params):
             return eqx.combine(params, static)
 
     else:
         params, transform = program.model, jax.value_and_grad
 
-        def build(params: Any) -> Any:
+        def build(params):
             return params
 
     state = (
         {"seen": jnp.zeros((), jnp.int32)} if program.state is None else program.state
     )
 
-    def loss(params: Any, state: Any, batch: Any) -> Any:
+    def loss(params, state, batch):
         if program.state is None:
             value, aux = program.loss(build(params), batch)
             return value, ({"seen": state["seen"] + 1}, aux)
         return program.loss(build(params), state, batch)
 
-    def written(model: Any, batch: Any) -> Any:
+    def written(model, batch):
         if program.state is None:
             return program.loss(model, batch)
         return program.loss(model, program.state, batch)
@@ -76,17 +75,17 @@ def make_case(row: corpus.Row) -> Case:
     )
 
 
-def _case_of_nnx(row: corpus.Row, program: corpus.Program) -> Case:
+def _case_of_nnx(row, program):
     graphdef, params, rest = nnx.split(program.model, nnx.Param, ...)
 
-    def merge(params: Any, state: Any) -> Any:
+    def merge(params, state):
         # With new variables, that belong to where they are traced.
         return nnx.merge(graphdef, *jax.tree.map(jnp.asarray, (params, state)))
 
-    def build(params: Any) -> Any:
+    def build(params):
         return merge(params, rest)
 
-    def loss(params: Any, state: Any, batch: Any) -> Any:
+    def loss(params, state, batch):
         model = merge(params, state)
         value, aux = program.loss(model, batch)
         return value, (nnx.split(model, nnx.Param, ...)[2], aux)

@@ -8,25 +8,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-FAMILIES = (
-    "vision",
-    "sequence",
-    "generative",
-    "contrastive",
-    "graphs",
-    "physics",
-    "reinforcement",
-    "quantization",
-    "losses",
-    "activations",
-    "scipy_functions",
-    "speech",
-)
+FAMILIES = ["vision", "sequence", "generative", "graphs", "physics", "reinforcement"]
+FAMILIES += ["quantization", "speech"]
 
 FRAMEWORKS = ("jax", "linen", "nnx", "equinox", "haiku")
 
@@ -57,10 +44,10 @@ class Row(NamedTuple):
 _ROWS: dict[str, Row] = {}
 
 
-def program(framework: str, name: str = "") -> Callable[[Any], Any]:
+def program(framework, name=""):
     """Enters a function that makes a program, under `name` or its own name."""
 
-    def enter(make: Callable[[], Program]) -> Callable[[], Program]:
+    def enter(make):
         # A partial function has no module of its own.
         family = getattr(make, "func", make).__module__
         full_name = f"{family}.{name or make.__name__}"
@@ -72,50 +59,46 @@ def program(framework: str, name: str = "") -> Callable[[Any], Any]:
     return enter
 
 
-def load() -> dict[str, Row]:
+def load():
     """Returns all programs, by name, in the order of the families."""
     for family in FAMILIES:
         importlib.import_module(family)
     return dict(_ROWS)
 
 
-def normal(*shape: int, seed: int = 0, size: float = 1.0) -> jax.Array:
+def normal(*shape, seed=0, size=1.0):
     """Returns normal random numbers, which are the same with every version of JAX and NumPy."""
     numbers = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(numbers * size, jnp.float32)
 
 
-def integers(below: int, *shape: int, seed: int = 0) -> jax.Array:
+def integers(below, *shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, below, shape), jnp.int32)
 
 
-def weight(rows: int, columns: int, seed: int = 0) -> jax.Array:
+def weight(rows, columns, seed=0):
     """Returns a matrix that keeps the size of what it multiplies."""
     return normal(rows, columns, seed=seed, size=rows**-0.5)
 
 
-def dense(rows: int, columns: int, seed: int = 0) -> dict[str, jax.Array]:
+def dense(rows, columns, seed=0):
     """Returns the parameters of a layer with a bias."""
     bias = normal(columns, seed=seed + 1000, size=0.1)
     return {"w": weight(rows, columns, seed), "b": bias}
 
 
-def two_layers(
-    inputs: int, width: int, outputs: int
-) -> dict[str, dict[str, jax.Array]]:
+def two_layers(inputs, width, outputs):
     return {
         "hidden": dense(inputs, width, seed=1),
         "head": dense(width, outputs, seed=2),
     }
 
 
-def apply_dense(layer: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def apply_dense(layer, x):
     return x @ layer["w"] + layer["b"]
 
 
-def confident_head(
-    features: jax.Array, labels: jax.Array, classes: int, margin: float
-) -> Any:
+def confident_head(features, labels, classes, margin):
     """Returns the matrix of a last layer that is sure of its labels, as a trained one is.
 
     The logit of the label is above the others by `margin`, more for some and less for others, if
@@ -131,15 +114,15 @@ def confident_head(
     return jnp.asarray(matrix, jnp.float32)
 
 
-def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def accuracy(logits, labels):
     return jnp.mean(jnp.argmax(logits, -1) == labels)
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+def cross_entropy(logits, labels):
     """Returns the mean over integer labels, and how many of them are right."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean(), {"accuracy": accuracy(logits, labels)}
 
 
-def mean_squared_error(outputs: jax.Array, wanted: jax.Array) -> jax.Array:
+def mean_squared_error(outputs, wanted):
     return jnp.mean((outputs - wanted) ** 2)

@@ -1,26 +1,23 @@
 """Each program as a target of the doctor: `doctor_targets:vision__vit` is `vision.vit`."""
 
-from collections.abc import Callable
-from typing import Any
-
 import corpus
 from cases import make_case
 
 
-def target_of(name: str) -> str:
+def target_of(name):
     return f"doctor_targets:{name.replace('.', '__')}"
 
 
-def __getattr__(name: str) -> Callable[[], Any]:
+def __getattr__(name):
     family, _, rest = name.partition("__")
     row = corpus.load().get(f"{family}.{rest}")
     if row is None:
         raise AttributeError(name)
 
-    def make() -> Any:
+    def make():
         case = make_case(row)
 
-        def loss(params: Any, batch: Any) -> Any:
+        def loss(params, batch):
             value, (_, aux) = case.loss(params, case.state, batch)
             return value, aux
 

@@ -34,16 +34,16 @@ class Entry(NamedTuple):
     dtype: str = "float16"
 
 
-def in_float32(case: Case) -> Differentiate:
+def in_float32(case):
     """Differentiates in float32, which all others are compared with."""
     return _differentiate(case, case.written)
 
 
-def with_loss_scale(case: Case) -> Differentiate:
+def with_loss_scale(case):
     """Differentiates by plain JAX at the loss scale of the program, for the reference."""
 
-    def differentiate(params: Any, batch: Any) -> Result:
-        def loss(params: Any) -> Any:
+    def differentiate(params, batch):
+        def loss(params):
             value, _ = case.loss(params, case.state, batch)
             return value * case.scale, value
 
@@ -53,10 +53,10 @@ def with_loss_scale(case: Case) -> Differentiate:
     return differentiate
 
 
-def _differentiate(case: Case, fun: Callable[..., Any]) -> Differentiate:
+def _differentiate(case, fun):
     """Differentiates a form of the program as its framework does."""
 
-    def differentiate(params: Any, batch: Any) -> Result:
+    def differentiate(params, batch):
         backward = case.transform(fun, has_aux=True)
         (value, _), grads = backward(case.build(params), batch)
         return Result(value, jax.tree.leaves(grads), {})
@@ -64,9 +64,9 @@ def _differentiate(case: Case, fun: Callable[..., Any]) -> Differentiate:
     return differentiate
 
 
-def _by_value_and_grad(dtype: str) -> Any:
-    def entry(case: Case) -> Differentiate:
-        def differentiate(params: Any, batch: Any) -> Result:
+def _by_value_and_grad(dtype):
+    def entry(case):
+        def differentiate(params, batch):
             backward = jaxscale.value_and_grad(
                 jaxscale.autocast(case.written, dtype),
                 jaxscale.FixedLossScale(case.scale).init(),
@@ -81,48 +81,48 @@ def _by_value_and_grad(dtype: str) -> Any:
     return entry
 
 
-def _outside(dtype: str) -> Any:
+def _outside(dtype):
     """Puts `scale_backward` around `autocast`."""
 
-    def entry(case: Case) -> Differentiate:
+    def entry(case):
         half = jaxscale.autocast(case.written, dtype)
         return _differentiate(case, jaxscale.scale_backward(half))
 
     return entry
 
 
-def _inside(dtype: str) -> Any:
+def _inside(dtype):
     """Puts `autocast` around `scale_backward`."""
 
-    def entry(case: Case) -> Differentiate:
+    def entry(case):
         scaled = jaxscale.scale_backward(case.written)
         return _differentiate(case, jaxscale.autocast(scaled, dtype))
 
     return entry
 
 
-def _keeping_gradients() -> optax.GradientTransformation:
+def _keeping_gradients():
     """An optimizer whose state holds the last gradients, exactly."""
     return optax.chain(optax.trace(decay=0.0), optax.scale(-1e-3))
 
 
-def _kept(opt_state: Any) -> list[Any]:
+def _kept(opt_state):
     """Returns the gradients that `_keeping_gradients` holds."""
     trace = optax.tree.get(opt_state, "trace")
     return jax.tree.leaves(trace)
 
 
-def _by_train_step(case: Case) -> Differentiate:
+def _by_train_step(case):
     """Makes a whole step with state and aux. Its scale is too high at first: it has to retry."""
     is_equinox = case.framework == "equinox"
 
-    def loss(model: Any, state: Any, batch: Any) -> Any:
+    def loss(model, state, batch):
         params = model
         if is_equinox:
             params = eqx.filter(model, eqx.is_inexact_array)
         return case.loss(params, state, batch)
 
-    def differentiate(params: Any, batch: Any) -> Result:
+    def differentiate(params, batch):
         policy = jaxscale.DynamicLossScale(init_scale=2.0**24)
         tx = jaxscale.loss_scaled(_keeping_gradients(), policy)
         options: dict[str, Any] = {"has_state": True, "has_aux": True, "retries": 30}
@@ -144,26 +144,26 @@ def _by_train_step(case: Case) -> Differentiate:
     return differentiate
 
 
-def _have_moved(new: Any, old: Any) -> Any:
+def _have_moved(new, old):
     """Returns whether any of the trained parameters is different."""
     leaves = [leaf for leaf in jax.tree.leaves(new) if eqx.is_inexact_array(leaf)]
     pairs = zip(leaves, jax.tree.leaves(old), strict=True)
     return jnp.any(jnp.array([jnp.any(one != other) for one, other in pairs]))
 
 
-def _by_skip_nonfinite(case: Case) -> Differentiate:
+def _by_skip_nonfinite(case):
     """Makes a good step in a hand-written loop, and one with a NaN, which must change nothing."""
 
-    def differentiate(params: Any, batch: Any) -> Result:
+    def differentiate(params, batch):
         tx = jaxscale.skip_nonfinite(_keeping_gradients())
 
-        def loss(params: Any, factor: Any) -> Any:
+        def loss(params, factor):
             value, _ = case.loss(params, case.state, batch)
             return value * factor
 
         backward = jax.value_and_grad(jaxscale.scale_backward(jaxscale.autocast(loss)))
 
-        def step(carry: Any, factor: Any) -> Any:
+        def step(carry, factor):
             params, opt_state = carry
             value, grads = backward(params, factor)
             updates, opt_state = tx.update(grads, opt_state, params, value=value)
@@ -187,12 +187,12 @@ class _State(jaxscale.flax.TrainState):
     extra: Any
 
 
-def _by_linen(case: Case) -> Differentiate:
-    def loss(params: Any, fields: Any, batch: Any) -> Any:
+def _by_linen(case):
+    def loss(params, fields, batch):
         value, (extra, aux) = case.loss(params["model"], fields["extra"], batch)
         return value, ({"extra": extra}, aux)
 
-    def differentiate(params: Any, batch: Any) -> Result:
+    def differentiate(params, batch):
         tx = jaxscale.loss_scaled(_keeping_gradients(), case.scale)
         half = jaxscale.autocast(loss)
         step = jaxscale.flax.train_step(half, has_state=True, has_aux=True)
@@ -209,21 +209,21 @@ def _by_linen(case: Case) -> Differentiate:
 class _Model(nnx.Module):
     """An NNX model that holds the parameters and the state of another framework."""
 
-    def __init__(self, params: Any, state: Any) -> None:
+    def __init__(self, params, state):
         self.leaves = nnx.List([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
         self.state = nnx.List([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
 
 
-def _unflatten(tree: Any, variables: Any) -> Any:
+def _unflatten(tree, variables):
     """Returns the values of some variables, as a tree of the structure of another one."""
     values = [variable[...] for variable in variables]
     return jax.tree.structure(tree).unflatten(values)
 
 
-def _by_nnx(case: Case) -> Differentiate:
+def _by_nnx(case):
     batch_treedef = jax.tree.structure(case.batch)
 
-    def loss_of_leaves(model: Any, batch: Any) -> Any:
+    def loss_of_leaves(model, batch):
         params = _unflatten(case.params, model.leaves)
         state = _unflatten(case.state, model.state)
         value, (state, aux) = case.loss(params, state, batch_treedef.unflatten(batch))
@@ -231,7 +231,7 @@ def _by_nnx(case: Case) -> Differentiate:
             variable[...] = leaf
         return value, aux
 
-    def differentiate(params: Any, batch: Any) -> Result:
+    def differentiate(params, batch):
         if case.framework == "nnx":
             model = case.build(params)
             loss = case.written
@@ -250,7 +250,7 @@ def _by_nnx(case: Case) -> Differentiate:
     return differentiate
 
 
-def _kept_by_nnx(optimizer: nnx.Optimizer) -> list[Any]:
+def _kept_by_nnx(optimizer):
     """Returns the gradients in the state of `_keeping_gradients`, as NNX holds it."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
     return [leaf for path, leaf in leaves if "'trace'" in jax.tree_util.keystr(path)]

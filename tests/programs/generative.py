@@ -1,4 +1,4 @@
-"""Models that make things: autoencoders, diffusion, flows, adversaries, energies, codes."""
+"""Models that make things: an autoencoder, diffusion, an adversary."""
 
 import haiku as hk
 import jax
@@ -115,79 +115,3 @@ def wasserstein_with_gradient_penalty():
 
     batch = normal(8, 6, seed=4), normal(8, 6, seed=5), jnp.linspace(0, 1, 8)
     return Program(loss, params, batch, scale=2.0**8)
-
-
-@program("jax")
-def vector_quantized_autoencoder():
-    """VQ-VAE: the nearest code by argmin, straight through, with a commitment loss."""
-    params = {
-        "encoder": dense(12, 8, seed=1),
-        "decoder": dense(8, 12, seed=2),
-        "codes": normal(10, 8, seed=3),
-    }
-
-    def loss(params, x):
-        z = apply_dense(params["encoder"], x)
-        differences = z[:, None] - params["codes"][None]
-        distances = jnp.sum(differences**2, axis=-1)
-        chosen = jnp.argmin(distances, axis=-1)
-        codes = params["codes"][chosen]
-        straight = z + jax.lax.stop_gradient(codes - z)
-        decoded = apply_dense(params["decoder"], straight)
-        error = jnp.mean((decoded - x) ** 2)
-        frozen_z = jax.lax.stop_gradient(z)
-        codebook = jnp.mean((frozen_z - codes) ** 2)
-        frozen_codes = jax.lax.stop_gradient(codes)
-        commitment = jnp.mean((z - frozen_codes) ** 2)
-        counts = jnp.zeros(10).at[chosen].add(1.0)
-        value = error + codebook + 0.25 * commitment
-        return value, {"used": jnp.sum(counts > 0)}
-
-    return Program(loss, params, normal(16, 12, seed=4))
-
-
-@jax.custom_jvp
-def watch(x):
-    """Sends an array to a log. Its result has nothing to differentiate."""
-    jax.debug.callback(lambda x: None, x)
-    return ()
-
-
-@watch.defjvp
-def _watch_jvp(primals, tangents):
-    return watch(*primals), ()
-
-
-@program("jax")
-def masked_autoregression():
-    """MADE over pixels of 4 values, with masked matrices; its author prints what goes on."""
-    degrees = jnp.arange(24) % 5 + 1
-    places = jnp.arange(1, 7)
-    inner = degrees[None, :] >= places[:, None]
-    inner = inner.astype(jnp.float32)
-    outer = jnp.repeat(places, 4)[None, :] > degrees[:, None]
-    outer = outer.astype(jnp.float32)
-    params = {"hidden": dense(6, 24, seed=1), "out": dense(24, 24, seed=2)}
-    pixels = integers(4, 16, 6, seed=3)
-
-    def loss(params, pixels):
-        x = pixels / 2.0 - 0.75
-        hidden = params["hidden"]
-        masked = hidden["w"] * inner
-        x = jax.nn.relu(x @ masked + hidden["b"])
-        watch(x)
-        # The log gets fewer digits.
-        jax.debug.callback(lambda x: None, x.astype(jnp.float16))
-        masked = params["out"]["w"] * outer
-        logits = x @ masked
-        jax.debug.print("the first logits: {}", logits[0, 0])
-        logits = logits + params["out"]["b"]
-        logits = logits.reshape(16, 6, 4)
-        log_probs = jax.nn.log_softmax(logits)
-        labels = jax.nn.one_hot(pixels, 4)
-        taken = jnp.sum(labels * log_probs, axis=(1, 2))
-        value = -taken.mean()
-        bits = -taken.mean() / jnp.log(2.0)
-        return value, {"bits": bits / 6}
-
-    return Program(loss, params, pixels)

@@ -7,17 +7,13 @@ precision may have a summand that comes from no product (`additions`).
 
 import contextlib
 import io
-import pathlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
-import corpus
 import entries
 import jax
 import jax.numpy as jnp
 import numpy as np
 from additions import find_additions, find_roundings
-from cases import Case, make_case
+from cases import make_case
 from doctor_targets import target_of
 from entries import DOCTOR, ENTRIES, Result
 from reference import half_products
@@ -36,64 +32,22 @@ DRAWS, APART = 4, 0.02
 SMALLEST = 1e-3
 
 
-# Float32's gradients and the reference's errors for the fast rows: `run.py --record`.
-FILE = pathlib.Path(__file__).with_name("recorded.npz")
-
-
-class Verdict(NamedTuple):
-    """What is wrong with an entry's gradients of a program, in words, and their largest error."""
-
-    wrong: list[str]
-    # The largest error, relative to that of the reference, or to `ROUNDING`.
-    ratio: float = 0.0
-
-
 class Trial:
     """A program. Its float32 gradients and the reference's errors are computed when needed."""
 
-    def __init__(self, row: corpus.Row) -> None:
+    def __init__(self, row):
         self.row = row
         self.case = make_case(row)
         self._exact: list[Result] | None = None
         self._reference: dict[tuple[str, bool], list[float]] = {}
 
-    @classmethod
-    def recorded(cls, row: corpus.Row, entry: str) -> "Trial":
-        """Returns a trial for one entry, with gradients and errors of the file if it has them."""
-        trial = cls(row)
-        if entry == DOCTOR or not FILE.exists():
-            return trial
-        with np.load(FILE) as file:
-            count = len(jax.tree.leaves(trial.case.params))
-            stacked = [file[f"{row.name} exact {i}"] for i in range(count)]
-            kind = ENTRIES[entry]
-            reference = file[f"{row.name} reference"].tolist()
-        trial._exact = []
-        for draw in range(DRAWS):
-            grads = [leaf[draw] for leaf in stacked]
-            trial._exact.append(Result(loss=None, grads=grads, checks={}))
-        trial._reference[kind.dtype] = reference
-        return trial
-
-    def record(self, entry: str) -> dict[str, np.ndarray]:
-        """Returns what `recorded` reads."""
-        kind = ENTRIES[entry]
-        name = self.row.name
-        arrays = {}
-        draws = [result.grads for result in self.exact()]
-        for i, leaf_by_draw in enumerate(zip(*draws, strict=True)):
-            arrays[f"{name} exact {i}"] = np.stack(leaf_by_draw)
-        reference = self.reference_errors(kind.dtype)
-        arrays[f"{name} reference"] = np.array(reference)
-        return arrays
-
-    def exact(self) -> list[Result]:
+    def exact(self):
         """Returns the results in float32, one for each draw."""
         if self._exact is None:
             self._exact, _ = run(entries.in_float32(self.case), self.case)
         return self._exact
 
-    def reference_errors(self, dtype: str) -> list[float]:
+    def reference_errors(self, dtype):
         """Returns the error of each leaf with products in half precision alone."""
         if dtype not in self._reference:
             with half_products(dtype):
@@ -101,7 +55,7 @@ class Trial:
             self._reference[dtype] = find_errors(results, self.exact())
         return self._reference[dtype]
 
-    def judge(self, name: str) -> Verdict:
+    def judge(self, name):
         """Returns what is wrong with the gradients that an entry makes of the program."""
         if name == DOCTOR:
             return _ask_doctor(self.row)
@@ -110,19 +64,17 @@ class Trial:
         wrong = _broken_promises(results)
         errors = find_errors(results, self.exact())
         reference = self.reference_errors(entry.dtype)
-        verdict = _compare(leaf_names(self.case), errors, reference)
-        wrong += verdict.wrong
-        wrong += [*find_additions(program), *find_roundings(program)]
-        return Verdict(wrong, verdict.ratio)
+        wrong += _compare(leaf_names(self.case), errors, reference)
+        return [*wrong, *find_additions(program), *find_roundings(program)]
 
 
-def run(fun: Any, case: Case) -> tuple[list[Result], Any]:
+def run(fun, case):
     """Returns the results of a function for all draws, and its program."""
     leaves, treedef = jax.tree.flatten(case.params)
     others, other_treedef = jax.tree.flatten(case.batch)
 
     # Takes leaves, as `trace` puts objects that are no arrays into trees of its arguments.
-    def of_leaves(leaves: Any, others: Any) -> Result:
+    def of_leaves(leaves, others):
         return fun(treedef.unflatten(leaves), other_treedef.unflatten(others))
 
     traced = jax.jit(of_leaves).trace(leaves, others)
@@ -133,7 +85,7 @@ def run(fun: Any, case: Case) -> tuple[list[Result], Any]:
     return results, traced.jaxpr
 
 
-def _move(leaves: Sequence[Any], draw: int) -> list[Any]:
+def _move(leaves, draw):
     """Returns the parameters for draw 0, and others that are close to them for later draws."""
     rng = np.random.default_rng(draw)
     moved = []
@@ -143,12 +95,12 @@ def _move(leaves: Sequence[Any], draw: int) -> list[Any]:
     return moved
 
 
-def leaf_names(case: Case) -> list[str]:
+def leaf_names(case):
     paths = jax.tree_util.tree_leaves_with_path(case.params)
     return [jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def find_errors(results: Sequence[Result], exact: Sequence[Result]) -> list[float]:
+def find_errors(results, exact):
     """Returns the error of each leaf, as the law has it, over all draws."""
     squares = []
     for result, exact_result in zip(results, exact, strict=True):
@@ -166,15 +118,15 @@ def find_errors(results: Sequence[Result], exact: Sequence[Result]) -> list[floa
     return np.sqrt(np.mean(squares, axis=0)).tolist()
 
 
-def _square(array: Any) -> float:
+def _square(array):
     return float(np.sum(np.abs(np.asarray(array)).astype(np.float64) ** 2))
 
 
-def _all_finite(tree: Any) -> bool:
+def _all_finite(tree):
     return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
 
 
-def _broken_promises(results: Sequence[Result]) -> list[str]:
+def _broken_promises(results):
     """Returns in words which checks of an entry fail, and whether a loss is not finite."""
     wrong = []
     for text, is_so in results[0].checks.items():
@@ -185,31 +137,26 @@ def _broken_promises(results: Sequence[Result]) -> list[str]:
     return wrong
 
 
-def _compare(
-    names: Sequence[str], errors: Sequence[float], reference: Sequence[float]
-) -> Verdict:
+def _compare(names, errors, reference):
     """Compares the errors of an entry with those of the reference, leaf by leaf."""
     if not np.all(np.isfinite(reference)):
         raise ValueError("the reference overflows: give the program a lower scale")
     wrong = []
-    ratio = 0.0
     for name, error, expected in zip(names, errors, reference, strict=True):
-        bound = max(FACTOR * expected, ROUNDING)
-        ratio = max(ratio, FACTOR * error / bound if np.isfinite(error) else np.inf)
-        if not error <= bound:  # also where it is NaN
+        if not error <= max(FACTOR * expected, ROUNDING):  # also where it is NaN
             wrong.append(
                 f"{name}: error {error:.2g}, that of the reference is {expected:.2g}"
             )
-    return Verdict(wrong, ratio)
+    return wrong
 
 
-def _ask_doctor(row: corpus.Row) -> Verdict:
+def _ask_doctor(row):
     """Returns what the command says about a program in float16, if it finds anything."""
     arguments = ["doctor", "--quick", "--autocast", "float16", target_of(row.name)]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         status = command(arguments)
     if status == 0:
-        return Verdict([])
+        return []
     lines = [line for line in printed.getvalue().splitlines() if line.strip()]
-    return Verdict([f"status {status}: {' '.join(lines)[-600:]}"])
+    return [f"status {status}: {' '.join(lines)[-600:]}"]

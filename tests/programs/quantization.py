@@ -3,8 +3,6 @@
 import functools
 
 import equinox as eqx
-import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from corpus import (
@@ -17,7 +15,6 @@ from corpus import (
     normal,
     program,
     two_layers,
-    weight,
 )
 
 
@@ -50,57 +47,6 @@ def quantization_aware():
         return cross_entropy(apply_layer(params["head"], hidden), labels)
 
     return Program(loss, params, batch)
-
-
-@jax.custom_jvp
-def sign(x):
-    return jnp.where(x > 0, 1.0, -1.0)
-
-
-@sign.defjvp
-def _sign_jvp(primals, tangents):
-    (x,) = primals
-    (dx,) = tangents
-    return sign(x), jnp.where(jnp.abs(x) <= 1, dx, 0.0)
-
-
-@program("linen")
-def binary_network():
-    """Weights of -1 and 1 with a custom forward derivative, and batch normalization."""
-
-    class BinaryDense(nn.Module):
-        features: int
-
-        @nn.compact
-        def __call__(self, x):
-            shape = (x.shape[-1], self.features)
-            kernel = self.param("kernel", nn.initializers.normal(0.5), shape)
-            product = x @ sign(kernel)
-            return product / jnp.sqrt(x.shape[-1])
-
-    class Network(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = BinaryDense(32)(x)
-            x = nn.BatchNorm(use_running_average=False)(x)
-            x = BinaryDense(32)(sign(x))
-            return nn.Dense(4)(x)
-
-    model = Network()
-    x = normal(16, 12, seed=1)
-    labels = integers(4, 16, seed=2)
-    variables = model.init(jax.random.key(0), x)
-
-    def loss(params, stats, batch):
-        x, labels = batch
-        variables = {"params": params, "batch_stats": stats}
-        logits, new = model.apply(variables, x, mutable=["batch_stats"])
-        value, aux = cross_entropy(logits, labels)
-        return value, (new["batch_stats"], aux)
-
-    return Program(
-        loss, variables["params"], (x, labels), state=variables["batch_stats"]
-    )
 
 
 @program("equinox")
@@ -143,66 +89,6 @@ def adapter_on_frozen_attention():
         return cross_entropy(jax.vmap(model)(x), labels)
 
     return Program(loss, model, (normal(8, 6, 16, seed=1), integers(4, 8, seed=2)))
-
-
-@program("haiku")
-def prefix_tuning():
-    """Only a prefix of keys and values is trained; the attention layer of Haiku is frozen."""
-
-    def network(x, prefix):
-        prefixes = jnp.broadcast_to(prefix, (len(x), *prefix.shape))
-        memory = jnp.concatenate([prefixes, x], axis=1)
-        w_init = hk.initializers.VarianceScaling(1.0)
-        attention = hk.MultiHeadAttention(2, 8, w_init=w_init)
-        y = attention(x, memory, memory)
-        pooled = jax.nn.relu(x + y).mean(1)
-        return hk.Linear(4)(pooled)
-
-    model = hk.without_apply_rng(hk.transform(network))
-    x = normal(6, 5, 16, seed=1)
-    prefix = normal(3, 16, seed=2)
-    frozen = model.init(jax.random.key(0), x, prefix)
-
-    def loss(params, batch):
-        x, labels, frozen = batch
-        logits = model.apply(frozen, x, params["prefix"])
-        return cross_entropy(logits, labels)
-
-    return Program(loss, {"prefix": prefix}, (x, integers(4, 6, seed=3), frozen))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def compressed_product(x, w, rank):
-    """A product that keeps only a projection of its input for the backward pass."""
-    return x @ w
-
-
-def _compressed_forward(x, w, rank):
-    projection = weight(x.shape[0], rank, seed=9)
-    return x @ w, (projection.T @ x, projection, w)
-
-
-def _compressed_backward(rank, residuals, cotangent):
-    kept, projection, w = residuals
-    return cotangent @ w.T, kept.T @ (projection.T @ cotangent)
-
-
-compressed_product.defvjp(_compressed_forward, _compressed_backward)
-
-
-@program("jax")
-def compressed_activations():
-    """A layer with a backward rule of its own, in which there are more products."""
-    params = two_layers(12, 24, 3)
-
-    def loss(params, batch):
-        x, wanted = batch
-        layer = params["hidden"]
-        hidden = compressed_product(x, layer["w"], 8) + layer["b"]
-        outputs = apply_dense(params["head"], jax.nn.tanh(hidden))
-        return mean_squared_error(outputs, wanted), {}
-
-    return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,8 +13,6 @@ JAX. If that is Optax, or if there is an algorithm of JAX on the way, it is a li
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +50,7 @@ ASKED_FOR = {
 
 
 @contextlib.contextmanager
-def half_products(dtype: Any) -> Iterator[None]:
+def half_products(dtype):
     """Traces what is inside with products in half precision."""
     products = [
         getattr(primitives, name) for name in PRODUCTS if hasattr(primitives, name)
@@ -69,15 +67,15 @@ def half_products(dtype: Any) -> Iterator[None]:
         jax.clear_caches()
 
 
-def _half_bind(bind: Any, dtype: Any) -> Any:
+def _half_bind(bind, dtype):
     """Returns a `bind` that rounds the operands and the result of a product of matrices."""
 
-    def round_operand(x: Any) -> Any:
+    def round_operand(x):
         if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return jax.lax.convert_element_type(x, dtype)
         return x
 
-    def bind_in_half(*operands: Any, **params: Any) -> Any:
+    def bind_in_half(*operands, **params):
         if (
             not _is_of_float32(operands, params)
             or not _is_of_matrices(operands, params)
@@ -93,7 +91,7 @@ def _half_bind(bind: Any, dtype: Any) -> Any:
     return bind_in_half
 
 
-def _is_of_float32(operands: Any, params: Any) -> bool:
+def _is_of_float32(operands, params):
     """Returns whether a product of float32 numbers returns float32.
 
     One operand may be of integers. A product of nothing else is exact, and rounds nothing.
@@ -104,7 +102,7 @@ def _is_of_float32(operands: Any, params: Any) -> bool:
     return is_wide and inexact == {jnp.dtype("float32")}
 
 
-def _is_of_matrices(operands: Any, params: Any) -> bool:
+def _is_of_matrices(operands, params):
     """Returns whether a product sums over something, and has a row or a column left.
 
     Dots of vectors, one or many, are sums in PyTorch as well.
@@ -125,7 +123,7 @@ def _is_of_matrices(operands: Any, params: Any) -> bool:
     return summed > 1 and free > 1
 
 
-def _is_of_library() -> bool:
+def _is_of_library():
     for file, function, _ in _frames():
         if "/optax/" in file:
             return True
@@ -136,7 +134,7 @@ def _is_of_library() -> bool:
     return False
 
 
-def _is_logit_of_attention() -> bool:
+def _is_logit_of_attention():
     """Returns whether this is the product that attention asks for in float32 itself."""
     for file, function, names in _frames():
         is_attention = file.endswith("nn/functions.py") and "attention" in function
@@ -145,7 +143,7 @@ def _is_logit_of_attention() -> bool:
     return False
 
 
-def _frames() -> Iterator[tuple[str, str, Any]]:
+def _frames():
     """Yields the functions of JAX that the stack is in, and then the first that is not of JAX."""
     frame = sys._getframe(2)
     while frame is not None:

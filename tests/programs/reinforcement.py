@@ -1,8 +1,7 @@
-"""Reinforcement learning: values, policies, advantages, distributions of returns, preferences."""
+"""Reinforcement learning: values and policies."""
 
 import dataclasses
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,10 @@ import optax
 from corpus import (
     Program,
     apply_dense,
-    cross_entropy,
     dense,
     integers,
     normal,
     program,
-    weight,
 )
 
 
@@ -135,84 +132,4 @@ def proximal_policy():
         "values": normal(16, seed=5),
         "returns": normal(16, seed=6),
     }
-    return Program(loss, params, batch)
-
-
-@program("equinox")
-def decision_transformer():
-    """Returns, states and actions as one sequence of tokens; vmapped, causal, labels integers."""
-
-    class Agent(eqx.Module):
-        embed_return: eqx.nn.Linear
-        embed_observation: eqx.nn.Linear
-        attention: eqx.nn.MultiheadAttention
-        norm: eqx.nn.LayerNorm
-        head: eqx.nn.Linear
-
-        def __init__(self, key):
-            keys = jax.random.split(key, 5)
-            self.embed_return = eqx.nn.Linear(1, 16, key=keys[0])
-            self.embed_observation = eqx.nn.Linear(6, 16, key=keys[1])
-            self.attention = eqx.nn.MultiheadAttention(2, 16, key=keys[2])
-            self.norm = eqx.nn.LayerNorm(16)
-            self.head = eqx.nn.Linear(16, 4, key=keys[3])
-
-        def __call__(self, returns, observations):
-            returns = jax.vmap(self.embed_return)(returns[:, None])
-            observations = jax.vmap(self.embed_observation)(observations)
-            pairs = jnp.stack([returns, observations], axis=1)
-            x = pairs.reshape(-1, 16)
-            y = jax.vmap(self.norm)(x)
-            everywhere = jnp.ones((len(x), len(x)), bool)
-            mask = jnp.tril(everywhere)
-            x = x + self.attention(y, y, y, mask=mask)
-            at_observations = x[1::2]
-            return jax.vmap(self.head)(at_observations)
-
-    def loss(model, batch):
-        returns, observations, actions = batch
-        logits = jax.vmap(model)(returns, observations)
-        return cross_entropy(logits, actions)
-
-    batch = normal(4, 5, seed=1), normal(4, 5, 6, seed=2), integers(4, 4, 5, seed=3)
-    return Program(loss, Agent(jax.random.key(0)), batch)
-
-
-def sequence_log_probs(params, tokens):
-    """Returns the log-probability of each sequence, by indexing."""
-    inputs = tokens[:, :-1]
-    embedded = params["embedding"][inputs]
-    sums = jnp.cumsum(embedded, axis=1)
-    counts = jnp.arange(1, 6)[:, None]
-    means = sums / counts
-    hidden = jnp.tanh(means @ params["mix"])
-    logits = apply_dense(params["head"], hidden)
-    log_probs = jax.nn.log_softmax(logits)
-    rows = jnp.arange(4)[:, None]
-    columns = jnp.arange(5)[None]
-    labels = tokens[:, 1:]
-    taken = log_probs[rows, columns, labels]
-    return taken.sum(-1)
-
-
-@program("jax")
-def direct_preferences():
-    """DPO: what is chosen against what is rejected, beside a reference that is frozen."""
-    body = {"embedding": normal(10, 16, seed=1), "mix": weight(16, 16, seed=2)}
-    params = body | {"head": dense(16, 10, seed=3)}
-    frozen = body | {"head": dense(16, 10, seed=4)}
-
-    def loss(params, batch):
-        chosen, rejected, frozen = batch
-
-        def gain(tokens):
-            before = sequence_log_probs(frozen, tokens)
-            before = jax.lax.stop_gradient(before)
-            return sequence_log_probs(params, tokens) - before
-
-        margin = 0.5 * (gain(chosen) - gain(rejected))
-        log_probs = jax.nn.log_sigmoid(margin)
-        return -log_probs.mean(), {"right": jnp.mean(margin > 0)}
-
-    batch = integers(10, 4, 6, seed=5), integers(10, 4, 6, seed=6), frozen
     return Program(loss, params, batch)

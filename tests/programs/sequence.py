@@ -1,7 +1,5 @@
 """Sequences: language models, taggers, recurrent networks, state spaces, experts."""
 
-import dataclasses
-
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -14,7 +12,6 @@ from corpus import (
     cross_entropy,
     dense,
     integers,
-    mean_squared_error,
     normal,
     program,
     weight,
@@ -174,32 +171,6 @@ def character_lstm():
 
 
 @program("jax")
-def recurrent_adder():
-    """The plainest recurrent network. It learns to add up its inputs."""
-    params = {
-        "in": weight(2, 12, seed=1),
-        "turn": dense(12, 12, seed=2),
-        "out": dense(12, 1, seed=3),
-    }
-    xs = normal(6, 8, 2, seed=4)
-
-    def loss(params, batch):
-        xs, sums = batch
-
-        def turn(h, x):
-            from_input = x @ params["in"]
-            h = jnp.tanh(from_input + apply_dense(params["turn"], h))
-            return h, None
-
-        start = jnp.zeros((8, 12))
-        h, _ = jax.lax.scan(turn, start, xs)
-        outputs = apply_dense(params["out"], h)[:, 0]
-        return mean_squared_error(outputs, sums), {}
-
-    return Program(loss, params, (xs, xs.sum((0, 2))))
-
-
-@program("jax")
 def diagonal_state_space():
     """A state space with a diagonal matrix, by an associative scan, between two dense layers."""
     width, states = 16, 16
@@ -259,54 +230,6 @@ def mixture_of_experts():
         importance = probabilities.mean(0)
         balance = experts * jnp.sum(load * importance)
         return value + 0.01 * balance, aux | {"load": load}
-
-    return Program(loss, params, batch)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Tokens:
-    """A batch that insists on its shapes, as those of Equinox and jaxtyping do."""
-
-    inputs: jax.Array
-    labels: jax.Array
-
-    def __post_init__(self):
-        if self.inputs.shape != self.labels.shape:
-            raise ValueError(f"{self.inputs.shape} inputs, {self.labels.shape} labels")
-
-
-@program("jax")
-def conditional_random_field():
-    """A tagger with a transition matrix: the forward algorithm in log space, a checked batch."""
-    tags = 5
-    params = {
-        "embedding": normal(12, 16, seed=1),
-        "emission": dense(16, tags, seed=2),
-        "transition": normal(tags, tags, seed=3, size=0.3),
-    }
-    batch = Tokens(integers(12, 4, 7, seed=4), integers(tags, 4, 7, seed=5))
-
-    def log_likelihood(params, tokens, labels):
-        embedded = params["embedding"][tokens]
-        emissions = apply_dense(params["emission"], embedded)
-
-        def turn(alpha, emission):
-            moved = alpha[:, None] + params["transition"]
-            scores = moved + emission[None, :]
-            return jax.nn.logsumexp(scores, axis=0), None
-
-        alpha, _ = jax.lax.scan(turn, emissions[0], emissions[1:])
-        taken = jnp.take_along_axis(emissions, labels[:, None], axis=1)
-        path = jnp.sum(taken)
-        moves = params["transition"][labels[:-1], labels[1:]]
-        path = path + jnp.sum(moves)
-        return path - jax.nn.logsumexp(alpha)
-
-    def loss(params, batch):
-        of_batch = jax.vmap(log_likelihood, in_axes=(None, 0, 0))
-        log_likelihoods = of_batch(params, batch.inputs, batch.labels)
-        return -jnp.mean(log_likelihoods), {}
 
     return Program(loss, params, batch)
 

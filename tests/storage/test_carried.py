@@ -1,7 +1,6 @@
 """Half-precision parameters in populations, loops, on devices and in the front ends."""
 
 import functools
-import pickle
 import re
 
 import equinox as eqx
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tables import assert_same_bits, cases, fused_step
 
@@ -20,6 +19,19 @@ import jaxscale.flax
 import jaxscale.nnx
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_a_mask_may_be_a_module():
+    """A tree of bools as `eqx.tree_at` makes it is an MLP, which can be called."""
+    mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
+    params = eqx.filter(mlp, eqx.is_inexact_array)
+    everything = jax.tree.map(lambda _: True, params)
+    mask = eqx.tree_at(lambda tree: tree.layers[0].weight, everything, False)
+    tx = jaxscale.master_weights(optax.sgd(0.1), mask=mask)
+    remainders = tx.init(params).weights.remainders
+    assert remainders.layers[0].weight is None
+    assert len(jax.tree.leaves(remainders)) == len(jax.tree.leaves(params)) - 1
+
 
 WRAPPERS = {
     "remainder": jaxscale.master_weights,
@@ -83,15 +95,6 @@ def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
 
 
 @pytest.mark.worlds
-@cases("wrapper", WRAPPERS, fast=["random, compact"])
-def test_a_pickle_goes_on_with_the_same_bits(wrapper):
-    params, state = run(wrapper)
-    saved = pickle.loads(pickle.dumps((params, state)))
-    step = step_of(make(wrapper))
-    assert_same_bits(step(*saved, GRADS), step(params, state, GRADS))
-
-
-@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_population_draw_differently(wrapper):
     tx = make(wrapper)
@@ -124,52 +127,9 @@ def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
     assert_same_bits(train(0.01, 1)["w"], train(0.01, jnp.int32(1))["w"])
 
 
-@pytest.mark.worlds
-@cases("wrapper", ["remainder", "float32"], fast=["remainder"])
-def test_a_population_is_so_many_runs(wrapper):
-    tx = make(wrapper)
-    population = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
-    state = jax.vmap(tx.init)(population)
-    step = jax.vmap(step_of(tx), in_axes=(0, 0, None))
-    population, _ = jax.jit(step)(population, state, GRADS)
-    second, _ = run(wrapper, 1, jax.tree.map(lambda p: 2 * p, PARAMS))
-    assert_same_bits(jax.tree.map(lambda p: p[1], population), second)
-
-
 # Devices.
 
 DEVICES = np.array(jax.devices("cpu")).reshape(4, 2)
-SPECS = {"w": P("data", "model"), "h": P("model")}
-
-
-@pytest.mark.worlds
-@cases(
-    "wrapper, kind",
-    [(name, kind) for name in WRAPPERS for kind in (AxisType.Auto, AxisType.Explicit)],
-    fast=[("remainder", AxisType.Auto), ("random", AxisType.Explicit)],
-)
-def test_parameters_that_are_split_over_devices_have_the_same_bits(wrapper, kind):
-    mesh = Mesh(DEVICES, ("data", "model"), axis_types=(kind, kind))
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    expected, _ = run(wrapper)
-    tx = make(wrapper)
-    if kind is AxisType.Explicit and jax.__version_info__ < (0, 12):
-        pytest.skip("axes are not Explicit by default")
-    with jax.set_mesh(mesh):
-        params = jax.device_put(PARAMS, shardings)
-        grads = jax.device_put(GRADS, shardings)
-        state = tx.init(params)
-        step = jax.jit(step_of(tx))
-        program = step.lower(params, state, grads).compile().as_text()
-        for _ in range(3):
-            params, state = step(params, state, grads)
-    assert_same_bits(jax.device_get(params), jax.device_get(expected))
-    if wrapper == "remainder":
-        beside = state.weights.remainders["w"]
-        assert beside.sharding.is_equivalent_to(shardings["w"], beside.ndim)
-    # only the verdict is exchanged, a few numbers
-    assert "all-gather" not in program
-    assert "all-to-all" not in program
 
 
 def take_steps(wrapper, params, grads):
@@ -247,71 +207,6 @@ def own_nnx_step(model, optimizer, x, y):
     loss, grads = nnx.value_and_grad(nnx_loss)(model, x, y)
     optimizer.update(model, grads)
     return loss
-
-
-@pytest.mark.worlds
-@cases("wrapper", WRAPPERS, fast=["remainder"])
-def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
-    ends = []
-    for step in (own_nnx_step, nnx.jit(jaxscale.nnx.train_step(nnx_loss))):
-        model = Perceptron(nnx.Rngs(0))
-        tx = WRAPPERS[wrapper](optax.adamw(2.0**-10))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        losses = [float(step(model, optimizer, X, Y)) for _ in range(20)]
-        assert losses[-1] < losses[0]
-        params = nnx.state(model, nnx.Param)
-        masters = jaxscale.master_params(optimizer.opt_state, params)
-        assert {leaf.dtype for leaf in jax.tree.leaves(masters)} == {
-            jnp.dtype("float32")
-        }
-        assert_same_bits(jaxscale.master_params(nnx.state(optimizer), params), masters)
-        ends.append(jax.tree.leaves(params))
-    for one, other in zip(*ends, strict=True):
-        np.testing.assert_allclose(
-            one.astype(jnp.float32), other.astype(jnp.float32), rtol=2**-6, atol=1e-3
-        )
-
-
-def dtypes_of(tree):
-    return {leaf.dtype for leaf in jax.tree.leaves(tree)}
-
-
-@cases("wrapper", WRAPPERS, fast=["remainder"])
-def test_a_train_state_is_read_and_written_in_float32(wrapper):
-    create = jaxscale.flax.TrainState.create
-    state = create(apply_fn=None, params=PARAMS, tx=make(wrapper))
-    state = state.apply_gradients(grads=GRADS)
-    masters = jaxscale.master_params(state, state.params)
-    assert dtypes_of(masters) == {jnp.dtype("float32")}
-    assert dtypes_of(state.params) == dtypes_of(PARAMS)
-    if wrapper == "remainder":
-        params, again = jaxscale.with_master_params(state, masters)
-        assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
-
-
-@pytest.mark.worlds
-@cases("wrapper", WRAPPERS, fast=["remainder"])
-def test_a_module_of_equinox_is_read_in_float32(wrapper):
-    mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
-    params = eqx.filter(mlp, eqx.is_inexact_array)
-    tx = make(wrapper)
-    grads = jax.tree.map(jnp.ones_like, params)
-    params, state = fused_step(tx, params, tx.init(params), grads)
-    masters = jaxscale.master_params(state, params)
-    assert jax.tree.structure(masters) == jax.tree.structure(params)
-    assert masters.layers[0].weight.dtype == jnp.float32
-
-
-def test_a_mask_may_be_a_module():
-    """A tree of bools as `eqx.tree_at` makes it is an MLP, which can be called."""
-    mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
-    params = eqx.filter(mlp, eqx.is_inexact_array)
-    everything = jax.tree.map(lambda _: True, params)
-    mask = eqx.tree_at(lambda tree: tree.layers[0].weight, everything, False)
-    tx = jaxscale.master_weights(optax.sgd(0.1), mask=mask)
-    remainders = tx.init(params).weights.remainders
-    assert remainders.layers[0].weight is None
-    assert len(jax.tree.leaves(remainders)) == len(jax.tree.leaves(params)) - 1
 
 
 @cases("storage", ["remainder", "float32"])

@@ -5,8 +5,7 @@ An error names the call, the argument, the value and the way out.
 
 import builtins
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,22 +24,8 @@ OPT_STATE = TX.init(W)
 SCALING = jaxscale.DynamicLossScale().init()
 
 
-class BadInput(NamedTuple):
-    """A wrong call, and its error.
-
-    Attributes:
-      call: what a user does wrong.
-      error: the type of the error.
-      words: parts of the message, in their order. A "\\n" is the end of a line, or of the message.
-    """
-
-    call: Callable[[], object]
-    error: type[Exception]
-    words: list[str]
-
-
 @contextlib.contextmanager
-def raises(error: type[Exception], *words: str) -> Iterator[None]:
+def raises(error, *words):
     """A context in which there must be an error whose message has these words, in this order."""
     with pytest.raises(error) as raised:
         yield
@@ -51,12 +36,7 @@ def raises(error: type[Exception], *words: str) -> Iterator[None]:
         rest = rest_after
 
 
-def assert_raises(case: BadInput):
-    with raises(case.error, *case.words):
-        case.call()
-
-
-def assert_says(call: Callable[[], object], message: str):
+def assert_says(call, message):
     """What a user does wrong is an error. "TypeError: one ... two" has these words, in this order.
 
     Words that end in a space have two before the dots. A "\\n" is the end of a line, or of the
@@ -90,7 +70,7 @@ class OwnTrainState(jaxscale.flax.TrainState):
     ema: Any
 
 
-def flax_state(tx: optax.GradientTransformation = TX) -> OwnTrainState:
+def flax_state(tx=TX):
     stats = {"mean": W, "count": jnp.array(3)}
     return OwnTrainState.create(
         apply_fn=None, params={"w": W}, tx=tx, stats=stats, ema=W

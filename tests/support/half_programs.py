@@ -39,15 +39,6 @@ def mlp(p, x):
     return jnp.mean(x**2), {"x": x}
 
 
-def activations(p, x):
-    names = ("relu", "silu", "gelu", "softplus", "elu", "tanh", "sigmoid")
-    outs = {}
-    for i, name in enumerate(names):
-        activate = getattr(jax.nn, name)
-        outs[name] = activate(biased(x, p["w"][i % 5], p["b"]))
-    return sum(map(jnp.mean, outs.values())), outs
-
-
 def attention(p, x):
     def normalized(x):
         mean = jnp.mean(x, -1, keepdims=True)
@@ -238,50 +229,6 @@ def moves(p, x):
     return jnp.mean(outputs), jnp.max(x, 0)
 
 
-def broadcasts(p, x):
-    w = p["w"]
-    inputs = x
-    x = inputs @ w[0]
-    y = inputs @ w[1]
-    total = x * y[:1]
-    total = total + x[:1]
-    total = total - y[:, :1]
-    total = total + jnp.maximum(x, y[:1])
-    lower = y[:1]
-    upper = y[:1] + 0.5
-    x = total + jnp.clip(x, lower, upper)
-    is_positive = y > 0
-    rows = jnp.broadcast_to(y[0], x.shape)
-    chosen = jnp.where(is_positive, x, rows)
-    x = chosen + x * y[0, 0]
-    differences = x[:, None] - x[None]
-    weights = y[:, None] * y[None]
-    weighted = differences * weights
-    pairs = weighted + jnp.tile(y[:1], (4, 1))
-    outputs = pairs @ w[2]
-    loss = jnp.mean(outputs)
-    return loss, jax.vmap(lambda row: row * y[0])(x)
-
-
-def orders(p, x):
-    w = p["w"]
-    x = x @ w[0]
-    window = ((2, 1), (1, 1), "SAME")
-    ascending = jnp.sort(x, 0)
-    largest, _ = jax.lax.top_k(x, 8)
-    highest = jax.lax.cummax(x)
-    x = jnp.concatenate([ascending, largest, highest])
-    of_pairs = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window)
-    x = of_pairs + jax.lax.cummin(x)
-    x = jax.lax.reduce_window(x, jnp.inf, jax.lax.min, *window)
-    corner = x[0, 0]
-    padded = jax.lax.pad(x, corner, ((1, 0, 0), (0, 0, 0)))
-    rows = jnp.array([0, 3])
-    x = padded.at[rows].set(x[:2])
-    outputs = x @ w[1]
-    return jnp.mean(outputs), jnp.max(x, 0)
-
-
 def linear_algebra(p, x):
     a = p["w"][0] @ p["w"][0].T + jnp.eye(8)
     factor = jax.scipy.linalg.cho_factor(a)
@@ -330,7 +277,6 @@ def own_precision(p, x):
 
 OF_X = [
     mlp,
-    activations,
     attention,
     remat_in_scan,
     loops,
@@ -339,8 +285,6 @@ OF_X = [
     custom_vjp,
     second_derivatives,
     moves,
-    broadcasts,
-    orders,
     linear_algebra,
     effects,
     over_devices,

@@ -10,7 +10,7 @@ from runs import RUNS
 from tables import cases
 
 # Each has a loss in float16 that is worse by more than a half of that in float32.
-PROGRAMS = ["keras_fit", "flax_example", "numpyro_svi"]
+PROGRAMS = ["keras_fit", "numpyro_svi"]
 
 pytestmark = [
     pytest.mark.slow,
