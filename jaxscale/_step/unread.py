@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._jax import variables
+from .._jax import without_unused
 from .._trees.casts import widen
 from .._trees.flat import Flat
 from .._trees.gradient_leaves import map_gradients
@@ -98,17 +98,7 @@ def _find_unread(
 
     flat = Flat(update, (grads,), {}, "update")
     try:
-        program = jax.make_jaxpr(flat)(*flat.arrays).jaxpr
+        program = jax.make_jaxpr(flat)(*flat.arrays)
     except Exception:  # the step itself will say what is wrong
         return nothing
-    read = _find_read(program)
-    return [variable not in read for variable in program.invars]
-
-
-def _find_read(program: Any) -> set[Any]:
-    """Returns the variables of a program that its results may depend on."""
-    read = set(variables(program.outvars))
-    for eqn in reversed(program.eqns):
-        if eqn.effects or not read.isdisjoint(eqn.outvars):
-            read.update(variables(eqn.invars))
-    return read
+    return [not is_used for is_used in without_unused(program).used]

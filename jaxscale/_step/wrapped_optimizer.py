@@ -39,10 +39,6 @@ class WrappedOptimizer(Options):
     what a training step asks of an optimizer. A `BareOptimizer` is one without judges.
     """
 
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the optimizer as users get it."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
-
     def init(self, params: optax.Params) -> LossScaledState:
         # `update` passes the parameters to the inner optimizer in float32 or wider, so its moments
         # must be as wide from the start.
@@ -123,15 +119,11 @@ class WrappedOptimizer(Options):
         # A loop carries only JAX's arrays, and a restored state may hold NumPy's.
         return jax.tree.map(jnp.asarray, state.scaling)
 
-    def find_applied(self, state: LossScaledState) -> jax.Array | None:
-        """Returns whether the last step was applied; `None` if each one is."""
+    def find_verdict(self, state: LossScaledState) -> LossScaledState | None:
+        """Returns the state with the verdict on a step, `None` if each one is applied."""
         if not self.skips:
             return None
-        return state.step_applied
-
-    def find_window(self, state: LossScaledState) -> Any:
-        """Returns the state of the window of micro-batches, if there is one."""
-        return state.inner_state
+        return state
 
     def expected_types(self, params: optax.Params) -> TreeTypes:
         """Returns the types of the `inner_state` that `init` makes for these parameters.

@@ -16,6 +16,17 @@ from training import x64
 
 import jaxscale
 
+
+def test_a_gradient_that_float16_flushes_is_kept():
+    def loss_fn(w):
+        return ((w * 2.0**-13) ** 2).astype(jnp.float32)
+
+    scaling = jaxscale.DynamicLossScale().init()
+    w = jnp.ones((), jnp.float16)
+    assert jax.grad(loss_fn)(w) == 0
+    assert jaxscale.value_and_grad(loss_fn, scaling)(w) == (0, 2.0**-25)
+
+
 X = jax.random.normal(jax.random.key(0), (8, 5))
 Y = jax.random.normal(jax.random.key(1), (8, 2))
 MODEL = {

@@ -29,6 +29,16 @@ import jaxscale.flax
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_the_step_of_two_micro_batches_is_that_of_their_mean():
+    tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.sgd(1.0)), 2)
+    params = jnp.zeros(())
+    state = tx.init(params)
+    for grad in (1.0, 3.0):
+        params, state = jaxscale.apply_gradients(tx, jnp.array(grad), state, params)
+    assert params == -2
+
+
 GOOD = tables.gradients(2, 8)
 POLICY = jaxscale.DynamicLossScale(
     growth_interval=2, init_scale=2.0**10, max_scale=2.0**13

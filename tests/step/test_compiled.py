@@ -21,6 +21,14 @@ pytestmark = [
     pytest.mark.xdist_group("counts"),  # in one worker, as all need what takes the time
 ]
 
+
+def test_a_step_of_adamw_has_one_branch():
+    tx = jaxscale.loss_scaled(optax.adamw(1e-3))
+    w = jnp.ones((64, 64))
+    compiled = jax.jit(tx.update).lower(w, tx.init(w), w).compile()
+    assert compiled.as_text().count(" conditional(") == 1
+
+
 PARAMS = {f"w{i}": jnp.ones((64, 64)) for i in range(6)}
 TX = jaxscale.loss_scaled(optax.adamw(1e-3))
 

@@ -20,6 +20,15 @@ from jaxscale import presets
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_six_falls_of_a_low_scale_are_warned_of():
+    state = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+    state = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(512)))
+    jaxscale.check(state._replace(backoff_count=jnp.array(5)))
+    with pytest.warns(UserWarning, match="fell again and again"):
+        jaxscale.check(state._replace(backoff_count=jnp.array(6)))
+
+
 DECAYS = r"`check`: the loss scale fell again and again .*`jaxscale doctor` names"
 DECAYS_OR_EXHAUSTS = (
     r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"

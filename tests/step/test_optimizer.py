@@ -30,6 +30,16 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_an_overflow_halves_the_scale_and_moves_no_parameter():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    params = jnp.array(1.0)
+    updates, state = tx.update(jnp.array(jnp.inf), tx.init(params), params)
+    assert (params + updates, state.scaling.loss_scale) == (1, 2.0**14)
+    updates, state = tx.update(jnp.array(1.0), state, params)
+    assert (params + updates, state.total_notfinite) == (0.5, 1)
+
+
 GOOD = tables.gradients(0, 5)
 BADS = list(map(tables.spoiled, tables.gradients(1, 3), tables.BAD.values()))
 MIXED = [GOOD[0], BADS[0], GOOD[1], GOOD[2], BADS[1], BADS[2], GOOD[3], GOOD[4]]

@@ -16,6 +16,14 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_wrapper_that_skips_nothing_passes_a_nan_on():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), None, skip_nonfinite=False)
+    updates, state = tx.update(jnp.array(jnp.nan), tx.init(jnp.array(1.0)))
+    assert jnp.isnan(updates)
+    assert state.total_steps == 0
+
+
 GRADIENTS = 11  # numbers in the gradients of `PARAMS`
 INNER = optax.sgd(0.1)
 RULE = jaxscale.SpikeRule(window=8)

@@ -29,6 +29,14 @@ from jaxscale._trees.store_once import store_once
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_skipped_step_keeps_the_sign_of_zero():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0))
+    params = jnp.array([-0.0, 1.0])
+    updates, _ = jax.jit(tx.update)(params * jnp.nan, tx.init(params), params)
+    assert str(optax.apply_updates(params, updates)) == "[-0.  1.]"
+
+
 # Both forms in one program.
 
 GOOD = tables.gradients(0, 1)[0]

@@ -41,18 +41,6 @@ def count(name, layers, dtype, clip):
     }
 
 
-def count_by_columns(name, dtype):
-    """Returns how many arrays of a step that makes its gradients by products are by columns."""
-    tree = shapes(1)
-    method = methods.make(name, False, trees.products(dtype))
-    carry = jax.eval_shape(method.init, trees.avals(tree, "float32"))
-    rows = {}
-    for leaf, (size, *_) in tree.items():
-        rows[leaf] = jax.ShapeDtypeStruct((trees.ROWS, size), dtype)
-    compiled = jax.jit(method.step, donate_argnums=0).lower(carry, rows).compile()
-    return {"by columns": hlo.stored_by_columns(compiled.as_text())}
-
-
 def count_alone(fun, dtype, size=2**20):
     aval = jax.ShapeDtypeStruct((size,), dtype)
     return hlo.program(jax.jit(fun).lower(aval).compile(), size)
@@ -69,8 +57,6 @@ def main():
     counted = {", ".join(map(str, row)): count(*row) for row in rows}
     for dtype in trees.DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
-    for row in itertools.product(NAMES[1:], ("float16", "bfloat16")):
-        counted[", ".join((*row, "products"))] = count_by_columns(*row)
     counted["norm, float32"] = count_alone(norm, "float32")
     print(json.dumps(counted))
 
