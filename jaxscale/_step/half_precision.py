@@ -234,7 +234,7 @@ def _check_seed(call: str, seed: Any) -> Any:
     """
     if isinstance(seed, bool):
         raise TypeError(
-            f"`{call}(seed=...)` must be an integer from 0 to 2**31 - 1, got {seed!r}."
+            f"`{call}(seed=...)` must be an integer below 2**31, at least 0, got {seed}."
         )
     is_array = isinstance(seed, jax.Array)
     if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):

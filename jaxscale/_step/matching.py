@@ -14,10 +14,10 @@ from .._trees.leaf import is_array_like
 
 
 class TreeTypes(NamedTuple):
-    """What two trees have in common if one may take the place of the other."""
+    """What two trees have in common if one may take the place of the other. It is hashable."""
 
     structure: Any
-    leaves: list[tuple[Any, Any]]  # shape and dtype of each, `None` for what has none
+    leaves: tuple[tuple[Any, Any], ...]  # shape and dtype, `None` for what has none
 
 
 def types_of(tree: Any) -> TreeTypes:
@@ -26,12 +26,7 @@ def types_of(tree: Any) -> TreeTypes:
     types = [
         (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves
     ]
-    return TreeTypes(structure, types)
-
-
-def hashable_types(tree: Any) -> Any:
-    types = types_of(tree)
-    return types.structure, tuple(types.leaves)
+    return TreeTypes(structure, tuple(types))
 
 
 def check_gradients(argument: str, grads: optax.Updates, params: optax.Params) -> None:

@@ -24,7 +24,7 @@ from .._trees.leaf import is_inexact_leaf
 from .._trees.overwrites import holds_overwrites
 from .backward_pass import Pass
 from .call_update import call_update
-from .matching import hashable_types
+from .matching import types_of
 from .options import Options
 
 
@@ -43,7 +43,7 @@ def leave_out_unread(
         return run
     grads = run.grads.grads
     names = tuple(sorted(extra_args))
-    call = (hashable_types((grads, params)), run.loss is None, names)
+    call = (types_of((grads, params)), run.loss is None, names)
     if call not in own.known_unread:
         own.known_unread[call] = _find_unread(own, run, opt_state, params, extra_args)
     leaves, structure = jax.tree.flatten(grads)

@@ -22,7 +22,6 @@ from .matching import (
     check_gradients,
     check_not_narrower,
     explain_difference,
-    hashable_types,
     types_of,
 )
 from .options import Options
@@ -55,7 +54,7 @@ class WrappedOptimizer(Options):
         window_state = self.window.open(wide_params, inner_state)
         if not self.known_types:  # once, however often states are made
             self.weights.warn_of_losses(self.call, params, inner_state)
-        self.known_types[hashable_types(params)] = types_of(window_state)
+        self.known_types[types_of(params)] = types_of(window_state)
 
         state = start_state(self.policy.init(), window_state)
         for judge in self.judges:
@@ -130,7 +129,7 @@ class WrappedOptimizer(Options):
 
         To trace `init` in each step would take a fifth as long as tracing plain Optax.
         """
-        key = hashable_types(params)
+        key = types_of(params)
         if key not in self.known_types:
             state = jax.eval_shape(self.init, params)
             self.known_types[key] = types_of(state.inner_state)

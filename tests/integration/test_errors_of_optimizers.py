@@ -178,6 +178,10 @@ CASES = {
         lambda: jaxscale.stochastic_rounding(SGD, seed=-1),
         "ValueError: `stochastic_rounding(seed=...)` ... below 2**31, at least 0, got -1",
     ),
+    "a bool as seed": (
+        lambda: jaxscale.stochastic_rounding(SGD, seed=True),
+        "TypeError: `stochastic_rounding(seed=...)` ... integer ... got True",
+    ),
     "a key as seed": (
         lambda: jaxscale.compact_state(SGD, seed=jax.random.key(0)),
         ("TypeError: `compact_state(seed=...)` ... integer ... key<fry>"),

@@ -20,6 +20,7 @@ from tables import (
     avals,
     cases,
     fused_step,
+    half,
     pairs,
     step,
     wide,
@@ -136,7 +137,15 @@ def may_meet(wrapper, inner, way, dtype):
     return inner != "multi_steps" or "max_norm" not in options
 
 
-AS_THEY_ARE = pairs(WRAPPERS, INNERS, WAYS, [None], where=may_meet)
+meet = half(WRAPPERS, INNERS)
+AS_THEY_ARE = pairs(
+    WRAPPERS,
+    INNERS,
+    WAYS,
+    [None],
+    where=may_meet,
+    among=lambda wrapper, inner, *_: meet(wrapper, inner),
+)
 AS_THEY_ARE += [row for row in FAST_AS_THEY_ARE if row not in AS_THEY_ARE]
 # Rows with a dtype. Their steps get the loss as `value`.
 CAST = [
