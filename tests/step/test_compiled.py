@@ -147,11 +147,6 @@ def test_updates_are_moved_once_and_parameters_once_more(of_dtype):
     assert of_dtype(MOVED, WRAPPER) <= of_dtype(MOVED, APPLY) + 12.1
 
 
-def test_a_step_branches_once(of_dtype):
-    branches = [of_dtype("conditionals", name) for name in counted.NAMES]
-    assert branches == [0, 1, 1, 1]
-
-
 def test_norm_and_verdict_are_one_pass(count):
     norm = count("bytes_per_parameter", "norm", "float32")
     for layers in (1, 3):

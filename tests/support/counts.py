@@ -36,7 +36,6 @@ def count(name, layers, dtype, clip):
     traced = step.trace(carry, trees.avals(tree, dtype))
     compiled = traced.lower().compile()
     return hlo.program(compiled, trees.size(tree)) | {
-        "conditionals": compiled.as_text().count(" conditional("),
         "equations": len(list(jaxprs.equations(traced.jaxpr))),
     }
 
