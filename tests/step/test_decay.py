@@ -295,14 +295,12 @@ def optimizer_of_nnx(state):
 
 # By name: how a state is made, and whether `check` warns of it.
 FORMS = {
-    "five falls": (lambda: decayed(falls=5), False),
     "six falls to 2**15": (lambda: decayed_from(21), False),
     "six falls to 2**14": (lambda: decayed_from(20), True),
     "six falls": (decayed, True),
     "a tree": (lambda: {"opt": (decayed(),), "params": GOOD}, True),
     "micro-batches, which count as steps": (lambda: decayed(WINDOW), True),
     "NNX": (lambda: optimizer_of_nnx(decayed()), True),
-    "NNX, no fall": (lambda: optimizer_of_nnx(decayed(falls=0)), False),
     "a population": (lambda: population(decayed(falls=0), decayed()), True),
     "a low scale of another member": (population_of_low_scales_and_falls, False),
 }

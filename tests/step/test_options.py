@@ -141,9 +141,7 @@ def test_gradients_are_read_no_more_often():
             if "spikes" in names:
                 expected += numbers_reduced(judge)
             assert numbers_read(tx) == expected, names
-
-
-def test_another_reading_of_the_gradients_would_be_counted():
+    # Another reading of the gradients would be counted.
     chained = optax.chain(optax.clip_by_global_norm(1.0), INNER)
     assert numbers_read(jaxscale.loss_scaled(chained)) == 2 * GRADIENTS
 
