@@ -28,13 +28,13 @@ from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.backward_pass import Pass
 from ._step.bare import as_optimizer
-from ._step.kept_state import select_new
 from ._step.matching import check_gradients
 from ._step.plan import MadeStep, StepPlan, apply_pass
 from ._step.retry import is_traced
 from ._step.train_step import name_step
 from ._trees.casts import cast_like
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
+from ._trees.selection import select_new
 
 __all__ = ["TrainState", "train_step"]
 

@@ -28,12 +28,12 @@ from ._jax import is_called_by_jax
 from ._state.scale import unwrap
 from ._step.backward_pass import Pass
 from ._step.bare import as_optimizer
-from ._step.kept_state import select_new
 from ._step.plan import StepPlan
 from ._step.retry import is_traced
 from ._step.train_step import name_step
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.overwrites import replace_finite
+from ._trees.selection import select_new
 
 __all__ = ["train_step"]
 

@@ -38,14 +38,6 @@ class TransformOutput(NamedTuple):
     grads: Any
 
 
-class ScaledBackward(NamedTuple):
-    """What a backward pass returns, before the gradients are unscaled."""
-
-    loss: Any  # `None` of `grad`
-    aux: Any
-    grads: Scaled
-
-
 @overload
 def value_and_grad(
     fun: Callable[_Args, Any],
@@ -216,8 +208,8 @@ def scale_transform(
     transform: Callable[..., Any],
     kwargs: Mapping[str, Any],
     name: str = "fun",
-) -> Callable[..., ScaledBackward]:
-    """Returns a function that evaluates a loss, its auxiliary output and its scaled gradients.
+) -> Callable[..., TransformOutput]:
+    """Returns a function that evaluates a loss, its auxiliary output and its `Scaled` gradients.
 
     A `state` of `None` is a scale of 1. Messages call `fun` by the `name` that it has in the public
     function, `call`.
@@ -225,14 +217,14 @@ def scale_transform(
     seeded, reduce_seed = seed_cotangent(call, fun, state, has_aux, name)
     differentiated = transform(seeded, has_aux=True, **kwargs)
 
-    def run_backward(*args: Any, **kwargs: Any) -> ScaledBackward:
+    def run_backward(*args: Any, **kwargs: Any) -> TransformOutput:
         output = unpack_output(call, differentiated(*args, **kwargs))
         loss = output.loss
         seed = reduce_seed(output.seed)
         # A derivative of this loss must not be scaled again.
         if seed is not None and loss is not None:
             loss = _with_tangent(jnp.divide, loss, seed)
-        return ScaledBackward(loss, output.aux, Scaled(output.grads, seed))
+        return output._replace(loss=loss, grads=Scaled(output.grads, seed))
 
     return run_backward
 

@@ -5,10 +5,10 @@ from typing import Any, TypeVar, overload
 import optax
 
 from .._gradients.scaled import Scaled
+from .._trees.selection import select_new
 from .backward_pass import Pass
 from .bare import as_optimizer
 from .checks import is_pair
-from .kept_state import select_new
 from .matching import check_gradients
 from .plan import apply_pass
 

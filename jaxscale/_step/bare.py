@@ -65,9 +65,9 @@ class BareOptimizer(WrappedOptimizer):
         outcome = apply_updates(params, updates)
         if overwrites:
             outcome = overwrite(outcome, grads, params)
-            applied = self.find_applied(state)
-            if applied is not None:
-                outcome = tree_where(applied, outcome, params)
+            verdict = self.find_verdict(state)
+            if verdict is not None:
+                outcome = tree_where(verdict.step_applied, outcome, params)
         return outcome, state
 
     def find_start_scale(self, state: LossScaledState) -> Any:
@@ -76,15 +76,10 @@ class BareOptimizer(WrappedOptimizer):
             return state.scaling
         return find_scale("train_step", "opt_state", state.inner_state)
 
-    def find_applied(self, state: LossScaledState) -> jax.Array | None:
+    def find_verdict(self, state: LossScaledState) -> LossScaledState | None:
         if not holds_loss_scaled(state.inner_state):
             return None
-        return find_optimizer_state("train_step", state.inner_state).step_applied
-
-    def find_window(self, state: LossScaledState) -> Any:
-        if not holds_loss_scaled(state.inner_state):
-            return state.inner_state
-        return find_optimizer_state("train_step", state.inner_state).inner_state
+        return find_optimizer_state("train_step", state.inner_state)
 
     def expected_types(self, params: optax.Params) -> TreeTypes:
         return types_of(jax.eval_shape(self.inner.init, params))

@@ -232,6 +232,10 @@ def _check_seed(call: str, seed: Any) -> Any:
 
     The values of JAX's integers are not known where they are traced, and so are not looked at.
     """
+    if isinstance(seed, bool):
+        raise TypeError(
+            f"`{call}(seed=...)` must be an integer below 2**31, at least 0, got {seed}."
+        )
     is_array = isinstance(seed, jax.Array)
     if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
         return seed
@@ -248,4 +252,4 @@ def _keep(
             f"`{call}(inner)`: `inner` is wrapped in `{optimizer.weights.call}` already, and "
             "parameters are kept in one way. Leave one of both out."
         )
-    return rewrap(optimizer, call, weights=weights).transformation()
+    return rewrap(optimizer, call, weights=weights)

@@ -14,10 +14,10 @@ from .._trees.leaf import is_array_like
 
 
 class TreeTypes(NamedTuple):
-    """What two trees have in common if one may take the place of the other."""
+    """What two trees have in common if one may take the place of the other. It is hashable."""
 
     structure: Any
-    leaves: list[tuple[Any, Any]]  # shape and dtype of each, `None` for what has none
+    leaves: tuple[tuple[Any, Any], ...]  # shape and dtype, `None` for what has none
 
 
 def types_of(tree: Any) -> TreeTypes:
@@ -26,12 +26,7 @@ def types_of(tree: Any) -> TreeTypes:
     types = [
         (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves
     ]
-    return TreeTypes(structure, types)
-
-
-def hashable_types(tree: Any) -> Any:
-    types = types_of(tree)
-    return types.structure, tuple(types.leaves)
+    return TreeTypes(structure, tuple(types))
 
 
 def check_gradients(argument: str, grads: optax.Updates, params: optax.Params) -> None:
@@ -40,13 +35,19 @@ def check_gradients(argument: str, grads: optax.Updates, params: optax.Params) -
     Gradients by example, as differential privacy takes them, have axes of their own in front.
     Trees of two types of one's own, as `optax.lookahead` takes them, are meant to differ.
     """
-    reason = _explain_structures(argument, grads, params)
-    if reason:
-        raise ValueError(reason)
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
-    if jax.tree.structure(grads, is_leaf=_is_none) != structure:
-        return
-    with_paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_none)
+    with_paths, of_grads = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_none)
+    leaves, of_params = jax.tree.flatten(params, is_leaf=_is_none)
+    if grads is None and params is not None:
+        of_grads = jax.tree.structure(grads)  # not every optimizer would notice
+    if of_grads != of_params:
+        both_plain = _is_plain(grads) and _is_plain(params)
+        if type(grads) is not type(params) and not both_plain:
+            return
+        raise ValueError(
+            f"`{argument}` must have the structure of the parameters. "
+            f"{_explain_structures(grads, params)} Pass the gradients with respect to these "
+            "parameters, with None or zeros for those that have none."
+        )
     for (path, grad), param in zip(with_paths, leaves, strict=True):
         if not (is_array_like(grad) and is_array_like(param)):
             continue
@@ -61,33 +62,18 @@ def check_gradients(argument: str, grads: optax.Updates, params: optax.Params) -
             )
 
 
-def _explain_structures(
-    argument: str, grads: optax.Updates, params: optax.Params
-) -> str:
-    """Returns how the structure of gradients differs from that of the parameters, if it does."""
-    if type(grads) is not type(params) and not (_is_plain(grads) and _is_plain(params)):
-        return ""
-    of_grads = jax.tree.structure(grads, is_leaf=_is_none)
-    of_params = jax.tree.structure(params, is_leaf=_is_none)
-    if grads is None and params is not None:
-        of_grads = jax.tree.structure(grads)  # not every optimizer would notice
-    if of_grads == of_params:
-        return ""
+def _explain_structures(grads: optax.Updates, params: optax.Params) -> str:
+    """Returns how the structure of gradients differs from that of the parameters."""
     grad_names = _leaf_names(grads)
     param_names = _leaf_names(params)
-    only_grads = [name for name in grad_names if name not in param_names]
-    only_params = [name for name in param_names if name not in grad_names]
-    difference = (
-        f"That of the gradients is {of_grads}, and that of the parameters {of_params}."
-    )
-    if only_grads or only_params:
-        difference = (
-            f"Only among the gradients: {_list_names(only_grads)}; only among the parameters: "
-            f"{_list_names(only_params)}."
+    if set(grad_names) == set(param_names):
+        return (
+            f"That of the gradients is {jax.tree.structure(grads)}, and that of the parameters "
+            f"{jax.tree.structure(params)}."
         )
     return (
-        f"`{argument}` must have the structure of the parameters. {difference} Pass the gradients "
-        "with respect to these parameters, with None or zeros for those that have none."
+        f"Only among the gradients: {_list_missing(grad_names, param_names)}; only among the "
+        f"parameters: {_list_missing(param_names, grad_names)}."
     )
 
 
@@ -100,8 +86,9 @@ def _leaf_names(tree: Any) -> list[str]:
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _list_names(names: list[str]) -> str:
-    return list_some(names, 5) or "none"
+def _list_missing(names: list[str], others: list[str]) -> str:
+    """Returns those names as text that are not among the others."""
+    return list_some([name for name in names if name not in others], 5) or "none"
 
 
 def _is_none(leaf: Any) -> bool:

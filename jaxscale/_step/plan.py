@@ -17,7 +17,7 @@ from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
 from .._jax import collective_axes, is_told_apart
-from .._state.optimizer import LossScaledState
+from .._state.optimizer import WINDOW_STATES, LossScaledState
 from .._trees.casts import cast, widen
 from .._trees.checks import int32
 from .._trees.flat import Traced
@@ -30,7 +30,6 @@ from .backward_pass import Pass
 from .bare import BareOptimizer, holds_loss_scaled, say_inside
 from .call_update import NO_ARGS
 from .checks import is_pair
-from .kept_state import made_step
 from .retry import repeat_backward
 from .wrapped_optimizer import WrappedOptimizer
 
@@ -111,9 +110,9 @@ class StepPlan:
         warnings.warn(message, stacklevel=stacklevel)
 
     def call_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the loss function, and says how it was called if its arguments do not fit."""
+        """Calls the loss function, and says what does not fit: its arguments, or its output."""
         try:
-            return self.loss_fn(*args, **kwargs)
+            output = self.loss_fn(*args, **kwargs)
         except TypeError as error:
             reason = _explain_misfit(self.loss_fn, args, kwargs, error)
             if not reason:
@@ -131,12 +130,15 @@ class StepPlan:
                 f"`{self.call}(loss_fn)`: `loss_fn` {reason}. The step called it with "
                 f"({', '.join(arguments)}): {parts}"
             ) from error
+        self._check_output(output)
+        return output
 
     def differentiate(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
         """Makes one pass with a loss scale state."""
+        call_loss = functools.partial(self.call_loss)
         run_backward = scale_transform(
             self.call,
-            self._checked_loss_fn(),
+            functools.update_wrapper(call_loss, self.loss_fn),
             scaling,
             self.has_state or self.has_aux,
             self.transform,
@@ -198,41 +200,31 @@ class StepPlan:
             return None
         return tuple(names)
 
-    def _checked_loss_fn(self) -> Callable[..., Any]:
-        """Returns the loss function with a check of what it returns."""
-
-        @functools.wraps(self.loss_fn)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            output = self.call_loss(*args, **kwargs)
-            self._check_output(output)
-            return output
-
-        return checked
-
     def _check_output(self, output: Any) -> None:
         """Raises a `TypeError` if the loss function returned another number of things."""
+        flags = ""
         expected = "a loss"
         fits = not isinstance(output, tuple)
-        if self.has_state or self.has_aux:
-            expected = "(loss, state)" if self.has_state else "(loss, aux)"
-            fits = is_pair(output)
         if self.has_state and self.has_aux:
+            flags = "has_state=True, has_aux=True"
             expected = "(loss, (state, aux))"
             fits = is_pair(output) and is_pair(output[1])
+        elif self.has_state or self.has_aux:
+            name = "state" if self.has_state else "aux"
+            flags = f"has_{name}=True"
+            expected = f"(loss, {name})"
+            fits = is_pair(output)
         if fits:
             return
-        flags = []
-        for name in ("has_state", "has_aux"):
-            if getattr(self, name):
-                flags.append(f"{name}=True")
+        called = f"{self.call}(loss_fn)"
         way_out = "Pass has_aux=True if it returns anything beside the loss"
         if flags:
-            way_out = f"Return it so, or leave {', '.join(flags)} out"
+            called = f"{self.call}(loss_fn, {flags})"
+            way_out = f"Return it so, or leave {flags} out"
         elif not self.call.startswith("nnx"):
             way_out += ", and has_state=True if that is state that a skipped step keeps"
         raise TypeError(
-            f"`{self.call}({', '.join(['loss_fn', *flags])})`: `loss_fn` must return {expected}, "
-            f"got {_describe(output)}. {way_out}."
+            f"`{called}`: `loss_fn` must return {expected}, got {_describe(output)}. {way_out}."
         )
 
     def _call_hook(self, run: Pass, params: optax.Params) -> Pass:
@@ -263,13 +255,22 @@ def apply_pass(
     # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
     trained = trained_params(params, run.grads.grads)
     trained, new_state = own.apply(run, state, trained, extra_args)
-    applied = own.find_applied(new_state)
+    verdict = own.find_verdict(new_state)
+    applied = None
+    if verdict is not None:
+        applied = verdict.step_applied
+    stepped = applied
+    window = (verdict or new_state).inner_state
+    if isinstance(window, WINDOW_STATES):  # ours, or that of Optax
+        # One that is not full makes no step, though its micro-batch is not skipped either.
+        window_before = (own.find_verdict(state) or state).inner_state
+        stepped = window.gradient_step != window_before.gradient_step
     return MadeStep(
         run=run,
         params=combine(trained, params),
         opt_state=own.leave(new_state),
         applied=applied,
-        stepped=made_step(own.find_window(state), own.find_window(new_state), applied),
+        stepped=stepped,
     )
 
 

@@ -4,7 +4,6 @@ So a batch is lost only if no scale helps. The model is in the program once: its
 a loop that runs at least once, and exactly once if nothing overflows.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,8 +66,8 @@ def repeat_backward(
 
     number = jnp.zeros((), jnp.int32)
     if traced:
-        check_axes = functools.partial(_check_devices_retry_together, call, retries)
-        last, number = _repeat_in_program(try_pass, scaling, number, check_axes)
+        argument = f"{call}(retries={retries})"
+        last, number = _repeat_in_program(argument, try_pass, scaling, number)
     else:
         last = try_pass(scaling, number)
         while last.again:
@@ -81,10 +80,10 @@ def repeat_backward(
 
 
 def _repeat_in_program(
+    argument: str,
     try_pass: Callable[[Any, Any], _Attempt],
     scaling: Any,
     number: jax.Array,
-    check_axes: Callable[[frozenset[Any]], None],
 ) -> tuple[_Attempt, jax.Array]:
     """Repeats a pass in a loop of the program that is traced: returns the last, and their number.
 
@@ -93,7 +92,12 @@ def _repeat_in_program(
     """
     program = Traced(try_pass, scaling, number)
     *_, type_of_again = program.output_leaves
-    check_axes(varying(type_of_again))
+    axes = ", ".join(map(repr, sorted(varying(type_of_again))))
+    if axes:
+        raise ValueError(
+            f"`{argument}`: the devices along {axes} may disagree on whether to retry. Pass "
+            f"`axis_name={axes}` to `loss_scaled`."
+        )
 
     def attempt_of(arrays: list[Any]) -> _Attempt:
         return program.restored(arrays)
@@ -116,19 +120,6 @@ def _repeat_in_program(
     before_first = [*no_result, *scales, jnp.array(True)]
     number, arrays = jax.lax.while_loop(is_due, make_pass, (number, before_first))
     return attempt_of(arrays), number
-
-
-def _check_devices_retry_together(
-    call: str, retries: int, axes: frozenset[Any]
-) -> None:
-    """Raises a `ValueError` if the decision to retry varies along axes of a mesh."""
-    if not axes:
-        return
-    names = ", ".join(map(repr, sorted(axes)))
-    raise ValueError(
-        f"`{call}(retries={retries})`: the devices along {names} may disagree on whether to "
-        f"retry. Pass `axis_name={names}` to `loss_scaled`."
-    )
 
 
 def is_traced(*inputs: Any) -> bool:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._jax import vary, varying
-from .._trees.casts import common_sharding, filled, placed
+from .._trees.casts import aval_of, common_sharding, filled, placed
 from .._trees.flat import Traced
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_array_like
 from .._trees.selection import tree_where
 
 # Returns the leaves that are kept in the place of those of a result. These are arrays or types.
@@ -46,7 +45,7 @@ def make_or_keep(
     program = Traced(make, operand)
     kept = keep(program.output_leaves)
     pairs = list(zip(kept, program.output_leaves, strict=True))
-    axes = [_axes_of(old) | _axes_of(new) for old, new in pairs]
+    axes = [varying(aval_of(old)) | varying(aval_of(new)) for old, new in pairs]
     shardings = [common_sharding(old, new) for old, new in pairs]
 
     def in_one_type(leaves: list[Any]) -> list[Any]:
@@ -77,7 +76,7 @@ def minus_zeros(like: list[Any]) -> list[Any]:
     by_type: dict[Any, jax.Array] = {}  # one array serves all leaves of one type
     updates = []
     for leaf in like:
-        aval = jax.typeof(leaf) if is_array_like(leaf) else leaf
+        aval = aval_of(leaf)
         if aval not in by_type:
             minus_zero: Any = -0.0
             if jnp.issubdtype(aval.dtype, jnp.complexfloating):
@@ -90,12 +89,6 @@ def minus_zeros(like: list[Any]) -> list[Any]:
 def _zeros_unless(due: jax.Array, operand: Any) -> Any:
     """Returns an operand, or zeros in the place of its gradients if no step is due."""
     return tree_where(due, operand, map_gradients(jnp.zeros_like, operand))
-
-
-def _axes_of(leaf: Any) -> frozenset[Any]:
-    if is_array_like(leaf):
-        leaf = jax.typeof(leaf)
-    return varying(leaf)
 
 
 def _vary(leaf: Any, axes: frozenset[Any]) -> Any:

@@ -10,9 +10,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
+from .._trees.selection import select_new
 from .backward_pass import Pass
 from .bare import as_optimizer, possible_states
-from .kept_state import select_new
 from .plan import StepPlan
 from .retry import is_traced
 from .wrapped_optimizer import find_wrapped_optimizer

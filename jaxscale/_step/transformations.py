@@ -135,7 +135,7 @@ def loss_scaled(
         "loss_scaled",
         inner,
         loss_scale,
-        skip_nonfinite,
+        skips=skip_nonfinite,
         axis_name=axis_name,
         max_norm=max_norm,
         check_updates=check_updates,
@@ -149,14 +149,9 @@ def _wrap_scaled(
     call: str,
     inner: optax.GradientTransformation,
     loss_scale: Any,
-    skips: bool,
     *,
-    axis_name: Any,
-    max_norm: float | None,
-    check_updates: bool,
-    track_leaves: bool,
-    spikes: SpikeRule | None,
-    on_skip: Callable[[dict[str, Any]], Any] | None,
+    skips: bool = True,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Does what `loss_scaled` does, with errors in the name of `call`."""
     optimizer = wrap(call, inner)
@@ -166,27 +161,17 @@ def _wrap_scaled(
             f"{type(optimizer.policy).__name__}. Two skips of one step cannot agree: wrap "
             "once, outermost."
         )
+    max_norm = options["max_norm"]
     if max_norm is not None and max_norm != math.inf:
-        max_norm = positive(call, "max_norm", max_norm)
+        options["max_norm"] = positive(call, "max_norm", max_norm)
+    check_spikes(call, options["spikes"])
+    policy = read_loss_scale(f"{call}(loss_scale=...)", loss_scale)
     # What is not given here may have been given to a `skip_nonfinite` inside.
-    if axis_name is None:
-        axis_name = optimizer.axis_name
-    if max_norm is None:
-        max_norm = optimizer.max_norm
-    if on_skip is None:
-        on_skip = optimizer.on_skip
-    return rewrap(
-        optimizer,
-        call,
-        policy=read_loss_scale(f"{call}(loss_scale=...)", loss_scale),
-        axis_name=axis_name,
-        max_norm=max_norm,
-        skips=skips,
-        check_updates=check_updates or optimizer.check_updates,
-        track_leaves=track_leaves or optimizer.track_leaves,
-        spikes=check_spikes(call, spikes) or optimizer.spikes,
-        on_skip=on_skip,
-    ).transformation()
+    given = {}
+    for name, value in options.items():
+        if value is not None and value is not False:
+            given[name] = value
+    return rewrap(optimizer, call, policy=policy, skips=skips, **given)
 
 
 def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
@@ -260,7 +245,6 @@ def skip_nonfinite(
         "skip_nonfinite",
         inner,
         None,
-        True,
         axis_name=axis_name,
         max_norm=max_norm,
         check_updates=check_updates,
@@ -324,7 +308,7 @@ def multi_steps(
     if not callable(every_k_schedule):
         every_k_schedule = int32("multi_steps", "every_k_schedule", every_k_schedule)
     window = Window(every_k_schedule)
-    return rewrap(optimizer, "multi_steps", window=window).transformation()
+    return rewrap(optimizer, "multi_steps", window=window)
 
 
 def wrap(call: str, inner: Any) -> WrappedOptimizer:
@@ -336,11 +320,13 @@ def wrap(call: str, inner: Any) -> WrappedOptimizer:
     return WrappedOptimizer(inner, NoOpLossScale())
 
 
-def rewrap(optimizer: WrappedOptimizer, call: str, **changes: Any) -> WrappedOptimizer:
-    """Returns an optimizer with other options, which knows nothing of earlier calls."""
+def rewrap(
+    optimizer: WrappedOptimizer, call: str, **changes: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer with other options as users get it. It knows no earlier calls."""
     optimizer = dataclasses.replace(
         optimizer, call=call, known_types={}, known_unread={}, **changes
     )
     if not optimizer.skips:
         _check_needs_no_judges(optimizer)
-    return optimizer
+    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)

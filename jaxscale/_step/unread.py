@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._jax import variables
+from .._jax import without_unused
 from .._trees.casts import widen
 from .._trees.flat import Flat
 from .._trees.gradient_leaves import map_gradients
@@ -24,7 +24,7 @@ from .._trees.leaf import is_inexact_leaf
 from .._trees.overwrites import holds_overwrites
 from .backward_pass import Pass
 from .call_update import call_update
-from .matching import hashable_types
+from .matching import types_of
 from .options import Options
 
 
@@ -43,7 +43,7 @@ def leave_out_unread(
         return run
     grads = run.grads.grads
     names = tuple(sorted(extra_args))
-    call = (hashable_types((grads, params)), run.loss is None, names)
+    call = (types_of((grads, params)), run.loss is None, names)
     if call not in own.known_unread:
         own.known_unread[call] = _find_unread(own, run, opt_state, params, extra_args)
     leaves, structure = jax.tree.flatten(grads)
@@ -98,17 +98,7 @@ def _find_unread(
 
     flat = Flat(update, (grads,), {}, "update")
     try:
-        program = jax.make_jaxpr(flat)(*flat.arrays).jaxpr
+        program = jax.make_jaxpr(flat)(*flat.arrays)
     except Exception:  # the step itself will say what is wrong
         return nothing
-    read = _find_read(program)
-    return [variable not in read for variable in program.invars]
-
-
-def _find_read(program: Any) -> set[Any]:
-    """Returns the variables of a program that its results may depend on."""
-    read = set(variables(program.outvars))
-    for eqn in reversed(program.eqns):
-        if eqn.effects or not read.isdisjoint(eqn.outvars):
-            read.update(variables(eqn.invars))
-    return read
+    return [not is_used for is_used in without_unused(program).used]

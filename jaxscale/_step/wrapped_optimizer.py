@@ -22,7 +22,6 @@ from .matching import (
     check_gradients,
     check_not_narrower,
     explain_difference,
-    hashable_types,
     types_of,
 )
 from .options import Options
@@ -38,10 +37,6 @@ class WrappedOptimizer(Options):
     Its methods `init` and `update` are those of the transformation that users get. The others are
     what a training step asks of an optimizer. A `BareOptimizer` is one without judges.
     """
-
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the optimizer as users get it."""
-        return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def init(self, params: optax.Params) -> LossScaledState:
         # `update` passes the parameters to the inner optimizer in float32 or wider, so its moments
@@ -59,7 +54,7 @@ class WrappedOptimizer(Options):
         window_state = self.window.open(wide_params, inner_state)
         if not self.known_types:  # once, however often states are made
             self.weights.warn_of_losses(self.call, params, inner_state)
-        self.known_types[hashable_types(params)] = types_of(window_state)
+        self.known_types[types_of(params)] = types_of(window_state)
 
         state = start_state(self.policy.init(), window_state)
         for judge in self.judges:
@@ -123,22 +118,18 @@ class WrappedOptimizer(Options):
         # A loop carries only JAX's arrays, and a restored state may hold NumPy's.
         return jax.tree.map(jnp.asarray, state.scaling)
 
-    def find_applied(self, state: LossScaledState) -> jax.Array | None:
-        """Returns whether the last step was applied; `None` if each one is."""
+    def find_verdict(self, state: LossScaledState) -> LossScaledState | None:
+        """Returns the state with the verdict on a step, `None` if each one is applied."""
         if not self.skips:
             return None
-        return state.step_applied
-
-    def find_window(self, state: LossScaledState) -> Any:
-        """Returns the state of the window of micro-batches, if there is one."""
-        return state.inner_state
+        return state
 
     def expected_types(self, params: optax.Params) -> TreeTypes:
         """Returns the types of the `inner_state` that `init` makes for these parameters.
 
         To trace `init` in each step would take a fifth as long as tracing plain Optax.
         """
-        key = hashable_types(params)
+        key = types_of(params)
         if key not in self.known_types:
             state = jax.eval_shape(self.init, params)
             self.known_types[key] = types_of(state.inner_state)

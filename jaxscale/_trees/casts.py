@@ -74,14 +74,18 @@ def uninitialized(aval: Any) -> jax.Array:
     return vary(array, varying(aval))
 
 
+def aval_of(leaf: Any) -> Any:
+    """Returns the type of an array or number. A type is returned as it is."""
+    return jax.typeof(leaf) if is_array_like(leaf) else leaf
+
+
 def common_sharding(old: Any, new: Any) -> Any:
     """Returns how two arrays or types lie on a mesh with explicit axes: as the old one, if it does.
 
     `None` where neither type says it.
     """
     for leaf in (old, new):
-        aval = jax.typeof(leaf) if is_array_like(leaf) else leaf
-        sharding = _explicit_sharding(aval)
+        sharding = _explicit_sharding(aval_of(leaf))
         if sharding is not None:
             return sharding
     return None

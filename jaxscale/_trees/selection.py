@@ -86,8 +86,13 @@ def _are_arrays_of_one_type(a: Any, b: Any) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and is_weak(a) == is_weak(b)
 
 
-def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
-    """Selects as `select` does, with the types of `old`. Another dtype is an error."""
+def select_new(call: str, pred: Any, new: _Tree, old: _Tree) -> _Tree:
+    """Returns `new` if `pred` holds or is `None`, otherwise `old`, in the types of `old`.
+
+    Another dtype is an error.
+    """
+    if pred is None:
+        return new
 
     def keep_type(path: KeyPath, leaf: Any, old_leaf: Any) -> Any:
         if not is_array_like(leaf) or not is_array_like(old_leaf):

@@ -9,6 +9,13 @@ from training import x64
 
 import jaxscale
 
+
+def test_three_times_eight_is_24():
+    state = jaxscale.FixedLossScale(8).init()
+    assert jaxscale.scale(state, jnp.float16(3)) == 24
+    assert jaxscale.unscale(state, jnp.float16(24)) == 3
+
+
 STATE = jaxscale.FixedLossScale(2.0**10).init()
 UNIT_STATE = jaxscale.NoOpLossScale().init()
 # The dtype of a leaf, and that of its product.

@@ -143,6 +143,10 @@ CASES = {
         lambda: jaxscale.stochastic_rounding(SGD, seed=-1),
         "ValueError: `stochastic_rounding(seed=...)` ... below 2**31, at least 0, got -1",
     ),
+    "a bool as seed": (
+        lambda: jaxscale.stochastic_rounding(SGD, seed=True),
+        "TypeError: `stochastic_rounding(seed=...)` ... integer ... got True",
+    ),
     "parameters missing": (
         lambda: MASTERS.update(HALF, MASTERS.init(HALF)),
         (

@@ -4,8 +4,6 @@ What it costs is counted in `tests/step/test_compiled.py` and `tests/integration
 what it does to a step with retries is in `tests/step/test_retry.py`.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +11,19 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import assert_same_bits, avals, cases
+from tables import assert_same_bits, avals, cases, each
 from training import trainer, x64
 
 import jaxscale
 from jaxscale._gradients import verdict as _verdict
 from jaxscale._gradients.scaled import Scaled
+
+
+def test_a_step_of_the_adaptive_rule_takes_the_largest_gradient():
+    policy = jaxscale.AdaptiveLossScale()
+    grads = {"w": jnp.array([0.25, -4.0]), "b": jnp.array(1.0)}
+    state, should_apply = policy.update(policy.init(), grads)
+    assert (state.peak, should_apply) == (2, True)
 
 
 def find_largest(tree, axis_name=None, divisor=None):
@@ -171,8 +176,8 @@ OPTIONS = {
 @pytest.mark.standard_promotion
 @cases(
     "name, option",
-    itertools.product(STEPS, OPTIONS),
-    fast=[("train_step", ""), ("update", "norm")],
+    each(STEPS, OPTIONS),
+    fast=[("train_step", ""), ("update", "tracked")],
 )
 def test_every_step_moves_the_scale_as_by_hand(name, option):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS, **OPTIONS[option])

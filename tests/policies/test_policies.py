@@ -21,6 +21,17 @@ from training import x64
 import jaxscale
 from jaxscale import presets
 
+
+def test_two_good_steps_double_the_scale_and_a_bad_one_halves_it():
+    policy = jaxscale.DynamicLossScale(init_scale=4.0, growth_interval=2)
+    state = policy.init()
+    scales = []
+    for grads_finite in (True, True, False):
+        state = policy.adjust(state, jnp.array(grads_finite))
+        scales.append(float(state.loss_scale))
+    assert scales == [4, 8, 4]
+
+
 ADAPTIVE = jaxscale.AdaptiveLossScale()
 # A step is its largest gradient. In a bad one it overflows; others may have none.
 BAD, NO_GRADIENTS = math.inf, -1.0

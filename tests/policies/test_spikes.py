@@ -27,6 +27,17 @@ from tables import assert_same_bits, avals, cases
 
 from jaxscale import SpikeRule
 
+
+def test_a_norm_of_9_among_norms_of_1_is_a_spike():
+    rule = SpikeRule(window=4, min_history=2)
+    state = rule.init()
+    verdicts = []
+    for norm in (1.0, 1.1, 0.9, 9.0):
+        is_spike, state = rule.judge(state, None, jnp.float32(norm), True)
+        verdicts.append(bool(is_spike))
+    assert verdicts == [False, False, False, True]
+
+
 RECORDED = TESTS / "benchmarks" / "results" / "spikes-cpu.json"
 OPTIONS = {"default": {}, "short": {"window": 16, "sigmas": 4.0, "min_history": 3}}
 

@@ -21,6 +21,16 @@ import jaxscale
 import jaxscale.flax
 from jaxscale import presets
 
+
+def test_a_state_that_was_saved_goes_on():
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), 8)
+    grads = jnp.ones(2)
+    _, state = tx.update(grads, tx.init(grads))
+    saved = jaxscale.to_state_dict(state)
+    assert saved["total_steps"] == 1
+    assert jaxscale.from_state_dict(tx.init(grads), saved).total_steps == 1
+
+
 STATE = jaxscale.FixedLossScale(2.0**10).init()
 
 

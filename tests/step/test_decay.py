@@ -20,6 +20,15 @@ from jaxscale import presets
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_six_falls_of_a_low_scale_are_warned_of():
+    state = jaxscale.loss_scaled(optax.sgd(0.1)).init(jnp.ones(2))
+    state = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(512)))
+    jaxscale.check(state._replace(backoff_count=jnp.array(5)))
+    with pytest.warns(UserWarning, match="fell again and again"):
+        jaxscale.check(state._replace(backoff_count=jnp.array(6)))
+
+
 DECAYS = r"`check`: the loss scale fell again and again .*`jaxscale doctor` names"
 DECAYS_OR_EXHAUSTS = (
     r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"
@@ -286,14 +295,12 @@ def optimizer_of_nnx(state):
 
 # By name: how a state is made, and whether `check` warns of it.
 FORMS = {
-    "five falls": (lambda: decayed(falls=5), False),
     "six falls to 2**15": (lambda: decayed_from(21), False),
     "six falls to 2**14": (lambda: decayed_from(20), True),
     "six falls": (decayed, True),
     "a tree": (lambda: {"opt": (decayed(),), "params": GOOD}, True),
     "micro-batches, which count as steps": (lambda: decayed(WINDOW), True),
     "NNX": (lambda: optimizer_of_nnx(decayed()), True),
-    "NNX, no fall": (lambda: optimizer_of_nnx(decayed(falls=0)), False),
     "a population": (lambda: population(decayed(falls=0), decayed()), True),
     "a low scale of another member": (population_of_low_scales_and_falls, False),
 }

@@ -19,6 +19,16 @@ from jaxscale import presets
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_step_with_a_nan_is_not_made():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), 8)
+    params = jnp.array(3.0)
+    state = tx.init(params)
+    for grad in (1.0, jnp.nan, 1.0):
+        params, state = jaxscale.apply_gradients(tx, jnp.array(grad), state, params)
+    assert (params, state.total_steps, state.total_notfinite) == (1, 3, 1)
+
+
 STEPS = 500
 # Where a fault is born. The first two make the loss itself non-finite.
 PLACES = ["input", "loss", "cotangent", "gradient"]

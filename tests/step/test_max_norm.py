@@ -20,6 +20,15 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_gradients_of_a_norm_of_5_are_clipped_to_1():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), max_norm=1.0)
+    grads = jnp.array([3.0, 4.0])
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
+    assert state.grad_norm == 5
+
+
 PARAMS = {
     "w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4),
     "half": jnp.ones(5, jnp.bfloat16),

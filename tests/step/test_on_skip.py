@@ -20,6 +20,19 @@ pytestmark = pytest.mark.standard_promotion
 SGD = optax.sgd(0.1)
 W = jnp.ones(2)
 DEVICES = 4
+INF = jnp.inf
+
+
+def test_it_is_told_of_the_second_of_three_steps():
+    steps = []
+    tx = jaxscale.loss_scaled(
+        optax.sgd(0.1), on_skip=lambda numbers: steps.append(numbers["total_steps"])
+    )
+    state = tx.init(jnp.ones(2))
+    for grad in (1.0, jnp.nan, 1.0):
+        _, state = jax.jit(tx.update)(jnp.full(2, grad), state)
+    jax.effects_barrier()
+    assert steps == [2]
 
 
 class Host:
@@ -71,10 +84,6 @@ def train(host, wrap=jaxscale.loss_scaled, passes_loss=False, **options):
     return trainer
 
 
-def train_without_scaling(host):
-    return train(host, jaxscale.skip_nonfinite)
-
-
 def train_population(host):
     """A scan of steps of several members, whose states are carried together."""
     tx = jaxscale.loss_scaled(SGD, on_skip=host)
@@ -93,51 +102,119 @@ def train_population(host):
     return trainer
 
 
+RULE = jaxscale.SpikeRule(window=4, min_history=2)
+
+
 def derivative(host):
     """The derivative of a run whose state shows numbers that depend on the loss."""
-    rule = jaxscale.SpikeRule(window=4, min_history=2)
-    trainer = train(host, jaxscale.skip_nonfinite, passes_loss=True, spikes=rule)
+    trainer = train(host, jaxscale.skip_nonfinite, passes_loss=True, spikes=RULE)
     return jax.grad(lambda grads: jnp.sum(trainer(grads)))
 
 
-INF = jnp.inf
+def repeat_step(host):
+    """A step of several passes, none of which helps."""
+    tx = jaxscale.loss_scaled(SGD, on_skip=host)
+
+    def loss_fn(w, x):
+        return jnp.sum(jnp.sqrt(w * jnp.isfinite(x)))
+
+    step = jaxscale.train_step(loss_fn, tx, retries=5)
+    return lambda x: step(W, tx.init(W), x)
+
+
+def step_of_all_devices(host):
+    """One step of several devices, each with a part of the batch."""
+    update = one_step(host, axis_name="d")
+    return lambda grads: update(jax.lax.pmean(jnp.mean(grads), "d"))
+
+
+def step_of_one_device(host):
+    return lambda grads: one_step(host)(grads[0])[None]
+
+
+def shard(function, **options):
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
+    options = {"mesh": mesh, "in_specs": P("d"), "out_specs": P()} | options
+    return jax.shard_map(function, **options)
+
+
+def over_members(step):
+    return shard(jax.vmap(step, in_axes=1))
+
+
 BATCHES = np.array([1.0, INF, 1.0, 1.0, INF, INF, 1.0], np.float32)
 MEMBERS = np.array([[1.0, INF, 1, 1], [1.0, 1, 1, 1], [INF, INF, 1, 1]], np.float32)
 GRID = np.array(
     [[[1.0, INF], [1, 1]], [[INF, 1], [1, 1]], [[1, 1], [1, INF]]], np.float32
 )
+SIZES = np.array([1.0, 1.1, 0.9, 1e6], np.float32)  # the last is a spike
+# The last device alone has a gradient that is not finite.
+PARTS = np.array([1.0] * (DEVICES - 1) + [INF], np.float32)
+PARTS_OF_MEMBERS = np.stack([PARTS, np.ones_like(PARTS), PARTS], 1)
 
 
 class Run(NamedTuple):
-    make: Callable[..., Any]  # a trainer, which tells a host
+    make: Callable[..., Any]  # what is run, which tells a host
     grads: Any  # `[batch]`, with members in front
+    skips: Any  # the step and the member of each skip; steps are counted from 1
     transform: Callable[..., Any] = lambda trainer: trainer
 
 
-named_vmap = partial(jax.vmap, axis_name="d")
-RUNS = {
-    "jit": Run(train, BATCHES),
-    "jit, without scaling": Run(train_without_scaling, BATCHES),
-    "jit, nothing skipped": Run(train, np.ones(5, np.float32)),
-    "vmap of scan": Run(train, MEMBERS, jax.vmap),
-    "named vmap": Run(train, MEMBERS, named_vmap),
-    "scan of vmap": Run(train_population, MEMBERS),
-    "vmap of vmap": Run(train, GRID, lambda trainer: jax.vmap(jax.vmap(trainer))),
-    "vmap, nothing skipped": Run(train, np.ones((3, 4)), jax.vmap),
-    "a derivative": Run(derivative, BATCHES),
-}
-
-
-def expected_skips(grads):
-    """The step and the member of each skip: members are counted in C order, steps from 1."""
+def of_batches(make, grads, transform=lambda trainer: trainer):
+    """A run over batches. Members are counted in C order."""
     by_member = np.isinf(grads).reshape(-1, grads.shape[-1])
     skips = []
     for member, step in np.argwhere(by_member).tolist():
         skips.append((step + 1, member if grads.ndim > 1 else None))
-    return sorted(skips)
+    return Run(make, grads, sorted(skips), transform)
 
 
-def assert_numbers_of_python(host):
+ONCE = [(1, None)]
+# Compiled, for one device. The program waits for the host in steps that are skipped alone.
+RUNS = {
+    "jit": of_batches(train, BATCHES),
+    "without scaling": of_batches(
+        partial(train, wrap=jaxscale.skip_nonfinite), BATCHES
+    ),
+    "nothing skipped": of_batches(train, np.ones(5, np.float32)),
+    "vmap of scan": of_batches(train, MEMBERS, jax.vmap),
+    "named vmap": of_batches(train, MEMBERS, partial(jax.vmap, axis_name="d")),
+    "scan of vmap": of_batches(train_population, MEMBERS),
+    "vmap of vmap": of_batches(train, GRID, lambda run: jax.vmap(jax.vmap(run))),
+    "vmap, nothing skipped": of_batches(train, np.ones((3, 4)), jax.vmap),
+    "a derivative": of_batches(derivative, BATCHES),
+    "retries": Run(repeat_step, np.full(2, INF, np.float32), ONCE),
+    "a spike": Run(partial(train, spikes=RULE), SIZES, [(4, None)]),
+}
+# Not compiled here, or over devices: a step each.
+OTHERS = {
+    "not compiled": Run(one_step, np.float32(INF), ONCE),
+    "not compiled, not skipped": Run(one_step, np.float32(1), []),
+    "members, not compiled": Run(one_step, MEMBERS[:, 0], [(1, 2)], transform=jax.vmap),
+    "shard_map": Run(step_of_all_devices, PARTS, ONCE, shard),
+    "shard_map, unchecked": Run(
+        step_of_all_devices, PARTS, ONCE, partial(shard, check_vma=False)
+    ),
+    "members on devices": Run(
+        step_of_all_devices, PARTS_OF_MEMBERS, [(1, 0), (1, 2)], over_members
+    ),
+    "pmap": Run(step_of_all_devices, PARTS, ONCE, partial(jax.pmap, axis_name="d")),
+    "pmap without a name": Run(one_step, np.full(DEVICES, INF), ONCE, jax.pmap),
+    "devices that skip by themselves": Run(
+        step_of_one_device,
+        np.array([1.0, INF, 1.0, INF], np.float32),
+        ONCE * 2,
+        partial(shard, out_specs=P("d")),
+    ),
+}
+
+
+def run_and_check(host, row, compiled):
+    run = row.transform(row.make(host))
+    if compiled:
+        run = jax.jit(run)
+    jax.block_until_ready(run(jnp.asarray(row.grads)))
+    assert host.skips() == row.skips
     for numbers in host.calls:
         assert {type(value) for value in numbers.values()} <= {bool, int, float}
         assert numbers["step_applied"] is False
@@ -145,7 +222,6 @@ def assert_numbers_of_python(host):
 
 @cases("name", RUNS, fast=["jit", "scan of vmap"])
 def test_it_is_called_where_a_step_is_skipped_and_nowhere_else(name, monkeypatch):
-    host = Host()
     arrivals = []
     debug_callback = jax.debug.callback
 
@@ -157,31 +233,22 @@ def test_it_is_called_where_a_step_is_skipped_and_nowhere_else(name, monkeypatch
         return debug_callback(count_and_call, *args)
 
     monkeypatch.setattr(jax.debug, "callback", counting_callback)
-    make, grads, transform = RUNS[name]
-    trainer = jax.jit(transform(make(host)))
-    jax.block_until_ready(trainer(jnp.asarray(grads)))
-    skips = expected_skips(grads)
-    assert host.skips() == skips
-    # The program waits for the host in these steps alone, once for all members.
-    assert len(arrivals) == len({step for step, _ in skips})
-    assert_numbers_of_python(host)
-
-
-@cases("grad", [INF, 1.0], fast=[INF])
-def test_a_step_that_is_not_compiled_calls_it(grad):
     host = Host()
-    jax.block_until_ready(one_step(host)(jnp.float32(grad)))
-    assert host.skips() == expected_skips(np.array([grad]))
-    assert_numbers_of_python(host)
+    run_and_check(host, RUNS[name], compiled=True)
+    # Once for all members.
+    assert len(arrivals) == len({step for step, _ in RUNS[name].skips})
+    if name == "retries":
+        assert host.calls[0]["total_retries"] == 5
+    if name == "a spike":
+        assert host.calls[0]["total_spikes"] == 1
+        assert host.calls[0]["total_notfinite"] == 0
 
 
-@pytest.mark.slow
-def test_members_that_are_not_compiled_call_it():
-    host = Host()
-    grads = jnp.array([INF, 1.0, INF])
-    jax.block_until_ready(jax.vmap(one_step(host))(grads))
-    assert host.skips() == [(1, 0), (1, 2)]  # a step each
-    assert_numbers_of_python(host)
+@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
+@cases("name", OTHERS, fast=["not compiled", "shard_map"])
+def test_it_is_called_once_for_each_run_that_skips(name):
+    is_sharded = "shard_map" in name or "devices" in name
+    run_and_check(Host(), OTHERS[name], compiled=is_sharded)
 
 
 @pytest.mark.worlds
@@ -198,84 +265,11 @@ def test_the_numbers_are_those_of_metrics():
     assert host.calls[0]["nonfinite_leaves/w"] is True
 
 
-# The last device alone has a gradient that is not finite.
-GRADS_OF_DEVICES = np.array([1.0] * (DEVICES - 1) + [INF], np.float32)
-
-
-def step_of_all_devices(host):
-    """One step of several devices, each with a part of the batch."""
-    update = one_step(host, axis_name="d")
-    return lambda grads: update(jax.lax.pmean(jnp.mean(grads), "d"))
-
-
-def shard(function, out_specs, **options):
-    mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))
-    options |= {"mesh": mesh, "in_specs": P("d"), "out_specs": out_specs}
-    return jax.jit(jax.shard_map(function, **options))
-
-
-def in_shard_map(host, **options):
-    return shard(step_of_all_devices(host), out_specs=P(), **options)
-
-
-def in_shard_map_unchecked(host):
-    return in_shard_map(host, check_vma=False)
-
-
-def of_members(host):
-    return shard(jax.vmap(step_of_all_devices(host), in_axes=1), out_specs=P())
-
-
-GRADS_OF_MEMBERS = [GRADS_OF_DEVICES, np.ones(DEVICES, np.float32), GRADS_OF_DEVICES]
-# What runs a step over devices, its gradients, and the skips that the host is told of.
-OVER_DEVICES = {
-    "shard_map": (in_shard_map, GRADS_OF_DEVICES, [(1, None)]),
-    "shard_map, unchecked": (in_shard_map_unchecked, GRADS_OF_DEVICES, [(1, None)]),
-    "members": (of_members, np.stack(GRADS_OF_MEMBERS, 1), [(1, 0), (1, 2)]),
-    "pmap": (
-        lambda host: jax.pmap(step_of_all_devices(host), axis_name="d"),
-        GRADS_OF_DEVICES,
-        [(1, None)],
-    ),
-    "pmap without a name": (
-        lambda host: jax.pmap(one_step(host)),
-        np.full(DEVICES, INF, np.float32),
-        [(1, None)],
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
-@cases("name", OVER_DEVICES, fast=["shard_map"])
-def test_it_is_called_once_by_all_devices(name):
-    run_over_devices, grads, skips = OVER_DEVICES[name]
-    host = Host()
-    jax.block_until_ready(run_over_devices(host)(jnp.asarray(grads)))
-    assert host.skips() == skips
-
-
-def test_devices_that_skip_by_themselves_are_several_runs():
-    host = Host()
-
-    def step_of_one_device(grads):
-        updates = one_step(host)(grads[0])
-        return updates[None]
-
-    run = shard(step_of_one_device, out_specs=P("d"))
-    jax.block_until_ready(run(jnp.array([1.0, INF, 1.0, INF])))
-    assert host.skips() == [(1, None)] * 2
-
-
-def program(tx):
-    """The text of a step that is traced."""
-
-    def step(grads, state):
-        return jaxscale.apply_gradients(tx, grads, state, W)
-
-    return str(jax.make_jaxpr(step)(W, tx.init(W)))
-
-
 def test_nothing_of_it_is_in_the_program_unless_it_is_asked_for():
+    def program(tx):
+        step = partial(jaxscale.apply_gradients, tx)
+        return str(jax.make_jaxpr(step)(W, tx.init(W), W))
+
     plain = program(jaxscale.loss_scaled(SGD))
     calling = program(jaxscale.loss_scaled(SGD, on_skip=print))
     assert "callback" not in plain
@@ -303,33 +297,8 @@ def test_it_changes_nothing_else_in_any_order_of_wrappers():
     ):
         assert_same_bits(state_after_batches(tx), plain)
         # each micro-batch that was skipped
-        assert host.skips() == expected_skips(BATCHES)
+        assert host.skips() == RUNS["jit"].skips
         host.calls.clear()
-
-
-def test_a_step_with_retries_calls_it_once():
-    host = Host()
-    tx = jaxscale.loss_scaled(SGD, on_skip=host)
-
-    def loss_fn(w, x):
-        return jnp.sum(jnp.sqrt(w * x))
-
-    step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=5))
-    step(W, tx.init(W), jnp.zeros(2))
-    assert host.skips() == [(1, None)]
-    assert host.calls[0]["total_retries"] == 5
-
-
-def test_a_spike_calls_it():
-    host = Host()
-    rule = jaxscale.SpikeRule(window=4, min_history=2)
-    tx = jaxscale.skip_nonfinite(SGD, on_skip=host, spikes=rule)
-    state = tx.init(W)
-    for size in (1.0, 1.1, 0.9, 1e6):
-        _, state = jax.jit(tx.update)(W * size, state, W)
-    assert host.skips() == [(4, None)]
-    assert host.calls[0]["total_spikes"] == 1
-    assert host.calls[0]["total_notfinite"] == 0
 
 
 def test_its_error_surfaces():

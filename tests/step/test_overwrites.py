@@ -18,6 +18,15 @@ import jaxscale
 import jaxscale.flax
 import jaxscale.nnx
 
+
+def test_a_statistic_becomes_its_gradient():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    params = {"w": jnp.array(1.0), "_overwrite_with_gradient": jnp.array(7.0)}
+    grads = {"w": jnp.array(1.0), "_overwrite_with_gradient": jnp.array(3.0)}
+    params, _ = jaxscale.apply_gradients(tx, grads, tx.init(params), params)
+    assert params == {"w": 0.5, "_overwrite_with_gradient": 3}
+
+
 OWG = "_overwrite_with_gradient"
 PARAMS = {"params": {"w": jnp.array([1.0, -2.0])}, OWG: {"amax": jnp.array([5.0, 0.0])}}
 

@@ -27,6 +27,18 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_pass_that_overflows_is_made_again_at_half_the_scale():
+    def loss_fn(w, x):
+        return jnp.mean((w.astype(jnp.float16) * x - 1).astype(jnp.float32) ** 2)
+
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale())
+    step = jax.jit(jaxscale.train_step(loss_fn, tx, retries=3))
+    _, state, loss = step(jnp.zeros(()), tx.init(jnp.zeros(())), jnp.ones(1, "float16"))
+    assert (loss, state.total_retries, state.total_notfinite) == (1, 1, 0)
+    assert state.scaling.loss_scale == 2.0**14
+
+
 POISON = jnp.full(3, jnp.inf)
 
 
@@ -129,28 +141,27 @@ def stack(*leaves):
 
 
 def states_in(mode, step, opt_state):
-    """The states after each batch, with axes `[run, batch]`.
-
-    There is one run over `MIXED`. In the mode "vmap" there is a second one, over its reverse.
-    """
+    """The states after each batch of `RUNS`, with axes `[run, batch]`."""
 
     def advance(state, batch):
         _, state, _ = step(PARAMS, state, batch)
         return state, state
 
     if mode == "vmap":
-        batches = jnp.stack([jnp.stack(MIXED), jnp.stack(MIXED[::-1])])
+        batches = jnp.stack([jnp.stack(run) for run in RUNS["vmap"]])
         scan = functools.partial(jax.lax.scan, advance, opt_state)
         _, states = jax.jit(jax.vmap(scan))(batches)
         return states
     states = []
-    for batch in MIXED:
+    for batch in RUNS[mode][0]:
         opt_state, _ = advance(opt_state, batch)
         states.append(opt_state)
     # `[None]` makes the axis of runs, here of one.
     return jax.tree.map(lambda *leaves: stack(*leaves)[None], *states)
 
 
+# Without `jit` each pass takes as long as a whole run.
+RUNS = {"eager": [[OVERFLOW, POISON, BAD_LOSS, GOOD]], "vmap": [MIXED, MIXED[::-1]]}
 RETRIES = [3, 1, 30]
 meet = half(MOVING_POLICIES, RETRIES)
 
@@ -162,7 +173,7 @@ meet = half(MOVING_POLICIES, RETRIES)
     pairs(
         MOVING_POLICIES,
         RETRIES,
-        ["eager", "vmap"],
+        RUNS,
         among=lambda *row: meet(row[0], row[1]),
     ),
     fast=[
@@ -176,12 +187,11 @@ def test_states_and_counts_with_retries_are_by_the_book(policy, retries, mode):
     # Plain SGD, as Optax's Adam is not made for strict promotion.
     tx = jaxscale.loss_scaled(optax.sgd(0.0), loss_scale)
     step = jaxscale.train_step(poisoned, tx, retries=retries)
-    runs = [MIXED, MIXED[::-1]] if mode == "vmap" else [MIXED]
     with jax.numpy_dtype_promotion("strict"):
         states = states_in(mode, step, tx.init(PARAMS))
     # Two do not lower their scale, so no pass is repeated.
     may_repeat = policy not in ("at its floor", "left alone")
-    for i, batches in enumerate(runs):
+    for i, batches in enumerate(RUNS[mode]):
         states_of_run = jax.tree.map(operator.itemgetter(i), states)
         actual = (
             states_of_run.scaling,

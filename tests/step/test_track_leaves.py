@@ -14,6 +14,16 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_the_leaf_with_the_inf_is_named():
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), track_leaves=True)
+    grads = {"b": jnp.array(1.0), "w": jnp.array(jnp.inf)}
+    _, state = tx.update(grads, tx.init(grads))
+    metrics = jaxscale.metrics(state)
+    assert metrics["nonfinite_leaves/w"]
+    assert not metrics["nonfinite_leaves/b"]
+
+
 ALL_LEAVES = ["dense/bias", "dense/kernel", "phase"]
 INNER = optax.sgd(0.1)
 TRACKING = jaxscale.loss_scaled(INNER, track_leaves=True)

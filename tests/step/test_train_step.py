@@ -24,6 +24,16 @@ import jaxscale
 pytestmark = pytest.mark.standard_promotion
 
 
+def test_a_step_goes_down_the_slope_of_its_loss():
+    def loss_fn(w, x):
+        return (w * x - 1) ** 2
+
+    tx = jaxscale.loss_scaled(optax.sgd(0.25))
+    step = jax.jit(jaxscale.train_step(loss_fn, tx))
+    w, state, loss = step(jnp.array(0.0), tx.init(jnp.array(0.0)), 2.0)
+    assert (w, loss, state.total_steps) == (1, 1, 1)
+
+
 def of_run(i, trees):
     return jax.tree.map(operator.itemgetter(i), trees)
 
@@ -94,7 +104,8 @@ def train_by_three_lines(name):
     "name, hook",
     [
         *((name, "no hook") for name in OPTIMIZERS),
-        *product(overflowing.OPTIMIZERS, ["looks", "copies"]),
+        *each(overflowing.OPTIMIZERS, ["looks", "copies"]),
+        ("tracked", "copies"),
     ],
     fast=[
         ("dynamic, adam", "no hook"),
@@ -258,7 +269,7 @@ def spoil(grads):
     return grads | {"b": grads["b"] / 0}
 
 
-each_judged = cases("name, retries", product(JUDGED, [0, 2]), fast=[("tracked", 2)])
+each_judged = cases("name, retries", each(JUDGED, [0, 2]), fast=[("tracked", 2)])
 
 
 @pytest.mark.worlds
@@ -399,11 +410,7 @@ def test_a_state_of_equinox_may_be_read_once():
         assert (model.w != before).all() == is_good
 
 
-WEAK = {
-    "zeros": jnp.asarray(0.0),
-    "an integer": jnp.asarray(1),
-    "a tree": {"mean": jnp.asarray(0.5), "count": jnp.asarray(0), "w": jnp.ones(2)},
-}
+WEAK = {"mean": jnp.asarray(0.5), "count": jnp.asarray(0), "w": jnp.ones(2)}
 
 
 def advance_state(params, state):
@@ -412,13 +419,9 @@ def advance_state(params, state):
 
 
 @pytest.mark.worlds
-@cases(
-    "name, after",
-    product(WEAK, [None, advance_state]),
-    fast=[("a tree", advance_state)],
-)
-def test_a_weakly_typed_state_compiles_once(name, after):
-    strong = jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype), WEAK[name])
+@cases("after", [None, advance_state], fast=[advance_state])
+def test_a_weakly_typed_state_compiles_once(after):
+    strong = jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype), WEAK)
 
     def loss_fn(w, state, x):
         def add(old):
@@ -429,7 +432,7 @@ def test_a_weakly_typed_state_compiles_once(name, after):
     tx = jaxscale.loss_scaled(optax.sgd(0.1))
     step = jax.jit(jaxscale.train_step(loss_fn, tx, has_state=True, after=after))
     ends = []
-    for start in (WEAK[name], strong):
+    for start in (WEAK, strong):
         state = start
         w = jnp.ones(2)
         opt_state = tx.init(w)
@@ -441,18 +444,8 @@ def test_a_weakly_typed_state_compiles_once(name, after):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
-WRAPPERS = {"scaled": jaxscale.loss_scaled, "skip": jaxscale.skip_nonfinite}
-STATEFUL = {
-    "adam": optax.adam(1e-3),
-    "momentum": optax.chain(
-        optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)
-    ),
-}
-
-
 @pytest.mark.worlds
-@cases("wrapper, inner", product(WRAPPERS, STATEFUL), fast=[("scaled", "adam")])
-def test_a_module_with_numbers_among_its_leaves_trains(wrapper, inner):
+def test_a_module_with_numbers_among_its_leaves_trains():
     """The state has None in their places: a dropout holds its rate, and whether it is off."""
     model = eqx.nn.MultiheadAttention(2, 4, key=jax.random.key(0))
     assert any(isinstance(leaf, bool) for leaf in jax.tree.leaves(model))
@@ -460,7 +453,7 @@ def test_a_module_with_numbers_among_its_leaves_trains(wrapper, inner):
     def loss_fn(model, x):
         return jnp.mean(model(x, x, x) ** 2)
 
-    tx = WRAPPERS[wrapper](STATEFUL[inner])
+    tx = jaxscale.loss_scaled(optax.adam(1e-3))
     train = jaxscale.train_step(loss_fn, tx, transform=eqx.filter_value_and_grad)
     step = eqx.filter_jit(train)
     x = jax.random.normal(jax.random.key(1), (3, 4))

@@ -66,14 +66,13 @@ def count(name, layers, dtype, clip):
     traced = step.trace(carry, avals(tree, dtype))
     compiled = traced.lower().compile()
     return hlo.program(compiled, size(tree)) | {
-        "conditionals": compiled.as_text().count(" conditional("),
         "equations": len(list(jaxprs.equations(traced.jaxpr))),
     }
 
 
-def count_alone(fun, dtype, number=2**20):
-    aval = jax.ShapeDtypeStruct((number,), dtype)
-    return hlo.program(jax.jit(fun).lower(aval).compile(), number)
+def count_alone(fun, dtype, size=2**20):
+    aval = jax.ShapeDtypeStruct((size,), dtype)
+    return hlo.program(jax.jit(fun).lower(aval).compile(), size)
 
 
 def norm(x):

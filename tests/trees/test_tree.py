@@ -24,6 +24,13 @@ from jaxscale._trees.casts import cast_like
 from jaxscale._trees.gradient_leaves import map_gradients, only_gradients
 from jaxscale._trees.params import apply_updates
 
+
+def test_a_nan_is_left_out_by_a_selection():
+    new = {"w": jnp.array([jnp.nan]), "b": None}
+    old = {"w": jnp.array([1.0]), "b": None}
+    assert jaxscale.tree_where(jnp.array(False), new, old) == {"w": 1, "b": None}
+
+
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_e4m3fn"]
 
 
