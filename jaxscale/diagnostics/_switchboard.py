@@ -52,6 +52,7 @@ from ._trace.program import compile_fast, zeros_of
 
 # What is only moved was rounded before.
 _MOVES = primitives_that(Op.MOVE)
+_END_REFS = primitives_that(Op.ENDS_REF)
 # These add up in the format of their result. Rounding afterwards does not show what that loses.
 _ADD_UP = {
     "scatter-add",
@@ -318,6 +319,9 @@ class _Run:
 
     def _compute(self, eqn: JaxprEqn, inputs: Sequence[Any], place: Place) -> list[Any]:
         """Returns the results of an equation that holds no others, rounded where it is on."""
+        # A ref is carried as what it holds.
+        if any(map(is_ref, eqn.outvars)) or eqn.primitive.name in _END_REFS:
+            return [inputs[0]] * len(results(eqn))
         if not _has_half(eqn) and not any(is_half(_dtype(v)) for v in eqn.invars):
             return evaluate(eqn, inputs)
         name = eqn.primitive.name
@@ -490,12 +494,12 @@ class _Run:
         switches = jnp.stack(list(self._on.values()))
         outside = self._on, self._limits
 
-        def body(switches: Any, limits: Any, *args: Any) -> list[Any]:
+        def body(switches: Any, limits: Any, *args: Any) -> tuple[Any, ...]:
             self._on = {place: switches[i] for i, place in enumerate(places)}
             self._limits = Limits(*limits)
             outputs, _ = self._apart(run, *args)
             self._on, self._limits = outside
-            return outputs
+            return tuple(outputs)
 
         specs = (jax.sharding.PartitionSpec(),) * 2 + tuple(mapped.options[mapped.inputs])
         limits = jnp.stack(list(map(jnp.asarray, self._limits)))
