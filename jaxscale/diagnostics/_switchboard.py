@@ -117,6 +117,10 @@ class Variant(NamedTuple):
     dtype: str = ""
 
 
+ALL_LIMITS = Limits()
+PLAIN = Variant()
+
+
 class Switchboard:
     """The loss and its gradients as a function of the loss scale and of switches.
 
@@ -134,15 +138,17 @@ class Switchboard:
         self.opener = _Opener(constants)
         self.opener.look_at(closed.jaxpr, self._needs, ())
         self.places = list(self.opener.places)
-        self.lines = list(dict.fromkeys(p.line for p in self.places if p in self.opener.rounding))
+        self.lines = list(
+            dict.fromkeys(p.line for p in self.places if p in self.opener.rounding)
+        )
         self._programs: dict[Variant, Callable[..., Any]] = {}
 
     def evaluate(
         self,
         loss_scale: float,
         lines: Sequence[Line] | set[Line],
-        limits: Limits = Limits(),
-        variant: Variant = Variant(),
+        limits: Limits = ALL_LIMITS,
+        variant: Variant = PLAIN,
         is_shaken: bool = False,
     ) -> Outcome:
         """Evaluates with these lines in half precision, and all others in float32."""
@@ -292,7 +298,7 @@ class _Run:
             return self._enter(eqn, opened, inputs, around)
         with context(eqn):
             outputs = self._compute(eqn, inputs, place)
-        if self._variant.notes_births and eqn.primitive.name not in _MOVES:
+        if self._variant.notes_births:  # a `gather` makes NaN of an index out of range
             is_born = lax.bitwise_not(_has_bad(inputs))
             self._note(place, lax.bitwise_and(_has_bad(outputs), is_born))
         return outputs
@@ -303,7 +309,12 @@ class _Run:
         self._births[place] = is_born
 
     def _read(
-        self, eqn: JaxprEqn, atom: Any, env: dict[Any, Any], place: Place, around: Around
+        self,
+        eqn: JaxprEqn,
+        atom: Any,
+        env: dict[Any, Any],
+        place: Place,
+        around: Around,
     ) -> Any:
         if not isinstance(atom, Literal):
             if atom not in env:  # nothing needs it
@@ -344,7 +355,7 @@ class _Run:
         self, eqn: JaxprEqn, inputs: Sequence[Any], exact: Sequence[Any], place: Place
     ) -> list[Any]:
         """Returns sums that were added up in the format of their result, where it is on."""
-        summed = map(_widen, evaluate(eqn, self._as_format(eqn, inputs)))
+        summed = map(_widen, evaluate(eqn, inputs))
         chosen = []
         for narrow, wide in zip(summed, exact, strict=True):
             is_on = self._on[place]
@@ -354,27 +365,30 @@ class _Run:
             chosen.append(_select(is_on, narrow, wide))
         return chosen
 
-    def _as_format(self, eqn: JaxprEqn, inputs: Sequence[Any]) -> Sequence[Any]:
-        return inputs
-
     def _round(self, x: Any, dtype: Any, place: Place) -> Any:
         dtype = np.dtype(self._variant.dtype or dtype)
         if place.line in self._variant.limited:
             return _select(self._on[place], self._limit(x, dtype), x)
-        rounded = lax.convert_element_type(lax.convert_element_type(x, dtype), jnp.float32)
+        rounded = lax.convert_element_type(
+            lax.convert_element_type(x, dtype), jnp.float32
+        )
         return _select(self._on[place], rounded, x)
 
     def _limit(self, x: Any, dtype: Any) -> Any:
         """Returns float32 within those limits of a format that are on."""
         info = jnp.finfo(dtype)
         limits = self._limits
-        rounded = lax.convert_element_type(lax.convert_element_type(x, dtype), jnp.float32)
+        rounded = lax.convert_element_type(
+            lax.convert_element_type(x, dtype), jnp.float32
+        )
         digits = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=info.nmant)
         limited = _select(limits.digits, digits, x)
         is_tiny = lax.lt(lax.abs(x), np.float32(info.tiny))
         tiny = lax.select(is_tiny, rounded, limited)
         limited = _select(limits.smallest, tiny, limited)
-        huge = lax.select(lax.eq(lax.abs(rounded), np.float32(np.inf)), rounded, limited)
+        huge = lax.select(
+            lax.eq(lax.abs(rounded), np.float32(np.inf)), rounded, limited
+        )
         return _select(limits.largest, huge, limited)
 
     # Programs within equations.
@@ -406,7 +420,9 @@ class _Run:
                 return self._map(eqn, inputs, functools.partial(run, 0))
         return run(0, *inputs)
 
-    def _apart(self, run: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Any]]:
+    def _apart(
+        self, run: Callable[..., Any], *args: Any
+    ) -> tuple[list[Any], list[Any]]:
         """Runs what is traced by itself, and returns its births as well: `bool[places]`."""
         outside = self._births
         self._births = {}
@@ -427,13 +443,16 @@ class _Run:
         variables = loop.body.jaxpr.invars
         is_held = [is_ref(var) for var in variables]
         consts, carries, slices = split(list(inputs), loop.consts, loop.carries)
-        held_consts, held_slices = is_held[: loop.consts], is_held[loop.consts + loop.carries :]
+        held_consts = is_held[: loop.consts]
         refs = [x for x, held in zip(consts, held_consts, strict=True) if held]
 
         def step(state: Any, sliced: Any) -> Any:
             carries, refs, births = state
             now = iter(refs)
-            taken = [next(now) if held else x for x, held in zip(consts, held_consts, strict=True)]
+            taken = [
+                next(now) if held else x
+                for x, held in zip(consts, held_consts, strict=True)
+            ]
             outputs, more = self._apart(body, *taken, *carries, *sliced)
             plain, written = outputs[: len(eqn.outvars)], outputs[len(eqn.outvars) :]
             births = [one | other for one, other in zip(births, more, strict=True)]
@@ -446,7 +465,6 @@ class _Run:
             step, state, list(slices), length=loop.length, reverse=loop.reverse
         )
         self._note_all(births)
-        del held_slices
         return [*carried, *stacked, *refs, *of_slices]
 
     def _no_births(self) -> list[Any]:
@@ -460,7 +478,9 @@ class _Run:
         loop = _jax.while_loop(eqn)
         names = [name for name in eqn.params if name in ("cond_jaxpr", "body_jaxpr")]
         test_number = names.index("cond_jaxpr")
-        tested, consts, carries = split(list(inputs), loop.test_consts, loop.body_consts)
+        tested, consts, carries = split(
+            list(inputs), loop.test_consts, loop.body_consts
+        )
 
         def test(state: Any) -> Any:
             outputs, _ = self._apart(run, test_number, *tested, *state[0])
@@ -501,7 +521,9 @@ class _Run:
             self._on, self._limits = outside
             return tuple(outputs)
 
-        specs = (jax.sharding.PartitionSpec(),) * 2 + tuple(mapped.options[mapped.inputs])
+        specs = (jax.sharding.PartitionSpec(),) * 2 + tuple(
+            mapped.options[mapped.inputs]
+        )
         limits = jnp.stack(list(map(jnp.asarray, self._limits)))
         try:
             return list(mapped.map(body, in_specs=specs)(switches, limits, *inputs))

@@ -78,7 +78,9 @@ def cross_entropy(logits, labels):
 def gpt(half, layer, outlier="", factor=1.0):
     """A transformer, in whose faulty layer the parameters of some names are large."""
     model = GPT(half, layer)
-    params = filled(jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, 1:])["params"])
+    params = filled(
+        jax.eval_shape(model.init, jax.random.key(0), TOKENS[:, 1:])["params"]
+    )
 
     def enlarge(path, leaf):
         name = jax.tree_util.keystr(path)
