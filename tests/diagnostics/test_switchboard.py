@@ -49,7 +49,8 @@ def scanned(w, x, dtype):
 
 def in_a_while(w, x, dtype):
     def body(state):
-        return state[0] + 1, layer(jax.lax.stop_gradient(w), state[1], dtype)
+        step = layer(jax.lax.stop_gradient(w), state[1], dtype)
+        return state[0] + 1, state[1] + step
 
     _, y = jax.lax.while_loop(
         lambda state: state[0] < 3, body, (0, jax.lax.stop_gradient(x).astype(dtype))
