@@ -52,6 +52,8 @@ class Op(enum.Flag):
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
     ON_REFS = enum.auto()
+    # Ends the life of a ref. What it returns is what the ref held.
+    ENDS_REF = enum.auto()
     # Holds programs that are written for the precision that they have: a kernel, or an algorithm of
     # JAX's own.
     KERNEL = enum.auto()
@@ -131,7 +133,8 @@ _ROWS = {
     Op.PASSES_ON | Op.RETURNS_INPUTS | _EXACT: "optimization_barrier",
     _EXACT: "sort cummax cummin empty_ref",
     # `new_ref` was `mutable_array` before JAX 0.8.
-    Op.ON_REFS | _EXACT: "new_ref mutable_array get swap freeze free_ref",
+    Op.ON_REFS | _EXACT: "new_ref mutable_array get swap",
+    Op.ON_REFS | Op.ENDS_REF | _EXACT: "freeze free_ref",
     Op.ON_REFS | Op.LOSES_NOTHING: "addupdate",
     Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
     Op.MULTIPLIES: "cumprod",

@@ -1,0 +1,156 @@
+"""A program with a switch at each line: all on it is the model, all off the model in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from tables import cases
+
+from jaxscale.diagnostics._line_search import Search
+from jaxscale.diagnostics._switchboard import Switchboard, Variant
+from jaxscale.diagnostics._trace.backward import TracedBackward
+from jaxscale.diagnostics._trace.places import Constants
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF = jnp.float16
+# Of JAX: NumPy would round its own arrays before anything is traced.
+W = jnp.asarray(np.random.default_rng(0).standard_normal((4, 4)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 4)), jnp.float32)
+LOSS_SCALE = 64.0
+
+
+def layer(w, x, dtype):
+    # No function that XLA approximates in another way in each format, such as a `tanh`.
+    return jnp.maximum(x.astype(dtype) @ w.astype(dtype), 0)
+
+
+def mean_square(x):
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def called(w, x, dtype):
+    return mean_square(jax.jit(layer, static_argnums=2)(w, layer(w, x, dtype), dtype))
+
+
+def rematted(w, x, dtype):
+    return jax.checkpoint(called, static_argnums=2)(w, x, dtype)
+
+
+def scanned(w, x, dtype):
+    def body(carried, _):
+        carried = layer(w, carried, dtype)
+        return carried, jnp.max(carried)
+
+    carried, largest = jax.lax.scan(body, x.astype(dtype), None, length=3)
+    return mean_square(carried) + mean_square(largest)
+
+
+def in_a_while(w, x, dtype):
+    def body(state):
+        step = layer(jax.lax.stop_gradient(w), state[1], dtype)
+        return state[0] + 1, state[1] + step
+
+    _, y = jax.lax.while_loop(
+        lambda state: state[0] < 3, body, (0, jax.lax.stop_gradient(x).astype(dtype))
+    )
+    return called(w, y, dtype)
+
+
+def branched(w, x, dtype):
+    return jax.lax.cond(
+        x[0, 0] > 0, lambda: called(w, x, dtype), lambda: called(w, 2 * x, dtype)
+    )
+
+
+def with_a_rule(w, x, dtype):
+    square = jax.custom_vjp(jnp.square)
+    square.defvjp(lambda x: (x * x, x), lambda x, g: (g * x + x * g,))
+    return mean_square(square(x.astype(dtype) @ w.astype(dtype)))
+
+
+def on_devices(w, x, dtype):
+    mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(
+        lambda w, x: layer(w, layer(w, x, dtype), dtype),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), spec),
+        out_specs=spec,
+    )
+    return mean_square(mapped(w, x))
+
+
+def with_a_ref(w, x, dtype):
+    ref = jax.new_ref(jnp.zeros((8, 4), dtype))
+    ref[...] = layer(w, x, dtype)
+    ref[...] = layer(w, ref[...], dtype)
+    return mean_square(ref[...])
+
+
+PROGRAMS = [
+    called, rematted, scanned, in_a_while, branched, with_a_rule, on_devices, with_a_ref,
+]  # fmt: skip
+
+
+def make_board(fun, *args):
+    constants = Constants()
+    traced = TracedBackward(fun, args, {}, constants)
+    return Switchboard(traced._closed, traced._names, constants)
+
+
+def compute(program, dtype):
+    """The gradient of a program compiled as JAX does it, each operation rounding its result."""
+    compiled = jax.jit(
+        jax.grad(lambda w, x: program(w, x, dtype) * LOSS_SCALE),
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+    return np.asarray(compiled(W, X)) / LOSS_SCALE
+
+
+@cases(
+    ("program", "notes_births"),
+    [(program, noting) for program in PROGRAMS for noting in (False, True)],
+    fast=[(scanned, True), (with_a_ref, False)],
+)
+def test_switches_choose_between_half_precision_and_float32(program, notes_births):
+    board = make_board(lambda w, x: program(w, x, HALF), W, X)
+    variant = Variant(notes_births=notes_births)
+    exact = compute(program, jnp.float32)
+    for lines, expected in ((board.lines, compute(program, HALF)), ([], exact)):
+        outcome = board.evaluate(LOSS_SCALE, lines, variant=variant)
+        (grad,) = outcome.grads.values()
+        # Not to the last bit: a compiled program may reorder the sums within a product.
+        spread = np.abs(expected - exact).max()
+        np.testing.assert_allclose(grad, expected, atol=1e-6 + spread / 2)
+        assert not outcome.births
+    # They differ by more than what is allowed.
+    assert np.abs(compute(program, HALF) - exact).max() > 1e-5
+
+
+def overflow(w, x):
+    y = x.astype(HALF) @ w.astype(HALF) * HALF(20000)  # fault
+    return mean_square(y.astype(jnp.float32) / 20000)
+
+
+def underflow(w, x):
+    y = x.astype(HALF) @ w.astype(HALF)
+    y = y * HALF(2.0**-12) * HALF(2.0**-13) * HALF(2.0**13)  # fault
+    return mean_square(y.astype(jnp.float32) * 2.0**12)
+
+
+def rounding(w, x):
+    y = x.astype(HALF) @ w.astype(HALF)
+    y = (y + HALF(20000)) - HALF(20000)  # fault
+    return mean_square(y)
+
+
+@cases("fault", [overflow, underflow, rounding])
+def test_the_line_and_the_limit_to_blame_are_found(fault):
+    search = Search(make_board(fault, W, X))
+    scale = search.find_largest_scale() or 1.0
+    blame = search.blame(search.error_at(scale))
+    (line,) = blame.lines
+    assert line.text.endswith("# fault")
+    assert blame.limit == fault.__name__
