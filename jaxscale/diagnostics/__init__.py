@@ -23,11 +23,9 @@ from ._histogram import Histogram, Shares, histogram, shares
 from ._leaves import LeafRow, LeafTable, table
 from ._plot import plot
 from ._products import ProductLine, Products, products
-from ._trace.backward import trace
-from ._trace.report import TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
 
 __all__ = [
     "Calibration", "Histogram", "LeafRow", "LeafTable", "ProductLine", "Products", "Shares",
-    "TraceReport", "TracedConstant", "TracedNonfinite", "TracedUnderflow", "calibrate", "histogram",
-    "plot", "products", "shares", "table", "trace",
+    "calibrate", "histogram",
+    "plot", "products", "shares", "table",
 ]  # fmt: skip

@@ -1,0 +1,259 @@
+"""Which lines lose numbers, and by which limit of their format: searches over switches.
+
+Nothing here knows an operation. A line is to blame if the gradients are right without its limits,
+a limit if they are right without it, and a loss scale fits if the gradients are finite.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .board import (
+    ALL_LIMITS,
+    PLAIN,
+    Limits,
+    Numbers,
+    Outcome,
+    Switchboard,
+    Variant,
+    are_finite,
+)
+from .operations import Place
+from .places import Line
+
+CLOSE = 0.1  # a leaf is right if its error is at most this
+# What changes by a larger share, or by a larger part of its error, when float32 is shaken by as
+# much as it rounds, is nothing but the rounding of float32, as the gradient of a bias before a
+# normalization is. It says nothing about narrower formats, and cannot be compared.
+STABLE = 0.3
+MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
+# Times a loss scale: others at which a cure is tried. Without a fault, gradients may be larger than
+# with it, or smaller.
+_FACTORS = (1.0, 2.0**-8, 2.0**6, 2.0**12)
+_WITHOUT = {
+    "overflow": Limits(largest=False),
+    "underflow": Limits(smallest=False),
+    "rounding": Limits(digits=False),
+    "range": Limits(largest=False, smallest=False),
+}
+
+
+class ErrorOf(Protocol):
+    """Gives the error of the model with some places in half precision."""
+
+    def __call__(
+        self,
+        on: Collection[Place],
+        limits: Limits = ALL_LIMITS,
+        variant: Variant = PLAIN,
+    ) -> float: ...
+
+
+class Blame(NamedTuple):
+    """The lines at which numbers are lost.
+
+    Attributes:
+      lines: those without whose limits the gradients are right, the most harmful first.
+      place: of the first of them, the operations that do it.
+      limit: which limit of the format is to blame there: `"overflow"`, `"underflow"`,
+        `"rounding"`, `"range"` for the first two together, or `""` if it is more than that.
+      error: the error with these lines in float32.
+      numbers: the numbers at the place.
+    """
+
+    lines: tuple[Line, ...]
+    place: Place
+    limit: str
+    error: float
+    numbers: Numbers
+
+
+class Search:
+    """Evaluates the switchboard of a model, and searches."""
+
+    def __init__(self, board: Switchboard) -> None:
+        self.board = board
+        self.lines = board.lines
+
+    @functools.cached_property
+    def exact(self) -> Outcome:
+        """The loss and the gradients in float32, which are the same at each loss scale."""
+        return self.board.evaluate(1.0, [])
+
+    def as_written(self, loss_scale: float) -> Outcome:
+        return self.board.evaluate(loss_scale, self.board.places)
+
+    def errors(self, grads: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Returns the relative errors of the gradients that are more than noise."""
+        errors = compare(grads, self.exact.grads)
+        if max(errors.values(), default=0.0) <= CLOSE:
+            return errors
+        certain = {}
+        for name, error in errors.items():
+            is_noise = self.noise[name] > STABLE * min(error, 1.0)
+            if error <= CLOSE or not is_noise:
+                certain[name] = error
+        return certain
+
+    @functools.cached_property
+    def noise(self) -> dict[str, float]:
+        """By how much each gradient changes when float32 is shaken."""
+        return compare(self.shaken.grads, self.exact.grads)
+
+    @functools.cached_property
+    def shaken(self) -> Outcome:
+        return self.board.evaluate(1.0, [], is_shaken=True)
+
+    def error_at(self, loss_scale: float, factors: Sequence[float] = _FACTORS) -> ErrorOf:
+        """Returns what gives the error at this scale or a better one."""
+
+        def error_of(
+            on: Collection[Place], limits: Limits = ALL_LIMITS, variant: Variant = PLAIN
+        ) -> float:
+            least = math.inf
+            for factor in factors:
+                outcome = self.board.evaluate(loss_scale * factor, on, limits, variant)
+                is_loss_finite = math.isfinite(outcome.loss)
+                if outcome.has_finite_grads and is_loss_finite:
+                    errors = self.errors(outcome.grads)
+                    least = min(least, max(errors.values(), default=0.0))
+                if least <= CLOSE or (factor >= 1 and not is_loss_finite):
+                    break
+            return least
+
+        return error_of
+
+    def overflows_at(self, loss_scale: float) -> ErrorOf:
+        """Returns what gives inf where the gradients at a scale are not finite, and 0 elsewhere."""
+
+        def error_of(
+            on: Collection[Place], limits: Limits = ALL_LIMITS, variant: Variant = PLAIN
+        ) -> float:
+            outcome = self.board.evaluate(loss_scale, on, limits, variant)
+            return 0.0 if outcome.has_finite_grads else math.inf
+
+        return error_of
+
+    def find_lines(self, error_of: ErrorOf, most: int = MOST_LINES) -> list[Line]:
+        """Returns the lines without whose limits all is right, or those that were tried in vain.
+
+        They are found by bisection, the most harmful first.
+        """
+        chosen: list[Line] = []
+        while len(chosen) < min(most, len(self.lines)):
+            others = self._without(chosen)
+            if chosen and error_of(self._places(others)) <= CLOSE:
+                break
+            chosen.append(self._find_next(error_of, others))
+        for line in list(chosen):
+            fewer = [other for other in chosen if other != line]
+            if fewer and error_of(self._places(self._without(fewer))) <= CLOSE:
+                chosen = fewer
+        if len(chosen) > 1:
+            harm = {line: error_of(self._places([line])) for line in chosen}
+            chosen.sort(key=lambda line: -harm[line])
+        return chosen
+
+    def blame(self, error_of: ErrorOf) -> Blame | None:
+        """Returns the lines to blame, and the limit to blame there, if there are any."""
+        if error_of(self.board.places) <= CLOSE:
+            return None
+        lines = self.find_lines(error_of)
+        error = error_of(self._places(self._without(lines)))
+        places = self._places([lines[0]])
+        place = places[0]
+        if error <= CLOSE and len(places) > 1:
+            others = self._places(self._without(lines))
+
+            def is_bad(number: int) -> bool:
+                return error_of([*others, *places[:number]]) > CLOSE
+
+            if is_bad(len(places)):
+                place = places[_bisect(len(places), is_bad) - 1]
+            else:
+                place = max(places, key=lambda one: error_of([one]))
+        limit, numbers = self._find_limit(lines, place, error_of)
+        return Blame(tuple(lines), place, limit, error, numbers)
+
+    def _find_next(self, error_of: ErrorOf, lines: Sequence[Line]) -> Line:
+        """Returns the line at which the error comes in, if the first lines are as written."""
+
+        def is_bad(number: int) -> bool:
+            return error_of(self._places(lines[:number])) > CLOSE
+
+        return lines[_bisect(len(lines), is_bad) - 1]
+
+    def _find_limit(
+        self, lines: Sequence[Line], place: Place, error_of: ErrorOf
+    ) -> tuple[str, Numbers]:
+        variant = Variant(limited=frozenset(self._places(lines)))
+        numbers = self.measure(variant, place, 1.0)
+        for limit, limits in _WITHOUT.items():
+            if error_of(self.board.places, limits, variant) <= CLOSE:
+                return limit, numbers
+        return "", numbers
+
+    def measure(self, variant: Variant, place: Place, loss_scale: float) -> Numbers:
+        outcome = self.board.evaluate(loss_scale, self.board.places, variant=variant)
+        return outcome.numbers[place]
+
+    def find_births(self, is_needed: Callable[[Outcome], bool]) -> list[Place]:
+        """Returns where inf and NaN of float32 are made: without these, all is as needed.
+
+        The first of them alone, if that is enough.
+        """
+        variant = Variant(notes_births=True)
+        births = self.board.evaluate(1.0, [], variant=variant).births
+        variant = Variant(limited=frozenset(births))
+        for place in births:
+            variant = Variant(limited=frozenset([place]))
+            outcome = self.board.evaluate(1.0, [], Limits(cleaned=True), variant)
+            if is_needed(outcome):
+                return [place]
+        return list(births)
+
+    def _places(self, lines: Collection[Line]) -> list[Place]:
+        chosen = set(lines)
+        return [place for place in self.board.places if place.line in chosen]
+
+    def _without(self, lines: Collection[Line]) -> list[Line]:
+        return [line for line in self.lines if line not in lines]
+
+
+def _bisect(number: int, is_bad: Callable[[int], bool]) -> int:
+    """Returns a bad number that follows a good one. 0 is good, and `number` is bad."""
+    good = 0
+    bad = number
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if is_bad(middle):
+            bad = middle
+        else:
+            good = middle
+    return bad
+
+
+def compare(
+    grads: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """Returns the relative error of each leaf."""
+    return {name: find_error(grads[name], leaf) for name, leaf in exact.items()}
+
+
+def find_error(value: Any, exact: Any) -> float:
+    """Returns the norm of the difference, divided by the norm of what it should be."""
+    wide_dtype = np.complex128 if np.iscomplexobj(exact) else np.float64
+    wide = np.asarray(value, wide_dtype)
+    wide_exact = np.asarray(exact, wide_dtype)
+    if not np.isfinite(wide).all():
+        return math.inf
+    norm = np.linalg.norm(wide_exact.ravel())
+    if not norm:
+        return 0.0
+    return float(np.linalg.norm((wide - wide_exact).ravel()) / norm)
+
+
+_ = are_finite
