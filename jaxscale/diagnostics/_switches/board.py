@@ -67,7 +67,7 @@ class Limits(NamedTuple):
       smallest: numbers below those of the format are flushed.
       largest: numbers beyond those of the format are inf.
       bounded: numbers are bounded at 1e4.
-      cleaned: inf and NaN are 0.
+      cleaned: inf and NaN are 0, where the switch of the place is on.
     """
 
     digits: Any = True
@@ -150,7 +150,13 @@ class Outcome(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        return are_finite(self.outputs)
+        return not self.nonfinite
+
+    @property
+    def nonfinite(self) -> tuple[str, ...]:
+        """The names of the outputs that hold inf or NaN."""
+        names = self.outputs.items()
+        return tuple(name for name, leaf in names if not np.isfinite(leaf).all())
 
 
 def pick_grads(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -185,6 +191,7 @@ class Variant(NamedTuple):
 
 
 ALL_LIMITS = Limits()
+NO_LIMITS = Limits(digits=False, smallest=False, largest=False)
 PLAIN = Variant()
 
 
@@ -199,9 +206,7 @@ class Switchboard:
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
-        self.operations = Operations(
-            backward.closed, backward.needs, backward.constants
-        )
+        self.operations = Operations(backward)
         self.places = self.operations.places
         self.rounding = [p for p in self.places if p in self.operations.dtypes]
         self.lines = list(dict.fromkeys(place.line for place in self.rounding))
@@ -608,7 +613,8 @@ class _Rounding:
         """Returns an array with 0 for inf and NaN, where that is on."""
         if not jnp.issubdtype(dtype_of(x), jnp.floating):
             return x
-        return _select(self._run.limits.cleaned, jnp.where(jnp.isfinite(x), x, 0), x)
+        is_on = lax.bitwise_and(self._run.is_on(self.place), self._run.limits.cleaned)
+        return _select(is_on, jnp.where(jnp.isfinite(x), x, 0), x)
 
     def measure(
         self, inputs: Sequence[Any], exact: Sequence[Any], rounded: Sequence[Any]

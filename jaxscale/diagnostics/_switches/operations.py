@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from ... import _jax
 from ..._jax import (
-    ClosedJaxpr,
     Form,
     Held,
     Jaxpr,
@@ -16,6 +15,7 @@ from ..._jax import (
     is_ref,
     open_equation,
 )
+from .backward import Backward
 from .evaluate import dtype_of_atom
 from .needs import (
     FORWARD,
@@ -28,7 +28,7 @@ from .needs import (
     results,
     unite,
 )
-from .places import Constants, Line, find_layer, find_line
+from .places import Line, find_layer, find_line
 
 
 class Place(NamedTuple):
@@ -80,24 +80,24 @@ class Operations:
       places: the places of all equations, in the order in which they last run.
       dtypes: the half-precision format of the results at a place, if there is one.
       by_key: the operations, in the order in which they run.
-      outputs: the makers of each output.
+      loss: the operations that may have made the loss.
       constants: the numbers of the source that were rounded.
       not_entered: the names of what holds programs that cannot be opened.
     """
 
-    def __init__(
-        self, closed: ClosedJaxpr, needs: Needs, constants: Constants
-    ) -> None:
+    def __init__(self, backward: Backward) -> None:
         self._analysis = Analysis()
-        self._constants = constants
+        self._constants = backward.constants
         self._lines: dict[Any, Line] = {}
         self._order: dict[Place, None] = {}
         self.dtypes: dict[Place, str] = {}
         self.by_key: dict[EquationKey, Operation] = {}
         self.constants: dict[Any, Rounded] = {}
         self.not_entered: set[str] = set()
-        inputs = [_NOTHING] * len(closed.jaxpr.invars)
-        self.outputs = self._look_at(closed.jaxpr, needs, (), inputs)
+        jaxpr = backward.closed.jaxpr
+        inputs = [_NOTHING] * len(jaxpr.invars)
+        outputs = self._look_at(jaxpr, backward.needs, (), inputs)
+        self.loss = outputs[backward.names.index("loss")]
         self.places = list(self._order)
 
     def needed(self, jaxpr: Jaxpr, needs: Needs) -> list[tuple[JaxprEqn, Needs]]:

@@ -13,13 +13,13 @@ import numpy as np
 
 from .board import (
     ALL_LIMITS,
+    NO_LIMITS,
     PLAIN,
     Limits,
     Numbers,
     Outcome,
     Switchboard,
     Variant,
-    are_finite,
 )
 from .operations import Place
 from .places import Line
@@ -69,6 +69,20 @@ class Blame(NamedTuple):
     limit: str
     error: float
     numbers: Numbers
+
+
+class Birth(NamedTuple):
+    """Where inf or NaN is made in float32.
+
+    Attributes:
+      place: the operations that make it.
+      numbers: their numbers.
+      is_tried: whether all is finite with 0 in its place.
+    """
+
+    place: Place
+    numbers: Numbers
+    is_tried: bool
 
 
 class Search:
@@ -157,11 +171,13 @@ class Search:
             chosen.sort(key=lambda line: -harm[line])
         return chosen
 
-    def blame(self, error_of: ErrorOf) -> Blame | None:
+    def blame(
+        self, error_of: ErrorOf, loss_scale: float = 1.0, most: int = MOST_LINES
+    ) -> Blame | None:
         """Returns the lines to blame, and the limit to blame there, if there are any."""
         if error_of(self.board.places) <= CLOSE:
             return None
-        lines = self.find_lines(error_of)
+        lines = self.find_lines(error_of, most)
         error = error_of(self._places(self._without(lines)))
         places = self._places([lines[0]])
         place = places[0]
@@ -175,7 +191,7 @@ class Search:
                 place = places[_bisect(len(places), is_bad) - 1]
             else:
                 place = max(places, key=lambda one: error_of([one]))
-        limit, numbers = self._find_limit(lines, place, error_of)
+        limit, numbers = self._find_limit(lines, place, error_of, loss_scale)
         return Blame(tuple(lines), place, limit, error, numbers)
 
     def _find_next(self, error_of: ErrorOf, lines: Sequence[Line]) -> Line:
@@ -187,33 +203,41 @@ class Search:
         return lines[_bisect(len(lines), is_bad) - 1]
 
     def _find_limit(
-        self, lines: Sequence[Line], place: Place, error_of: ErrorOf
+        self, lines: Sequence[Line], place: Place, error_of: ErrorOf, loss_scale: float
     ) -> tuple[str, Numbers]:
         variant = Variant(limited=frozenset(self._places(lines)))
-        numbers = self.measure(variant, place, 1.0)
+        places = self.board.places
+        outcome = self.board.evaluate(loss_scale, places, variant=variant)
+        numbers = outcome.numbers[place]
         for limit, limits in _WITHOUT.items():
             if error_of(self.board.places, limits, variant) <= CLOSE:
                 return limit, numbers
         return "", numbers
 
-    def measure(self, variant: Variant, place: Place, loss_scale: float) -> Numbers:
-        outcome = self.board.evaluate(loss_scale, self.board.places, variant=variant)
-        return outcome.numbers[place]
+    def find_birth(self) -> Birth | None:
+        """Returns the first line that makes inf or NaN in float32, if it is to blame.
 
-    def find_births(self, is_needed: Callable[[Outcome], bool]) -> list[Place]:
-        """Returns where inf and NaN of float32 are made: without these, all is as needed.
-
-        The first of them alone, if that is enough.
+        With 0 in the place of all inf and NaN of the line, loss and gradients are finite. If no
+        line is enough by itself, it is the first of those that are enough together.
         """
-        variant = Variant(notes_births=True)
-        births = self.board.evaluate(1.0, [], variant=variant).births
-        variant = Variant(limited=frozenset(births))
-        for place in births:
-            variant = Variant(limited=frozenset([place]))
-            outcome = self.board.evaluate(1.0, [], Limits(cleaned=True), variant)
-            if is_needed(outcome):
-                return [place]
-        return list(births)
+        evaluate = self.board.evaluate
+        births = evaluate(1.0, [], variant=Variant(notes_births=True)).births
+        if not births:
+            return None
+        lines = list(dict.fromkeys(place.line for place in births))
+        places = self._places(lines)
+        variant = Variant(limited=frozenset(places))
+        cleaned = NO_LIMITS._replace(cleaned=True)
+        numbers = evaluate(1.0, [], variant=variant).numbers
+
+        def is_enough(on: Sequence[Place]) -> bool:
+            return evaluate(1.0, on, cleaned, variant).is_finite
+
+        for line in lines:
+            if is_enough(self._places([line])):
+                place = next(birth for birth in births if birth.line == line)
+                return Birth(place, numbers[place], is_tried=True)
+        return Birth(births[0], numbers[births[0]], is_enough(places))
 
     def _places(self, lines: Collection[Line]) -> list[Place]:
         chosen = set(lines)
@@ -255,5 +279,3 @@ def find_error(value: Any, exact: Any) -> float:
         return 0.0
     return float(np.linalg.norm((wide - wide_exact).ravel()) / norm)
 
-
-_ = are_finite
