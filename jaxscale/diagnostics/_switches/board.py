@@ -1,9 +1,10 @@
-"""A backward pass as one compiled program with a switch at each place of the model.
+"""A backward pass as one compiled program with a switch at each line of the model.
 
 Every half-precision value is carried in float32. An equation whose result is half precision is
 computed in float32, and its result is rounded where the switch of its place is on. So one program
 evaluates any set of lines in half precision, at any loss scale: none of them is the truth, all of
-them is the model. Refs are carried as the arrays that they hold.
+them is the model. At lines to blame each kind of operation has a switch, and each limit of the
+format. Refs are carried as the arrays that they hold.
 """
 
 import functools
@@ -226,8 +227,8 @@ class Switchboard:
         """Evaluates with these places in half precision, and all others in float32."""
         if variant not in self._programs:
             self._programs[variant] = self._compile(variant)
-        chosen = set(on)
-        switches = np.array([place in chosen for place in self.places], bool)
+        chosen = {_switch_of(place, variant) for place in on}
+        switches = np.array([s in chosen for s in self._list_switches(variant)], bool)
         consts = self._backward.closed.consts
         if is_shaken:
             consts = _shake(consts)
@@ -249,19 +250,29 @@ class Switchboard:
                 births.append(place)
         return Outcome(named, tuple(births), numbers)
 
+    def _list_switches(self, variant: Variant) -> list[Place | Line]:
+        return list(dict.fromkeys(_switch_of(place, variant) for place in self.places))
+
     def _compile(self, variant: Variant) -> Callable[..., Any]:
         backward = self._backward
 
         def compute(consts: Any, loss_scale: Any, switches: Any, limits: Any) -> Any:
             on = {}
-            for i, place in enumerate(self.places):
-                on[place] = lax.index_in_dim(switches, i, keepdims=False)
+            for i, switch in enumerate(self._list_switches(variant)):
+                on[switch] = lax.index_in_dim(switches, i, keepdims=False)
             run = _Run(self.operations, on, Limits(*limits), variant)
             inputs = [*consts, loss_scale]
             outputs = run.run(backward.closed.jaxpr, inputs, backward.needs, ())
             return outputs, run.list_notes()
 
         return compile_fast(compute, xla_allow_excess_precision=False)
+
+
+def _switch_of(place: Place, variant: Variant) -> Place | Line:
+    """Returns what has a switch of its own: a place whose limits have, and else a whole line."""
+    if place in variant.limited:
+        return place
+    return place.line
 
 
 def _shake(consts: Sequence[Any]) -> list[Any]:
@@ -289,7 +300,7 @@ class _Run:
     def __init__(
         self,
         operations: Operations,
-        on: dict[Place, Any],
+        on: dict[Place | Line, Any],
         limits: Limits,
         variant: Variant,
     ) -> None:
@@ -297,7 +308,7 @@ class _Run:
         self._on = on
         self._limits = limits
         self._variant = variant
-        self._noted = _list_noted(on, variant)
+        self._noted = _list_noted(operations.places, variant)
         self._notes: dict[Place, _Note] = {}
 
     def list_notes(self) -> list[_Note]:
@@ -528,12 +539,12 @@ class _Run:
         self, eqn: JaxprEqn, inputs: Sequence[Any], run: Callable[..., list[Any]]
     ) -> list[Any]:
         mapped = _jax.mapped(eqn)
-        places = list(self._on)
+        names = list(self._on)
         switches = jnp.stack(list(self._on.values()))
         outside = self._on, self._limits
 
         def body(switches: Any, limits: Any, *args: Any) -> tuple[Any, ...]:
-            self._on = {place: switches[i] for i, place in enumerate(places)}
+            self._on = {name: switches[i] for i, name in enumerate(names)}
             self._limits = Limits(*limits)
             outputs, _ = self._apart(run, *args)
             self._on, self._limits = outside
@@ -551,7 +562,7 @@ class _Run:
     # For `_Rounding`.
 
     def is_on(self, place: Place) -> Any:
-        return self._on[place]
+        return self._on[_switch_of(place, self._variant)]
 
     @property
     def limits(self) -> Limits:

@@ -32,7 +32,7 @@ from .places import Line, find_layer, find_line
 
 
 class Place(NamedTuple):
-    """All operations of one kind that a line makes in one layer and one pass: they share a switch."""
+    """All operations of one kind that a line makes in one layer and one pass."""
 
     line: Line
     layer: str

@@ -178,21 +178,32 @@ class Search:
         if error_of(self.board.places) <= CLOSE:
             return None
         lines = self.find_lines(error_of, most)
-        error = error_of(self._places(self._without(lines)))
-        places = self._places([lines[0]])
-        place = places[0]
-        if error <= CLOSE and len(places) > 1:
-            others = self._places(self._without(lines))
+        others = self._places(self._without(lines))
+        error = error_of(others)
+        variant = Variant(limited=frozenset(self._places(lines)))
+        place = self._find_place(lines[0], others, variant, error_of)
+        everywhere = self.board.places
+        outcome = self.board.evaluate(loss_scale, everywhere, variant=variant)
+        limit = ""
+        for name, limits in _WITHOUT.items():
+            if error_of(everywhere, limits, variant) <= CLOSE:
+                limit = name
+                break
+        return Blame(tuple(lines), place, limit, error, outcome.numbers[place])
 
-            def is_bad(number: int) -> bool:
-                return error_of([*others, *places[:number]]) > CLOSE
+    def _find_place(
+        self, line: Line, others: list[Place], variant: Variant, error_of: ErrorOf
+    ) -> Place:
+        """Returns the operations of a line at which the error comes in, beside other places."""
+        places = self.board.places_of([line])
 
-            if is_bad(len(places)):
-                place = places[_bisect(len(places), is_bad) - 1]
-            else:
-                place = max(places, key=lambda one: error_of([one]))
-        limit, numbers = self._find_limit(lines, place, error_of, loss_scale)
-        return Blame(tuple(lines), place, limit, error, numbers)
+        def is_bad(number: int) -> bool:
+            on = [*others, *places[:number]]
+            return error_of(on, variant=variant) > CLOSE
+
+        if is_bad(0) or not is_bad(len(places)):
+            return max(places, key=lambda place: error_of([place], variant=variant))
+        return places[_bisect(len(places), is_bad) - 1]
 
     def _find_next(self, error_of: ErrorOf, lines: Sequence[Line]) -> Line:
         """Returns the line at which the error comes in, if the first lines are as written."""
@@ -201,18 +212,6 @@ class Search:
             return error_of(self._places(lines[:number])) > CLOSE
 
         return lines[_bisect(len(lines), is_bad) - 1]
-
-    def _find_limit(
-        self, lines: Sequence[Line], place: Place, error_of: ErrorOf, loss_scale: float
-    ) -> tuple[str, Numbers]:
-        variant = Variant(limited=frozenset(self._places(lines)))
-        places = self.board.places
-        outcome = self.board.evaluate(loss_scale, places, variant=variant)
-        numbers = outcome.numbers[place]
-        for limit, limits in _WITHOUT.items():
-            if error_of(self.board.places, limits, variant) <= CLOSE:
-                return limit, numbers
-        return "", numbers
 
     def find_birth(self) -> Birth | None:
         """Returns the first line that makes inf or NaN in float32, if it is to blame.
