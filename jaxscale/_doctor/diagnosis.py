@@ -119,7 +119,8 @@ def _find_nonfinite(exam: Exam) -> Iterator[Finding]:
     elif exam.nonfinite_outputs and fault is None:
         words = "no line explains why"
         details = _list_worst_leaves(exam)
-        if exam.check.is_finite_in_float32 is False:
+        is_seen = any(not name.startswith("aux") for name in exam.nonfinite_outputs)
+        if exam.check.is_finite_in_float32 is False and is_seen:
             words = "it was there before, in a constant or an input"
             details.insert(0, "Find out where this number comes from.")
         title = f"{_say_outputs(exam)}, and {words}."
@@ -271,7 +272,8 @@ def _explain(fault: Fault, exam: Exam) -> list[str]:
         spacing=number(spacing, 3),
         help=", and no loss scale helps" if fault.direction == "forward" else "",
     )
-    words.append(f"{name_operation(fault.operation, fault.direction)} {said}")
+    if not (words and kind == "other"):
+        words.append(f"{name_operation(fault.operation, fault.direction)} {said}")
     rule = exam.backward_rules.get(fault.where)
     if rule is not None and fault.direction == "backward":
         # The lines of a rule itself are known, unless a library wrote it or it was traced before.
@@ -287,6 +289,8 @@ def _find_words(fault: Fault) -> str:
     numbers = fault.numbers
     if fault.kind == "in float32":
         return "infinities" if numbers.given else "value"
+    if numbers.bad and numbers.bad == numbers.bad_in_float32:
+        return "value"
     if numbers.bad > numbers.bad_in_float32:
         return "range" if fault.kind == "nonfinite" else "infinite"
     if fault.limit == "underflow" and numbers.flushed:

@@ -250,15 +250,26 @@ class Checker:
 
     def _explain(self, kind: str, scale: float, is_mask: bool) -> Fault | None:
         search = self._search
+        blame = None
         error_of = search.error_at(scale)
-        blame = search.blame(error_of, scale)
+        if self._best is not None:
+            # At the scale itself first: a line that only allows a higher one is not at fault.
+            error_of = search.error_at(scale, factors=[1.0, 2.0**-8])
+            blame = search.blame(error_of, scale)
+        if blame is None or blame.error > CLOSE:
+            error_of = search.error_at(scale)
+            blame = search.blame(error_of, scale) or blame
         if blame is None:
             return None
         works = blame.error <= CLOSE
         error: float | None = blame.error
-        if works and not search.errors(search.exact.grads):
+        if works and search.compares_nothing:
             error = None
-        fault = self._describe(kind, blame.place)
+        place = self._find_first(kind, blame, scale)
+        numbers = blame.numbers
+        if place != blame.place:
+            numbers = search.measure(place, scale)
+        fault = self._describe(kind, place)
         return fault._replace(
             limit=blame.limit,
             lines=tuple(line.where for line in blame.lines),
@@ -266,8 +277,27 @@ class Checker:
             error=error,
             cure=cures.find_cure(search, blame, error_of, is_mask),
             bfloat16=works and self._is_right_in_bfloat16(fault, blame, error_of),
-            numbers=blame.numbers,
+            numbers=numbers,
         )
+
+    def _find_first(self, kind: str, blame: Blame, scale: float) -> Place:
+        """Returns where a fault begins: every result is rounded by a little, to 1 as well.
+
+        Then what makes inf or NaN of it comes first.
+        """
+        operations = self._search.board.operations
+        is_constant = any(
+            constant.line == blame.place.line for constant in operations.constants.values()
+        )
+        # A bound that is an argument, as that of `jnp.clip`, is converted by itself.
+        is_constant |= all(
+            not operation.eqn.outvars[0].aval.shape
+            for operation in operations.by_key.values()
+            if operation.place == blame.place
+        )
+        if kind != "nonfinite" or blame.limit != "rounding" or is_constant:
+            return blame.place
+        return self._search.find_first_birth(scale) or blame.place
 
     def _is_right_in_bfloat16(
         self, fault: Fault, blame: Blame, error_of: ErrorOf

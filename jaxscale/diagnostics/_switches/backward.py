@@ -117,7 +117,7 @@ def _name_inexact(name: str, tree: Any) -> dict[str, Any]:
 
 
 def is_finite(leaf: Any) -> bool:
-    return bool(np.isfinite(np.asarray(leaf, np.result_type(leaf, np.float32))).all())
+    return bool(np.isfinite(np.asarray(leaf)).all())
 
 
 def compile_fast(fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -202,7 +202,8 @@ class Switchboard:
     Attributes:
       operations: what the program does.
       places: the places that have a switch, in the order in which they last run.
-      lines: the lines among them at which something is rounded.
+      lines: the lines among them at which something is rounded, in the order of their last pass.
+      first_runs: the order in which lines first run.
     """
 
     def __init__(self, backward: Backward) -> None:
@@ -210,7 +211,11 @@ class Switchboard:
         self.operations = Operations(backward)
         self.places = self.operations.places
         self.rounding = [p for p in self.places if p in self.operations.dtypes]
-        self.lines = list(dict.fromkeys(place.line for place in self.rounding))
+        # By their backward pass, if they have one: there a loss scale overflows first.
+        last = {place.line: place.is_backward for place in self.rounding}
+        ordered = [p.line for p in self.rounding if p.is_backward == last[p.line]]
+        self.lines = list(dict.fromkeys(ordered))
+        self.first_runs = {line: i for i, line in enumerate(self.operations.lines)}
         self._programs: dict[Variant, Callable[..., Any]] = {}
 
     def places_of(self, lines: Collection[Line]) -> list[Place]:

@@ -78,6 +78,7 @@ class Operations:
 
     Attributes:
       places: the places of all equations, in the order in which they last run.
+      lines: their lines, in the order in which they first run.
       dtypes: the half-precision format of the results at a place, if there is one.
       by_key: the operations, in the order in which they run.
       loss: the operations that may have made the loss.
@@ -90,6 +91,7 @@ class Operations:
         self._constants = backward.constants
         self._lines: dict[Any, Line] = {}
         self._order: dict[Place, None] = {}
+        self.lines: dict[Line, None] = {}
         self.dtypes: dict[Place, str] = {}
         self.by_key: dict[EquationKey, Operation] = {}
         self.constants: dict[Any, Rounded] = {}
@@ -168,6 +170,7 @@ class Operations:
         place = self.place_of(eqn, needs, around)
         self._order.pop(place, None)
         self._order[place] = None
+        self.lines.setdefault(place.line)
         for var in results(eqn):
             if is_half(dtype_of_atom(var)):
                 self.dtypes.setdefault(place, str(dtype_of_atom(var)))

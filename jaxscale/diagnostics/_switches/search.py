@@ -140,6 +140,11 @@ class Search:
 
         return error_of
 
+    @property
+    def compares_nothing(self) -> bool:
+        """Whether all gradients are noise."""
+        return all(change > STABLE for change in self.noise.values())
+
     def overflows_at(self, loss_scale: float) -> ErrorOf:
         """Returns what gives inf where the gradients at a scale are not finite, and 0 elsewhere."""
 
@@ -154,21 +159,23 @@ class Search:
     def find_lines(self, error_of: ErrorOf, most: int = MOST_LINES) -> list[Line]:
         """Returns the lines without whose limits all is right, or those that were tried in vain.
 
-        They are found by bisection, the most harmful first.
+        They are found by bisection, the most harmful first. If it is one, it is the first of those
+        that do harm in the order of `Switchboard.lines`.
         """
         chosen: list[Line] = []
         while len(chosen) < min(most, len(self.lines)):
             others = self._without(chosen)
-            if chosen and error_of(self._places(others)) <= CLOSE:
+            error = error_of(self._places(others))
+            if error <= CLOSE:
                 break
-            chosen.append(self._find_next(error_of, others))
+            chosen.append(self._find_next(error_of, others, error))
         for line in list(chosen):
             fewer = [other for other in chosen if other != line]
             if fewer and error_of(self._places(self._without(fewer))) <= CLOSE:
                 chosen = fewer
         if len(chosen) > 1:
             harm = {line: error_of(self._places([line])) for line in chosen}
-            chosen.sort(key=lambda line: -harm[line])
+            chosen.sort(key=lambda line: (-harm[line], self.board.first_runs[line]))
         return chosen
 
     def blame(
@@ -199,19 +206,36 @@ class Search:
 
         def is_bad(number: int) -> bool:
             on = [*others, *places[:number]]
-            return error_of(on, variant=variant) > CLOSE
+            return _is_most(error_of(on, variant=variant), error)
 
-        if is_bad(0) or not is_bad(len(places)):
+        error = error_of([*others, *places], variant=variant)
+        if error <= CLOSE or is_bad(0):
             return max(places, key=lambda place: error_of([place], variant=variant))
         return places[_bisect(len(places), is_bad) - 1]
 
-    def _find_next(self, error_of: ErrorOf, lines: Sequence[Line]) -> Line:
-        """Returns the line at which the error comes in, if the first lines are as written."""
+    def _find_next(
+        self, error_of: ErrorOf, lines: Sequence[Line], error: float
+    ) -> Line:
+        """Returns the line at which an error comes in, if the first lines are as written."""
 
         def is_bad(number: int) -> bool:
-            return error_of(self._places(lines[:number])) > CLOSE
+            return _is_most(error_of(self._places(lines[:number])), error)
 
         return lines[_bisect(len(lines), is_bad) - 1]
+
+    def measure(self, place: Place, loss_scale: float) -> Numbers:
+        """Returns the numbers at a place as the model is written."""
+        variant = Variant(limited=frozenset([place]))
+        places = self.board.places
+        outcome = self.board.evaluate(loss_scale, places, variant=variant)
+        return outcome.numbers[place]
+
+    def find_first_birth(self, loss_scale: float) -> Place | None:
+        """Returns the first operations that make inf or NaN as the model is written."""
+        places = self.board.places
+        variant = Variant(notes_births=True)
+        births = self.board.evaluate(loss_scale, places, variant=variant).births
+        return next(iter(births), None)
 
     def find_birth(self) -> Birth | None:
         """Returns the first line that makes inf or NaN in float32, if it is to blame.
@@ -244,6 +268,11 @@ class Search:
 
     def _without(self, lines: Collection[Line]) -> list[Line]:
         return [line for line in self.lines if line not in lines]
+
+
+def _is_most(part: float, error: float) -> bool:
+    """Returns whether a part of an error is most of it. An error is inf if something is not finite."""
+    return part > CLOSE and part >= error / 2
 
 
 def _bisect(number: int, is_bad: Callable[[int], bool]) -> int:
