@@ -246,7 +246,7 @@ class Checker:
         if blame is None:
             return None
         fault = self._describe("nonfinite", blame.place)
-        return fault._replace(limit=blame.limit, numbers=blame.numbers)
+        return fault._replace(limit=blame.limit)
 
     def _explain(self, kind: str, scale: float, is_mask: bool) -> Fault | None:
         search = self._search
@@ -266,9 +266,7 @@ class Checker:
         if works and search.compares_nothing:
             error = None
         place = self._find_first(kind, blame, scale)
-        numbers = blame.numbers
-        if place != blame.place:
-            numbers = search.measure(place, scale)
+        numbers = search.measure(place, scale)
         fault = self._describe(kind, place)
         return fault._replace(
             limit=blame.limit,

@@ -321,8 +321,8 @@ def offset(p, b):
 
 def ratio(b):
     """XLA divides by multiplying with the inverse, which is inf."""
-    divisor = jnp.ones(2, HALF) * HALF(2.0**-18)  # the divisor
-    return b["x"].astype(HALF) * HALF(2.0**-17) / divisor
+    divisor = jnp.ones(2, HALF) * HALF(2.0**-18)
+    return b["x"].astype(HALF) * HALF(2.0**-17) / divisor  # the division
 
 
 @model()

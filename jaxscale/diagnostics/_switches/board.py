@@ -130,7 +130,7 @@ class Outcome(NamedTuple):
       outputs: the loss, the auxiliary output and the gradients, by their names.
       births: the places that make inf or NaN of finite numbers, in the order in which they run, if
         the program looks for them.
-      numbers: what was measured at the places that have all limits as switches.
+      numbers: what was measured, by the places.
     """
 
     outputs: dict[str, np.ndarray]
@@ -176,18 +176,21 @@ class Variant(NamedTuple):
     """What a program can do besides rounding, at the price of a compilation.
 
     Attributes:
-      limited: the places at which each limit of the format has a switch of its own, and whose
-        numbers are measured.
+      limited: the places at which each limit of the format has a switch of its own.
+      measured: the places whose numbers are measured.
       notes_births: whether it notes where inf and NaN are made.
       dtype: another format in the place of half precision, if there is one.
       unrounded: the equations whose results are never rounded.
+      is_shaken: whether each number in float32 is changed by as much as float32 rounds.
       native: the lines that compute in the format that they are written in, as the compiled model.
     """
 
     limited: frozenset[Place] = frozenset()
+    measured: frozenset[Place] = frozenset()
     notes_births: bool = False
     dtype: str = ""
     unrounded: frozenset[EquationKey | Place] = frozenset()
+    is_shaken: bool = False
     native: frozenset[Line] = frozenset()
 
 
@@ -202,7 +205,8 @@ class Switchboard:
     Attributes:
       operations: what the program does.
       places: the places that have a switch, in the order in which they last run.
-      lines: the lines among them at which something is rounded, in the order of their last pass.
+      lines: the lines among them at which something is rounded, in the order in which they
+        last run: there a loss scale overflows first.
       first_runs: the order in which lines first run.
     """
 
@@ -211,10 +215,11 @@ class Switchboard:
         self.operations = Operations(backward)
         self.places = self.operations.places
         self.rounding = [p for p in self.places if p in self.operations.dtypes]
-        # By their backward pass, if they have one: there a loss scale overflows first.
-        last = {place.line: place.is_backward for place in self.rounding}
-        ordered = [p.line for p in self.rounding if p.is_backward == last[p.line]]
-        self.lines = list(dict.fromkeys(ordered))
+        last: dict[Line, None] = {}
+        for place in self.rounding:
+            last.pop(place.line, None)
+            last[place.line] = None
+        self.lines = list(last)
         self.first_runs = {line: i for i, line in enumerate(self.operations.lines)}
         self._programs: dict[Variant, Callable[..., Any]] = {}
 
@@ -227,7 +232,6 @@ class Switchboard:
         on: Collection[Place],
         limits: Limits = ALL_LIMITS,
         variant: Variant = PLAIN,
-        is_shaken: bool = False,
     ) -> Outcome:
         """Evaluates with these places in half precision, and all others in float32."""
         if variant not in self._programs:
@@ -235,8 +239,6 @@ class Switchboard:
         chosen = {_switch_of(place, variant) for place in on}
         switches = np.array([s in chosen for s in self._list_switches(variant)], bool)
         consts = self._backward.closed.consts
-        if is_shaken:
-            consts = _shake(consts)
         with jax.debug_nans(False), jax.debug_infs(False):
             outputs, notes = jax.device_get(
                 self._programs[variant](
@@ -247,7 +249,7 @@ class Switchboard:
         births = []
         numbers = {}
         for place, note in zip(_list_noted(self.places, variant), notes, strict=True):
-            if place in variant.limited:
+            if place in variant.measured:
                 numbers[place] = Numbers(*note.largest, *note.sums)._replace(
                     least_input=-note.largest[2]
                 )
@@ -280,23 +282,11 @@ def _switch_of(place: Place, variant: Variant) -> Place | Line:
     return place.line
 
 
-def _shake(consts: Sequence[Any]) -> list[Any]:
-    """Returns arrays with float32 changed by as much as float32 rounds."""
-    generator = np.random.default_rng(0)
-    shaken = []
-    for const in consts:
-        if dtype_of(const) == np.float32:
-            signs = generator.choice(np.array([-1, 1], np.float32), np.shape(const))
-            const = const * (1 + signs * np.float32(_SHAKE))
-        shaken.append(const)
-    return shaken
-
-
 def _list_noted(places: Collection[Place], variant: Variant) -> list[Place]:
     """Returns the places at which a program notes something."""
     if variant.notes_births:
         return list(places)
-    return [place for place in places if place in variant.limited]
+    return [place for place in places if place in variant.measured]
 
 
 class _Run:
@@ -315,13 +305,14 @@ class _Run:
         self._variant = variant
         self._noted = _list_noted(operations.places, variant)
         self._notes: dict[Place, _Note] = {}
+        self._signs = np.random.default_rng(0)
 
     def list_notes(self) -> list[_Note]:
         """Returns what was noted at each place where something may be."""
         return [self._notes.get(place, self._blank(place)) for place in self._noted]
 
     def _blank(self, place: Place) -> _Note:
-        if place in self._variant.limited:
+        if place in self._variant.measured:
             largest = np.full(_NUM_LARGEST, -np.inf, np.float32)
             return _Note(jnp.asarray(largest), jnp.zeros(_NUM_SUMS))
         return _Note(jnp.zeros(0), jnp.zeros(1))
@@ -350,13 +341,22 @@ class _Run:
             return self._enter(eqn, opened, inputs, around)
         with context(eqn):
             outputs = self._compute(eqn, inputs, rounding)
+            if self._variant.is_shaken:
+                outputs = list(map(self._shake, outputs))
         if place in self._variant.limited:
             outputs = [rounding.clean(x) for x in outputs]
-        elif self._variant.notes_births:
+        if self._variant.notes_births:
             made = _makes_bad(inputs, outputs)
             count = jnp.asarray(made, jnp.float32)[None]
             self.note(place, _Note(jnp.zeros(0), count))
         return outputs
+
+    def _shake(self, x: Any) -> Any:
+        """Returns an array in float32 times a number near 1, and others as they are."""
+        if dtype_of(x) != np.float32:
+            return x
+        sign = self._signs.choice(np.array([-1, 1], np.float32))
+        return lax.mul(x, lax.full_like(x, 1 + sign * np.float32(_SHAKE)))
 
     def note(self, place: Place, note: _Note) -> None:
         if place in self._notes:
@@ -587,6 +587,7 @@ class _Rounding:
         self.place = place
         self._dtype = variant.dtype
         self._is_limited = place in variant.limited
+        self._is_measured = place in variant.measured
         self._is_exact = bool({key, place} & variant.unrounded)
 
     def round(self, x: Any, dtype: Any) -> Any:
@@ -636,7 +637,7 @@ class _Rounding:
         self, inputs: Sequence[Any], exact: Sequence[Any], rounded: Sequence[Any]
     ) -> None:
         """Notes what became of the numbers."""
-        if not self._is_limited:
+        if not self._is_measured:
             return
         operands = list(filter(_is_floating, map(jnp.asarray, inputs)))
         for narrow, wide in zip(rounded, exact, strict=True):

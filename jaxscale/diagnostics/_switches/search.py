@@ -61,14 +61,12 @@ class Blame(NamedTuple):
       limit: which limit of the format is to blame there: `"overflow"`, `"underflow"`,
         `"rounding"`, `"range"` for the first two together, or `""` if it is more than that.
       error: the error with these lines in float32.
-      numbers: the numbers at the place.
     """
 
     lines: tuple[Line, ...]
     place: Place
     limit: str
     error: float
-    numbers: Numbers
 
 
 class Birth(NamedTuple):
@@ -119,7 +117,7 @@ class Search:
 
     @functools.cached_property
     def shaken(self) -> Outcome:
-        return self.board.evaluate(1.0, [], is_shaken=True)
+        return self.board.evaluate(1.0, [], variant=Variant(is_shaken=True))
 
     def error_at(self, loss_scale: float, factors: Sequence[float] = _FACTORS) -> ErrorOf:
         """Returns what gives the error at this scale or a better one."""
@@ -190,13 +188,12 @@ class Search:
         variant = Variant(limited=frozenset(self._places(lines)))
         place = self._find_place(lines[0], others, variant, error_of)
         everywhere = self.board.places
-        outcome = self.board.evaluate(loss_scale, everywhere, variant=variant)
         limit = ""
         for name, limits in _WITHOUT.items():
             if error_of(everywhere, limits, variant) <= CLOSE:
                 limit = name
                 break
-        return Blame(tuple(lines), place, limit, error, outcome.numbers[place])
+        return Blame(tuple(lines), place, limit, error)
 
     def _find_place(
         self, line: Line, others: list[Place], variant: Variant, error_of: ErrorOf
@@ -223,11 +220,14 @@ class Search:
 
         return lines[_bisect(len(lines), is_bad) - 1]
 
-    def measure(self, place: Place, loss_scale: float) -> Numbers:
-        """Returns the numbers at a place as the model is written."""
-        variant = Variant(limited=frozenset([place]))
-        places = self.board.places
-        outcome = self.board.evaluate(loss_scale, places, variant=variant)
+    def measure(
+        self, place: Place, loss_scale: float, on: Collection[Place] | None = None
+    ) -> Numbers:
+        """Returns the numbers at a place as the model is written, or with other places `on`."""
+        variant = Variant(measured=frozenset([place]))
+        if on is None:
+            on = self.board.places
+        outcome = self.board.evaluate(loss_scale, on, variant=variant)
         return outcome.numbers[place]
 
     def find_first_birth(self, loss_scale: float) -> Place | None:
@@ -251,7 +251,6 @@ class Search:
         places = self._places(lines)
         variant = Variant(limited=frozenset(places))
         cleaned = NO_LIMITS._replace(cleaned=True)
-        numbers = evaluate(1.0, [], variant=variant).numbers
 
         def is_enough(on: Sequence[Place]) -> bool:
             return evaluate(1.0, on, cleaned, variant).is_finite
@@ -259,8 +258,9 @@ class Search:
         for line in lines:
             if is_enough(self._places([line])):
                 place = next(birth for birth in births if birth.line == line)
-                return Birth(place, numbers[place], is_tried=True)
-        return Birth(births[0], numbers[births[0]], is_enough(places))
+                return Birth(place, self.measure(place, 1.0, []), is_tried=True)
+        first = births[0]
+        return Birth(first, self.measure(first, 1.0, []), is_enough(places))
 
     def _places(self, lines: Collection[Line]) -> list[Place]:
         chosen = set(lines)
