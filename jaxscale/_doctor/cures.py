@@ -15,6 +15,7 @@ from .._jax import Literal, Op, primitives_that
 from ..diagnostics._switches.board import Limits, Variant
 from ..diagnostics._switches.needs import EquationKey
 from ..diagnostics._switches.operations import Operation, Operations
+from ..diagnostics._switches.places import Line
 from ..diagnostics._switches.search import CLOSE, Birth, Blame, ErrorOf, Search
 
 _KEEP_AWAY = (
@@ -102,13 +103,16 @@ def find_cure(search: Search, blame: Blame, error_of: ErrorOf, is_mask: bool) ->
     """
     places = search.board.places
     operations = search.board.operations
-    if is_mask and blame.limit == "overflow" and re.search(_MASK, blame.place.line.text):
+    if (
+        is_mask
+        and blame.limit == "overflow"
+        and re.search(_MASK, blame.place.line.text)
+    ):
         at_line = frozenset(p for p in places if p.line == blame.place.line)
         variant = Variant(limited=at_line)
         if error_of(places, Limits(bounded=True), variant) <= CLOSE:
             return "mask"
-    for name, keys in _list_regions(operations, blame):
-        lines = {operations.by_key[key].place.line for key in keys}
+    for name, keys, lines in _list_regions(operations, blame):
         # Their derivatives come from the result instead.
         backward = [p for p in places if p.is_backward and p.line in lines]
         variant = Variant(unrounded=frozenset([*keys, *backward]))
@@ -159,21 +163,24 @@ def _is_left_out(search: Search, birth: Birth) -> bool:
 
 def _list_regions(
     operations: Operations, blame: Blame
-) -> Iterator[tuple[str, Set[EquationKey]]]:
-    """Yields cures, and the operations that are not rounded if one writes that instead.
+) -> Iterator[tuple[str, Set[EquationKey], Set[Line]]]:
+    """Yields cures, the operations that are not rounded if one writes that instead, and their lines.
 
     These are the operations from an exponential, or from a product, to the logarithm or the
     quotient of what is made of it, of which one is to blame.
     """
-    found: dict[str, set[EquationKey]] = {}
+    found: dict[str, tuple[set[EquationKey], set[Line]]] = {}
     for operation in operations.by_key.values():
         if operation.place.is_backward:
             continue
         name, region = _name_region(operations, operation)
         lines = {operations.by_key[key].place.line for key in region}
         if name and lines & {*blame.lines, blame.place.line}:
-            found.setdefault(name, set()).update(region)
-    yield from found.items()
+            keys, all_lines = found.setdefault(name, (set(), set()))
+            keys |= region
+            all_lines |= {*lines, operation.place.line}
+    for name, (keys, lines) in found.items():
+        yield name, keys, lines
 
 
 def _name_region(
@@ -193,6 +200,8 @@ def _name_region(
         if has_sum and made_by & _EXPONENTIALS:
             return "exponential of a row", region
         return "", set()
+    if _count_products(operations, region) >= _MANY_FACTORS:
+        return "product", region
     is_quotient = any(
         operations.by_key[key].makers[1]
         for key in region
@@ -208,8 +217,6 @@ def _name_region(
         return "logarithm of a sum", region
     if has_exponential:
         return "exponential", region
-    if _count_products(operations, region) >= _MANY_FACTORS:
-        return "product", region
     return "", set()
 
 
@@ -252,7 +259,11 @@ def _walk_back(
 def find_mean(search: Search) -> Sum | None:
     """Returns the largest sum in the loss whose mean gives finite and right gradients."""
     board = search.board
-    sums = [total for total in list_sums(board.operations) if total.weight * total.size >= _MANY]
+    sums = [
+        total
+        for total in list_sums(board.operations)
+        if total.weight * total.size >= _MANY
+    ]
     for total in sorted(sums, key=lambda total: -total.size):
         if abs(search.exact.loss) / total.size > float(np.finfo(np.float16).max):
             continue
@@ -320,4 +331,3 @@ def _read_number(atom: Any) -> float:
     if not isinstance(atom, Literal) or np.shape(atom.val):
         return 0.0
     return float(atom.val)
-

@@ -25,7 +25,14 @@ from .scales import (
     find_scale,
     needs_scale,
 )
-from .wording import join_lines, list_names, name_operation, say_error, say_mean, say_rounded
+from .wording import (
+    join_lines,
+    list_names,
+    name_operation,
+    say_error,
+    say_mean,
+    say_rounded,
+)
 
 # What share of a number half of the distance to its neighbour may be.
 _SPACING = {"bfloat16": "0.2%", "float16": "0.02%"}
@@ -140,7 +147,9 @@ def _find_nonfinite(exam: Exam) -> Iterator[Finding]:
 def _find_in_arguments(exam: Exam) -> Finding:
     names = list_names(exam.nonfinite_arguments)
     if not exam.nonfinite_outputs:
-        title = f"There is inf or NaN in {names}, but none in the loss or the gradients."
+        title = (
+            f"There is inf or NaN in {names}, but none in the loss or the gradients."
+        )
         return make_finding(title)
     title = f"There is inf or NaN in {names}, before anything is computed."
     return make_finding(
@@ -181,7 +190,9 @@ def _list_worst_leaves(exam: Exam) -> list[str]:
 def _advise_on_nonfinite(fault: Fault, exam: Exam) -> list[str]:
     largest = exam.largest_scale
     if largest and largest < exam.loss_scale:
-        return [f"Loss scale {power(largest)} is the largest that does not overflow here."]
+        return [
+            f"Loss scale {power(largest)} is the largest that does not overflow here."
+        ]
     if fault.kind == "compiled":
         return _advise(fault, exam)
     helpless = "No loss scale helps."
@@ -190,7 +201,10 @@ def _advise_on_nonfinite(fault: Fault, exam: Exam) -> list[str]:
     if fault.kind != "in float32":
         return [helpless, *_advise(fault, exam)]
     if not fault.cure:
-        return [helpless, "With 0 in the place of what is not finite, more lines are not."]
+        return [
+            helpless,
+            "With 0 in the place of what is not finite, more lines are not.",
+        ]
     return [
         helpless,
         _say_cure(fault),
@@ -311,7 +325,9 @@ def _advise(fault: Fault, exam: Exam) -> list[str]:
         cures.append(say_mean(exam.check.mean, ""))
     cures.append(_say_remedy(fault, exam, is_first=not cures))
     if fault.bfloat16:
-        cures.append("In bfloat16, with its sums, the gradients are right: that was tried.")
+        cures.append(
+            "In bfloat16, with its sums, the gradients are right: that was tried."
+        )
     return cures
 
 

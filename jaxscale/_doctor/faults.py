@@ -285,7 +285,8 @@ class Checker:
         """
         operations = self._search.board.operations
         is_constant = any(
-            constant.line == blame.place.line for constant in operations.constants.values()
+            constant.line == blame.place.line
+            for constant in operations.constants.values()
         )
         # A bound that is an argument, as that of `jnp.clip`, is converted by itself.
         is_constant |= all(

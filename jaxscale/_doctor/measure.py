@@ -183,7 +183,9 @@ class _Lookout:
             for name, output in outputs.items()
             if name.startswith("aux") and not np.isfinite(output).all()
         ]
-        arguments = [name.replace("args[0]", "params") for name in backward.nonfinite_arguments]
+        arguments = [
+            name.replace("args[0]", "params") for name in backward.nonfinite_arguments
+        ]
         operations = search.board.operations
         exam = exam._replace(
             nonfinite_arguments=tuple(n.replace("args[1]", "batch") for n in arguments),
@@ -216,7 +218,8 @@ class _Lookout:
     def _find_relief(self, exam: Exam, search: Search) -> Relief | None:
         """Returns which lines in float32 let a higher loss scale fit, if one would be better."""
         would_help = exam.is_limited or exam.best_scale < 1
-        if exam.ceiling is None or not exam.ceiling.where or not would_help:
+        ceiling = exam.ceiling
+        if ceiling is None or not ceiling.where or not would_help:
             return None
         higher = max(exam.best_scale * _HIGHER, 1.0)
         error_of = search.overflows_at(higher)
@@ -224,6 +227,7 @@ class _Lookout:
         others = [p for p in search.board.places if p.line not in lines]
         if error_of(others):
             return None
+        lines.sort(key=lambda line: line.where != ceiling.where)
         return Relief(higher, tuple(line.where for line in lines))
 
 

@@ -7,10 +7,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from tables import cases
 
-from jaxscale.diagnostics._line_search import Search
-from jaxscale.diagnostics._switchboard import Switchboard, Variant
-from jaxscale.diagnostics._trace.backward import TracedBackward
-from jaxscale.diagnostics._trace.places import Constants
+from jaxscale.diagnostics._switches.backward import Backward
+from jaxscale.diagnostics._switches.board import Switchboard, Variant
+from jaxscale.diagnostics._switches.search import Search
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -95,9 +94,7 @@ PROGRAMS = [
 
 
 def make_board(fun, *args):
-    constants = Constants()
-    traced = TracedBackward(fun, args, {}, constants)
-    return Switchboard(traced._closed, traced._names, constants)
+    return Switchboard(Backward(fun, args, {}))
 
 
 def compute(program, dtype):
@@ -118,8 +115,8 @@ def test_switches_choose_between_half_precision_and_float32(program, notes_birth
     board = make_board(lambda w, x: program(w, x, HALF), W, X)
     variant = Variant(notes_births=notes_births)
     exact = compute(program, jnp.float32)
-    for lines, expected in ((board.lines, compute(program, HALF)), ([], exact)):
-        outcome = board.evaluate(LOSS_SCALE, lines, variant=variant)
+    for places, expected in ((board.places, compute(program, HALF)), ([], exact)):
+        outcome = board.evaluate(LOSS_SCALE, places, variant=variant)
         (grad,) = outcome.grads.values()
         # Not to the last bit: a compiled program may reorder the sums within a product.
         spread = np.abs(expected - exact).max()

@@ -26,7 +26,9 @@ from tables import assert_same_bits, cases, each
 
 import jaxscale
 from jaxscale import _jax, diagnostics
-from jaxscale.diagnostics._trace.needs import HOLDERS
+from jaxscale.diagnostics._switches.backward import Backward
+from jaxscale.diagnostics._switches.board import Switchboard
+from jaxscale.diagnostics._switches.needs import HOLDERS
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -61,8 +63,9 @@ MAY_NAME_PRIMITIVES = {
     "_storage/noise.py": "`threefry2x32` is an implementation of keys",
     "_trees/gradient_leaves.py": "`name` is an attribute",
     "diagnostics/_plot.py": "`log` is a scale of Matplotlib",
-    "diagnostics/_trace/evaluate.py": "names the functions of two kinds of `scatter`",
-    "diagnostics/_trace/places.py": "`call` is an option of NumPy",
+    "diagnostics/_switches/board.py": "names what adds up in the format of its result",
+    "diagnostics/_switches/evaluate.py": "names the functions of two kinds of `scatter`",
+    "diagnostics/_switches/places.py": "`call` is an option of NumPy",
     "presets/_rule.py": "`clamp` is a policy's",
 }
 
@@ -496,8 +499,9 @@ def test_a_rule_in_a_recomputed_program_may_ask_what_has_a_derivative(by):
 
 
 def test_numpy_says_that_jax_rounds_a_number_to_zero():
-    report = diagnostics.trace(lambda x: jnp.sum(x * 1e-9), SCALING)(jnp.float16(1))
-    assert [constant.value for constant in report.constants] == [1e-9]
+    board = Switchboard(Backward(lambda x: jnp.sum(x * 1e-9), (jnp.float16(1),), {}))
+    (rounded,) = board.operations.constants.values()
+    assert (rounded.exact, rounded.became) == (1e-9, 0)
 
 
 def test_callers_in_jax_are_seen():

@@ -7,11 +7,9 @@ import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
-from tables import assert_same_bits
 
 import jaxscale
 from jaxscale import diagnostics
-from jaxscale.diagnostics._trace.backward import TracedBackward
 
 HALF = jnp.float16
 DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
@@ -94,14 +92,3 @@ def not_differentiated(fun):
 def assert_fields(record, **expected):
     """A place or a report has these fields, and maybe others."""
     assert {name: getattr(record, name) for name in expected} == expected
-
-
-def assert_computed_eagerly(fun, *args):
-    """A pass gives, to the last bit, the loss and the gradients of eager evaluation."""
-    args = jax.tree.map(jnp.asarray, args)
-    with jax.disable_jit():
-        expected = jaxscale.value_and_grad(fun, scaling(8))(*args)
-    run = TracedBackward(fun, args, {}).run(8.0)
-    actual = [run.values["loss"].array, *run.grads.values()]
-    assert_same_bits(actual, jax.tree.leaves(expected))
-    assert run.report().loss == float(expected[0])

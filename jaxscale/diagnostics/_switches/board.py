@@ -56,7 +56,7 @@ _ADD_UP = {
     "reduce_prod",
     "reduce_window_sum",
 }
-_SHAKE = 2.0**-22  # a few times what float32 rounds by
+_SHAKEN_BITS = 21  # of a mantissa: that rounds by a few times as much as float32
 _LARGEST_MASK = 1e4  # a number that stands for infinity, and that every format holds
 
 
@@ -181,7 +181,8 @@ class Variant(NamedTuple):
       notes_births: whether it notes where inf and NaN are made.
       dtype: another format in the place of half precision, if there is one.
       unrounded: the equations whose results are never rounded.
-      is_shaken: whether each number in float32 is changed by as much as float32 rounds.
+      is_shaken: whether numbers lose as little as the last bits of float32, in the place of what
+        half precision loses.
       native: the lines that compute in the format that they are written in, as the compiled model.
     """
 
@@ -207,7 +208,6 @@ class Switchboard:
       places: the places that have a switch, in the order in which they last run.
       lines: the lines among them at which something is rounded, in the order in which they
         last run: there a loss scale overflows first.
-      first_runs: the order in which lines first run.
     """
 
     def __init__(self, backward: Backward) -> None:
@@ -220,7 +220,6 @@ class Switchboard:
             last.pop(place.line, None)
             last[place.line] = None
         self.lines = list(last)
-        self.first_runs = {line: i for i, line in enumerate(self.operations.lines)}
         self._programs: dict[Variant, Callable[..., Any]] = {}
 
     def places_of(self, lines: Collection[Line]) -> list[Place]:
@@ -238,7 +237,11 @@ class Switchboard:
             self._programs[variant] = self._compile(variant)
         chosen = {_switch_of(place, variant) for place in on}
         switches = np.array([s in chosen for s in self._list_switches(variant)], bool)
-        consts = self._backward.closed.consts
+        closed = self._backward.closed
+        consts = [
+            const[...] if is_ref(var) else const
+            for const, var in zip(closed.consts, closed.jaxpr.constvars, strict=True)
+        ]
         with jax.debug_nans(False), jax.debug_infs(False):
             outputs, notes = jax.device_get(
                 self._programs[variant](
@@ -305,7 +308,6 @@ class _Run:
         self._variant = variant
         self._noted = _list_noted(operations.places, variant)
         self._notes: dict[Place, _Note] = {}
-        self._signs = np.random.default_rng(0)
 
     def list_notes(self) -> list[_Note]:
         """Returns what was noted at each place where something may be."""
@@ -333,16 +335,12 @@ class _Run:
     ) -> list[Any]:
         place = self._operations.place_of(eqn, needs, around)
         rounding = _Rounding(self, place, key_of(eqn, around))
-        inputs = [
-            self._read(eqn, atom, env, rounding, around) for atom in eqn.invars
-        ]
+        inputs = [self._read(eqn, atom, env, rounding, around) for atom in eqn.invars]
         opened = self._operations.open(eqn, needs)
         if opened:
             return self._enter(eqn, opened, inputs, around)
         with context(eqn):
             outputs = self._compute(eqn, inputs, rounding)
-            if self._variant.is_shaken:
-                outputs = list(map(self._shake, outputs))
         if place in self._variant.limited:
             outputs = [rounding.clean(x) for x in outputs]
         if self._variant.notes_births:
@@ -350,13 +348,6 @@ class _Run:
             count = jnp.asarray(made, jnp.float32)[None]
             self.note(place, _Note(jnp.zeros(0), count))
         return outputs
-
-    def _shake(self, x: Any) -> Any:
-        """Returns an array in float32 times a number near 1, and others as they are."""
-        if dtype_of(x) != np.float32:
-            return x
-        sign = self._signs.choice(np.array([-1, 1], np.float32))
-        return lax.mul(x, lax.full_like(x, 1 + sign * np.float32(_SHAKE)))
 
     def note(self, place: Place, note: _Note) -> None:
         if place in self._notes:
@@ -589,11 +580,14 @@ class _Rounding:
         self._is_limited = place in variant.limited
         self._is_measured = place in variant.measured
         self._is_exact = bool({key, place} & variant.unrounded)
+        self._is_shaken = variant.is_shaken
 
     def round(self, x: Any, dtype: Any) -> Any:
         """Returns float32 as it is in another format, where that is on."""
         if self._is_exact:
             return x
+        if self._is_shaken:
+            return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_SHAKEN_BITS)
         dtype = np.dtype(self._dtype or dtype)
         if self._is_limited:
             return _select(self._run.is_on(self.place), self._limit(x, dtype), x)
@@ -601,7 +595,7 @@ class _Rounding:
 
     def choose(self, narrow: Any, wide: Any) -> Any:
         """Returns what was computed in the format itself, where that is on."""
-        if self._is_exact:
+        if self._is_exact or self._is_shaken:
             return wide
         is_on = self._run.is_on(self.place)
         if self._is_limited:
@@ -622,9 +616,7 @@ class _Rounding:
         tiny = lax.select(is_tiny, rounded, limited)
         limited = _select(limits.smallest, tiny, limited)
         is_huge = lax.eq(lax.abs(rounded), np.float32(np.inf))
-        return _select(
-            limits.largest, lax.select(is_huge, rounded, limited), limited
-        )
+        return _select(limits.largest, lax.select(is_huge, rounded, limited), limited)
 
     def clean(self, x: Any) -> Any:
         """Returns an array with 0 for inf and NaN, where that is on."""

@@ -78,7 +78,6 @@ class Operations:
 
     Attributes:
       places: the places of all equations, in the order in which they last run.
-      lines: their lines, in the order in which they first run.
       dtypes: the half-precision format of the results at a place, if there is one.
       by_key: the operations, in the order in which they run.
       loss: the operations that may have made the loss.
@@ -91,7 +90,6 @@ class Operations:
         self._constants = backward.constants
         self._lines: dict[Any, Line] = {}
         self._order: dict[Place, None] = {}
-        self.lines: dict[Line, None] = {}
         self.dtypes: dict[Place, str] = {}
         self.by_key: dict[EquationKey, Operation] = {}
         self.constants: dict[Any, Rounded] = {}
@@ -106,7 +104,9 @@ class Operations:
         """Returns the equations that the results need, and what theirs are needed for."""
         usage = self._analysis.analyse(jaxpr, needs)
         return [
-            pair for pair in zip(jaxpr.eqns, usage.equations, strict=True) if any(pair[1])
+            pair
+            for pair in zip(jaxpr.eqns, usage.equations, strict=True)
+            if any(pair[1])
         ]
 
     def open(self, eqn: JaxprEqn, needs: Needs) -> list[tuple[Held, Needs]]:
@@ -170,7 +170,6 @@ class Operations:
         place = self.place_of(eqn, needs, around)
         self._order.pop(place, None)
         self._order[place] = None
-        self.lines.setdefault(place.line)
         for var in results(eqn):
             if is_half(dtype_of_atom(var)):
                 self.dtypes.setdefault(place, str(dtype_of_atom(var)))

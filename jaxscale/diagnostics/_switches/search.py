@@ -119,7 +119,9 @@ class Search:
     def shaken(self) -> Outcome:
         return self.board.evaluate(1.0, [], variant=Variant(is_shaken=True))
 
-    def error_at(self, loss_scale: float, factors: Sequence[float] = _FACTORS) -> ErrorOf:
+    def error_at(
+        self, loss_scale: float, factors: Sequence[float] = _FACTORS
+    ) -> ErrorOf:
         """Returns what gives the error at this scale or a better one."""
 
         def error_of(
@@ -157,8 +159,8 @@ class Search:
     def find_lines(self, error_of: ErrorOf, most: int = MOST_LINES) -> list[Line]:
         """Returns the lines without whose limits all is right, or those that were tried in vain.
 
-        They are found by bisection, the most harmful first. If it is one, it is the first of those
-        that do harm in the order of `Switchboard.lines`.
+        They are found by bisection. If it is one, it is the first of those that do harm in the
+        order of `Switchboard.lines`.
         """
         chosen: list[Line] = []
         while len(chosen) < min(most, len(self.lines)):
@@ -171,9 +173,6 @@ class Search:
             fewer = [other for other in chosen if other != line]
             if fewer and error_of(self._places(self._without(fewer))) <= CLOSE:
                 chosen = fewer
-        if len(chosen) > 1:
-            harm = {line: error_of(self._places([line])) for line in chosen}
-            chosen.sort(key=lambda line: (-harm[line], self.board.first_runs[line]))
         return chosen
 
     def blame(
@@ -186,7 +185,15 @@ class Search:
         others = self._places(self._without(lines))
         error = error_of(others)
         variant = Variant(limited=frozenset(self._places(lines)))
-        place = self._find_place(lines[0], others, variant, error_of)
+        found = {}  # of each line: how much harm it does alone, and at which place
+        for line in lines:
+            harm = 0.0
+            if len(lines) > 1:
+                harm = error_of(self._places([line]))
+            place = self._find_place(line, others, variant, error_of)
+            found[line] = (-harm, self.board.places.index(place))
+        lines.sort(key=lambda line: found[line])
+        place = self.board.places[found[lines[0]][1]]
         everywhere = self.board.places
         limit = ""
         for name, limits in _WITHOUT.items():
@@ -306,4 +313,3 @@ def find_error(value: Any, exact: Any) -> float:
     if not norm:
         return 0.0
     return float(np.linalg.norm((wide - wide_exact).ravel()) / norm)
-

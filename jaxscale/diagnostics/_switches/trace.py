@@ -99,6 +99,8 @@ class TraceReport:
             parts.append(f"inf or NaN in {', '.join(self.nonfinite_outputs)}")
         if self.limit:
             parts.append(f"what is lost at the lines to blame: {self.limit}")
+        if self.not_entered:
+            parts.append(f"looked at as one: {', '.join(self.not_entered)}")
         for line in self.lines[:_MOST_LINES]:
             parts.append(f"to blame: {line}" if line.is_to_blame else str(line))
         parts += [f"{words} lines" for words in and_more(self.lines, _MOST_LINES)]
