@@ -164,7 +164,7 @@ def _is_left_out(search: Search, birth: Birth) -> bool:
 def _list_regions(
     operations: Operations, blame: Blame
 ) -> Iterator[tuple[str, Set[EquationKey], Set[Line]]]:
-    """Yields cures, the operations that are not rounded if one writes that instead, and their lines.
+    """Yields cures, the operations that they leave unrounded, and the lines of these.
 
     These are the operations from an exponential, or from a product, to the logarithm or the
     quotient of what is made of it, of which one is to blame.

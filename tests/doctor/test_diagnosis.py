@@ -182,6 +182,22 @@ NONFINITE = {
         ],
         never=["become 0", "log_softmax"],
     ),
+    "root_not_taken": Case(
+        1,
+        [
+            f"It begins at {line_of('not taken')}",
+            "Put another `where` inside",
+            "loss and gradients are finite: that was tried",
+        ],
+        never=["a variance"],
+    ),
+    "power_not_taken": Case(
+        1,
+        [f"It begins at {line_of('not taken either')}", "Put another `where` inside"],
+    ),
+    "arc_not_taken": Case(
+        1, [f"It begins at {line_of('the arc')}", "Put another `where` inside"]
+    ),
     "clip": Case(
         1,
         [
@@ -236,6 +252,13 @@ WRONG = {
             "Compute this line in float32: that was tried",
         ],
         never=["No single"],
+    ),
+    "index_of_floats": Case(
+        1,
+        [
+            f"It begins at {line_of('the index')}",
+            "where float16 only holds multiples of 2",
+        ],
     ),
     "offset": Case(
         0,

@@ -56,7 +56,8 @@ _ADD_UP = {
     "reduce_prod",
     "reduce_window_sum",
 }
-_SHAKEN_BITS = 21  # of a mantissa: that rounds by a few times as much as float32
+_SHAKE = 2.0**-22  # a few times what float32 rounds by
+_GIVEN = primitives_that(Op.PASSES_ON) - primitives_that(Op.CASTS)  # not computed
 _LARGEST_MASK = 1e4  # a number that stands for infinity, and that every format holds
 
 
@@ -181,8 +182,8 @@ class Variant(NamedTuple):
       notes_births: whether it notes where inf and NaN are made.
       dtype: another format in the place of half precision, if there is one.
       unrounded: the equations whose results are never rounded.
-      is_shaken: whether numbers lose as little as the last bits of float32, in the place of what
-        half precision loses.
+      is_shaken: whether numbers change as little as float32 rounds, in the place of what half
+        precision rounds.
       native: the lines that compute in the format that they are written in, as the compiled model.
     """
 
@@ -308,6 +309,7 @@ class _Run:
         self._variant = variant
         self._noted = _list_noted(operations.places, variant)
         self._notes: dict[Place, _Note] = {}
+        self._signs = np.random.default_rng(0)
 
     def list_notes(self) -> list[_Note]:
         """Returns what was noted at each place where something may be."""
@@ -557,6 +559,12 @@ class _Run:
 
     # For `_Rounding`.
 
+    def shake(self, place: Place) -> np.float32:
+        """Returns a number near 1, or 1 for an operation that returns what it is given."""
+        if place.primitive in _GIVEN:
+            return np.float32(1)
+        return 1 + np.float32(_SHAKE) * self._signs.choice(np.float32([-1, 1]))
+
     def is_on(self, place: Place) -> Any:
         return self._on[_switch_of(place, self._variant)]
 
@@ -587,7 +595,7 @@ class _Rounding:
         if self._is_exact:
             return x
         if self._is_shaken:
-            return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=_SHAKEN_BITS)
+            return lax.mul(x, lax.full_like(x, self._run.shake(self.place)))
         dtype = np.dtype(self._dtype or dtype)
         if self._is_limited:
             return _select(self._run.is_on(self.place), self._limit(x, dtype), x)

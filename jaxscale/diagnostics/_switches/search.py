@@ -278,7 +278,7 @@ class Search:
 
 
 def _is_most(part: float, error: float) -> bool:
-    """Returns whether a part of an error is most of it. An error is inf if something is not finite."""
+    """Returns whether a part of an error, which may be inf, is most of it."""
     return part > CLOSE and part >= error / 2
 
 

@@ -68,8 +68,8 @@ class TraceReport:
       nonfinite_arguments: which arguments do.
       limit: which limit of the format is to blame at the lines to blame: `"overflow"`,
         `"underflow"`, `"rounding"`, `"range"` for the first two, or `""` for more than that.
-      lines: the lines that round numbers, those to blame first, then the most harmful. Where float32
-        is not finite either, the line that makes inf or NaN.
+      lines: the lines that round numbers, those to blame first, then the most harmful. Where
+        float32 is not finite either, the line that makes inf or NaN.
       not_entered: the names of operations that hold others which were not looked at.
     """
 
