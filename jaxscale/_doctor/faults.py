@@ -290,7 +290,7 @@ class Checker:
         )
         # A bound that is an argument, as that of `jnp.clip`, is converted by itself.
         is_constant |= all(
-            not operation.eqn.outvars[0].aval.shape
+            operation.is_scalar
             for operation in operations.by_key.values()
             if operation.place == blame.place
         )

@@ -563,7 +563,9 @@ class _Run:
         """Returns a number near 1, or 1 for an operation that returns what it is given."""
         if place.primitive in _GIVEN:
             return np.float32(1)
-        return 1 + np.float32(_SHAKE) * self._signs.choice(np.float32([-1, 1]))
+        return 1 + np.float32(_SHAKE) * self._signs.choice(
+            np.array([-1, 1], np.float32)
+        )
 
     def is_on(self, place: Place) -> Any:
         return self._on[_switch_of(place, self._variant)]
@@ -595,7 +597,9 @@ class _Rounding:
         if self._is_exact:
             return x
         if self._is_shaken:
-            return lax.mul(x, lax.full_like(x, self._run.shake(self.place)))
+            factor = lax.full_like(x, self._run.shake(self.place))
+            # XLA would take long to fuse so many operations into one.
+            return lax.optimization_barrier(lax.mul(x, factor))
         dtype = np.dtype(self._dtype or dtype)
         if self._is_limited:
             return _select(self._run.is_on(self.place), self._limit(x, dtype), x)

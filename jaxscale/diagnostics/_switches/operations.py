@@ -63,6 +63,11 @@ class Operation(NamedTuple):
     place: Place
     makers: tuple[Keys, ...]
 
+    @property
+    def is_scalar(self) -> bool:
+        aval: Any = self.eqn.outvars[0].aval
+        return not aval.shape
+
 
 class Rounded(NamedTuple):
     """A number of the source that a narrow format rounded to 0, 1 or inf."""
