@@ -26,23 +26,18 @@ if "_optimization_" not in os.environ["XLA_FLAGS"]:
 os.environ.setdefault("NPROC", "128")
 
 import itertools
-import zlib
 
 import hypothesis
 import jax
 import pytest
 
+# Of the README's command. The tests that also run in the other worlds of `.ci/tests` have a mark of
+# their own.
+LEFT_OUT = ("slow", "docs", "worlds")
+
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--slow", action="store_true", help="run the tests marked slow and docs, too"
-    )
-    parser.addoption(
-        "--part",
-        default="1/1",
-        metavar="K/N",
-        help="run the Kth part of N of the tests, and those of pages as without it",
-    )
+    parser.addoption("--slow", action="store_true", help="run all tests")
 
 
 def pytest_configure(config):
@@ -52,6 +47,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: runs only with --slow")
     config.addinivalue_line(
         "markers", "docs: of what is written about the code; runs only with --slow"
+    )
+    config.addinivalue_line(
+        "markers", "worlds: runs with --slow, and with each version of .ci/tests"
+    )
+    config.addinivalue_line(
+        "markers", "device: a law that holds on any accelerator, and is run on one"
     )
     options = {"max_examples": 60 if config.option.slow else 20, "derandomize": True}
     hypothesis.settings.register_profile("ours", deadline=None, **options)
@@ -66,14 +67,11 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m slow` selects
 def pytest_collection_modifyitems(config, items):
-    number, parts = map(int, config.option.part.split("/"))
+    if config.option.slow:
+        return
 
     def is_left_out(item):
-        marks = {mark.name for mark in item.iter_markers()}
-        if marks & {"slow", "docs"} and not config.option.slow:
-            return True
-        of_part = zlib.crc32(item.nodeid.encode()) % parts + 1
-        return of_part != number and "docs" not in marks
+        return any(mark.name in LEFT_OUT for mark in item.iter_markers())
 
     config.hook.pytest_deselected(items=list(filter(is_left_out, items)))
     items[:] = itertools.filterfalse(is_left_out, items)

@@ -21,18 +21,16 @@ _Result = TypeVar("_Result")
 
 
 @functools.cache
-def _make_autocast(dtype: str, half_carries: bool) -> "Autocast":
+def _make_autocast(dtype: str) -> "Autocast":
     # Not imported before it is used: most programs do without.
     from .interpreter import Autocast
 
-    return Autocast(np.dtype(dtype), half_carries)
+    return Autocast(np.dtype(dtype))
 
 
 def autocast(
     fun: Callable[_Args, _Result],
     dtype: Any = jnp.float16,
-    *,
-    half_carries: bool = False,
 ) -> Callable[_Args, _Result]:
     """Returns the function, with its matrix products and convolutions in half precision.
 
@@ -66,16 +64,14 @@ def autocast(
     functions keep their rules, and values that loops carry keep their dtype by default. Integers,
     float64, complex numbers, kernels, callbacks and what is written in half precision by hand are
     left alone; `half_precision` casts for a kernel. Source lines and named scopes stay those of the
-    model. Under `jit` with arrays that are sharded over devices, the gradient of a product is
-    summed over these in half precision.
+    model. The gradient of a float32 weight comes from its matrix products in float32, and devices
+    add it in float32; that of a convolution is rounded first.
 
-    A `scan` over layers carries float32, which `jax.checkpoint` then keeps for each layer.
-    `half_carries=True` halves that, as in models written in half precision. The price: if a layer
-    adds less than 2**-12 of the sum (2**-9 in bfloat16), that is lost, and in float16 the sum ends
-    at 65504. So use it for layers, and not for loops that add small numbers to a large one many
-    times, such as the steps of an ODE or of an optimizer. Carried values that are not computed from
-    a product of themselves stay as they are: counters, times, sums of losses, the cell of an LSTM.
-    So does what `full_precision` returns.
+    A `scan` carries what the program declares: over layers mostly float32, which `jax.checkpoint`
+    then keeps for each layer. If you cast the first carry to half precision, and the next ones
+    likewise in the body, that is halved. The price: if a layer adds less than 2**-12 of the sum
+    (2**-9 in bfloat16), that is lost, and in float16 the sum ends at 65504. So do it for layers,
+    and not for loops that add small numbers to a large one many times, such as the steps of an ODE.
 
     Modules of Flax NNX may be arguments, and may be changed in place. NumPy arrays, numbers and
     everything else that is not an array of JAX reach the function as they are.
@@ -83,7 +79,6 @@ def autocast(
     Args:
       fun: a function, such as a loss, Linen's `model.apply`, or a module of NNX.
       dtype: float16, bfloat16, or float32, which returns `fun` itself.
-      half_carries: whether a `scan` carries in half precision what its products read and make.
 
     Returns:
       A function with the arguments of `fun` and outputs of the same shapes and dtypes. Call it
@@ -101,9 +96,9 @@ def autocast(
         functions and foreign kernels that get float32 values of the program also give a warning,
         because nothing can look into them. There is one warning of products that are cast although
         it is not known whether an algorithm of JAX calls them, as with a later JAX. If there is no
-        such warning, there is one if nothing in `fun` is cast, with the reason and the line, or if
-        `half_carries` changes nothing. What `full_precision` marks gives no warning, and an
-        `autocast` inside another one does not warn that it changes nothing.
+        such warning, there is one if nothing in `fun` is cast, with the reason and the line. What
+        `full_precision` marks gives no warning, and an `autocast` inside another one does not warn
+        that it changes nothing.
 
     Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 
@@ -138,7 +133,7 @@ def autocast(
         )
     if name == "float32":
         return fun
-    return wrap_call(functools.partial(_call, _make_autocast(name, half_carries)), fun)
+    return wrap_call(functools.partial(_call, _make_autocast(name)), fun)
 
 
 def _call(

@@ -163,9 +163,6 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
     program = rewritten.program
     leaves, views = jax.tree.flatten(args)
 
-    def run(*leaves: Any) -> Any:
-        return tuple(jaxpr_as_fun(program)(*leaves))
-
     def run_forward(perturbed_leaves: tuple[bool, ...], *leaves: Any) -> Any:
         perturbed = tuple(_select_sources(jax.tree.unflatten(views, perturbed_leaves)))
         values = jax.tree.unflatten(views, leaves)
@@ -204,7 +201,7 @@ def rewrite_custom_vjp(frame: Frame, eqn: JaxprEqn) -> Outputs:
         return _give_to_sources(gradients, perturbed, in_types)
 
     no_forward = NO_FORWARD if at_boundary else _NO_FORWARD
-    outputs = _jax.keep_rule(run, run_forward, no_forward, *leaves)
+    outputs = _jax.keep_rule(program, run_forward, no_forward, *leaves)
     return rewritten.mark(outputs)
 
 

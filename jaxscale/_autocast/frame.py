@@ -114,6 +114,12 @@ class Frame:
             return stand_in(half, self.read_wide(atom), self.dtype)
         return half
 
+    def read_source(self, atom: Any) -> Any:
+        """Returns the float32 array that a product's operand is rounded from, if there is one."""
+        if isinstance(atom, Literal) or not is_float32(atom) or self.is_narrow(atom):
+            return None
+        return self.values[atom]
+
     def _read_shared_half(self, var: Any) -> Any:
         if var in self.narrow:
             return self.read_narrow(var)

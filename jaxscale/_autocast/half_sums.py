@@ -5,6 +5,7 @@ that to a row of an embedding, or to a weight that each turn of a loop reads.
 """
 
 import collections
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,9 +39,7 @@ def find_pulled(eqn: JaxprEqn) -> Iterator[Any]:
     """
     if not has_gradient(eqn):
         return
-    if _jax.is_stand_in(eqn):
-        yield eqn.invars[1]
-    elif form_of(eqn) is Form.RECOMPUTED:
+    if form_of(eqn) is Form.RECOMPUTED:
         segment = _jax.callee(eqn).jaxpr
         pulled = set(variables(segment.outvars))
         for inner in segment.eqns:
@@ -49,7 +48,8 @@ def find_pulled(eqn: JaxprEqn) -> Iterator[Any]:
             if var in pulled:
                 yield from variables([atom])
     else:
-        yield from variables(eqn.invars)
+        pulled_inputs = _jax.find_pulled_inputs(eqn)
+        yield from variables(itertools.compress(eqn.invars, pulled_inputs))
 
 
 def find_pulled_halves(eqn: JaxprEqn) -> list[Any]:

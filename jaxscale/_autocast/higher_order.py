@@ -1,8 +1,8 @@
 """The rules for equations that hold programs: calls, loops, branches, devices.
 
 Each of these programs is rewritten for the inputs that it comes with: see `rewriting.py`. What a
-loop carries and what branches return keep the dtypes that the program declares. Only a `scan` with
-`half_carries` may carry narrow values. What a call returns and what a `scan` stacks may be narrow.
+loop carries and what branches return keep the dtypes that the program declares. What a call returns
+and what a `scan` stacks may be narrow.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from .._jax import (
     open_equation,
     with_programs,
 )
-from .carries import find_half_carries
 from .casts import has_products
 from .frame import Frame
 from .half_sums import adds_halves_inside
@@ -93,18 +92,16 @@ def rewrite_remat(frame: Frame, eqn: JaxprEqn) -> Outputs:
 
 
 def rewrite_scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `scan`. What it carries keeps its dtype by default; what it stacks need not."""
+    """Evaluates `scan`. What it carries keeps its dtype; what it stacks need not."""
     loop = _jax.scan(eqn)
     if _is_left(frame, eqn):
         return run_as_written(frame, eqn)
-    half_carries = [False] * loop.carries
-    if frame.autocast.half_carries:
-        half_carries = find_half_carries(loop, frame.place.inside(eqn, loop.body))
-    args = _read_scan_inputs(frame, eqn, loop, half_carries)
+    args = _read_scan_inputs(frame, eqn, loop)
+    as_declared_carries = (False,) * loop.carries
     rounded_stacks = _find_rounded_outputs(frame, eqn)[loop.carries :]
     way = Way(
-        fixed=tuple(half_carries),
-        rounded_outputs=(*half_carries, *rounded_stacks),
+        fixed=as_declared_carries,
+        rounded_outputs=(*as_declared_carries, *rounded_stacks),
         in_loop=True,
     )
     rewritten = rewrite(frame, eqn, loop.body, args, way)
@@ -122,9 +119,7 @@ def rewrite_scan(frame: Frame, eqn: JaxprEqn) -> Outputs:
     return rewritten.mark(outputs)
 
 
-def _read_scan_inputs(
-    frame: Frame, eqn: JaxprEqn, loop: _jax.Scan, half_carries: Sequence[bool]
-) -> list[Any]:
+def _read_scan_inputs(frame: Frame, eqn: JaxprEqn, loop: _jax.Scan) -> list[Any]:
     """Returns the inputs of a `scan`, as its body takes them."""
     args = read_inputs(frame, eqn)
     variables = loop.body.jaxpr.invars
@@ -135,10 +130,7 @@ def _read_scan_inputs(
                 # the cotangents of all turns are added
                 args[i] = frame.read_views(atom)
         elif i < first_x:
-            if half_carries[i - loop.consts]:
-                args[i] = frame.read_half(atom)
-            else:
-                args[i] = as_declared(frame.read_wide(atom), variables[i])
+            args[i] = as_declared(frame.read_wide(atom), variables[i])
         elif is_half(atom):
             # each turn has a cotangent of its own: there is no sum to keep in float32
             args[i] = frame.read_wide(atom)
@@ -181,13 +173,13 @@ def _read_for_each(
 
 
 def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
-    """Evaluates `shard_map` and `pmap`: the program of each device is rewritten."""
+    """Evaluates `shard_map`: the program of each device is rewritten."""
     mapping = _jax.mapped(eqn)
     if not _changes_inside(frame, eqn):
         return run_as_written(frame, eqn)
     args: list[Any] = []
     specs: list[Any] = []
-    for atom, spec in zip(eqn.invars, mapping.options[mapping.inputs], strict=True):
+    for atom, spec in zip(eqn.invars, mapping.options["in_specs"], strict=True):
         if frame.is_narrow(atom):
             # Where devices share an input, what comes back to it is added.
             args.append(frame.read_views(atom))
@@ -203,5 +195,5 @@ def rewrite_mapped(frame: Frame, eqn: JaxprEqn) -> Outputs:
         outputs = frame.autocast.run(mapping.program, args, place)
         return tuple(map(without_mark, outputs))
 
-    run_on_devices = mapping.map(run, **{mapping.inputs: tuple(specs)})
+    run_on_devices = mapping.map(run, in_specs=tuple(specs))
     return run_on_devices(*leaves)

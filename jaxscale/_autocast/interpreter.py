@@ -61,7 +61,6 @@ _RULES_OF_FORMS: dict[Form, Rule] = {
     Form.WHILE: rewrite_loop_or_branches,
     Form.BRANCHES: rewrite_loop_or_branches,
     Form.SHARD_MAP: rewrite_mapped,
-    Form.PMAP: rewrite_mapped,
 }
 # Which rule rewrites an equation, by the name of its primitive.
 RULES = dict(SIMPLE_RULES)
@@ -101,13 +100,11 @@ class Autocast:
 
     Attributes:
       dtype: that of the products, and of what they read and return.
-      half_carries: whether a `scan` may carry half precision.
       rewritten: for each jaxpr, by its signature, what it was rewritten to.
     """
 
-    def __init__(self, dtype: np.dtype, half_carries: bool) -> None:
+    def __init__(self, dtype: np.dtype) -> None:
         self.dtype = dtype
-        self.half_carries = half_carries
         self.rewritten: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
     def run(
@@ -178,9 +175,7 @@ class Autocast:
             forget_warnings()
             outputs = self._run_traced(traced, Place())
             if is_outermost:
-                warn_if_unchanged(
-                    traced.program, traced.flat.__name__, self.half_carries
-                )
+                warn_if_unchanged(traced.program, traced.flat.__name__)
             return outputs
 
         # In a copy of the context, which forgets what was warned of when the call is over.
@@ -224,7 +219,7 @@ def add_in_float32(program: ClosedJaxpr) -> ClosedJaxpr:
     place = Place(owner=Owner.UNCAST)
 
     def run(*args: Any) -> list[Any]:
-        outputs = Autocast(_BFLOAT16, half_carries=False).run(program, args, place)
+        outputs = Autocast(_BFLOAT16).run(program, args, place)
         return list(map(as_declared, outputs, program.jaxpr.outvars))
 
     return jax.make_jaxpr(run)(*program.in_avals)

@@ -18,25 +18,22 @@ A rule evaluates one equation of a program and returns its outputs. The words:
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from .._jax import (
     JaxprEqn,
     Literal,
-    barrier,
     bind,
-    cast,
     dot_dimensions,
     fill_value,
+    multiply_half,
     programs,
     with_preferred_type,
 )
 from . import table
 from .casts import is_attention_scores
 from .frame import Frame
-from .values import FLOAT32, Narrow, ToRound, is_float32, is_half
+from .values import FLOAT32, Narrow, ToRound, has_dtype, is_float32, is_half
 
 Outputs = Sequence[Any]
 Rule = Callable[[Frame, JaxprEqn], Outputs]
@@ -55,55 +52,23 @@ def multiply_matrices(frame: Frame, eqn: JaxprEqn) -> Outputs:
     # In a float32 program, JAX asks products for float32 outputs. Asking for half precision instead
     # only rounds the result: hardware accumulates in float32 anyway.
     params = with_preferred_type(eqn, old=FLOAT32, new=frame.dtype)
+    operands_are_half = all(has_dtype(operand, frame.dtype) for operand in operands)
+    if not (operands_are_half and dot_dimensions(eqn)):
+        return bind(
+            eqn, operands, params
+        )  # a convolution, or one operand is of integers
+    sources = list(map(frame.read_source, eqn.invars))
     if is_attention_scores(eqn, frame.place.owner):
         # A softmax in float32 reads the scores, so they stay in float32.
-        exact = with_preferred_type(eqn, old=FLOAT32, new=FLOAT32)
-        return [_multiply_activations(eqn, operands, exact, params)]
-    if _has_batch_dimensions(eqn):
-        return [_multiply_activations(eqn, operands, params, params)]
-    return bind(eqn, operands, params)
+        params = with_preferred_type(eqn, old=FLOAT32, new=FLOAT32)
+    elif not _has_batch_dimensions(eqn) and all(source is None for source in sources):
+        return bind(eqn, operands, params)
+    return [multiply_half(operands, sources, params)]
 
 
 def _has_batch_dimensions(eqn: JaxprEqn) -> bool:
     # for each operand: the axes that it sums over, and its batch axes
     return any(batch for _, batch in dot_dimensions(eqn))
-
-
-def _multiply_activations(
-    eqn: JaxprEqn,
-    operands: Sequence[Any],
-    params: dict[str, Any],
-    derivative_params: dict[str, Any],
-) -> jax.Array:
-    """Returns a product of two large arrays, as in attention.
-
-    Its derivative differs from JAX's own in two ways. It multiplies in half precision whatever the
-    product returns: for float32 cotangents and half-precision operands hardware has no fast
-    product. And on a CPU its two gradients are computed before one is used. Each needs one operand.
-    If XLA first computes what follows from one gradient, it keeps the operand of the other
-    meanwhile: another array of queries times keys.
-    """
-
-    @jax.custom_jvp
-    def multiply(*operands: Any) -> jax.Array:
-        return bind(eqn, operands, params)[0]
-
-    def derive(operands: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        product = multiply(*operands)
-        if not any(isinstance(tangent, SymbolicZero) for tangent in tangents):
-            tangents = barrier(*tangents)
-        terms = []
-        for i, tangent in enumerate(tangents):
-            if isinstance(tangent, SymbolicZero):
-                continue
-            with_tangent = list(operands)
-            with_tangent[i] = tangent
-            (term,) = bind(eqn, with_tangent, derivative_params)
-            terms.append(cast(term, product.dtype))
-        return product, sum(terms[1:], start=terms[0])
-
-    multiply.defjvp(derive, symbolic_zeros=True)
-    return multiply(*operands)
 
 
 def move(frame: Frame, eqn: JaxprEqn) -> Outputs:

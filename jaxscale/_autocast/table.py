@@ -33,6 +33,8 @@ ALGORITHMS = {
 ALGORITHMS_BY_NAME = {
     "numpy/linalg.py": {"matrix_power", "_pinv", "_pinv_jvp", "_lstsq"},
     "numpy/lax_numpy.py": {"cov"},
+    # moves numbers by a convolution with 0 and 1
+    "lax/other.py": {"conv_general_dilated_patches"},
     "scipy/signal.py": {"detrend"},
 }
 
@@ -42,7 +44,7 @@ ALGORITHMS_BY_NAME = {
 # version of JAX moves in silence.
 PASSING_ON = (
     # products
-    *("lax/lax.py", "lax/convolution.py", "lax/other.py"),
+    *("lax/lax.py", "lax/convolution.py"),
     *("numpy/tensor_contractions.py", "numpy/einsum.py", "numpy/array_methods.py"),
     *("experimental/sparse/bcoo.py", "experimental/sparse/transform.py"),
     # transformations, maps and models
@@ -52,7 +54,7 @@ PASSING_ON = (
 PASSING_ON_BY_NAME = {
     *("matmul", "multi_dot", "tensordot", "vecdot"),
     *("convolve", "correlate", "_conv", "convolve2d", "correlate2d", "_convolve_nd"),
-    "apply_along_axis",
+    *("apply_along_axis", "conv_general_dilated_local"),
 }
 
 # JAX's attention asks for its logits in float32, as a mask or a large key needs.

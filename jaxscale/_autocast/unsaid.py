@@ -30,7 +30,6 @@ from .._jax import (
 )
 from . import table
 from .callers import OF_MODEL, Origin, Place, origin_of, outermost
-from .carries import find_half_carries
 from .casts import (
     EXACT,
     NOT_OF_MATRICES,
@@ -49,7 +48,6 @@ from .values import is_float32, is_full_precision, is_half, marker_of
 
 _NO_RULE = "`autocast` has no rule for it"
 _CLOSED = "`autocast` cannot look into it"
-_OWN_TYPES = "it takes or makes values of a type that is not an array of JAX"
 _UNKNOWN_FORM = (
     f"JAX {jax.__version__} gives it other parameters than the versions that jaxscale was tested "
     f"with, {_jax.TESTED}"
@@ -188,13 +186,13 @@ def _why_not_read(eqn: JaxprEqn) -> str | None:
     """Returns why an equation could not be read, or `None` if no product is in it."""
     if any(programs(eqn)) and not has_products(eqn):
         return None
-    reason = _UNKNOWN_FORM
-    if _jax.takes_own_types(eqn):
-        reason = _OWN_TYPES
     class_name = _jax.class_of_object(eqn)
     if class_name is None:
-        return reason
-    return f"{reason} (it is a `{class_name}`)"
+        return _UNKNOWN_FORM
+    return (
+        f"it is a `{class_name}`, which is no program of arrays in a form that jaxscale knows; it "
+        f"was tested with JAX {_jax.TESTED}"
+    )
 
 
 def _may_have_products(eqn: JaxprEqn) -> bool:
@@ -210,27 +208,20 @@ def _may_have_products(eqn: JaxprEqn) -> bool:
     return _jax.reaches_program(eqn)
 
 
-def warn_if_unchanged(
-    program: ClosedJaxpr, name: str, carries_may_be_half: bool
-) -> None:
-    """Warns if `autocast` casts nothing in a program, or, if it should, no carry of a loop.
+def warn_if_unchanged(program: ClosedJaxpr, name: str) -> None:
+    """Warns if `autocast` casts nothing in a program.
 
     It does not if something in the program was warned of, is marked, or is in half precision.
     """
     if _warned_of.get():
         return
-    if not casts_anything(program):
-        reason = _why_nothing_is_cast(program)
-        if reason:
-            _warn(
-                f"`autocast` changes nothing in `{name}`: {reason}. Wrap the function that has the "
-                "products, such as the loss or the model, or leave `autocast` out."
-            )
-    elif carries_may_be_half and not any(map(_has_half_carries, walk_program(program))):
+    if casts_anything(program):
+        return
+    reason = _why_nothing_is_cast(program)
+    if reason:
         _warn(
-            f"`autocast(half_carries=True)` carries nothing in half precision in `{name}`: it has "
-            "no `jax.lax.scan` with a carry that is computed from a product of itself. Leave "
-            "`half_carries` out."
+            f"`autocast` changes nothing in `{name}`: {reason}. Wrap the function that has the "
+            "products, such as the loss or the model, or leave `autocast` out."
         )
 
 
@@ -327,15 +318,6 @@ def _find_uncast(
 def _name_inexact(atoms: Iterable[Any]) -> set[str]:
     """Returns the names of the floating-point and complex dtypes of some variables."""
     return {atom.aval.dtype.name for atom in atoms if holds_inexact(atom.aval)}
-
-
-def _has_half_carries(eqn: JaxprEqn) -> bool:
-    if form_of(eqn) is not Form.SCAN:
-        return False
-    try:
-        return any(find_half_carries(_jax.scan(eqn), Place()))
-    except _jax.UnknownFormError:
-        return False
 
 
 def _warn(message: str) -> None:

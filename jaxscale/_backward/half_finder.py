@@ -68,10 +68,8 @@ class HalfFinder:
                 pulled_inputs = [True] * len(eqn.invars)  # what it writes is read later
             elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
                 continue
-            elif _jax.is_stand_in(eqn):
-                pulled_inputs = [False, True]
             else:
-                pulled_inputs = [True] * len(eqn.invars)
+                pulled_inputs = _jax.find_pulled_inputs(eqn)
             pulled.update(variables(itertools.compress(eqn.invars, pulled_inputs)))
         return pulled
 

@@ -131,7 +131,7 @@ def scale_backward(
             f'`scale_backward(scale=...)` must be "auto" or a positive number, got {scale!r}.'
         )
     number = None if is_auto else normal_float32("scale_backward", "scale", scale)
-    retries = int32("scale_backward", "retries", retries, 0, "retries")
+    retries = int32("scale_backward", "retries", retries, least=0)
     return wrap_call(functools.partial(_call, Options(number, retries, axis_name)), fun)
 
 
@@ -160,9 +160,6 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
 
         program = add_in_float32(program)
 
-    def run(*inputs: Any) -> Any:
-        return tuple(_jax.jaxpr_as_fun(program)(*inputs))
-
     def run_forward(perturbed: tuple[bool, ...], *inputs: Any) -> Any:
         for value, name in itertools.compress(
             zip(inputs, input_names, strict=True), perturbed
@@ -181,5 +178,7 @@ def _call(options: Options, fun: Callable[..., Any], args: Any, kwargs: Any) -> 
             return pull(cotangents, options)
 
     with mark_boundary():
-        outputs = _jax.keep_rule(run, run_forward, NO_FORWARD, *consts, *flat.arrays)
+        outputs = _jax.keep_rule(
+            program, run_forward, NO_FORWARD, *consts, *flat.arrays
+        )
     return flat.restored(outputs)

@@ -41,15 +41,15 @@ CURES = {
     # What a narrow format cannot hold.
     "mask": "For a mask, use -1e4 instead of -1e9 or `finfo.min`.",
     # What is not finite in float32 either.
-    "inner where": "A `where` leaves these numbers out of the loss, but the derivative of what is "
-    "left out is computed as well, and 0 times inf is NaN. Put another `where` inside: give the "
-    "function an operand at which its derivative is finite, such as "
-    "`jnp.where(h > 0, jnp.sqrt(jnp.where(h > 0, h, 1)), h)`.",
     "masked row": "In a row that is masked as a whole, softmax is NaN. Mask with a number that "
     "{dtype} holds, such as -1e4, and leave such rows out of the loss.",
     "negative operand": "The operand is negative, {least}, as a difference of two large numbers "
     "may become. An epsilon does not help: compute the difference another way, a variance as "
     "`((x - x.mean())**2).mean()`.",
+    "inner where": "The loss is finite, as a `jnp.where` takes none of these numbers. "
+    "Its derivative is 0 times that of this operation, which is NaN. Put another `jnp.where` "
+    "inside, around the operand: `jnp.where(ok, f(jnp.where(ok, x, 1.0)), y)` instead of "
+    "`jnp.where(ok, f(x), y)`.",
     "index": "An index is out of range, where JAX fills in NaN. Check the labels, tokens or "
     "positions.",
     "exponential of a large number": "Even float32 cannot hold this exponential: clip the "

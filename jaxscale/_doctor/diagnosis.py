@@ -12,6 +12,8 @@ Here the doctor decides what is a problem and what is only worth knowing. A prob
 import math
 from collections.abc import Iterator, Sequence
 
+import jax.numpy as jnp
+
 from ..diagnostics._switches.search import STABLE
 from ..diagnostics._text import number, percent, power
 from .cures import CURES
@@ -72,6 +74,7 @@ def diagnose(exam: Exam) -> list[Finding]:
         *find_outliers(exam),
         *_find_half_parameters(exam),
         *_find_long_sums(exam),
+        *_find_half_draws(exam),
         *find_refusal(exam),
         *_find_constants(exam),
         *_find_zeros(exam),
@@ -488,6 +491,20 @@ def _find_zeros(exam: Exam) -> Iterator[Finding]:
         title = f"{count}, as in float32: {names}."
         words = "The loss does not depend on them."
         yield make_finding(title, words, is_problem=num_zero == num_leaves)
+
+
+def _find_half_draws(exam: Exam) -> Iterator[Finding]:
+    """Notes random numbers in half precision, of which there are few."""
+    for dtype, where in exam.half_draws:
+        at = f", at {where}" if where else ""
+        values = round(1 / float(jnp.finfo(dtype).eps))
+        yield make_finding(
+            f"Random numbers are drawn in {dtype}{at}.",
+            f"Uniform ones have only {values:,} values there, so a small probability is rounded, "
+            "and normal ones have no tails. Draw them in float32 and cast: "
+            f"`jax.random.uniform(key, shape).astype(jnp.{dtype})`.",
+            place=where,
+        )
 
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:

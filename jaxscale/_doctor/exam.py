@@ -76,6 +76,7 @@ class Exam(NamedTuple):
       check: the comparison of the gradients with float32, at `loss_scale` or at the largest scale
         if that is higher, and what helps if they are wrong. Nothing is compared in a quick exam, or
         if not everything is finite.
+      half_draws: the dtype and the line of each draw of random numbers in half precision.
       zero: the names of the gradients that are 0 everywhere in float32. Where the float32
         gradients are not known, those at the largest scale count.
       leaves: the gradients at `loss_scale`, leaf by leaf.
@@ -115,6 +116,7 @@ class Exam(NamedTuple):
     constants: tuple[Rounded, ...]
     not_entered: tuple[str, ...]
     check: Check
+    half_draws: tuple[tuple[str, str], ...]
     zero: tuple[str, ...]
 
     # The finished gradients, and what storing them would lose.

@@ -1,7 +1,7 @@
 """The exam: all diagnostics of one loss on its parameters and one batch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -9,13 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.api import autocast
-from .._jax import ClosedJaxpr, backward_rule, has_narrow_range, walk_program
+from .._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    Op,
+    backward_rule,
+    does,
+    has_narrow_range,
+    holds_half,
+    programs,
+    walk_program,
+)
 from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._histogram import find_shares_by_leaf, shares
 from ..diagnostics._leaves import table
 from ..diagnostics._switches.backward import Backward
 from ..diagnostics._switches.board import Switchboard
-from ..diagnostics._switches.places import find_line
+from ..diagnostics._switches.places import Around, find_line
 from ..diagnostics._switches.search import Search
 from .announcer import Announce, announce_nothing
 from .compiled import BackwardTrial, CompiledBackward
@@ -111,6 +121,7 @@ def examine(
         constants=(),
         not_entered=(),
         check=Check(),
+        half_draws=tuple(dict.fromkeys(_find_half_draws(program, ()))),
         zero=(),
         leaves=table(count_leaves(traced_grads.tree), loss_scale=traced_scale),
         histogram=histogram,
@@ -246,6 +257,23 @@ def _find_dtypes(program: ClosedJaxpr) -> set[Any]:
         if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
             dtypes.add(dtype)
     return dtypes
+
+
+def _find_half_draws(
+    program: Jaxpr | ClosedJaxpr, around: Around
+) -> Iterator[tuple[str, str]]:
+    """Yields the dtype and the line of each draw of random numbers in half precision.
+
+    JAX makes them of random bits, in one program.
+    """
+    draws = any(Op.RANDOM in does(eqn.primitive.name) for eqn in program.eqns)
+    for eqn in program.eqns:
+        if draws and Op.READS_BITS in does(eqn.primitive.name):
+            made: Any = eqn.outvars[0].aval
+            if holds_half(made):
+                yield str(made.dtype), find_line(eqn, around).where
+        for inner in programs(eqn):
+            yield from _find_half_draws(inner, (*around, eqn))
 
 
 def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:

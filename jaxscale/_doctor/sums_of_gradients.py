@@ -18,9 +18,9 @@ from .._jax import (
     Op,
     UnknownFormError,
     does,
+    find_pulled_inputs,
     form_of,
     holds_half,
-    is_stand_in,
     open_equation,
     scan,
     slice_sizes,
@@ -111,9 +111,7 @@ def _count_through(eqn: JaxprEqn, outputs: Sequence[_Count]) -> list[_Count]:
         if Op.ELEMENTWISE in op or Op.MOVE in op:
             sent = max(of_half, key=lambda count: count.numbers, default=sent)
             sent = sent._replace(where=sent.where or find_line(eqn, ()).where)
-    if is_stand_in(eqn):
-        return [_Count(0), sent]
-    sent_to = [sent] * len(eqn.invars)
+    sent_to = [sent if pulled else _Count(0) for pulled in find_pulled_inputs(eqn)]
     # Only slices that overlap are added in half precision. Other sums are reductions, which
     # hardware computes in float32.
     share = _count_slices(eqn)

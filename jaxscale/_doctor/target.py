@@ -20,6 +20,7 @@ from jax.tree_util import GetAttrKey, KeyPath
 
 from .._trees.gradient_leaves import leaf_name, list_gradients, only_gradients
 from .._trees.leaf import dtype_of, is_array_like, is_python_number
+from .._trees.nnx_objects import without_untrained
 from .._trees.params import combine
 from ..diagnostics._formats import describe, is_array
 from ..diagnostics._switches.places import Constants, is_users_file
@@ -205,8 +206,11 @@ def _take_gradients(
     They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
     that, they come in a dict, by their names.
     """
+    params_of_model = without_untrained(params)
+    if not list_gradients(params_of_model):
+        params_of_model = params
     try:
-        trained = only_gradients(_leave_out_numbers(params))
+        trained = only_gradients(_leave_out_numbers(params_of_model))
         return trained, lambda trained: combine(trained, params)
     except Exception:  # whatever the class raises
         pairs, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -216,7 +220,7 @@ def _take_gradients(
         return structure.unflatten(leaves)
 
     trained = {}
-    for path, leaf in list_gradients(params):
+    for path, leaf in list_gradients(params_of_model):
         if not _is_number_of_module(path, leaf):
             trained[leaf_name(path)] = leaf
     return trained, restore

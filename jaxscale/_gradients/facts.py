@@ -22,7 +22,13 @@ from .._trees.numbers import float_bits, float_of_bits
 from .._trees.selection import tree_where
 from .reduction import nans_are_errors, reduce_gradients, reduce_sizes
 from .scaled import Scaled
-from .verdict import agree_on_least, agree_on_loss, all_finite, axis_names
+from .verdict import (
+    agree_on_least,
+    agree_on_loss,
+    agree_on_size,
+    all_finite,
+    axis_names,
+)
 
 
 class Questions(NamedTuple):
@@ -128,9 +134,8 @@ def _norm_bits(squares: jax.Array) -> jax.Array:
 def global_norm(grads: Any, axis_name: Any) -> jax.Array:
     """Returns the norm of gradients that all devices along `axis_name` agree on."""
     reduction = reduce_gradients(grads, squares=True)
-    bits = _norm_bits(reduction.squares(axis_names(axis_name)))
-    (least,) = agree_on_least([-bits], axis_name)
-    return float_of_bits(-least)
+    squares = reduction.squares(axis_names(axis_name))
+    return agree_on_size(_norm_bits(squares), axis_name)
 
 
 def shown_norm(norm: jax.Array) -> jax.Array:

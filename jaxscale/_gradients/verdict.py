@@ -62,17 +62,12 @@ def agree_on_least(numbers: Sequence[jax.Array], axis_name: Any) -> Sequence[jax
     integers = [number.dtype for number in numbers if number.dtype != jnp.bool_]
     widest = max([jnp.dtype(jnp.int32), *integers], key=lambda dtype: dtype.itemsize)
     sent = jnp.stack([cast(number, widest) for number in numbers])
-    least = _find_least(sent, axis_name)
-    return [cast(least[i], number.dtype) for i, number in enumerate(numbers)]
-
-
-def _find_least(numbers: jax.Array, axis_name: Any) -> jax.Array:
-    """Returns, for each of some numbers, the least one on all devices along `axis_name`."""
     try:
-        return jax.lax.pmin(numbers, axis_name)
+        least = jax.lax.pmin(sent, axis_name)
     except NameError as error:
         call = f"`axis_name={axis_name!r}` of `loss_scaled` or `all_finite`"
         raise no_such_axis(call, "verdict") from error
+    return [cast(least[i], number.dtype) for i, number in enumerate(numbers)]
 
 
 def no_such_axis(call: str, what: str) -> NameError:
@@ -99,11 +94,10 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...]:
 def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
     """Returns the largest of a size, or of each in an array, on all devices along `axis_name`.
 
-    A size of this device comes as the bits of an `f32[]`, and is returned as an `f32[]`.
+    A size of this device comes as the bits of a float, and is returned as that float.
     """
-    if axis_name is not None:
-        bits = -_find_least(-bits, axis_name)
-    return float_of_bits(bits)
+    (least,) = agree_on_least([-bits], axis_name)
+    return float_of_bits(-least)
 
 
 def agree_on_loss(loss: Any, axis_name: Any) -> Any:

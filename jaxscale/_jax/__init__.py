@@ -14,6 +14,7 @@ from .derivatives import *
 from .dtypes import *
 from .failures import *
 from .forms import *
+from .half_products import *
 from .hijax import *
 from .inner_programs import *
 from .kept_rules import *

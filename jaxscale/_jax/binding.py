@@ -35,10 +35,6 @@ def _bind(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any]) -> Any:
     if eqn.primitive.name == OBJECT:
         args = list(map(_as_array, args))
     bind_params: Any = eqn.primitive.get_bind_params(params)
-    if isinstance(bind_params, tuple):
-        # Until 0.7 or so: functions, which come before the arguments, and the other parameters.
-        functions, options = bind_params
-        return eqn.primitive.bind(*functions, *args, **options)
     return eqn.primitive.bind(*args, **bind_params)
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from .binding import bind
 from .forms import OBJECT, PLAIN_CALLS, Form, primitives_of, reads_form
-from .hijax import form_of, takes_own_types
+from .hijax import form_of
 from .inner_programs import (
     ClosedJaxpr,
     check_programs,
@@ -26,7 +26,7 @@ _PROGRAM = {
     Form.JIT: "jaxpr",
     Form.INLINED: "call_jaxpr",
     Form.REMAT: "jaxpr",
-    Form.RECOMPUTED: "program",
+    Form.RECOMPUTED: "call_jaxpr",
     Form.CUSTOM_JVP: "call_jaxpr",
     Form.CUSTOM_VJP: "call_jaxpr",
 }
@@ -40,8 +40,6 @@ DIVISIBLE = PLAIN_CALLS - {Form.CUSTOM_JVP}
 def callee(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation calls with its own inputs."""
     if eqn.primitive.name == OBJECT:
-        if takes_own_types(eqn):
-            raise ValueError("its program takes what these values consist of")
         check_programs(eqn)
         return fit(program_of_object(eqn), eqn.invars, eqn.outvars)
     program: Any = eqn.params[_PROGRAM[form_of(eqn)]]

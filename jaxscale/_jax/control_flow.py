@@ -1,4 +1,4 @@
-"""Loops, branches and maps over devices."""
+"""Loops, branches and `shard_map`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -52,11 +52,7 @@ def scan_again(
         outputs = run_body(*consts, *carries, *sliced)
         return tuple(outputs[:num_carries]), outputs[num_carries:]
 
-    options: dict[str, Any] = {}
-    # the last until JAX 0.10
-    for name in ("length", "reverse", "unroll", "_split_transpose"):
-        if name in eqn.params:
-            options[name] = eqn.params[name]
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carried, stacked = jax.lax.scan(step, tuple(carries), tuple(xs), **options)
     return [*carried, *stacked]
 
@@ -95,53 +91,33 @@ def branches(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 class Mapped(NamedTuple):
-    """A `shard_map` or a `pmap`: its program, and what maps another function in the same way.
+    """A `shard_map`: its program, and what maps another function in the same way.
 
-    `map` calls JAX's transformation again, so any parameter that is not read here would be lost.
-    It takes other options than the equation's own by their names.
+    `map` calls `jax.shard_map` again, so any parameter that is not read here would be lost. It
+    takes other options than the equation's own by their names.
     """
 
     program: ClosedJaxpr
     map: Callable[..., Callable[..., Any]]
-    options: dict[str, Any]  # those of `jax.shard_map` or `jax.pmap`
-    inputs: str  # the option that says for each input how it is mapped
+    options: dict[str, Any]  # those of `jax.shard_map`
 
 
 @reads_form
 def mapped(eqn: JaxprEqn) -> Mapped:
-    """Returns what a `shard_map` does, or a `pmap` where that is an equation: before JAX 0.8."""
+    """Reads the equation of a `shard_map`."""
     params = dict(eqn.params)
-    if eqn.primitive.name == "shard_map":
-        axes = "newly_manual_axes"
-        if axes not in params:
-            axes = "manual_axes"  # of JAX 0.6
-        program = params.pop("jaxpr")
-        options = {
-            "axis_names": set(params.pop(axes)),
-            "in_specs": tuple(params.pop("in_specs")),
-            "out_specs": tuple(params.pop("out_specs")),
-            "mesh": params.pop("mesh"),
-            "check_vma": params.pop("check_vma"),
-        }
-        transform: Callable[..., Any] = jax.shard_map
-        inputs = "in_specs"
-    else:
-        program = params.pop("call_jaxpr")
-        names = ("axis_name", "in_axes", "out_axes", "devices", "backend", "axis_size")
-        options = {name: params.pop(name) for name in names}
-        for name in (
-            "name",
-            "donated_invars",
-            "global_axis_size",
-            "is_explicit_global_axis_size",
-        ):
-            params.pop(name, None)
-        transform = jax.pmap
-        inputs = "in_axes"
+    program = params.pop("jaxpr")
+    options = {
+        "axis_names": set(params.pop("newly_manual_axes")),
+        "in_specs": tuple(params.pop("in_specs")),
+        "out_specs": tuple(params.pop("out_specs")),
+        "mesh": params.pop("mesh"),
+        "check_vma": params.pop("check_vma"),
+    }
     if params:
         raise ValueError(f"more parameters: {', '.join(params)}")
 
     def map_alike(fun: Callable[..., Any], **other_options: Any) -> Callable[..., Any]:
-        return transform(fun, **options | other_options)
+        return jax.shard_map(fun, **options | other_options)
 
-    return Mapped(fit(program, eqn.invars, None), map_alike, options, inputs)
+    return Mapped(fit(program, eqn.invars, None), map_alike, options)

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn
 TESTED = "0.10.2 to 0.12.0"
 
 RECOMPUTED = "jaxscale_recomputed"
+KEPT_RULE = "jaxscale_kept_rule"
 OBJECT = "call_hi_primitive"
 
 
@@ -32,27 +33,25 @@ class Form(enum.Enum):
     WHILE = enum.auto()
     BRANCHES = enum.auto()
     SHARD_MAP = enum.auto()
-    PMAP = enum.auto()
     NONE = enum.auto()  # it holds none, or no form of it is known
 
 
 # The form of each primitive that holds programs.
 FORMS = {
-    "jit": Form.JIT,  # since JAX 0.7
-    "pjit": Form.JIT,  # before
-    "closed_call": Form.INLINED,
+    "jit": Form.JIT,
+    "closed_call": Form.INLINED,  # before JAX 0.12
     "call": Form.INLINED,  # before JAX 0.12
     "eval_jaxpr": Form.INLINED,  # since: what a traced function leaves where it is called
     "remat2": Form.REMAT,
     RECOMPUTED: Form.RECOMPUTED,
     "custom_jvp_call": Form.CUSTOM_JVP,
     "custom_vjp_call": Form.CUSTOM_VJP,
+    KEPT_RULE: Form.CUSTOM_VJP,
     OBJECT: Form.OBJECT,
     "scan": Form.SCAN,
     "while": Form.WHILE,
     "cond": Form.BRANCHES,
     "shard_map": Form.SHARD_MAP,
-    "xla_pmap": Form.PMAP,  # before JAX 0.8
 }
 # Calls: they run one program, of their own inputs. The first do nothing but run it; a `custom_vjp`
 # also has a backward rule, outside of it.

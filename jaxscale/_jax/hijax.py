@@ -30,9 +30,6 @@ _OLD_NAMES = {
     "CheckpointNameFwd": "name",
 }
 
-# The name of the derivative rule of a function that `kept_rules.py` has made.
-KEPT_RULE = "jaxscale_kept_rule"
-
 # A name says nothing but the name: what it runs is not looked at.
 _NAMES = {"CheckpointName", "CheckpointNameFwd"}
 
@@ -77,24 +74,12 @@ def remember_by_form(fun: Callable[..., Any]) -> Callable[..., Any]:
 def operation(eqn: JaxprEqn) -> str:
     """Returns the name of the primitive of an equation, or of one that means the same.
 
-    So it is `remat2` for `jax.checkpoint` in either form, and `custom_vjp_call` for a function of
-    `keep_rule`.
+    So it is `remat2` for `jax.checkpoint` in either form.
     """
     name = eqn.primitive.name
     if name == OBJECT:
-        name = _OLD_NAMES.get(_class_of_jax(eqn), name)
-    if name == "custom_jvp_call" and _name_of_rule(eqn) == KEPT_RULE:
-        return "custom_vjp_call"
+        return _OLD_NAMES.get(_class_of_jax(eqn), name)
     return name
-
-
-def _name_of_rule(eqn: JaxprEqn) -> str | None:
-    """Returns the name of the derivative rule of a `custom_jvp` function."""
-    if eqn.primitive.name == OBJECT:
-        return getattr(eqn.params["_prim"].jvp_rule, "__name__", None)
-    # Without such a parameter it has a form that is not known; who opens it says so.
-    rule = eqn.params.get("jvp_jaxpr_fun")
-    return None if rule is None else rule.debug_info.func_name
 
 
 def form_of(eqn: JaxprEqn) -> Form:
@@ -121,39 +106,6 @@ def program_of(eqn: JaxprEqn) -> Any:
     return _expanded(eqn, hi_prim)
 
 
-def takes_own_types(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation takes or makes values of a type that is not JAX's.
-
-    Such a value consists of arrays, which no operation but those of its type can see.
-    """
-    return any(_is_own_type(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-
-
-def _is_own_type(aval: Any) -> bool:
-    return bool(getattr(aval, "is_high", False)) and hasattr(aval, "lower_val")
-
-
-def _raised(aval: Any, value: Any) -> Any:
-    """Makes a value of its own type of the arrays that it consists of."""
-    if _is_own_type(aval):
-        return aval.raise_val(*value)
-    return value
-
-
-def _lowered(aval: Any, value: Any) -> Any:
-    """Returns the arrays that a value of its own type consists of."""
-    if _is_own_type(aval):
-        return aval.lower_val(value)
-    return value
-
-
-def _lowered_type(aval: Any) -> Any:
-    """Returns the types of the arrays that a value of its own type consists of."""
-    if _is_own_type(aval):
-        return aval.lo_ty()
-    return aval
-
-
 _expansions: dict[Any, Any] = {}
 
 
@@ -164,15 +116,11 @@ def _expanded(eqn: JaxprEqn, hi_prim: Any) -> Any:
     if key not in _expansions:
 
         def expand(*args: Any) -> Any:
-            values = hi_prim.in_tree.unflatten(
-                map(_raised, hi_prim.in_avals_flat, args)
-            )
-            outputs = hi_prim.out_tree.flatten_up_to(hi_prim.expand(*values))
-            return list(map(_lowered, hi_prim.out_avals_flat, outputs))
+            values = hi_prim.in_tree.unflatten(args)
+            return hi_prim.out_tree.flatten_up_to(hi_prim.expand(*values))
 
         with eqn.ctx.manager:
-            types = map(_lowered_type, hi_prim.in_avals_flat)
-            program = jax.make_jaxpr(expand)(*types)
+            program = jax.make_jaxpr(expand)(*hi_prim.in_avals_flat)
         weakref.finalize(hi_prim, _expansions.pop, key, None)
         _expansions[key] = program
     return _expansions[key]

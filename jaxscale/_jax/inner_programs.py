@@ -44,9 +44,7 @@ def without_constants(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     jaxpr = program.jaxpr
     if not program.consts:
         return jaxpr, []
-    info: Any = jaxpr.debug_info
-    if hasattr(info, "with_unknown_names"):  # since JAX 0.7
-        info = info.with_unknown_names()
+    info: Any = jaxpr.debug_info.with_unknown_names()
     invars = [*jaxpr.constvars, *jaxpr.invars]
     return jaxpr.replace(constvars=[], invars=invars, debug_info=info), list(
         program.consts

@@ -4,11 +4,12 @@
 times, such as that of a `jax.jit`, has one such equation for all calls. If the residuals depend on
 which inputs are perturbed, the last call that was differentiated decides for all of them.
 
-Here the rule is that of a `jax.custom_jvp`. It runs the forward pass, and binds a linear primitive
-from tangents to tangents, which exists to be transposed. So the residuals and their tree belong to
-the equation of one derivative.
+Here a primitive of our own runs the program. Its derivative runs the forward pass, and binds a
+linear primitive from tangents to tangents, which exists to be transposed. So the residuals and
+their tree belong to the equation of one derivative.
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -16,14 +17,15 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive, unmapped_aval
+from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from . import hijax
 from .derivatives import tangent_type
 from .dtypes import holds_inexact
-from .inner_programs import spread
+from .forms import KEPT_RULE
+from .inner_programs import ClosedJaxpr, spread
 from .mesh_axes import over_batch, set_batching
+from .program_primitives import program_primitive
 
 _Flags = tuple[bool, ...]
 # Takes the cotangents of all outputs, and returns one for each input: `None` for one without.
@@ -31,32 +33,24 @@ _Pull = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def keep_rule(
-    run: Callable[..., tuple[Any, ...]],
+    program: ClosedJaxpr,
     run_forward: Callable[..., tuple[Sequence[Any], _Pull]],
     no_forward_mode: str,
     *args: Any,
-) -> tuple[Any, ...]:
-    """Calls a function of arrays that has a backward rule, and no rule for forward mode.
+) -> list[Any]:
+    """Runs a program that has a backward rule, and no rule for forward mode.
 
     Args:
-      run: the function. It returns a tuple of arrays.
+      program: the program. It holds no tracers.
       run_forward: the same for reverse mode: `run_forward(perturbed, *args)` also returns the
         function that pulls cotangents back, as a tree of what it keeps (`jax.tree_util.Partial`).
         Cotangents that are known to be zero are `SymbolicZero`.
-      no_forward_mode: what the error says to who differentiates the function in forward mode.
+      no_forward_mode: what the error says to who differentiates the program in forward mode.
       args: the arguments.
     """
 
-    @jax.custom_jvp
-    def fun(*args: Any) -> tuple[Any, ...]:
-        return run(*args)
-
-    def derive(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        perturbed = tuple(
-            holds_inexact(primal) and not isinstance(tangent, SymbolicZero)
-            for primal, tangent in zip(primals, tangents, strict=True)
-        )
-        outputs, pull = run_forward(perturbed, *primals)
+    def derive(perturbed: _Flags, args: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        outputs, pull = run_forward(perturbed, *args)
         kept, tree = jax.tree.flatten(pull)
         types = [tangent_type(jax.typeof(output)) for output in outputs]
         have_tangents = list(map(holds_inexact, outputs))
@@ -66,20 +60,47 @@ def keep_rule(
             pulled = jax.tree.unflatten(tree, kept)(of_outputs)
             return list(itertools.compress(pulled, perturbed))
 
-        made = _PULL.bind(
+        derivatives = _PULL.bind(
             *kept,
-            *itertools.compress(tangents, perturbed),
+            *tangents,
             num_kept=len(kept),
             pull=pull_kept,
             types=tuple(itertools.compress(types, have_tangents)),
             no_forward_mode=no_forward_mode,
         )
-        derivatives = spread(have_tangents, made, map(SymbolicZero, types))
-        return tuple(outputs), tuple(derivatives)
+        return list(outputs), derivatives
 
-    derive.__name__ = hijax.KEPT_RULE
-    fun.defjvp(derive, symbolic_zeros=True)
-    return fun(*args)
+    outputs: list[Any] = _KEPT_RULE.bind(*args, call_jaxpr=program, derive=derive)
+    return outputs
+
+
+def _derive(args: Any, tangents: Any, *, call_jaxpr: Any, derive: Any) -> Any:
+    perturbed = tuple(
+        holds_inexact(arg) and type(tangent) is not ad.Zero
+        for arg, tangent in zip(args, tangents, strict=True)
+    )
+    varied = list(itertools.compress(tangents, perturbed))
+    outputs, derivatives = derive(perturbed, list(args), varied)
+    zeros = map(ad.Zero, map(tangent_type, call_jaxpr.out_avals))
+    return outputs, spread(map(holds_inexact, outputs), derivatives, zeros)
+
+
+def _batch_rule(
+    axis: Any, args: Any, dims: Any, *, call_jaxpr: Any, derive: Any
+) -> Any:
+    dims = list(dims)
+    run = over_batch(jaxpr_as_fun(call_jaxpr), axis, tuple(dims))
+    batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
+
+    def derive_batch(perturbed: _Flags, args: Any, tangents: Any) -> Any:
+        varied = list(itertools.compress(dims, perturbed))
+        derive_each = over_batch(
+            functools.partial(derive, perturbed), axis, (dims, varied)
+        )
+        return derive_each(args, tangents)
+
+    outputs = _KEPT_RULE.bind(*args, call_jaxpr=batched, derive=derive_batch)
+    return outputs, [0] * len(outputs)
 
 
 def _refuse(*_: Any, no_forward_mode: str, **__: Any) -> Any:
@@ -147,6 +168,10 @@ def _batch(
     )
     return made, [0] * len(made)
 
+
+_KEPT_RULE = program_primitive(KEPT_RULE)
+ad.primitive_jvps[_KEPT_RULE] = _derive
+set_batching(_KEPT_RULE, _batch_rule)
 
 _PULL: Any = Primitive("jaxscale_pull")
 _PULL.multiple_results = True

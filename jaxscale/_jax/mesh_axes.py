@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.core
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
@@ -16,10 +15,8 @@ def varying(aval: Any) -> frozenset[Any]:
 
     The set is empty where JAX does not know: in `pmap`, and with `check_vma=False`.
     """
-    axes = getattr(aval, "vma", None)
-    if axes:
-        return axes
-    manual = getattr(aval, "manual_axis_type", None)  # since JAX 0.10, before it `vma`
+    # Refs and tokens have no such type.
+    manual = getattr(aval, "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
 
 
@@ -29,10 +26,7 @@ def vary(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
     if not missing:
         return array
     in_order = tuple(sorted(missing, key=repr))
-    lax: Any = jax.lax
-    if hasattr(lax, "pcast"):
-        return lax.pcast(array, in_order, to="varying")
-    return lax.pvary(array, in_order)  # JAX 0.6
+    return jax.lax.pcast(array, in_order, to="varying")
 
 
 def sum_over_devices(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
@@ -53,12 +47,8 @@ def axes_to_agree_along(array: Any, axes: Iterable[Any]) -> list[Any]:
 def axes_of_devices() -> tuple[Any, ...]:
     """Returns the named axes along which this code runs on several devices, each for itself.
 
-    These are the manual axes of `shard_map`, and the axis of `pmap`. Before JAX 0.8 those of
-    `vmap(axis_name=...)` are among them: there the index along an axis is batched.
+    These are the manual axes of `shard_map`, as which JAX also runs a `pmap`.
     """
-    if jax.__version_info__ < (0, 8):  # since then a `pmap` is a `shard_map`
-        core: Any = jax.core
-        return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 

@@ -42,13 +42,20 @@ def bind_once(primitive: Primitive, args: Sequence[Any], params: dict[str, Any])
 
     It must hold no program, and have no effects.
     """
+    return call_once(primitive.bind, args, params)
+
+
+def call_once(
+    fun: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """Calls a function of arrays, which is traced and differentiated once for equal parameters."""
     if not all(map(_is_plain, args)):
-        return primitive.bind(*args, **params)
+        return fun(*args, **params)
     try:
-        bound = _bound(primitive, tuple(params.items()))
+        jitted = _jitted(fun, tuple(params.items()))
     except TypeError:  # a parameter that has no hash
-        return primitive.bind(*args, **params)
-    return bound(*args)
+        return fun(*args, **params)
+    return jitted(*args)
 
 
 def run_traced(jitted: Any, args: Sequence[Any]) -> Any:
@@ -68,12 +75,11 @@ def _is_plain(array: Any) -> bool:
     A jitted function is traced with the mesh around it, which need not be that of its arguments.
     """
     aval = jax.typeof(array)
-    sharding = getattr(aval, "sharding", None)
-    return type(aval) is ShapedArray and (sharding is None or sharding.mesh.empty)
+    return type(aval) is ShapedArray and aval.sharding.mesh.empty
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound(
-    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+def _jitted(
+    fun: Callable[..., Any], params: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)), inline=_AT_ONCE)
+    return jax.jit(functools.partial(fun, **dict(params)), inline=_AT_ONCE)

@@ -113,5 +113,4 @@ _READERS: dict[Form, Callable[[JaxprEqn], list[Held]]] = {
     Form.WHILE: _open_while,
     Form.BRANCHES: _open_branches,
     Form.SHARD_MAP: _open_mapped,
-    Form.PMAP: _open_mapped,
 }

@@ -45,6 +45,8 @@ class Op(enum.Flag):
     LARGER = (
         enum.auto()
     )  # of two numbers: the larger one, or whether the first is larger
+    SELECTS = enum.auto()  # takes each element from one of several arrays
+    RANDOM = enum.auto()  # makes random bits
     TRANSCENDENTAL = (
         enum.auto()
     )  # takes a GPU so long that XLA computes it once if it can
@@ -70,7 +72,7 @@ _CHEAP_MOVE = _LINEAR_MOVE | Op.CHEAP
 
 # Names of primitives, by what they do.
 _ROWS = {
-    Op.PRODUCT: "dot_general conv_general_dilated ragged_dot ragged_dot_general",
+    Op.PRODUCT: "dot_general conv_general_dilated ragged_dot_general",
     # Elements, one by one. First arithmetic:
     _ELEMENT | Op.ADDS | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add",
     _ELEMENT
@@ -97,7 +99,8 @@ _ROWS = {
         and or not xor""",
     _ELEMENT | Op.COMPARES: "ge le lt",
     _ELEMENT | Op.COMPARES | Op.LARGER: "gt",
-    _ELEMENT | Op.PASSES_ON | _EXACT: "abs select_n",
+    _ELEMENT | Op.PASSES_ON | _EXACT: "abs",
+    _ELEMENT | Op.PASSES_ON | Op.SELECTS | _EXACT: "select_n",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | _EXACT: "clamp",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "min",
     _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | Op.LARGER | _EXACT: "max",
@@ -115,14 +118,14 @@ _ROWS = {
     _REDUCE: "argmax argmin reduce_and reduce_or",
     # Moves of whole arrays, which XLA makes a part of what reads them:
     _CHEAP_MOVE: """
-        concatenate copy expand_dims reshape rev sharding_constraint slice split squeeze
+        concatenate copy reshape rev sharding_constraint slice split squeeze
         stack transpose unstack""",
     _CHEAP_MOVE | Op.SUMS_BACKWARD: "broadcast_in_dim tile",
     (_CHEAP_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "pad",  # with any number
     # Other moves. What is out of bounds may be NaN.
     _LINEAR_MOVE: """
-        all_gather_invariant all_to_all copy_p device_put dynamic_update_slice
-        layout_constraint mesh_cast pbroadcast ppermute reshard
+        all_gather_invariant all_to_all device_put dynamic_update_slice
+        layout_constraint pbroadcast ppermute reshard
         with_memory_space_constraint""",
     _LINEAR_MOVE | Op.NAMES: "name",
     _LINEAR_MOVE & ~Op.MAKES_NOTHING: "dynamic_slice",
@@ -132,13 +135,12 @@ _ROWS = {
     Op.PASSES_ON: "reduce_precision",
     Op.PASSES_ON | Op.RETURNS_INPUTS | _EXACT: "optimization_barrier",
     _EXACT: "sort cummax cummin empty_ref",
-    # `new_ref` was `mutable_array` before JAX 0.8.
-    Op.ON_REFS | _EXACT: "new_ref mutable_array get swap",
-    Op.ON_REFS | Op.ENDS_REF | _EXACT: "freeze free_ref",
+    Op.ON_REFS | _EXACT: "new_ref get swap freeze free_ref",
     Op.ON_REFS | Op.LOSES_NOTHING: "addupdate",
     Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
     Op.MULTIPLIES: "cumprod",
     Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
+    Op.RANDOM: "random_bits rng_bit_generator",
     Op.LOSES_NOTHING: """
         scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
     Op.POOLING | Op.LOSES_NOTHING: "reduce_window_max",
@@ -147,7 +149,7 @@ _ROWS = {
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",
     # The last is of Equinox: a callback that compiles a function of its own.
     Op.RUNS_ELSEWHERE: """
-        call_exported call_tf xla_call_module ffi_call pure_callback io_callback
+        call_exported call_tf ffi_call pure_callback io_callback
         triton_kernel_call tpu_custom_call mosaic_gpu noinline""",
 }
 

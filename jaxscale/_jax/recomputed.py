@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, mlir
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.interpreters import ad
 
 from . import hijax
 from .barriers import barrier
@@ -32,6 +32,7 @@ from .inner_programs import (
 )
 from .mesh_axes import over_batch, set_batching
 from .operations import Op, does
+from .program_primitives import program_primitive
 from .signs import find_signs, read_signs, tell_signs
 
 _Flags = tuple[bool, ...]
@@ -214,10 +215,10 @@ def recomputed_like(eqn: JaxprEqn, program: ClosedJaxpr) -> Callable[..., list[A
 
 
 def _bind(function: _Function, *args: Any) -> list[Any]:
-    return _RECOMPUTED.bind(*args, program=function.program, function=function)
+    return _RECOMPUTED.bind(*args, call_jaxpr=function.program, function=function)
 
 
-def _expand(*args: Any, function: _Function, program: Any) -> list[Any]:
+def _expand(*args: Any, function: _Function, call_jaxpr: Any) -> list[Any]:
     """Returns the outputs by operations of JAX.
 
     Not by one call of a function: XLA for TPUs moved three times the bytes where it had to see
@@ -225,36 +226,28 @@ def _expand(*args: Any, function: _Function, program: Any) -> list[Any]:
     """
     if function.blocked is not None and not function.in_loop:
         args = tuple(barrier(*args, on_gpu=function.blocked))
-    return list(jaxpr_as_fun(program)(*args))
-
-
-def _evaluate(*args: Any, function: _Function, program: Any) -> list[Any]:
-    return list(jaxpr_as_fun(program)(*args))
-
-
-def _types_of(*types: Any, function: _Function, program: Any) -> list[Any]:
-    return list(program.out_avals)
+    return list(jaxpr_as_fun(call_jaxpr)(*args))
 
 
 def _jvp(
-    inputs: Any, tangents: Any, *, function: _Function, program: Any
+    inputs: Any, tangents: Any, *, function: _Function, call_jaxpr: Any
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(tangent) is not ad.Zero for tangent in tangents)
     derived = function.differentiate(perturbed)
     made_of: Any = derived.derivative  # a derivative has one
     _, _, varied, used, returned = made_of
-    outputs = _bind(function.telling(used[: len(program.out_avals)]), *inputs)
+    outputs = _bind(function.telling(used[: len(call_jaxpr.out_avals)]), *inputs)
     given = [
         *itertools.compress([*outputs, *inputs], used),
         *itertools.compress(tangents, varied),
     ]
     made = _bind(derived, *given)
-    zeros = map(ad.Zero, map(tangent_type, program.out_avals))
+    zeros = map(ad.Zero, map(tangent_type, call_jaxpr.out_avals))
     return outputs, spread(returned, made, zeros)
 
 
 def _transpose(
-    cotangents: Any, *args: Any, function: _Function, program: Any
+    cotangents: Any, *args: Any, function: _Function, call_jaxpr: Any
 ) -> list[Any]:
     linear = tuple(map(ad.is_undefined_primal, args))
     returned = tuple(type(cotangent) is not ad.Zero for cotangent in cotangents)
@@ -297,26 +290,15 @@ def _zeros(aval: Any) -> Any:
 
 
 def _batch(
-    axis: Any, args: Any, dims: Any, *, function: _Function, program: Any
+    axis: Any, args: Any, dims: Any, *, function: _Function, call_jaxpr: Any
 ) -> Any:
-    run = over_batch(jaxpr_as_fun(program), axis, tuple(dims))
+    run = over_batch(jaxpr_as_fun(call_jaxpr), axis, tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
     in_batch = _Function(batched, function.in_loop, function.blocked)
     return _bind(in_batch, *args), [0] * len(batched.out_avals)
 
 
-def _is_high(*types: Any, function: _Function, program: Any) -> bool:
-    """Returns whether the program holds operations that are objects, for JAX to replace."""
-    return bool(getattr(program, "is_high", False))
-
-
-_RECOMPUTED: Any = Primitive(RECOMPUTED)
-_RECOMPUTED.multiple_results = True
-_RECOMPUTED.def_impl(_evaluate)
-_RECOMPUTED.def_abstract_eval(_types_of)
-_RECOMPUTED.is_high = _is_high
-_RECOMPUTED.to_lojax = _expand
+_RECOMPUTED = program_primitive(RECOMPUTED, _expand)
 ad.primitive_jvps[_RECOMPUTED] = _jvp
 ad.primitive_transposes[_RECOMPUTED] = _transpose
 set_batching(_RECOMPUTED, _batch)
-mlir.register_lowering(_RECOMPUTED, mlir.lower_fun(_expand, multiple_results=True))

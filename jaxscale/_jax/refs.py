@@ -1,20 +1,12 @@
-"""Refs: mutable arrays.
-
-`Ref` and `new_ref` are public since JAX 0.8, and were called `mutable_array` before
-(https://github.com/jax-ml/jax/pull/32107).
-"""
+"""Refs, which are mutable arrays, and traces."""
 
 from typing import Any
 
 import jax
 import jax.core
-import jax.experimental
 
 # What a function may be given that is traced. A ref is not a `jax.Array`.
-TRACED: Any = (jax.Array, *([jax.Ref] if hasattr(jax, "Ref") else []))
-new_ref: Any = getattr(jax, "new_ref", None) or getattr(
-    jax.experimental, "mutable_array", None
-)
+TRACED: Any = (jax.Array, jax.Ref)
 
 
 def is_ref(atom: Any) -> bool:

@@ -19,7 +19,8 @@ import numpy as np
 
 from .binding import bind
 from .dtypes import has_narrow_range, holds_half
-from .forms import FORMS, Form
+from .forms import Form
+from .hijax import form_of
 from .inner_programs import (
     ClosedJaxpr,
     JaxprEqn,
@@ -163,7 +164,7 @@ def _positive_alike(eqn: JaxprEqn) -> list[Any]:
     if eqn.primitive.name in _LARGER_OF and any(map(_is_zero, eqn.invars)):
         return eqn.invars
     alike = []
-    if FORMS.get(eqn.primitive.name) in _CALLS and len(eqn.outvars) == 1:
+    if form_of(eqn) in _CALLS and len(eqn.outvars) == 1:
         (program,) = map(closed, programs(eqn))
         roots = _roots(program)
         for output in variables(program.jaxpr.outvars):

@@ -208,13 +208,11 @@ class AdaptiveLossScale(CheckedLossScale):
     def _to_units(self, state: AdaptiveState) -> _Units:
         """Returns a state in integers, without numbers that no step writes.
 
-        A damaged checkpoint may have such. Level and scale are brought into their ranges, but a
-        scale below `min_scale` is left as it is.
+        A damaged checkpoint may have such.
         """
         level = _heal(state.level, self.level)
-        exponent = _log2(state.loss_scale) // _BINADE
         return _Units(
-            jnp.minimum(exponent, _exponent(self.max_scale)),
+            _log2(state.loss_scale) // _BINADE,
             _heal(state.peak, UNSEEN),
             jnp.clip(level, _to_units(self.min_level), _to_units(self.max_level)),
             _heal(state.crest, UNSEEN),
@@ -256,10 +254,8 @@ class AdaptiveLossScale(CheckedLossScale):
         crest = jnp.where(is_soon, crest, now.crest)
         fall = jnp.array(_FALLS, jnp.int32)[jnp.minimum(now.overflows, 2)]
         lower = jnp.minimum(now.exponent - fall, _fitting(peak, level, crest))
-        lower = jnp.maximum(lower, _exponent(self.min_scale))
         return _Units(
-            # A restored scale may lie below the minimum, and an overflow must not raise it.
-            exponent=jnp.minimum(now.exponent, lower),
+            exponent=jnp.maximum(lower, _exponent(self.min_scale)),
             peak=peak,
             level=level,
             crest=crest,

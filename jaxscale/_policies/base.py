@@ -12,8 +12,9 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
 from .._state.find import check_policy_state
-from .._state.scale import LossScaleState, sanitize_scale
+from .._state.scale import LossScaleState
 from .._trees.checks import Check, check_fields, normal_float32, scalar_bool
+from .._trees.numbers import SMALLEST_NORMAL
 from .checks import check_largest
 
 
@@ -106,6 +107,13 @@ class LossScale(abc.ABC):
             grads_finite = jax.lax.is_finite(largest)
         return adjust_scale(self, state, grads_finite, largest), grads_finite
 
+    def hold(self, state: Any) -> Any:
+        """Returns a state with a scale that this policy may have, if a restored one is not such.
+
+        A policy of the user's own keeps what it gets, as its range is not known.
+        """
+        return state
+
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments from which this policy can be made again, as JSON types."""
         policy: Any = self  # every subclass is a dataclass, which the type does not say
@@ -132,11 +140,13 @@ def adjust_scale(
 class CheckedLossScale(LossScale):
     """A policy whose arguments are checked by name, and whose `adjust` checks what it gets.
 
-    A subclass is a frozen dataclass with a field `init_scale`. It defines `init`, and `_move` in
-    the place of `adjust`.
+    A subclass is a frozen dataclass with fields `init_scale`, `min_scale` and `max_scale`. It
+    defines `init`, and `_move` in the place of `adjust`.
     """
 
     init_scale: float
+    min_scale: float
+    max_scale: float
     # The type of the states, and for each argument the function that checks it and returns it.
     _state_type: ClassVar[type] = LossScaleState
     _checks: ClassVar[dict[str, Check]] = dict.fromkeys(
@@ -169,16 +179,28 @@ class CheckedLossScale(LossScale):
         if largest is not None:
             largest = check_largest(call, largest)
         state = check_policy_state(call, state, self._state_type)
-        state = state._replace(
-            loss_scale=sanitize_scale(state.loss_scale, self.init_scale)
-        )
-        return self._move(state, grads_finite, largest)
+        return self._move(self.hold(state), grads_finite, largest)
+
+    def hold(self, state: Any) -> Any:
+        """Returns a state whose scale is between the bounds.
+
+        A state may come from a checkpoint of another scaler, whose scale had run away. A scale of
+        0, inf or NaN is that of the first step. A subnormal number counts as 0, as most devices
+        flush it.
+        """
+        scale = jnp.asarray(state.loss_scale, jnp.float32)
+        is_usable = jnp.isfinite(scale) & (scale >= SMALLEST_NORMAL)
+        scale = jnp.where(is_usable, scale, self.init_scale)
+        # Some presets may start outside of their bounds, as their libraries do.
+        lowest = jnp.minimum(self.min_scale, self.init_scale)
+        highest = jnp.maximum(self.max_scale, self.init_scale)
+        return state._replace(loss_scale=jnp.clip(scale, lowest, highest))
 
     @abc.abstractmethod
     def _move(
         self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
-        """Returns the next state, given one that is checked and whose scale is usable."""
+        """Returns the next state, given one that is checked and whose scale is in range."""
 
 
 def new_state(kind: Any, **numbers: float) -> Any:

@@ -24,9 +24,9 @@ class DynamicLossScale(CheckedLossScale):
       each one after it, `s <- max(s * backoff_factor, min_scale)`;
     - a non-finite step clears the growth tracker.
 
-    A growth never lowers the scale and a backoff never raises it, even if a restored
-    scale lies outside the bounds. The scale is never 0, inf or NaN. The growth tracker is
-    compared with `>=`, so if a restored tracker is beyond the interval, the scale grows at once.
+    A restored scale outside of the bounds is brought to the nearest one before it moves, and one
+    of 0, inf or NaN to `init_scale`. The growth tracker is compared with `>=`, so if a restored
+    tracker is beyond the interval, the scale grows at once.
 
     Args:
       init_scale: the scale of the first step, by default the largest power of two in float16.
@@ -101,9 +101,7 @@ class DynamicLossScale(CheckedLossScale):
         )
 
     def _grow(self, scale: jax.Array) -> jax.Array:
-        grown = jnp.minimum(scale * self.growth_factor, self.max_scale)
-        return jnp.maximum(scale, grown)  # a restored scale may lie above the maximum
+        return jnp.minimum(scale * self.growth_factor, self.max_scale)
 
     def _back_off(self, scale: jax.Array) -> jax.Array:
-        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        return jnp.minimum(scale, lowered)  # a restored scale may lie below the minimum
+        return jnp.maximum(scale * self.backoff_factor, self.min_scale)

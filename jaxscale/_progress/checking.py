@@ -21,9 +21,11 @@ from .._step.bare import (
 )
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.checks import int32
-from .._trees.leaf import check_in_reach, parts_in_reach
+from .._trees.leaf import check_in_reach, is_inexact_leaf, parts_in_reach
 from .causes import explain_row, find_nan
+from .limits import MANY_ZEROS
 from .symptoms import list_warnings
+from .texts import ZEROS
 
 
 class LossScaleStuckError(RuntimeError):
@@ -65,6 +67,8 @@ def check(
           steps are enough after about 1800 steps, 10 % after 700, 50 % after 105.
         - The loss itself was not finite in 10 steps in a row. (More than `max_consecutive` of them
           are an error.)
+        - The optimizer has moments, and they are all 0 after 50 steps, so all gradients were 0.
+          Something else may clean them before the optimizer gets them, and hide every overflow.
         - The `loss_scaled` optimizer is inside of another one, which a skipped step still changes.
           With `tx`, or in a `TrainState`, this is always seen.
         - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer
@@ -134,6 +138,8 @@ def check(
         text = explain_row(member, policy, place_of_nan, checks_updates)
         raise LossScaleStuckError(_name_member(worst, axes) + text)
     _raise_if_blind(members, steps.reshape(-1), most, axes)
+    if steps.min() >= MANY_ZEROS and _are_all_zero(inner_state, len(axes)):
+        warnings.warn(ZEROS, stacklevel=2)
     for text in list_warnings(members, policy):
         warnings.warn(text, stacklevel=2)
 
@@ -253,6 +259,25 @@ def _is_lost(step: Any, state: Any, inner_state: Any) -> Any:
 def _is_zero(leaf: Any) -> bool:
     """Returns whether an array is 0, or the parts of it that this process has."""
     return not any(map(np.any, parts_in_reach(leaf)))
+
+
+def _are_all_zero(inner_state: Any, num_axes: int) -> bool:
+    """Returns whether an optimizer keeps moments, and each of them is 0.
+
+    They are its arrays, in a population with axes before them. In a healthy run the first one that
+    is read is not 0.
+    """
+    if isinstance(inner_state, WINDOW_STATES):  # whose sums are 0 after each step
+        inner_state = inner_state.inner_opt_state
+    leaves = jax.tree.leaves(inner_state)
+    moments = [
+        leaf for leaf in leaves if is_inexact_leaf(leaf) and jnp.ndim(leaf) > num_axes
+    ]
+    for leaf in moments:
+        # Where it is: it may be large.
+        if any(bool(jnp.any(part)) for part in parts_in_reach(leaf)):
+            return False
+    return len(moments) > 0
 
 
 def _raise_if_blind(members: Any, steps: Any, most: int, axes: tuple[int, ...]) -> None:

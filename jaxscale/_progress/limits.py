@@ -8,6 +8,9 @@ MEMORY = 1000.0
 # From how many steps in a row with a bad loss. No search for a scale makes one bad.
 MANY_BAD_LOSSES = 10
 
+# After how many steps of an optimizer its moments are no longer 0, unless all gradients were.
+MANY_ZEROS = 50
+
 # From how many falls without a growth between them, and below which scale. On the runs in
 # `tests/policies/traces`, which are healthy, the counter reaches 3 at most. Where the scale keeps
 # falling it reaches 6 and more (`tests/step/test_decay.py`). Most policies start from 2**15, so

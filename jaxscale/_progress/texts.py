@@ -1,6 +1,6 @@
 """The texts of `check`: its warnings, and what its errors have in common with them."""
 
-from .limits import MANY_BAD_LOSSES, MANY_FALLS
+from .limits import MANY_BAD_LOSSES, MANY_FALLS, MANY_ZEROS
 
 DOCTOR = (
     "`jaxscale doctor` names the line of the model (with `--autocast float16` if it is under "
@@ -54,6 +54,16 @@ BAD_LOSSES = (
     f"`check`: the loss itself was not finite in {MANY_BAD_LOSSES} steps in a row or more. Look "
     "for a stretch of bad data, or for parameters that have diverged: then go back to a "
     "checkpoint, and lower the learning rate."
+)
+
+ZEROS = (
+    f"`check`: all moments of the optimizer are 0 after {MANY_ZEROS} steps or more, so all "
+    "gradients were 0, and nothing is learned. "
+    "If something changes gradients before the optimizer gets them, such as `nan_to_num`, it hides "
+    "every overflow, and the scale never falls: pass that function as `on_grads=` to "
+    "`jaxscale.train_step`, which judges the gradients first. If a scale that is too low lets them "
+    "flush to 0, `jaxscale.diagnostics.calibrate` finds a better one. If neither, the loss does "
+    "not depend on the parameters."
 )
 
 SPIKES = (

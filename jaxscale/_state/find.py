@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._trees.grammar import and_more
 from .optimizer import LossScaledState, SpikeState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
 from .storage import WeightsState
@@ -19,9 +18,6 @@ from .storage import WeightsState
 # A mapping with these fields is what NNX made of a `LossScaledState`. Others may be left out, as
 # NNX leaves out what is empty, such as the inner state of plain SGD.
 _TELLING_FIELDS = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
-
-# A message names at most this many nodes of a tree.
-_MOST_NAMES = 8
 
 
 def is_loss_scaled(node: Any) -> bool:
@@ -169,7 +165,7 @@ def find_one(call: str, tree: Any, matches: Callable[[Any], bool], what: str) ->
     message = f"`{call}` needs a tree with exactly one {what}, got "
     if not nodes:
         raise ValueError(
-            f"{message}none in {_describe_contents(tree)}. {_suggest_state(tree)}"
+            f"{message}none in a {type(tree).__name__}. {_suggest_state(tree)}"
         )
     raise ValueError(
         f"{message}{len(nodes)}, at {', '.join(places)}. Pass the one that belongs to this loss."
@@ -194,19 +190,3 @@ def _suggest_state(tree: Any) -> str:
         "Wrap the optimizer, as in `tx = jaxscale.loss_scaled(tx)`, and pass the state that "
         "`tx.init(params)` returned."
     )
-
-
-def _describe_contents(tree: Any) -> str:
-    """Returns the types and places of the outermost named tuples and leaves of a tree."""
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named_tuple_or_none)
-    names = []
-    for path, node in pairs:
-        if node is tree:
-            return f"the {type(tree).__name__}"
-        names.append(f"{type(node).__name__} at {jax.tree_util.keystr(path)}")
-    words = names[:_MOST_NAMES] + and_more(names, _MOST_NAMES)
-    return ", ".join(words) or "an empty tree"
-
-
-def _is_named_tuple_or_none(node: Any) -> bool:
-    return node is None or hasattr(node, "_fields")

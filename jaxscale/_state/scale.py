@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._trees.numbers import SMALLEST_NORMAL
-
 
 class LossScaleState(NamedTuple):
     """The state that a loss scale carries from one step to the next.
@@ -79,16 +77,6 @@ def init_state(loss_scale: float) -> LossScaleState:
         growth_tracker=jnp.asarray(0, jnp.int32),
         hysteresis_tracker=jnp.asarray(0, jnp.int32),
     )
-
-
-def sanitize_scale(loss_scale: jax.Array, init_scale: float) -> jax.Array:
-    """Returns a loss scale, or the initial one if it is 0, inf or NaN.
-
-    A state may come from a checkpoint of another scaler, whose scale had run away. A subnormal
-    number counts as 0, as most devices flush it.
-    """
-    is_usable = jnp.isfinite(loss_scale) & (loss_scale >= SMALLEST_NORMAL)
-    return jnp.where(is_usable, loss_scale, init_scale).astype(jnp.float32)
 
 
 def is_policy_state(node: Any) -> bool:

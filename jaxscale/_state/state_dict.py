@@ -5,7 +5,6 @@ the structure of a target: fields of jaxscale's own states may come and go betwe
 everything else must match, as a default would hide a lost number.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import optax
 
 from .._trees.grammar import list_some
 from .._trees.leaf import check_in_reach
+from .nodes import children_of, is_own_state, rebuild
 from .optimizer import SPIKE_WINDOWS, SpikeState
 from .saved_numbers import check_number, fill, is_abstract, place_of, restore_leaf
 from .scale import UnitLossScaleState, is_policy_state, unwrap
@@ -71,7 +71,7 @@ def _save(path: str, node: Any) -> Any:
     """Returns a node as nested dicts of NumPy arrays."""
     if node is None:
         return None
-    children = _children(node)
+    children = children_of(node)
     if children is None:
         place = place_of("tree", path)
         number = check_number(place, node)
@@ -103,9 +103,9 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
       replaces the policy's initial one, except that a `FixedLossScale` goes back to its own number
       in the first step; `opt_state._replace(scaling=policy.init())` starts it
       again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
-      the policy starts with its initial one. A scale above the policy's maximum is lowered to the
-      maximum in the first step. A float32 state is read into that of `jaxscale.compact_state`,
-      rounded to nearest, and a compact one into a float32 state.
+      the policy starts with its initial one. A scale outside of the policy's bounds is brought to
+      the nearest one in the first step. A float32 state is read into that of
+      `jaxscale.compact_state`, rounded to nearest, and a compact one into a float32 state.
 
       The tree has variables of Flax NNX where `target` has them, and arrays where `target` has
       arrays, whichever were saved. `nnx.update` puts either into an optimizer::
@@ -137,7 +137,7 @@ def from_state_dict(target: Any, state_dict: Any) -> Any:
             "after a fresh `tx.init(params)`."
         )
     arrays = _arrays("from_state_dict(target)", target)
-    saved = _children(state_dict)
+    saved = children_of(state_dict)
     if saved is None:
         raise TypeError(
             f"`from_state_dict(state_dict)` must be a dict, got {type(state_dict).__name__}."
@@ -164,8 +164,8 @@ def _restore(
 
     `rounds` says that numbers are rounded to nearest where the target holds fewer bits.
     """
-    children = _children(node)
-    values = _children(saved)
+    children = children_of(node)
+    values = children_of(saved)
     if values is not None and _is_variable(values, children):
         return _restore(path, node, values["value"], unmatched, rounds)
     if children is None and values is None:
@@ -188,7 +188,7 @@ def _restore(
 
     # What has no field in common with this state is not another version of it.
     is_other = bool(values) and values.keys().isdisjoint(children)
-    is_own = _is_own(node) and not is_other
+    is_own = is_own_state(node) and not is_other
     if is_own:
         if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
             values["scaling"] = None  # so that the target's stays
@@ -215,7 +215,7 @@ def _restore(
         for name, value in values.items():
             if not _is_empty(value):
                 unmatched.unknown.append(f"{path}/{name}")
-    return _rebuild(node, restored)
+    return rebuild(node, restored)
 
 
 def _take_default(node: Any, name: str, child: Any) -> Any:
@@ -239,18 +239,38 @@ def _fill_unit(state: UnitLossScaleState) -> UnitLossScaleState:
 def _check_same_weights(
     path: str, children: dict[str, Any], values: dict[str, Any]
 ) -> None:
-    """Raises a `ValueError` if float32 parameters were saved in another form than the target's."""
-    forms = {"remainders", "copies"}
-    saved = {name for name in forms if not _is_empty(values.get(name))}
-    wanted = {name for name in forms if not _is_empty(children[name])}
-    if not saved or not wanted or saved & wanted:
+    """Raises a `ValueError` if float32 parameters were saved beside others than the target's.
+
+    It is the `mask` or the `storage` that has changed, and neither of both has what the other
+    keeps. What keeps none at all is the state of another wrapper.
+    """
+    wanted = _list_beside(children)
+    saved = _list_beside(values)
+    if not saved or not wanted or saved == wanted:
         return
+    only_wanted = ", ".join(sorted(wanted - saved)) or "none"
+    only_saved = ", ".join(sorted(saved - wanted)) or "none"
     raise ValueError(
-        f"{place_of('state_dict', path)} has the float32 parameters as {saved.pop()}, and the "
-        f"target as {wanted.pop()}. Restore with the `storage` of `master_weights` that was "
-        "saved, and then pass `jaxscale.with_master_params(tx.init(params), "
-        "jaxscale.master_params(opt_state, params))`."
+        f"{place_of('state_dict', path)} has other float32 parameters than the target. Only in the "
+        f"target: {only_wanted}; only in the dictionary: {only_saved}. If the `mask` or the "
+        "`storage` of `master_weights` has changed, restore with those that were saved, `old = "
+        "jaxscale.from_state_dict(old_tx.init(params), state_dict)`, and go on from there, with "
+        "all bits and moments: `_, opt_state = jaxscale.with_master_params(old._replace("
+        "weights=tx.init(params).weights), jaxscale.master_params(old, params))`. If the model has "
+        "changed, make the target from the one that was saved."
     )
+
+
+def _list_beside(weights: dict[str, Any]) -> set[str]:
+    """Returns the paths of what stands beside parameters, in a state or in what was saved of it."""
+    paths = set()
+    for form in ("remainders", "copies"):
+        pairs = jax.tree_util.tree_leaves_with_path(weights.get(form))
+        for path, _ in pairs:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            # Flax and Orbax write variables as dictionaries.
+            paths.add(f"{form}/{name}".removesuffix("/value"))
+    return paths
 
 
 def _is_variable(values: dict[str, Any], children: dict[str, Any] | None) -> bool:
@@ -299,27 +319,6 @@ def _check_has_numbers(tree: Any) -> None:
         )
 
 
-def _children(node: Any) -> dict[str, Any] | None:
-    """Returns the children of a node by name, `None` for a leaf."""
-    if jax.tree_util.all_leaves([node]):
-        return None
-    pairs, _ = _flatten_once(node)
-    return {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
-
-
-def _rebuild(node: Any, children: list[Any]) -> Any:
-    """Returns a node with other children."""
-    _, structure = _flatten_once(node)
-    return structure.unflatten(children)
-
-
-def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Returns the children of a node, each with its path, and the structure around them."""
-    return jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda child: child is not node
-    )
-
-
 def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
     """Returns whether a saved scale of 1 is that of a run that scaled nothing.
 
@@ -327,7 +326,7 @@ def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
     same after an overflow, and only there, as any other step counts towards growth. So it is one
     that came down if the last step of the `state` around it was an overflow.
     """
-    fields = _children(scaling) or {}
+    fields = children_of(scaling) or {}
     for name, unmoved in _UNMOVED_FIELDS.items():
         number = _find_number(fields, name)
         if number is None or np.any(number != unmoved):
@@ -367,16 +366,6 @@ def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
         values[count_name] = count
 
 
-def _is_own(node: Any) -> bool:
-    """Returns whether a node is a state of jaxscale."""
-    # Only named tuples: a `TrainState` is also jaxscale's own, but its fields have no defaults.
-    if hasattr(node, "_fields"):
-        package = type(node).__module__.partition(".")[0]
-        return package == __name__.partition(".")[0]
-    # `nnx.state` makes a mapping of a named tuple.
-    return isinstance(node, Mapping) and set(node) >= {"scaling", "total_steps"}
-
-
 def _arrays(argument: str, tree: Any) -> Any:
     """Returns an argument without variables around its arrays, or an error if it is no state."""
     if isinstance(tree, optax.GradientTransformation):
@@ -385,7 +374,7 @@ def _arrays(argument: str, tree: Any) -> Any:
             "Pass `tx.init(params)`, or the state of the last step."
         )
     arrays = unwrap(tree)
-    children = _children(arrays)
+    children = children_of(arrays)
     if children is None or "version" in children:
         raise ValueError(
             f"`{argument}` must be a container without a child named version, a key that the "

@@ -23,7 +23,7 @@ from .._gradients.facts import (
 from .._gradients.verdict import agree_on_loss, all_finite
 from .._policies.base import adjust_scale
 from .._state.optimizer import LossScaledState
-from .._trees.casts import cast_like, widen
+from .._trees.casts import cast_like, common_sharding, placed, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_inexact_leaf
 from .._trees.overwrites import (
@@ -32,6 +32,7 @@ from .._trees.overwrites import (
     overwriting_updates,
     without_overwrites,
 )
+from .._trees.params import apply_updates
 from .._trees.selection import tree_where
 from . import checks
 from .backward_pass import Pass
@@ -110,10 +111,10 @@ class _InnerStep:
             own.inner, wide_grads, opt_state, wide_params, loss, self.extra_args
         )
         if own.judges:
-            checks.check_state_kept(new_state, opt_state)
+            checks.check_state_kept(own.call, new_state, opt_state)
         like = trained_grads if params is None else params
-        checks.check_copies_stay_equal("the update", updates, like, own.axis_name)
-        checks.check_copies_stay_equal("its state", new_state, opt_state, own.axis_name)
+        self._check_copies("the update", updates, like)
+        self._check_copies("its state", new_state, opt_state)
         # Where no step is skipped, the state may change its structure.
         if jax.tree.structure(new_state) == jax.tree.structure(opt_state):
             new_state = cast_like(new_state, opt_state)
@@ -129,6 +130,10 @@ class _InnerStep:
         if norm is not None:
             norm = shown_norm(norm)
         return outcome, updates, _Kept(new_state, weights, norm, None)
+
+    def _check_copies(self, what: str, new: Any, old: Any) -> None:
+        own = self.own
+        checks.check_copies_stay_equal(own.call, what, new, old, own.axis_name)
 
 
 def advance(
@@ -147,7 +152,7 @@ def advance(
     if not own.judges:
         # There is no window, as that needs a vote: `inner_state` is the optimizer's own.
         if own.max_norm is not None:
-            checks.check_devices_agree(run.grads.divided, None, own.axis_name)
+            checks.check_devices_agree(own.call, run.grads.divided, None, own.axis_name)
         loss = agree_on_loss(run.loss, own.axis_name)
         outcome, _, made = inner_step.make(
             run.grads.divided, state.inner_state, loss, None
@@ -192,7 +197,14 @@ def advance(
         if not own.check_updates:
             return outcome, made
         new_state = _without_old_infs(made.opt_state, ready.opt_state)
-        finite = all_finite((updates, new_state), axis_name=own.axis_name)
+        new_params = None
+        if params is not None:
+            new_params = outcome
+            if not finish.returns_params:
+                new_params = apply_updates(params, outcome)
+            new_params = _without_old_infs(new_params, params)
+        checked = (updates, new_state, new_params)
+        finite = all_finite(checked, axis_name=own.axis_name)
         made = made._replace(updates_finite=finite)
         outcome, made = choose(finite, (outcome, made), keep)
         return outcome, made._replace(updates_finite=finite)
@@ -257,9 +269,9 @@ def judge_pass(
     extra_args: Mapping[str, Any],
 ) -> Pass:
     """Returns a pass with zeros for gradients that are never read, and with what judges ask."""
-    checks.check_loss(run.loss)
+    checks.check_loss(own.call, run.loss)
     run = leave_out_unread(own, run, state, params, extra_args)
-    checks.check_devices_agree(run.grads.divided, run.loss, own.axis_name)
+    checks.check_devices_agree(own.call, run.grads.divided, run.loss, own.axis_name)
     # With a window, the optimizer clips the mean of several micro-batches, so the norm of one of
     # them is of no use to it.
     clips = own.max_norm is not None and not own.window.averages
@@ -273,15 +285,17 @@ def judge_pass(
     return run._replace(facts=facts, before_hook=None)
 
 
-def _without_old_infs(new_state: Any, old_state: Any) -> Any:
-    """Returns a new state with zeros where the old one was not finite already.
+def _without_old_infs(new_tree: Any, old_tree: Any) -> Any:
+    """Returns new arrays with zeros where the old ones were not finite already.
 
-    An optimizer may start from an inf, as `optax.contrib.reduce_on_plateau` does.
+    An optimizer may start from an inf, as `optax.contrib.reduce_on_plateau` does, and a parameter
+    that is not trained may be a mask of -inf.
     """
 
     def without_old(new: Any, old: Any) -> Any:
         if not is_inexact_leaf(new):
             return new
+        new = placed(new, common_sharding(old, new))
         return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
 
-    return jax.tree.map(without_old, new_state, old_state)
+    return jax.tree.map(without_old, new_tree, old_tree)

@@ -8,7 +8,7 @@ import optax
 
 from .._gradients.verdict import axis_names
 from .._jax import varying
-from .._policies.base import CheckedLossScale, LossScale
+from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
@@ -16,7 +16,6 @@ from .._trees.checks import describe_value
 from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import with_article
 from .._trees.leaf import is_array_like
-from .._trees.numbers import LARGEST
 from .call_update import takes_any
 
 
@@ -71,17 +70,6 @@ def check_state(
     return state
 
 
-def cap_scale(policy: CheckedLossScale, scaling: Any) -> Any:
-    """Lowers the scale in a scale state to the highest that a policy ever has."""
-    max_scale = getattr(policy, "max_scale", LARGEST)
-    # Some presets may start above their maximum, as their libraries do.
-    highest = jnp.float32(max(max_scale, policy.init_scale))
-    scale = jnp.asarray(scaling.loss_scale)
-    # A scale of NaN stays, for the policy to replace.
-    capped = jnp.where(scale > highest, highest, scale)
-    return scaling._replace(loss_scale=capped)
-
-
 def _way_to_state(state: Any, order: str) -> str:
     """Returns what to pass instead of something that is not a `LossScaledState`."""
     if hasattr(state, "opt_state"):
@@ -95,20 +83,22 @@ def _way_to_state(state: Any, order: str) -> str:
     return way
 
 
-def check_loss(value: Any) -> None:
+def check_loss(call: str, value: Any) -> None:
     """Raises a `TypeError` if the loss that a step was given is not one real number, or `None`."""
     if value is None:
         return
     is_number = is_array_like(value) and jnp.shape(value) == ()
     if not is_number or jnp.iscomplexobj(value):
         raise TypeError(
-            "`loss_scaled(...).update(value=...)` must be the loss, one number, got "
+            f"`{call}(...).update(value=...)` must be the loss, one number, got "
             f"{describe_value(value)}. With has_aux=True, pass only the loss; of a complex one, "
             "pass `loss.real`."
         )
 
 
-def check_devices_agree(grads: optax.Updates, value: Any, axis_name: Any) -> None:
+def check_devices_agree(
+    call: str, grads: optax.Updates, value: Any, axis_name: Any
+) -> None:
     """Raises a `ValueError` if devices with copies of one parameter may skip by themselves.
 
     Types say so: along an axis that is not in `axis_name`, the loss or a gradient varies, and
@@ -131,18 +121,22 @@ def check_devices_agree(grads: optax.Updates, value: Any, axis_name: Any) -> Non
     axes = ", ".join(map(repr, sorted(disputed)))
     if disputed & of_gradients:
         raise ValueError(
-            f"`loss_scaled(...).update(updates=...)`: some gradients vary along {axes}, and that "
+            f"`{call}(...).update(updates=...)`: some gradients vary along {axes}, and that "
             f"at {copied} does not. What is bad, or clipped, on one device alone would make its "
-            f"copy of that parameter differ: pass `axis_name={axes}` to `loss_scaled`."
+            f"copy of that parameter differ: pass `axis_name={axes}` to `loss_scaled` or "
+            "`skip_nonfinite`."
         )
     raise ValueError(
-        f"`loss_scaled(...).update(value=...)` varies along {axes}, where the gradients do "
+        f"`{call}(...).update(value=...)` varies along {axes}, where the gradients do "
         "not. A loss that is bad on one device alone would make the loss scales of the "
-        f"devices differ: pass `axis_name={axes}` to `loss_scaled`, or the mean loss."
+        f"devices differ: pass `axis_name={axes}` to `loss_scaled` or `skip_nonfinite`, or the "
+        "mean loss."
     )
 
 
-def check_copies_stay_equal(what: str, new: Any, old: Any, axis_name: Any) -> None:
+def check_copies_stay_equal(
+    call: str, what: str, new: Any, old: Any, axis_name: Any
+) -> None:
     """Raises a `ValueError` if a step makes copies differ among the devices that make it together.
 
     `what` is what the optimizer made, `new` in place of `old`. Types tell, where they do at all.
@@ -159,7 +153,7 @@ def check_copies_stay_equal(what: str, new: Any, old: Any, axis_name: Any) -> No
         if parting:
             names = ", ".join(map(repr, sorted(parting)))
             raise ValueError(
-                f"`loss_scaled(inner)`: {what} at {leaf_name(path)} differs among the devices "
+                f"`{call}(inner)`: {what} at {leaf_name(path)} differs among the devices "
                 f"along {names}, which hold copies of it. `inner` computes something from all "
                 "parameters, such as a norm, and sees the parts of one device alone. To clip to a "
                 "global norm, pass `max_norm` to `loss_scaled`; otherwise use `jit` in place of "
@@ -167,27 +161,44 @@ def check_copies_stay_equal(what: str, new: Any, old: Any, axis_name: Any) -> No
             )
 
 
-def check_state_kept(new_state: Any, opt_state: Any) -> None:
+def check_state_kept(call: str, new_state: Any, opt_state: Any) -> None:
     """Raises a `ValueError` if a step changed the structure of the state inside."""
     before = jax.tree.structure(opt_state)
     after = jax.tree.structure(new_state)
     if before != after:
         raise ValueError(
-            "`loss_scaled(inner)`: `inner.update` must keep the structure of its state, or a "
+            f"`{call}(inner)`: `inner.update` must keep the structure of its state, or a "
             "skipped step could not keep the state. If a part fills its state at the first update, "
             "as `optax.monitor` does, put it outside: `optax.chain(loss_scaled(...), "
             f"optax.monitor(...))`. The structures are {before} and then {after}."
         )
 
 
-def check_not_nested(inner_state: Any) -> None:
+def check_clips_the_mean(call: str, inner_state: Any) -> None:
+    """Raises a `ValueError` if each micro-batch would be clipped, and not their mean."""
+    for node in jax.tree.leaves(inner_state, is_leaf=_accumulates):
+        if _accumulates(node):
+            raise ValueError(
+                f"`{call}(inner, max_norm=...)`: `inner` accumulates gradients itself "
+                f"(`{type(node).__name__}`), so each micro-batch would be clipped, and not their "
+                "mean. Accumulate by `jaxscale.multi_steps(jaxscale.loss_scaled(optax.adamw(1e-3), "
+                "max_norm=1.0), 4)`, or leave `max_norm` out and put `optax.clip_by_global_norm` "
+                "inside of the `optax.MultiSteps`."
+            )
+
+
+def _accumulates(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState | optax.ApplyEvery)
+
+
+def check_not_nested(call: str, inner_state: Any) -> None:
     """Raises a `ValueError` if an optimizer is wrapped that is already wrapped further inside."""
     for path, node in jax.tree_util.tree_leaves_with_path(
         inner_state, is_leaf=is_loss_scaled
     ):
         if is_loss_scaled(node):
             raise ValueError(
-                "`loss_scaled(inner).init`: `inner` already holds a `LossScaledState`, at "
+                f"`{call}(inner).init`: `inner` already holds a `LossScaledState`, at "
                 f"{jax.tree_util.keystr(path)} of its state. Two skips of one step cannot agree: "
                 "wrap once, outermost, with `inner` as it was before."
             )

@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._storage.compact import CompactOptimizer
 from .._storage.weights import MasterWeights, Rounded, StochasticRounding, Weights
-from .._trees.checks import describe_value, one_of
+from .._trees.checks import int32, one_of
 from .call_update import call_update
 from .checks import as_transformation
 from .transformations import rewrap, wrap
@@ -236,16 +235,7 @@ def _check_seed(call: str, seed: Any) -> Any:
     is_array = isinstance(seed, jax.Array)
     if is_array and seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
         return seed
-    given = describe_value(seed) if is_array else repr(seed)
-    message = (
-        f"`{call}(seed=...)` must be an integer from 0 to 2**31 - 1, got {given}. `init` makes a "
-        "key of it"
-    )
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"{message}: pass an int, and no key.")
-    if not 0 <= seed < 2**31:
-        raise ValueError(f"{message}.")
-    return int(seed)
+    return int32(call, "seed", seed, least=0)
 
 
 def _keep(
@@ -258,4 +248,4 @@ def _keep(
             f"`{call}(inner)`: `inner` is wrapped in `{optimizer.weights.call}` already, and "
             "parameters are kept in one way. Leave one of both out."
         )
-    return rewrap(optimizer, weights=weights).transformation()
+    return rewrap(optimizer, call, weights=weights).transformation()

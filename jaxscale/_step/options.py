@@ -22,11 +22,12 @@ class Options:
     Attributes:
       inner: the optimizer inside.
       policy: how the loss scale moves.
+      call: the public function that made it, the outermost of several, for messages.
       axis_name: the axes whose devices decide together, or `None`.
       window: how micro-batches are accumulated; `EachStep` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
       skips: whether bad steps are skipped. If not, there are no judges.
-      check_updates: whether a step is taken back if its updates or its state are not finite.
+      check_updates: whether a step is taken back if what it makes is not finite.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
       on_skip: the function that is called on the host after each skipped step, or `None`.
@@ -37,6 +38,7 @@ class Options:
 
     inner: optax.GradientTransformationExtraArgs
     policy: LossScale
+    call: str = dataclasses.field(default="loss_scaled", compare=False)
     axis_name: Any = None
     window: Window | EachStep = dataclasses.field(default_factory=EachStep)
     max_norm: float | None = None

@@ -27,7 +27,7 @@ from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.params import combine, trained_params
 from .advance import judge_pass
 from .backward_pass import Pass
-from .bare import BareOptimizer, holds_loss_scaled
+from .bare import BareOptimizer, holds_loss_scaled, say_inside
 from .call_update import NO_ARGS
 from .checks import is_pair
 from .kept_state import made_step
@@ -76,25 +76,21 @@ class StepPlan:
     warnings_given: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        int32(self.call, "retries", self.retries, 0, "passes")
+        int32(self.call, "retries", self.retries, least=0)
 
     def check_retries(self, own: WrappedOptimizer) -> None:
         """Raises a `ValueError` if retries cannot help, as the scale of the optimizer is fixed."""
         if not self.retries or own.can_back_off:
             return
         got = f"one with {with_article(type(own.policy).__name__)}"
-        way_out = "Take a policy that lowers it, as `loss_scaled(tx)` does"
         if isinstance(own, BareOptimizer):
-            got = "a bare optimizer"
-            way_out = "Wrap it, `tx = jaxscale.loss_scaled(tx)`"
             if own.hides_loss_scaled():
-                got = "one that `loss_scaled` wraps inside of another"
-                way_out = (
-                    "Make it the outermost, `tx = jaxscale.loss_scaled(outer(inner))`"
-                )
+                raise ValueError(say_inside(f"{self.call}(retries={self.retries})"))
+            got = "a bare optimizer"
         raise ValueError(
             f"`{self.call}(retries={self.retries})` needs a loss scale that can be lowered, got "
-            f"{got}. {way_out}, or leave `retries` out."
+            f"{got}. Write `tx = jaxscale.loss_scaled(tx)`, whose policy lowers it, or leave "
+            "`retries` out."
         )
 
     def warn_if_bare(

@@ -37,7 +37,6 @@ class _Backoff(NamedTuple):
     """How far a policy has been told of one overflow."""
 
     scaling: Any  # the scale state by now
-    has_moved: jax.Array  # bool[], whether the last telling changed anything in it
     number: jax.Array  # i32[], how often it was told
 
 
@@ -145,26 +144,19 @@ def _lower_scale(
     """Lowers the scale after an overflow, if the policy ever does; otherwise it stays."""
 
     def goes_on(now: _Backoff) -> jax.Array:
-        is_due = overflow & now.has_moved & ~_is_lower(now.scaling, scaling)
+        is_due = overflow & ~_is_lower(now.scaling, scaling)
         return is_due & (now.number < _MAX_BACKOFFS_PER_OVERFLOW)
 
     def back_off(now: _Backoff) -> _Backoff:
         lower = adjust_scale(policy, now.scaling, jnp.array(False), facts.largest)
-        # At its floor a scale stays, and so does everything else in its state.
-        return _Backoff(lower, _differs(lower, now.scaling), now.number + 1)
+        return _Backoff(lower, now.number + 1)
 
-    now = _Backoff(scaling, jnp.array(True), jnp.zeros((), jnp.int32))
+    now = _Backoff(scaling, jnp.zeros((), jnp.int32))
     if traced:
         return jax.lax.while_loop(goes_on, back_off, now).scaling
     while goes_on(now):
         now = back_off(now)
     return now.scaling
-
-
-def _differs(state: Any, other: Any) -> jax.Array:
-    """Returns whether any array of a state has another value in another state."""
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True)
-    return functools.reduce(jnp.logical_or, (jnp.any(a != b) for a, b in pairs))
 
 
 def _is_lower(state: Any, than: Any) -> jax.Array:

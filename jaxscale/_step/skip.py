@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._jax import vary, varying
-from .._trees.casts import filled
+from .._trees.casts import common_sharding, filled, placed
 from .._trees.flat import Traced
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaf import is_array_like
@@ -45,18 +45,19 @@ def make_or_keep(
     operand = _zeros_unless(is_used, operand)
     program = Traced(make, operand)
     kept = keep(program.output_leaves)
-    axes = []
-    for made_leaf, kept_leaf in zip(program.output_leaves, kept, strict=True):
-        axes.append(_axes_of(made_leaf) | _axes_of(kept_leaf))
+    pairs = list(zip(kept, program.output_leaves, strict=True))
+    axes = [_axes_of(old) | _axes_of(new) for old, new in pairs]
+    shardings = [common_sharding(old, new) for old, new in pairs]
 
-    def on_all_axes(leaves: list[Any]) -> list[Any]:
-        # Both sides of a branch must vary along the same axes of a mesh.
-        return [_vary(*pair) for pair in zip(leaves, axes, strict=True)]
+    def in_one_type(leaves: list[Any]) -> list[Any]:
+        # Both sides of a branch must vary along the same axes of a mesh, and lie on it alike.
+        leaves = list(map(placed, leaves, shardings))
+        return list(map(_vary, leaves, axes))
 
     made = jax.lax.cond(
         due | ~branches,
-        lambda: on_all_axes(jax.tree.leaves(program(operand))),
-        lambda: on_all_axes(kept),
+        lambda: in_one_type(jax.tree.leaves(program(operand))),
+        lambda: in_one_type(kept),
     )
     # If the program branches, nothing is left to select.
     return program.rebuilt(tree_where(is_used, made, kept))

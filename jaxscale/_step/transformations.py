@@ -69,12 +69,12 @@ def loss_scaled(
         `scaling` has a type of its own; `jaxscale.to_state_dict` and `jaxscale.from_state_dict`
         move a run from one type to the other.)
       check_updates: whether the verdict also covers what `inner` makes of finite gradients: its
-        updates and its new state. Set it for optimizers that compute gradients inside `update`:
-        `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also for those that
-        may make a NaN of finite gradients, such as `optax.contrib.prodigy` of a first gradient of
-        0, and where a single huge gradient may set a second moment to inf for good. Such a step is
-        skipped, and the scale stays where it is. What was not finite in the old state may stay so.
-        It takes one more pass, over the updates and the state.
+        updates, its new state and the new parameters. Set it for optimizers that compute gradients
+        inside `update`: `optax.contrib.sam` with `opaque_mode=True`, or a line search. Set it also
+        for those that may make a NaN of finite gradients, such as `optax.contrib.prodigy` of a
+        first gradient of 0, and where a single huge gradient may set a second moment to inf for
+        good. Such a step is skipped, and the scale stays where it is. What was not finite before
+        may stay so. It takes one more pass, over all of these.
       track_leaves: whether `nonfinite_leaves` of the state says which leaves the last overflow was
         in, so that `jaxscale.metrics` and `jaxscale.check` can name them. This takes no extra pass.
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
@@ -115,7 +115,8 @@ def loss_scaled(
         or if `loss_scale` is not a policy.
       ValueError: if `max_norm` is not above 0, or if `skip_nonfinite=False` comes with something
         that needs a verdict: a dynamic scale, `check_updates`, `track_leaves`, `on_skip`, a window
-        of `multi_steps`.
+        of `multi_steps`; at `init`, if `max_norm` would clip each micro-batch of an
+        `optax.MultiSteps` inside, and not their mean.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -130,15 +131,43 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
-    optimizer = wrap("loss_scaled", inner)
+    return _wrap_scaled(
+        "loss_scaled",
+        inner,
+        loss_scale,
+        skip_nonfinite,
+        axis_name=axis_name,
+        max_norm=max_norm,
+        check_updates=check_updates,
+        track_leaves=track_leaves,
+        spikes=spikes,
+        on_skip=on_skip,
+    )
+
+
+def _wrap_scaled(
+    call: str,
+    inner: optax.GradientTransformation,
+    loss_scale: Any,
+    skips: bool,
+    *,
+    axis_name: Any,
+    max_norm: float | None,
+    check_updates: bool,
+    track_leaves: bool,
+    spikes: SpikeRule | None,
+    on_skip: Callable[[dict[str, Any]], Any] | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Does what `loss_scaled` does, with errors in the name of `call`."""
+    optimizer = wrap(call, inner)
     if optimizer.policy != NoOpLossScale():
         raise TypeError(
-            "`loss_scaled(inner)`: `inner` is wrapped already, with a "
+            f"`{call}(inner)`: `inner` is wrapped already, with a "
             f"{type(optimizer.policy).__name__}. Two skips of one step cannot agree: wrap "
             "once, outermost."
         )
     if max_norm is not None and max_norm != math.inf:
-        max_norm = positive("loss_scaled", "max_norm", max_norm)
+        max_norm = positive(call, "max_norm", max_norm)
     # What is not given here may have been given to a `skip_nonfinite` inside.
     if axis_name is None:
         axis_name = optimizer.axis_name
@@ -146,20 +175,18 @@ def loss_scaled(
         max_norm = optimizer.max_norm
     if on_skip is None:
         on_skip = optimizer.on_skip
-    optimizer = rewrap(
+    return rewrap(
         optimizer,
-        policy=read_loss_scale("loss_scaled(loss_scale=...)", loss_scale),
+        call,
+        policy=read_loss_scale(f"{call}(loss_scale=...)", loss_scale),
         axis_name=axis_name,
         max_norm=max_norm,
-        skips=skip_nonfinite,
+        skips=skips,
         check_updates=check_updates or optimizer.check_updates,
         track_leaves=track_leaves or optimizer.track_leaves,
-        spikes=check_spikes("loss_scaled", spikes) or optimizer.spikes,
+        spikes=check_spikes(call, spikes) or optimizer.spikes,
         on_skip=on_skip,
-    )
-    if not optimizer.skips:
-        _check_needs_no_judges(optimizer)
-    return optimizer.transformation()
+    ).transformation()
 
 
 def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
@@ -229,9 +256,11 @@ def skip_nonfinite(
       >>> print(params + updates, state.total_notfinite)
       1.0 1
     """
-    return loss_scaled(
+    return _wrap_scaled(
+        "skip_nonfinite",
         inner,
-        loss_scale=None,
+        None,
+        True,
         axis_name=axis_name,
         max_norm=max_norm,
         check_updates=check_updates,
@@ -294,12 +323,8 @@ def multi_steps(
         )
     if not callable(every_k_schedule):
         every_k_schedule = int32("multi_steps", "every_k_schedule", every_k_schedule)
-    if not optimizer.skips:
-        raise ValueError(
-            "`multi_steps(inner)`: `inner` has skip_nonfinite=False, but the verdict decides which "
-            "micro-batches count. Leave it out."
-        )
-    return rewrap(optimizer, window=Window(every_k_schedule)).transformation()
+    window = Window(every_k_schedule)
+    return rewrap(optimizer, "multi_steps", window=window).transformation()
 
 
 def wrap(call: str, inner: Any) -> WrappedOptimizer:
@@ -311,6 +336,11 @@ def wrap(call: str, inner: Any) -> WrappedOptimizer:
     return WrappedOptimizer(inner, NoOpLossScale())
 
 
-def rewrap(optimizer: WrappedOptimizer, **changes: Any) -> WrappedOptimizer:
+def rewrap(optimizer: WrappedOptimizer, call: str, **changes: Any) -> WrappedOptimizer:
     """Returns an optimizer with other options, which knows nothing of earlier calls."""
-    return dataclasses.replace(optimizer, known_types={}, known_unread={}, **changes)
+    optimizer = dataclasses.replace(
+        optimizer, call=call, known_types={}, known_unread={}, **changes
+    )
+    if not optimizer.skips:
+        _check_needs_no_judges(optimizer)
+    return optimizer

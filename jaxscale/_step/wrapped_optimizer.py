@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
-from .._policies.base import CheckedLossScale
-from .._policies.fixed import FixedLossScale
 from .._state.optimizer import LossScaledState, MultiStepsState
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
@@ -51,14 +49,16 @@ class WrappedOptimizer(Options):
         wide_params = map_gradients(widen, params)
         # What is under a key `_overwrite_with_gradient` is replaced by a step, not optimized.
         inner_state = self.inner.init(without_overwrites(wide_params))
-        checks.check_not_nested(inner_state)
+        checks.check_not_nested(self.call, inner_state)
+        if self.max_norm is not None:
+            checks.check_clips_the_mean(self.call, inner_state)
         # Leaves that an optimizer makes from Python numbers are weakly typed. After a step they
         # would not be, so the second step would compile anew. A cast to its own dtype makes a leaf
         # strongly typed.
         inner_state = cast_like(inner_state, inner_state)
         window_state = self.window.open(wide_params, inner_state)
         if not self.known_types:  # once, however often states are made
-            self.weights.warn_of_losses(params, inner_state)
+            self.weights.warn_of_losses(self.call, params, inner_state)
         self.known_types[hashable_types(params)] = types_of(window_state)
 
         state = start_state(self.policy.init(), window_state)
@@ -77,7 +77,7 @@ class WrappedOptimizer(Options):
         value: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        call = "loss_scaled(...).update"
+        call = f"{self.call}(...).update"
         order = "(grads, opt_state, params)"
         state = self.enter(f"{call}(state=...)", state, order)
         if params is None and holds_overwrites(updates):
@@ -106,18 +106,13 @@ class WrappedOptimizer(Options):
         """Checks that an argument is the state of a step, and returns it as arrays.
 
         A scale that this policy never has, as another may leave it, is replaced: that of a fixed
-        policy by its number, and one above the maximum by the maximum. `order` is the order of the
-        call's arguments, for the error message.
+        policy by its number, and others by the nearest in range. `order` is the order of the call's
+        arguments, for the error message.
         """
         state = checks.check_state(argument, state, self.policy, order)
         self.weights.check(argument, state.weights)
         self._check_has_parts(argument, state)
-        if isinstance(self.policy, FixedLossScale):
-            return state._replace(scaling=self.policy.hold(state.scaling))
-        # Without skips the scale never moves, and a policy of the user's own may have no maximum.
-        if not self.skips or not isinstance(self.policy, CheckedLossScale):
-            return state
-        return state._replace(scaling=checks.cap_scale(self.policy, state.scaling))
+        return state._replace(scaling=self.policy.hold(state.scaling))
 
     def leave(self, state: LossScaledState) -> Any:
         """Returns the state that users get back after a step."""

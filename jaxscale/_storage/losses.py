@@ -14,7 +14,7 @@ from .rounding import HALF_DTYPES
 _HALF_UNITS = {"bfloat16": "0.2 to 0.4 %", "float16": "0.02 to 0.05 %"}
 
 
-def warn_of_losses(params: optax.Params, inner_state: Any) -> None:
+def warn_of_losses(call: str, params: optax.Params, inner_state: Any) -> None:
     """Warns if half-precision parameters are trained without anything beside them.
 
     A parameter is trained if the state of the optimizer has an array of its shape for it, such as a
@@ -31,7 +31,7 @@ def warn_of_losses(params: optax.Params, inner_state: Any) -> None:
     for name, number in numbers.items():
         leaves = f"{name} leaf is" if number == 1 else f"{name} leaves are"
         warnings.warn(
-            f"`loss_scaled(...).init`: {number} {leaves} trained without float32 copies, so "
+            f"`{call}(...).init`: {number} {leaves} trained without float32 copies, so "
             f"updates below half a unit of a weight ({_HALF_UNITS[name]}) are lost. Wrap the "
             "optimizer: `jaxscale.master_weights(tx)` (exact) or "
             "`jaxscale.stochastic_rounding(tx)`; `mask=` leaves out what is frozen.",

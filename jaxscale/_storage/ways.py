@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._trees.casts import cast, widen
+from .._trees.casts import cast, common_sharding, placed, widen
 from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
 from . import rounding
 from .noise import make_noise
@@ -24,6 +24,14 @@ class Stored(NamedTuple):
 
     param: Any
     beside: Any  # what stands beside it, `None` if nothing does
+
+
+def _placed_as(beside: jax.Array, param: Any) -> jax.Array:
+    """Returns a parameter that lies on a mesh as what stands beside it.
+
+    With a divided state and whole parameters, each device then widens only its own part.
+    """
+    return placed(param, common_sharding(beside, param))
 
 
 class Plain:
@@ -55,7 +63,7 @@ class Remainder:
         return getattr(beside, "dtype", None) == _INT16
 
     def widen(self, param: Any, beside: jax.Array) -> jax.Array:
-        return rounding.join(param, beside)
+        return rounding.join(_placed_as(beside, param), beside)
 
     def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
         halves: Halves = rounding.split(wide)
@@ -72,7 +80,7 @@ class Copy:
         return getattr(beside, "dtype", None) == jnp.float32
 
     def widen(self, param: Any, beside: jax.Array) -> jax.Array:
-        return rounding.follow(beside, param)
+        return rounding.follow(beside, _placed_as(beside, param))
 
     def store(self, wide: jax.Array, param: Any, words: Any) -> Stored:
         return Stored(rounding.nearest(wide, dtype_of(param)), wide)

@@ -48,9 +48,9 @@ class Rounded:
     def init(self, params: optax.Params) -> None:
         return None
 
-    def warn_of_losses(self, params: optax.Params, inner_state: Any) -> None:
+    def warn_of_losses(self, call: str, params: optax.Params, inner_state: Any) -> None:
         """Warns if half-precision parameters are trained, which lose most updates."""
-        warn_of_losses(params, inner_state)
+        warn_of_losses(call, params, inner_state)
 
     def check(self, argument: str, state: WeightsState | None) -> None:
         """Raises a `ValueError` if a state is that of another way."""
@@ -93,7 +93,7 @@ class _Kept(abc.ABC):
 
     call = ""  # the public function that makes it
 
-    def warn_of_losses(self, params: optax.Params, inner_state: Any) -> None:
+    def warn_of_losses(self, call: str, params: optax.Params, inner_state: Any) -> None:
         """Warns of nothing: what a mask leaves out is meant to be left out."""
         return
 
@@ -116,8 +116,8 @@ class _Kept(abc.ABC):
         """Returns the float32 parameters that the optimizer sees."""
         if params is None:
             raise ValueError(
-                f"`loss_scaled(...).update(params=...)` must be the parameters, got None: "
-                f"`{self.call}` rounds them itself. Call `tx.update(grads, opt_state, params)`."
+                f"`{self.call}(...).update(params=...)` must be the parameters, got None: it "
+                "rounds them itself. Call `tx.update(grads, opt_state, params)`."
             )
         tree = self._read(params, state)
         wide = [leaf.way.widen(leaf.param, leaf.beside) for leaf in tree.leaves]

@@ -74,6 +74,26 @@ def uninitialized(aval: Any) -> jax.Array:
     return vary(array, varying(aval))
 
 
+def common_sharding(old: Any, new: Any) -> Any:
+    """Returns how two arrays or types lie on a mesh with explicit axes: as the old one, if it does.
+
+    `None` where neither type says it.
+    """
+    for leaf in (old, new):
+        aval = jax.typeof(leaf) if is_array_like(leaf) else leaf
+        sharding = _explicit_sharding(aval)
+        if sharding is not None:
+            return sharding
+    return None
+
+
+def placed(leaf: Any, sharding: Any) -> Any:
+    """Returns an array that lies on a mesh as the sharding of a type says, if there is one."""
+    if sharding is None or jax.typeof(leaf).sharding == sharding:
+        return leaf
+    return jax.sharding.reshard(leaf, sharding)
+
+
 def _explicit_sharding(aval: Any) -> Any:
     """Returns the sharding of a type, or `None` if the type does not say it."""
     # `full` takes no sharding for keys.

@@ -18,16 +18,12 @@ from .numbers import LARGEST, SMALLEST_NORMAL
 
 def finite_number(call: str, name: str, value: Any) -> float:
     """Returns `value` as a finite Python float, or raises an error that names it."""
-    message = f"`{call}({name}=...)` must be a finite number, got {value!r}"
-    if isinstance(value, bool):  # a bool is an int to Python, and would pass for 1.0
-        raise ValueError(f"{message}. Pass a number such as 2.0**15.")
+    message = f"`{call}({name}=...)` must be a finite number, got {value!r}."
     if not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{message} of type {type(value).__name__}. Pass a Python or NumPy scalar: such "
-            "arguments are fixed before anything is traced."
-        )
-    if not math.isfinite(value):
-        raise ValueError(f"{message}.")
+        raise TypeError(message)
+    # A bool is an int to Python, and would pass for 1.0.
+    if isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(message)
     return float(value)
 
 
@@ -81,21 +77,18 @@ def power_of_two(call: str, name: str, value: Any) -> int:
     return exponent - 1
 
 
-def int32(call: str, name: str, value: Any, least: int = 1, unit: str = "steps") -> int:
+def int32(call: str, name: str, value: Any, least: int = 1) -> int:
     """Returns `value` as a Python int that is at least `least` and fits in an int32."""
     message = (
-        f"`{call}({name}=...)` must be an integer, at least {least}, got {value!r}"
+        f"`{call}({name}=...)` must be an integer below 2**31, at least {least}, got "
+        f"{value!r}."
     )
-    if isinstance(value, bool):
-        raise ValueError(f"{message}. It counts {unit}.")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{message}. It counts {unit}: pass an int.") from None
-    if number < least:
-        raise ValueError(f"{message}.")
-    if number > jnp.iinfo(jnp.int32).max:
-        raise ValueError(f"{message}. It is counted in an int32.")
+        raise TypeError(message) from None
+    if isinstance(value, bool) or not least <= number < 2**31:
+        raise ValueError(message)
     return number
 
 

@@ -118,7 +118,23 @@ def _may_change(node: Any) -> bool:
     return True
 
 
+def without_untrained(tree: Any) -> Any:
+    """Returns a tree with `None` for what variables of NNX hold that are no `nnx.Param`."""
+    if not holds_objects(tree):
+        return tree
+    nnx: Any = sys.modules["flax.nnx"]
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    def keep_params(node: Any) -> Any:
+        if not is_variable(node) or isinstance(node, nnx.Param):
+            return node
+        return jax.tree.map(lambda leaf: None, node)
+
+    return jax.tree.map(keep_params, tree, is_leaf=is_variable)
+
+
 def _is_object(node: Any) -> bool:
     nnx: Any = sys.modules["flax.nnx"]
-    newer_object = getattr(nnx, "Pytree", nnx.Object)
-    return isinstance(node, (nnx.Object, nnx.Variable, newer_object))
+    return isinstance(node, (nnx.Pytree, nnx.Variable))

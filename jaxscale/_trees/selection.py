@@ -1,19 +1,18 @@
 """One of two trees, selected leaf by leaf, and the errors where they do not match."""
 
-import warnings
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import KeyPath
 
-from .._jax import is_inexact
-from .casts import cast
+from .casts import cast, common_sharding, placed
 from .checks import scalar_bool
 from .leaf import dtype_of, is_array_like, is_equal, is_python_number, is_weak
 
 _Tree = TypeVar("_Tree")
+
+_WAY_OUT = "Cast one to the other's dtype, or the step would compile anew."
 
 
 def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
@@ -29,16 +28,16 @@ def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
       on_false: a pytree of the same structure, with leaves of the same shapes and dtypes.
 
     Returns:
-      A pytree of that structure, with the shapes and dtypes of both trees. A Python number
-      takes the dtype of the array it meets, and so does a weakly typed array of the same or a
-      lower kind (bool, integer, floating, complex) that meets a strongly typed one. Two
-      Python numbers, or two weakly typed arrays, become what JAX promotes them to; two weakly
-      typed arrays of one dtype stay weakly typed.
+      A pytree of that structure, with the shapes and dtypes of both trees. On a mesh with explicit
+      axes it lies as `on_false`. A Python number or a weakly typed array of the same or a lower
+      kind (bool, integer, floating, complex) takes the dtype of the strongly typed array it meets.
+      Two of these become what JAX promotes them to; two weakly typed arrays of one dtype stay
+      weakly typed.
 
     Raises:
-      TypeError: if `pred` is not a scalar bool, if the dtypes of two leaves differ, if a
-        dtype cannot hold the Python number it meets (1.5 for an `int32`, 300 for an
-        `int8`), or if two leaves that are not arrays differ.
+      TypeError: if `pred` is not a scalar bool, if the dtypes of two leaves differ, or if two
+        leaves that are not arrays differ.
+      OverflowError: if an integer is beyond the range of the dtype it meets, as 300 for an `int8`.
       ValueError: if the structures, or the shapes of two leaves, differ.
 
     Example:
@@ -58,7 +57,7 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
 
     def select_leaf(path: KeyPath, a: Any, b: Any) -> Any:
         if _are_arrays_of_one_type(a, b):  # the usual case, first because it is fast
-            return jax.lax.select(pred, a, b)
+            return _select_array(pred, a, b)
         if not is_array_like(a) or not is_array_like(b):
             if not is_equal(a, b):
                 raise TypeError(
@@ -70,9 +69,15 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
         dtype = _common_dtype(call, path, a, b)
         if dtype == jax.dtypes.float0:  # holds no values, and XLA knows no such type
             return a
-        return jax.lax.select(pred, _as_array(a, dtype), _as_array(b, dtype))
+        return _select_array(pred, _as_array(a, dtype), _as_array(b, dtype))
 
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
+
+
+def _select_array(pred: Any, new: Any, old: Any) -> jax.Array:
+    """Selects one of two arrays of one shape and dtype, which may lie on a mesh in two ways."""
+    sharding = common_sharding(old, new)
+    return jax.lax.select(pred, placed(new, sharding), placed(old, sharding))
 
 
 def _are_arrays_of_one_type(a: Any, b: Any) -> bool:
@@ -90,7 +95,8 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
         dtype = dtype_of(leaf)
         old_dtype = dtype_of(old_leaf)
         if dtype != old_dtype:
-            raise TypeError(_unequal_dtypes(call, path, dtype, old_dtype))
+            message = _unequal(call, path, "dtypes", dtype, old_dtype)
+            raise TypeError(f"{message} {_WAY_OUT}")
         if isinstance(old_leaf, jax.Array) and is_weak(old_leaf) and not is_weak(leaf):
             # A step whose state came back strongly typed would compile anew. No cast makes a weak
             # type, but what is written into a weakly typed array takes it.
@@ -103,55 +109,32 @@ def select_like(call: str, pred: Any, new: Any, old: Any) -> Any:
 
 def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
     """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
-    numbers = [leaf for leaf in (a, b) if is_python_number(leaf)]
-    arrays = [leaf for leaf in (a, b) if not is_python_number(leaf)]
-    dtypes = [dtype_of(leaf) for leaf in arrays or numbers]
-    dtype = dtypes[0]
-    if dtypes.count(dtype) < len(dtypes):
-        try:
-            with jax.numpy_dtype_promotion("standard"):
-                dtype = jnp.result_type(*(arrays or numbers))
-        except ValueError:  # JAX promotes no floating-point numbers of 8 bits
-            raise TypeError(_unequal_dtypes(call, path, *dtypes)) from None
-    for leaf in arrays:
-        if not is_weak(leaf) and dtype_of(leaf) != dtype:
-            raise TypeError(_unequal_dtypes(call, path, *dtypes))
-    for number in numbers:
-        if not _holds(dtype, number):
-            raise TypeError(
-                f"`{call}` needs leaves of equal dtypes: that at {_place(path)} is {number!r} in "
-                f"one tree and {dtype} in the other, which does not hold that number. Pass a "
-                f"number that {dtype} holds, or arrays of one dtype."
-            )
-    return dtype
-
-
-def _holds(dtype: Any, number: Any) -> bool:
-    """Returns whether a dtype holds a Python number: exactly, or rounded if it is inexact."""
+    leaves = (a, b)
     try:
-        array = _as_array(number, dtype)
-        if is_inexact(dtype) and (array.imag == number.imag or array.imag):
-            return np.isfinite(array) == np.isfinite(number)
-        return bool(array == number)
-    except (OverflowError, TypeError, ValueError):
-        return False
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.result_type(*leaves)
+    except (
+        TypeError,
+        ValueError,
+    ):  # keys, `float0`, and floats of 8 bits promote to nothing
+        dtype = None
+    for leaf in leaves:
+        is_strong = not is_python_number(leaf) and not is_weak(leaf)
+        if dtype is None or (is_strong and dtype_of(leaf) != dtype):
+            message = _unequal(call, path, "dtypes", dtype_of(a), dtype_of(b))
+            raise TypeError(f"{message} {_WAY_OUT}")
+    return dtype
 
 
 def _as_array(leaf: Any, dtype: Any) -> Any:
     """Casts an array or a Python number."""
-    if not is_python_number(leaf):
-        return cast(leaf, dtype)
-    with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-        return np.asarray(leaf).astype(dtype)
+    if is_python_number(leaf):
+        return jnp.asarray(leaf, dtype)
+    return cast(leaf, dtype)
 
 
 def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
     return f"`{call}` needs leaves of equal {what}: those at {_place(path)} have {a} and {b}."
-
-
-def _unequal_dtypes(call: str, path: KeyPath, a: Any, b: Any) -> str:
-    message = _unequal(call, path, "dtypes", a, b)
-    return f"{message} Cast one to the other's dtype, or the step would compile anew."
 
 
 def _place(path: KeyPath) -> str:
@@ -162,14 +145,8 @@ def _check_same_structure(call: str, first: Any, second: Any) -> None:
     """Raises a `ValueError` that says where two trees differ, if they do."""
     first_structure = jax.tree.structure(first)
     second_structure = jax.tree.structure(second)
-    if first_structure == second_structure:
-        return
-    if first is None or second is None:
+    if first_structure != second_structure:
         raise ValueError(
-            f"`{call}` needs two trees of one structure, got None for one of them. If a function "
-            "makes it, does that end without `return`?"
+            f"`{call}` needs two trees of one structure. They are {first_structure} and "
+            f"{second_structure}."
         )
-    raise ValueError(
-        f"`{call}` needs two trees of one structure. They are {first_structure} and "
-        f"{second_structure}."
-    )

@@ -102,7 +102,7 @@ def calibrate(
             f"`calibrate` needs min_scale <= max_scale, got {min_scale} and {max_scale}."
         )
     enough = (high - low + 1).bit_length()  # for bisection on one batch
-    max_passes = int32("calibrate", "max_passes", max_passes, enough, "backward passes")
+    max_passes = int32("calibrate", "max_passes", max_passes, enough)
     if isinstance(batches, Mapping) or hasattr(batches, "shape"):
         raise TypeError(
             "`calibrate(batches=...)` must be a list of batches, got one "

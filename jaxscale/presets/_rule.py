@@ -50,9 +50,9 @@ class PresetLossScale(DynamicLossScale):
       refill_on_backoff: whether each backoff takes `hysteresis` non-finite steps.
       clip_growth: whether a growth beyond `max_scale` ends at `max_scale`. Otherwise the scale
         stays, which keeps it a power of two even if `max_scale` is not one.
-      clamp: when a scale outside the bounds is brought back. `"never"`: a growth never lowers it
-        and a backoff never raises it. `"moves"`: a growth ends at most at `max_scale` and a backoff
-        at least at `min_scale`, even if that lowers or raises it, and `init_scale` may lie outside.
+      clamp: whether `init_scale` may lie outside of the bounds. `"never"`: it must not. `"moves"`:
+        it may, and a growth then ends at most at `max_scale` and a backoff at least at `min_scale`,
+        even if that lowers or raises it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -111,16 +111,7 @@ class PresetLossScale(DynamicLossScale):
     def _grow(self, scale: jax.Array) -> jax.Array:
         grown = scale * self.growth_factor
         at_bound = self.max_scale if self.clip_growth else scale
-        grown = jnp.where(grown > self.max_scale, at_bound, grown)
-        if self.clamp == "never":
-            return jnp.maximum(scale, grown)
-        return grown
-
-    def _back_off(self, scale: jax.Array) -> jax.Array:
-        lowered = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        if self.clamp == "never":
-            return jnp.minimum(scale, lowered)
-        return lowered
+        return jnp.where(grown > self.max_scale, at_bound, grown)
 
 
 # What libraries call the arguments of `PresetLossScale`.

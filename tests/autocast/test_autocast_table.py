@@ -95,6 +95,7 @@ def value_and_gradients(fun, xs):
     return [value, *pull(jnp.ones_like(value))]
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @cases(
     "name, dtype",
@@ -468,6 +469,7 @@ def test_functions_of_libraries_follow_products_to_a_few_roundings(name):
     assert_close(outputs, fun(*args), 2**-8)
 
 
+@pytest.mark.worlds
 @quiet
 @every_function
 def test_derivatives_of_functions_of_libraries_are_as_in_float32(name):

@@ -13,7 +13,7 @@ import jax.scipy.spatial.transform
 import numpy as np
 import optax
 import pytest
-from half_programs import assert_near_by_norm, products
+from half_programs import assert_near_by_norm, products, results_of_products
 from jax.example_libraries import stax
 from jax.experimental import jet, ode, rnn, sparse
 from jax.sharding import Mesh
@@ -106,6 +106,12 @@ def draw_normal(x, a):
     return jax.random.multivariate_normal(KEY, x[0], covariance, (3,), method="eigh")
 
 
+def cut_patches(image):
+    return jax.lax.conv_general_dilated_patches(
+        image[None, None], (3, 3), (1, 1), "SAME"
+    )
+
+
 def precise_linen_layer(x, a):
     layer = nn.Dense(8, precision="highest")
     return layer.apply({"params": {"kernel": a, "bias": a[0]}}, x)
@@ -118,6 +124,7 @@ OWN = {
     "cov": lambda x, a: jnp.cov(x),
     "expm": lambda x, a: jsp.linalg.expm(a),
     "resize": lambda x, a: jax.image.resize(x, (3, 5), "linear"),
+    "patches": lambda x, a: cut_patches(a),
     "gaussian_kde": lambda x, a: jsp.stats.gaussian_kde(a[:2])(x[:2, :3]),
     "cg": lambda x, a: jsp.sparse.linalg.cg(a, x[0], maxiter=2)[0],
     "odeint": lambda x, a: ode.odeint(lambda y, t: -y, x, TIMES),
@@ -243,8 +250,12 @@ def differentiate_sampled(x, a):
     return jax.grad(lambda x: jnp.sum(sample_product(x, a)))(x)
 
 
-def patches(x, a):
-    return jax.lax.conv_general_dilated_patches(x[None, None], (2, 2), (1, 1), "VALID")
+def local_layer(x, a):
+    weights = jnp.tile(a[:, :5], (2, 3, 1))  # places, the inputs of each, outputs
+    of_one_dimension = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated_local(
+        x[None], weights, (1,), "VALID", (3,), dimension_numbers=of_one_dimension
+    )
 
 
 def differentiate_traced(x, a):
@@ -259,7 +270,6 @@ def expand_series(x, a):
 # Most algorithms ask for the highest precision. Asked for by all, it says nothing of one.
 def own_precision_aside(fun):
     def run(*args):
-        # A context of its own each time: one inside of itself never ends in JAX 0.6.
         with jax.default_matmul_precision("highest"):
             return fun(*args)
 
@@ -288,11 +298,11 @@ ALGORITHMS_BY_NAME = {
     "_lstsq": lambda x, a: jnp.linalg.lstsq(a, x[0])[0],
     "cov": OWN["cov"],
     "detrend": lambda x, a: jsp.signal.detrend(x),
+    "conv_general_dilated_patches": OWN["patches"],
 }
 PASSING_ON = {
     "lax/lax.py": jax.lax.dot,
     "lax/convolution.py": MODEL["convolve2d"],
-    "lax/other.py": patches,
     "numpy/tensor_contractions.py": lambda x, a: jnp.matvec(a, x[0]),
     "numpy/einsum.py": MODEL["einsum"],
     "numpy/array_methods.py": MODEL["@"],
@@ -318,6 +328,7 @@ PASSING_ON_BY_NAME = {
     "correlate2d": lambda x, a: jsp.signal.correlate2d(x, a),
     "_convolve_nd": MODEL["convolve2d"],
     "apply_along_axis": MODEL["apply_along_axis"],
+    "conv_general_dilated_local": local_layer,
 }
 LISTS = {
     "ALGORITHMS": ALGORITHMS,
@@ -333,12 +344,6 @@ FAST_ENTRIES = [
     ("PASSING_ON_BY_NAME", "_conv"),
 ]
 ENTRIES = [(name, entry) for name, entries in LISTS.items() for entry in entries]
-# Entries that older versions of JAX do without: a random number is then from a file in no folder.
-NEWER = {
-    "random": jax.random.normal.__module__ == "jax._src.random",
-    "scipy/special.py": not hasattr(jsp.special, "owens_t"),
-    "lax/eval_jaxpr.py": "__call__" not in vars(jax.stages.Traced),
-}
 
 
 def without(entries, entry):
@@ -378,8 +383,6 @@ def unlist(monkeypatch):
 
 @cases("name, entry", ENTRIES, fast=FAST_ENTRIES)
 def test_products_whose_callers_are_in_no_list_are_cast_and_named(name, entry, unlist):
-    if NEWER.get(entry):
-        pytest.skip("this JAX does without it")
     fun = own_precision_aside(LISTS[name][entry])
     is_model = name.startswith("PASSING_ON")
     cast = own_precision_aside(lambda: cast_products(fun, X, A))
@@ -412,6 +415,7 @@ def test_attention_of_another_name_is_named(monkeypatch, unlist):
         jax.make_jaxpr(jaxscale.autocast(attend))(*ATTENDED)
 
 
+@pytest.mark.worlds
 def test_a_solver_of_a_library_calls_the_field_of_the_model():
     def solve(a, y):
         return ode.odeint(lambda y, t: a @ y - y, y, TIMES)
@@ -446,6 +450,7 @@ def test_the_default_algorithm_is_not_a_demand():
     assert cast_products(product, X, A) == ["float16"]
 
 
+@pytest.mark.worlds
 def test_a_loss_of_impossible_symbols_is_finite():
     def loss(a):
         is_possible = jnp.arange(8) < 4
@@ -476,11 +481,11 @@ def gradients_of_squares(fun):
 @cases("dtype", HALVES, fast=["float16"])
 def test_the_logits_of_attention_are_multiplied_into_float32(dtype):
     cast = jaxscale.autocast(attend, jnp.dtype(dtype))
-    dtypes = products(cast, *ATTENDED)
-    assert dtypes.count(f"{dtype} float32") == 1
-    assert dtypes.count(dtype) == 1
+    assert products(cast, *ATTENDED) == [dtype] * 2
+    assert sorted(results_of_products(cast, *ATTENDED)) == [dtype, "float32"]
 
 
+@pytest.mark.worlds
 @cases("dtype", HALVES, fast=["float16"])
 def test_the_logits_of_attention_may_be_larger_than_float16_holds(dtype):
     logits = jnp.einsum("btnh,bsnh->bnts", *LARGE[:2])
@@ -489,11 +494,11 @@ def test_the_logits_of_attention_may_be_larger_than_float16_holds(dtype):
     np.testing.assert_allclose(actual, attend(*LARGE), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.worlds
 @cases("dtype", HALVES, fast=["float16"])
 def test_the_derivative_of_attention_multiplies_in_half_precision(dtype):
     """For which hardware is made."""
     gradients = gradients_of_squares(jaxscale.autocast(attend, jnp.dtype(dtype)))
-    dtypes = products(gradients, *ATTENDED)
-    assert sorted(dtypes) == [dtype] * 5 + [f"{dtype} float32"]
+    assert products(gradients, *ATTENDED) == [dtype] * 6
     expected = gradients_of_squares(attend)(*ATTENDED)
     assert_near_by_norm(gradients(*ATTENDED), expected, share=0.02)

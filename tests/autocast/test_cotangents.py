@@ -3,6 +3,7 @@
 import collections
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ import pytest
 from additions import find_additions, find_roundings
 from half_programs import PROGRAMS, W, X, assert_near_by_norm, loss_of
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import cases, unchanged
+from tables import cases, half, pairs, spread, unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -283,7 +284,6 @@ AROUND = {
     "remat": lambda fun, cast: jax.grad(jax.checkpoint(cast(fun))),
     "of a gradient": lambda fun, cast: cast(jax.grad(fun)),
     "scale_backward": lambda fun, cast: jax.grad(jaxscale.scale_backward(cast(fun))),
-    "half_carries": lambda fun, cast: jax.grad(cast(fun, half_carries=True)),
 }
 
 
@@ -291,13 +291,13 @@ AROUND = {
 BY_HAND = {"written_in_half", "cast_by_hand"}
 
 
-@pytest.mark.filterwarnings("ignore:.*carries nothing in half precision:UserWarning")
+@pytest.mark.worlds
 @cases(
     "name, around",
-    itertools.product(MEETINGS, AROUND),
+    spread(list(MEETINGS), list(AROUND)),
     fast=[
         ("in_jit", "grad"),
-        ("constant_of_scan", "half_carries"),
+        ("constant_of_scan", "grad"),
         ("read_by_products", "grad"),
     ],
 )
@@ -416,9 +416,10 @@ SUMMED += [with_a_backward_rule, with_a_derivative_rule]
 SUMMED = {fun.__name__: fun for fun in SUMMED}
 
 
+@pytest.mark.worlds
 @cases(
     "name, dtype",
-    itertools.product(SUMMED, HALVES),
+    spread(list(SUMMED), list(HALVES), times=1),
     fast=[("gathered", "bfloat16"), ("in_many_products", "bfloat16")],
 )
 def test_what_is_left_of_a_sum_is_as_with_products_in_half_by_hand(name, dtype):
@@ -468,6 +469,7 @@ def test_a_number_that_a_function_with_a_rule_returns_is_not_rounded(dtype):
     np.testing.assert_allclose(sine, np.sin(0.1), rtol=1e-6)
 
 
+@pytest.mark.worlds
 def test_a_weight_that_many_layers_share_has_the_sum_of_their_gradients():
     """In bfloat16 a sum of as many stops growing: each is less than half of its last bit."""
     x = jnp.arange(32.0).reshape(4, 8) / 8
@@ -608,16 +610,24 @@ WAYS = {
 }
 
 
-def list_read_often():
-    for name, way, dtype in itertools.product(READ_OFTEN, WAYS, HALVES):
-        # parameters in float16 are refused
-        if not (way.startswith("scale_backward") and dtype == "float16"):
-            yield name, way, dtype
+meet = half(READ_OFTEN, WAYS)
 
 
+def is_allowed(name, way, dtype):
+    """Parameters in float16 are refused by `scale_backward`."""
+    return dtype == "bfloat16" or not way.startswith("scale_backward")
+
+
+@pytest.mark.worlds
 @cases(
     "name, way, dtype",
-    list_read_often(),
+    pairs(
+        READ_OFTEN,
+        WAYS,
+        HALVES,
+        where=is_allowed,
+        among=lambda *row: meet(row[0], row[1]),
+    ),
     fast=[
         ("embedded", "alone", "bfloat16"),
         ("weight_over_steps", "closed over", "float16"),
@@ -666,9 +676,10 @@ LOSSES = {"cross entropy": cross_entropy, "InfoNCE": contrast, "DQN": q_learning
 MARGINS = {6.0: 16, 9.0: 12, 11.0: 16, 14.0: 12, 18.0: 16}
 
 
+@pytest.mark.worlds
 @cases(
     "name, margin, dtype",
-    itertools.product(LOSSES, MARGINS, HALVES),
+    pairs(LOSSES, MARGINS, HALVES),
     fast=[("cross entropy", 9.0, "float16")],
 )
 def test_confident_predictions_have_the_gradients_of_products_in_half_by_hand(
@@ -757,6 +768,7 @@ def test_a_stand_in_has_the_tangent_of_the_second_array():
     np.testing.assert_array_equal(tangent, 2 * HALF)
 
 
+@pytest.mark.worlds
 def test_a_stand_in_is_differentiated_twice():
     second = jax.hessian(lambda wide: jnp.sum(stand_in_of(wide) ** 2))(WIDE)
     np.testing.assert_array_equal(second, 2 * np.eye(2))
@@ -779,3 +791,200 @@ def test_a_stand_in_is_batched():
 def test_a_stand_in_is_transposed():
     (transposed,) = jax.linear_transpose(stand_in_of, WIDE)(HALF)
     np.testing.assert_array_equal(transposed, WIDE)
+
+
+# Products of small integers, which half precision holds, so each derivative is exact.
+DIMENSIONS = {
+    "matrices": ((4, 3), (3, 5), (((1,), (0,)), ((), ()))),
+    "transposed": ((3, 4), (5, 3), (((0,), (1,)), ((), ()))),
+    "batch": ((2, 4, 3), (3, 2, 5), (((2,), (0,)), ((0,), (1,)))),
+    "two sums": ((3, 4, 2), (2, 5, 3), (((0, 2), (2, 0)), ((), ()))),
+    "vector": ((4, 3), (3,), (((1,), (0,)), ((), ()))),
+    # XLA for CPUs has no such product of two arrays in bfloat16 that returns float32.
+    "large": ((2, 128, 128), (128, 2, 128), (((1,), (0,)), ((0,), (1,)))),
+}
+HAVE_SOURCE = [(True, True), (True, False), (False, True), (False, False)]
+# The dtype that a product asks for. Without one it is that of its operands.
+RESULTS = {
+    "not named": lambda half: None,
+    "half": lambda half: half,
+    "float32": lambda half: jnp.dtype("float32"),
+}
+
+
+def integers(shape, seed):
+    values = np.random.default_rng(seed).integers(-2, 3, shape)
+    return jnp.asarray(values, jnp.float32)
+
+
+def make_product(name, have_source, result, dtype):
+    """A product of two float32 arrays in half precision, JAX's own in float32, and arguments."""
+    *shapes, dimensions = DIMENSIONS[name]
+    half = jnp.dtype(dtype)
+    options = {"precision": None, "out_sharding": None}
+
+    def multiply(*wides):
+        operands = [wide.astype(half) for wide in wides]
+        sources = []
+        for wide, has_source in zip(wides, have_source, strict=True):
+            sources.append(wide if has_source else None)
+        preferred = {"preferred_element_type": RESULTS[result](half)}
+        params = {"dimension_numbers": dimensions, **options, **preferred}
+        return _jax.multiply_half(operands, sources, params).astype(jnp.float32)
+
+    def expected(*wides):
+        return jax.lax.dot_general(*wides, dimensions)
+
+    return multiply, expected, [integers(shape, i) for i, shape in enumerate(shapes)]
+
+
+def stays_exact(way, name, have_source, result, dtype):
+    """Whether half precision holds all that a row computes: not sums of many."""
+    return name != "large" or (
+        way == "jit" and all(have_source) and result == "float32"
+    )
+
+
+def first_derivatives(fun):
+    def derivatives(*args):
+        product, pull = jax.vjp(fun, *args)
+        return product, pull(product), jax.jvp(fun, args, args)
+
+    return derivatives
+
+
+def second_derivatives(fun):
+    def squares_of_gradients(*args):
+        _, pull = jax.vjp(fun, *args)
+        ones = jnp.ones(jax.eval_shape(fun, *args).shape)
+        return sum(jnp.sum(gradient) for gradient in pull(ones))
+
+    return jax.jit(jax.grad(squares_of_gradients, (0, 1)))
+
+
+def in_batches(number):
+    """One of the arguments is a batch, along its last axis, or both are, along different ones."""
+    in_axes = [(-1, None), (None, 0), (-1, 0)][number]
+
+    def transform(fun):
+        def mapped(*args):
+            batches = []
+            for arg, axis in zip(args, in_axes, strict=True):
+                if axis is not None:
+                    arg = jnp.stack([arg, 1 - arg, arg], axis)
+                batches.append(arg)
+            run = jax.vmap(fun, in_axes)
+            return first_derivatives(run)(*batches)
+
+        return mapped
+
+    return transform
+
+
+PRODUCT_WAYS = {
+    "eager": first_derivatives,
+    "jit": lambda fun: jax.jit(first_derivatives(fun)),
+    "jit inside": lambda fun: first_derivatives(jax.jit(fun)),
+    "checkpoint": lambda fun: jax.jit(first_derivatives(jax.checkpoint(fun))),
+    "second": second_derivatives,
+    "left batch": in_batches(0),
+    "right batch": in_batches(1),
+    "both batches": in_batches(2),
+}
+
+
+@cases(
+    "way, name, have_source, result, dtype",
+    pairs(*(PRODUCT_WAYS, DIMENSIONS, HAVE_SOURCE, RESULTS, HALVES), where=stays_exact),
+    fast=[
+        ("jit", "matrices", (False, True), "not named", "bfloat16"),
+        ("both batches", "batch", (True, True), "half", "bfloat16"),
+        ("second", "two sums", (True, False), "float32", "float16"),
+        ("left batch", "vector", (True, True), "half", "float16"),
+        ("jit", "large", (True, True), "float32", "bfloat16"),
+    ],
+)
+def test_a_product_in_half_precision_has_the_derivatives_of_its_sources(
+    way, name, have_source, result, dtype
+):
+    multiply, expected, args = make_product(name, have_source, result, dtype)
+    transform = PRODUCT_WAYS[way]
+    actual = transform(multiply)(*args)
+    exact = transform(expected)(*args)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# Weights that a batch over devices reads, in what holds the products.
+
+
+def in_layers(w, x):
+    for weight in w:
+        x = jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+def transposed_and_shared(w, x):
+    return jnp.mean((jnp.tanh(x @ w[0]) @ w[0].T + x @ w[1]) ** 2)
+
+
+def in_jitted_blocks(w, x):
+    block = jax.jit(jax.checkpoint(lambda x, w: jnp.tanh(x @ w)))
+    return jnp.mean(block(block(x, w[0]), w[1]) ** 2)
+
+
+def in_a_scan(w, x):
+    def layer(x, weight):
+        return jnp.tanh(x @ weight) @ w[0], None
+
+    return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+def in_examples(w, x):
+    return jnp.mean(jax.vmap(functools.partial(in_layers, w))(x))
+
+
+def in_a_derivative_rule(w, x):
+    @jax.custom_jvp
+    def product(x, w):
+        return x @ w
+
+    @product.defjvp
+    def derive(primals, tangents):
+        x, w = primals
+        dx, dw = tangents
+        return product(x, w), dx @ w + x @ dw
+
+    return jnp.mean(product(jnp.tanh(product(x, w[0])), w[1]) ** 2)
+
+
+def in_attention(w, x):
+    x = x.reshape(-1, 2, 8)
+    heads = [(x @ w[i]).reshape(-1, 2, 2, 4) for i in range(3)]
+    return jnp.mean(jax.nn.dot_product_attention(*heads) ** 2)
+
+
+OVER_DEVICES = [in_layers, transposed_and_shared, in_jitted_blocks, in_a_scan]
+OVER_DEVICES += [in_examples, in_attention, in_a_derivative_rule]
+OVER_DEVICES = {fun.__name__: fun for fun in OVER_DEVICES}
+
+
+@cases(
+    "name, dtype",
+    itertools.product(OVER_DEVICES, HALVES),
+    fast=[("in_layers", "float16")],
+)
+def test_devices_add_the_gradients_of_weights_in_float32(name, dtype):
+    fun = OVER_DEVICES[name]
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    mesh = Mesh(np.array(jax.devices("cpu")), ("data",))
+    on_each = jax.device_put(W[:3], NamedSharding(mesh, P()))
+    batch = jax.device_put(x, NamedSharding(mesh, P("data")))
+    gradient = jax.jit(jax.grad(jaxscale.autocast(fun, HALVES[dtype])))
+    compiled = gradient.lower(on_each, batch).compile()
+    reduced = re.findall(r" = (.*) all-reduce(?:-start)?\(", compiled.as_text())
+    assert reduced
+    for types in reduced:
+        assert "f16[" not in types
+    exact = jax.grad(fun)(W[:3], x)
+    assert_near_by_norm(compiled(on_each, batch), exact, share=0.01)

@@ -16,7 +16,7 @@ from autodiff import FLAGS, HAS_NEW_FORM, form
 from half_programs import PROGRAMS, W, X, assert_near_by_norm, equations, products
 from jax.ad_checkpoint import checkpoint_name
 from jaxprs import residual_bytes
-from tables import cases
+from tables import cases, pairs, spread
 
 import jaxscale
 from jaxscale import _jax, diagnostics
@@ -123,7 +123,8 @@ def differentiate(loss, wrap, is_new):
         return Differentiated(result, sorted(products(value_and_grad, W)))
 
 
-@cases("name, wrap", itertools.product(BOTH, WRAPPED), fast=FAST)
+@pytest.mark.worlds
+@cases("name, wrap", spread(list(BOTH), list(WRAPPED), times=1), fast=FAST)
 def test_both_forms_have_the_same_products_and_gradients(name, wrap):
     loss = BOTH[name]
     transform = WRAPPED[wrap]
@@ -176,9 +177,10 @@ OF_LAYERS = {"chain": chain_layers, "scan": scan_layers}
 ALONE = {flag: (flag,) for flag in FLAGS} | {"all": FLAGS}
 
 
+@pytest.mark.worlds
 @cases(
     "name, inside, flags",
-    itertools.product(ACTIVATIONS, OF_LAYERS, ALONE),
+    pairs(ACTIVATIONS, OF_LAYERS, ALONE),
     fast=[
         ("silu", "chain", "jax_remat3"),
         ("elu", "scan", "jax_remat3"),
@@ -259,7 +261,7 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
     """In one process the flags may change from call to call of the same function."""
 
     def two_layers(w):
-        return layer(layer(X, w), w)
+        return jax.nn.relu(layer(layer(X, w), w))
 
     def loss(w):
         return jnp.sum(jaxscale.scale_backward(two_layers)(w))
@@ -273,6 +275,7 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
     assert names_of_autodiff(cast, is_new=True) == {_jax.OBJECT}
 
 
+@pytest.mark.worlds
 @pytest.mark.parametrize("was_new", [False, True])
 def test_one_program_is_rewritten_under_the_flags_of_both_forms_in_turn(was_new):
     with form(was_new):
@@ -285,6 +288,7 @@ def test_one_program_is_rewritten_under_the_flags_of_both_forms_in_turn(was_new)
         np.testing.assert_allclose(gradient, plain_gradient, atol=2e-3)
 
 
+@pytest.mark.worlds
 @in_both_forms
 def test_the_trace_looks_into_both_forms(is_new):
     def loss(w):
@@ -336,6 +340,7 @@ def test_a_custom_root_is_solved_in_half_precision_and_its_linear_system_in_floa
         assert "float16" not in products(marked, W)
 
 
+@pytest.mark.worlds
 @in_both_forms
 @cases("differentiate", [jax.grad, jax.jacfwd], fast=[jax.grad])
 def test_derivatives_of_a_custom_root_come_close(differentiate, is_new):
@@ -346,6 +351,7 @@ def test_derivatives_of_a_custom_root_come_close(differentiate, is_new):
     np.testing.assert_allclose(actual, expected, atol=tolerance)
 
 
+@pytest.mark.worlds
 @in_both_forms
 def test_a_custom_root_is_batched(is_new):
     with form(is_new):
@@ -353,6 +359,7 @@ def test_a_custom_root_is_batched(is_new):
         np.testing.assert_allclose(batch, [root(W), root(W / 2)], rtol=0.01)
 
 
+@pytest.mark.worlds
 @in_both_forms
 def test_the_trace_looks_into_a_custom_root(is_new):
     scaling = jaxscale.FixedLossScale(8).init()

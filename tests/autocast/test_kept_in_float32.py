@@ -120,6 +120,7 @@ def test_the_derivative_of_a_relu_at_0_is_0():
     assert not jax.jit(jax.grad(cast))(jnp.zeros((8, 8))).any()
 
 
+@pytest.mark.worlds
 def test_the_derivative_of_a_softmax_of_large_numbers_is_finite():
     def loss(w):
         return jax.nn.logsumexp(X @ w) + jax.nn.softmax(X @ w)[0, 0]
@@ -232,6 +233,7 @@ def test_what_is_added_to_a_product_is_added_in_float32(name):
     assert set(products(cast, LARGE_BIAS)) == {"float16"}
 
 
+@pytest.mark.worlds
 @every_sum
 def test_gradients_of_what_is_added_to_a_product_come_close(name):
     def gradient(fun):
@@ -269,6 +271,7 @@ ATTENDED = {
 }
 
 
+@pytest.mark.worlds
 @cases("way", ATTENDED, fast=["as it is"])
 @cases("name", MASKS, fast=["keys"])
 def test_a_mask_that_is_added_is_not_a_bias(name, way):
@@ -427,6 +430,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
 @cases("dtype", ["float16", "bfloat16"])
 @cases("way", PRODUCTS, fast=["as it is", "jit in jit", "carried", "custom_vjp"])

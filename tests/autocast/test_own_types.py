@@ -1,6 +1,6 @@
-"""Values of a type of one's own, which no operation but those of the type sees into.
+"""Operations that are objects, as users write them with `jax.experimental.hijax`.
 
-JAX calls them hijax values. They go through `autocast`, `scale_backward` and `trace` as they are.
+An operation of arrays is entered. One that takes or makes values of another type runs as written.
 """
 
 import dataclasses
@@ -83,24 +83,6 @@ class Dequantize(hijax.HiPrim):
         return (cotangent,)
 
 
-class Multiply(hijax.HiPrim):
-    def __init__(self, left, right):
-        self.in_avals = (left, right)
-        self.params = {}
-        self.out_aval = array_type((*left.shape[:-1], right.shape[-1]), "float32")
-        super().__init__()
-
-    def expand(self, left, right):
-        return left @ full(right)
-
-    def vjp_fwd(self, nonzero, left, right):
-        return self(left, right), right
-
-    def vjp_bwd_retval(self, right, cotangent):
-        of = jax.typeof(right)
-        return cotangent @ applied(Dequantize, right).T, jnp.zeros(of.shape)
-
-
 class ArrayProduct(hijax.HiPrim):
     """An operation of arrays, with a rule of its own that is not the derivative."""
 
@@ -129,32 +111,25 @@ def dequantized(x, quantized):
     return jnp.mean(jnp.tanh(x @ applied(Dequantize, quantized)) @ W[0])
 
 
-def multiplied(x, quantized):
-    return jnp.mean(jnp.tanh(applied(Multiply, x, quantized)) @ W[0])
-
-
 def assert_near(actual, expected, share):
     largest = float(jnp.abs(expected).max())
     np.testing.assert_allclose(actual, expected, atol=share * largest)
 
 
+@pytest.mark.worlds
 @cases("wrap", [jaxscale.autocast, jaxscale.scale_backward])
-@cases("loss", [dequantized, multiplied])
-def test_values_of_own_types_pass_and_a_product_in_their_operations_is_named(
-    loss, wrap
-):
-    hides_product = loss is multiplied and wrap is jaxscale.autocast
-    message = r"type that is not an array of JAX \(it is a `Multiply`\)"
-    with warned(message, is_due=hides_product):
-        value, gradient = jax.jit(jax.value_and_grad(wrap(loss)))(X, QUANTIZED)
-    plain_value, plain_gradient = jax.value_and_grad(loss)(X, QUANTIZED)
+def test_operations_of_other_types_run_as_they_are_written(wrap):
+    message = "it is a `Dequantize`, which is no program of arrays"
+    with warned(message, is_due=wrap is jaxscale.autocast):
+        value, gradient = jax.jit(jax.value_and_grad(wrap(dequantized)))(X, QUANTIZED)
+    plain_value, plain_gradient = jax.value_and_grad(dequantized)(X, QUANTIZED)
     np.testing.assert_allclose(value, plain_value, rtol=0.01, atol=1e-3)
     assert_near(gradient, plain_gradient, share=0.02)
 
 
-@cases("loss", [dequantized, multiplied])
-def test_the_trace_names_operations_of_own_types(loss):
-    report = diagnostics.trace(loss, SCALING)(X, QUANTIZED)
+@pytest.mark.worlds
+def test_the_trace_names_operations_of_other_types():
+    report = diagnostics.trace(dequantized, SCALING)(X, QUANTIZED)
     assert report.not_entered == ("call_hi_primitive",)
 
 
@@ -176,5 +151,6 @@ def test_an_operation_of_arrays_keeps_its_rule(argnum):
     assert_near(actual, jax.grad(loss_of_arrays, argnum)(X, W[0]), share=0.01)
 
 
+@pytest.mark.worlds
 def test_the_trace_looks_into_an_operation_of_arrays():
     assert not diagnostics.trace(cast_loss_of_arrays, SCALING)(X, W[0]).not_entered

@@ -5,14 +5,14 @@ equation with a rule in it. What one derivative keeps must not be what another o
 makes its functions anew: what was differentiated before would be what is kept.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from half_programs import assert_near_by_norm, normal
-from tables import cases, unchanged
+from tables import cases, pairs, unchanged
 
 import jaxscale
 
@@ -117,9 +117,10 @@ def one_weight(block, ws, x):
 ORDERS = {fun.__name__: fun for fun in (data_first, activations_first, one_weight)}
 
 
+@pytest.mark.worlds
 @cases(
     "rule, block, order, shape",
-    itertools.product(RULED, BLOCKS, ORDERS, SHAPES),
+    pairs(RULED, BLOCKS, ORDERS, SHAPES),
     fast=[
         ("rule of a user", "jit", "data_first", "fits"),
         ("rule of a user", "vmap", "activations_first", "does not fit"),

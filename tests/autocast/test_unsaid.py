@@ -271,6 +271,7 @@ def sum_of_product_after(part):
     return lambda x: jnp.sum(part(x) @ W[1])
 
 
+@pytest.mark.worlds
 @cases("name", OPAQUE)
 def test_what_cannot_be_looked_into_is_named(name):
     fun = sum_of_product_after(OPAQUE[name])
@@ -435,6 +436,7 @@ AS_IT_SHOULD = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", NOTHING_TO_CAST)
 def test_a_function_in_which_nothing_is_cast_is_named(name):
     fun, x, why = NOTHING_TO_CAST[name]
@@ -460,33 +462,3 @@ def test_no_program_of_the_laws_is_warned_of(name):
     cast = jaxscale.autocast(loss_of(fun))
     jax.make_jaxpr(cast)(*args)
     jax.make_jaxpr(jax.grad(cast))(*args)
-
-
-def scan_layers(x):
-    return jax.lax.scan(lambda x, w: (x + x @ w, None), x, W)
-
-
-def scan_layers_in_a_map(x):
-    return jax.lax.map(scan_layers, x[None])
-
-
-def scan_counter(x):
-    return jax.lax.scan(lambda n, w: (n + 1, x @ w), 0, W)
-
-
-def loop_of_layers(x):
-    return jax.lax.fori_loop(0, jnp.int32(3), lambda _, x: multiply(x), x)
-
-
-@cases("fun", [scan_layers, scan_layers_in_a_map])
-def test_half_carries_that_change_something_are_not_named(fun):
-    jaxscale.autocast(fun, half_carries=True)(X)  # without a warning
-    jaxscale.autocast(fun)(X)
-
-
-@cases("fun", [multiply, scan_counter, loop_of_layers])
-def test_half_carries_that_change_nothing_are_named(fun):
-    message = r"`autocast\(half_carries=True\)` carries nothing"
-    with pytest.warns(UserWarning, match=message):
-        jaxscale.autocast(fun, half_carries=True)(X)
-    jaxscale.autocast(fun)(X)  # without a warning

@@ -1,20 +1,13 @@
 """`scale_backward` of functions that make or take refs: mutable arrays."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scaled_networks import unchanged
-from tables import cases
-from traced_losses import DIFFERENTIATED, new_ref
+from tables import cases, spread
 
 import jaxscale
-
-pytestmark = pytest.mark.skipif(
-    not DIFFERENTIATED, reason="this JAX does not differentiate refs"
-)
 
 rng = np.random.default_rng(0)
 X = jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)
@@ -28,7 +21,7 @@ def layer(w, x, dtype):
 
 def overwritten(w, dtype):
     """A ref between the layers."""
-    ref = new_ref(X)
+    ref = jax.new_ref(X)
     for _ in range(2):
         ref[...] = layer(w, ref[...], dtype)
     return jnp.mean(ref[...] ** 2)
@@ -36,7 +29,7 @@ def overwritten(w, dtype):
 
 def total(w, dtype):
     """A ref that only the loss is added to, in float32."""
-    ref = new_ref(jnp.float32(0))
+    ref = jax.new_ref(jnp.float32(0))
     ref[...] += jnp.mean(layer(w, X, dtype) ** 2)
     ref[...] += jnp.mean(layer(w, -X, dtype) ** 4)
     return ref[...]
@@ -44,7 +37,7 @@ def total(w, dtype):
 
 def back_and_forth(w, dtype):
     """A ref that a loss is written to, which a product in half precision then reads."""
-    ref = new_ref(jnp.float32(0))
+    ref = jax.new_ref(jnp.float32(0))
     ref[...] = jnp.mean(layer(w, X, dtype))
     shifted = layer(w, X + ref[...], dtype)
     ref[...] += jnp.mean(shifted**2)
@@ -53,7 +46,7 @@ def back_and_forth(w, dtype):
 
 def counted(w, dtype):
     """A ref without a derivative, that is read and written on both sides."""
-    ref = new_ref(jnp.int32(0))
+    ref = jax.new_ref(jnp.int32(0))
     y = X
     for _ in range(2):
         ref[...] += 1
@@ -63,7 +56,7 @@ def counted(w, dtype):
 
 
 def in_a_jit(w, dtype):
-    ref = new_ref(X)
+    ref = jax.new_ref(X)
 
     @jax.jit
     def apply(w):
@@ -75,7 +68,7 @@ def in_a_jit(w, dtype):
 
 
 def in_a_scan(w, dtype):
-    ref = new_ref(X)
+    ref = jax.new_ref(X)
 
     def body(carry, _):
         ref[...] = layer(w, ref[...], dtype)
@@ -88,7 +81,7 @@ def in_a_scan(w, dtype):
 def inside_a_checkpoint(w, dtype):
     @jax.checkpoint
     def apply(w, x):
-        ref = new_ref(x)
+        ref = jax.new_ref(x)
         ref[...] = layer(w, ref[...], dtype)
         return jnp.sin(ref[...])
 
@@ -98,7 +91,7 @@ def inside_a_checkpoint(w, dtype):
 def inside_a_called_function(w, dtype):
     @jax.jit
     def apply(w, x):
-        ref = new_ref(x)
+        ref = jax.new_ref(x)
         ref[...] = layer(w, ref[...], dtype)
         return jnp.sin(ref[...])
 
@@ -132,10 +125,11 @@ def assert_gradient_is(gradient, expected):
     assert jnp.linalg.norm(gradient - expected) < 2e-3 * jnp.linalg.norm(expected)
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
 @cases(
     "model, form",
-    itertools.product(MODELS, FORMS),
+    spread(list(MODELS), list(FORMS)),
     fast=[(overwritten, "alone"), (inside_a_checkpoint, "alone")],
 )
 def test_gradients_are_those_of_float32_and_values_those_of_the_function(model, form):
@@ -167,9 +161,10 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", GRADIENTS)
 def test_a_ref_from_outside_is_written_once(name):
-    ref = new_ref(jnp.ones(()))
+    ref = jax.new_ref(jnp.ones(()))
     gradient = jax.jit(GRADIENTS[name])(W, ref)
     largest = jnp.max(jnp.abs(layer(W, X, jnp.float16)))
     np.testing.assert_allclose(ref[...], 1 + largest, rtol=1e-6)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from autodiff import in_old_form
 from scaled_networks import (
     ACCURACY,
     HALF,
@@ -193,6 +192,7 @@ PLACES = [
 MODELS = {one_call_twice: called_twice, inside_autocast_mixed: mixed}  # else `net`
 
 
+@pytest.mark.device
 @cases(
     "place, exponent",
     itertools.product(PLACES, [-60, 40]),
@@ -214,6 +214,7 @@ def dtypes_of(tree):
     return {leaf.dtype for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.worlds
 def test_without_it_a_small_loss_has_no_gradients():
     assert error(jax.grad(loss_of(net))(PARAMS), REFERENCE, SMALL) > 0.99
 
@@ -229,6 +230,7 @@ def small_beside_large(model):
     return loss
 
 
+@pytest.mark.worlds
 def test_a_small_loss_beside_a_large_one():
     """Even where both go through one boundary, and so have one scale."""
     params = {"small": PARAMS, "large": PARAMS | {"w": PARAMS["w"][::-1]}}
@@ -238,6 +240,7 @@ def test_a_small_loss_beside_a_large_one():
         assert error(grads[name], expected[name]) < ACCURACY, name
 
 
+@pytest.mark.worlds
 @cases("axis_name", [None, "d"], fast=["d"])
 def test_along_an_axis_that_is_named_there_is_one_scale(axis_name):
     """With `axis_name` it is that of the large loss, where the small one has no gradients left."""
@@ -270,6 +273,7 @@ def grads_of_members(retries, mapped):
     return [member(grads, i) for i in range(3)]
 
 
+@pytest.mark.worlds
 @cases("mapped", MAPS)
 @cases("retries", [1, 2], fast=[2])
 def test_an_overflow_is_repeated_at_a_lower_scale_by_each_member_alone(retries, mapped):
@@ -278,6 +282,7 @@ def test_an_overflow_is_repeated_at_a_lower_scale_by_each_member_alone(retries, 
     assert error(second, REFERENCE, SMALL) < ACCURACY
 
 
+@pytest.mark.worlds
 @cases("mapped", MAPS)
 @cases("retries", [1, 2])
 def test_gradients_that_still_overflow_are_returned_as_they_are(retries, mapped):
@@ -319,6 +324,7 @@ PASSES = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", PASSES, fast=["NaN", "overflows"])
 def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(name):
     """A debugger of NaNs sees none in a pass that is repeated."""
@@ -338,6 +344,7 @@ def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(name):
         assert error(grads, REFERENCE, SMALL) < ACCURACY
 
 
+@pytest.mark.worlds
 @cases("scale", ["auto", HIGH], fast=["auto"])
 def test_values_are_those_of_the_function(scale):
     loss = loss_of(net)
@@ -428,6 +435,7 @@ def reported():
         passes.observer.reset(token)
 
 
+@pytest.mark.worlds
 @cases(
     "name", OUTLIERS, fast=["that do not matter", "beside what grows", "on two levels"]
 )
@@ -446,6 +454,7 @@ def test_no_outlier_makes_gradients_silently_zero(name):
     assert report.is_lost == np.isnan(row.gradient)
 
 
+@pytest.mark.worlds
 @cases("mapped", MAPS)
 @cases("name", OUTLIERS, fast=["that cancel", "on two levels"])
 def test_each_member_of_a_population_has_outliers_of_its_own(name, mapped):
@@ -471,6 +480,7 @@ def test_where_one_pass_is_asked_for_small_cotangents_flush(name):
     assert_same_bits(grad, jnp.float32(expected))
 
 
+@pytest.mark.worlds
 @cases("check_vma", [True, False])
 def test_devices_pull_outliers_apart_together(check_vma):
     """Those of one device make cotangents of all others flush, and are all that `b` reads.
@@ -522,6 +532,7 @@ NORMS = {
 }
 
 
+@pytest.mark.worlds
 @cases("wrap", [scaled_autocast, autocast_scaled])
 @cases("name", NORMS, fast=["1e-24"])
 def test_padding_under_a_norm_leaves_the_gradients_of_all_other_rows(name, wrap):
@@ -569,6 +580,7 @@ def arguments_of_any_type():
     return (PARAMS, jnp.int32(3)), OTHERS | arrays
 
 
+@pytest.mark.worlds
 def test_outputs_of_any_type_are_those_of_the_function():
     args, kwargs = arguments_of_any_type()
     output = scale_backward(loss_and_aux)(*args, **kwargs)
@@ -576,7 +588,7 @@ def test_outputs_of_any_type_are_those_of_the_function():
     assert_same_bits(arrays_of(output), arrays_of(expected))
 
 
-@in_old_form
+@pytest.mark.worlds
 def test_aux_of_any_type_passes_through():
     args, kwargs = arguments_of_any_type()
     grad = jax.value_and_grad(
@@ -617,6 +629,7 @@ def test_what_is_stopped_or_unused_has_gradients_of_zero():
     assert all((g == 0).all() for g in jax.tree.leaves((grads, unused)))
 
 
+@pytest.mark.worlds
 def test_what_is_not_in_half_precision_keeps_its_precision():
     """A penalty, a parameter that only the float32 part reads, and a complex one."""
     only = jnp.linspace(0.3, 0.7, 3)
@@ -666,6 +679,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases("dtype", WRAPPED)
 def test_gradients_have_the_dtype_of_the_parameters(dtype):
@@ -694,9 +708,10 @@ def grad_of_first_output(fun):
     return jax.grad(loss)
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @pytest.mark.standard_promotion  # the programs themselves mix dtypes
 @cases("name", half_programs.PROGRAMS, fast=["mlp", "own_precision"])
-@in_old_form
 def test_gradients_are_right_inside_of_autocast(name):
     fun, args = half_programs.PROGRAMS[name]
     grads = jax.jit(grad_of_first_output(autocast_scaled(fun)))(*args)
@@ -711,19 +726,20 @@ OF_ONE_PASS = sorted(
 )
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases("name", OF_ONE_PASS, fast=["mlp", "own_precision"])
-@in_old_form
 def test_as_many_products_are_in_half_precision_inside_of_autocast_and_outside(name):
     fun, args = half_programs.PROGRAMS[name]
     counts = set()
     for wrap in (jaxscale.autocast, scaled_autocast, autocast_scaled):
         grad = grad_of_first_output(wrap(fun))
         products = equations_named("dot_general", grad, *args)
-        counts.add(sum(eqn.outvars[0].aval.dtype == HALF for eqn in products))
+        counts.add(sum(eqn.invars[0].aval.dtype == HALF for eqn in products))
     assert len(counts) == 1
 
 
+@pytest.mark.worlds
 def test_in_a_step_with_a_loss_scale_both_divide_out():
     tx = jaxscale.loss_scaled(optax.sgd(1.0), 2.0**20)
     step = jax.jit(jaxscale.train_step(scale_backward(loss_of(net, 1.0)), tx))
@@ -732,6 +748,7 @@ def test_in_a_step_with_a_loss_scale_both_divide_out():
     assert state.total_notfinite == 0
 
 
+@pytest.mark.worlds
 def test_a_tangent_of_the_gradients():
     def tangent_of_grad(loss):
         return jax.jit(lambda p: jax.jvp(jax.grad(loss), (p,), (p,))[1])(PARAMS)
@@ -740,6 +757,7 @@ def test_a_tangent_of_the_gradients():
     assert error(got, tangent_of_grad(loss_of(net32, 1.0))) < ACCURACY
 
 
+@pytest.mark.worlds
 def test_second_derivatives_need_a_scale_backward_of_their_own_and_no_loop():
     """The inner one scales the first backward pass, the outer one the second. Each rounds."""
 
@@ -766,6 +784,7 @@ def grad_of_small_penalty(exponent, wrap):
 exponents = cases("exponent", [-20, -60], fast=[-20])
 
 
+@pytest.mark.worlds
 @exponents
 def test_a_second_reverse_pass_is_scaled_by_a_scale_backward_of_its_own(exponent):
     grads = grad_of_small_penalty(exponent, scale_backward)
@@ -773,6 +792,7 @@ def test_a_second_reverse_pass_is_scaled_by_a_scale_backward_of_its_own(exponent
     assert error(grads, expected, 2.0**exponent) < 2 * ACCURACY
 
 
+@pytest.mark.worlds
 @exponents
 def test_a_second_reverse_pass_that_is_not_wrapped_flushes_and_says_so(exponent):
     message = r"retries=0.*second pass is not scaled.*in `scale_backw"
@@ -802,6 +822,7 @@ def test_a_cotangent_that_is_not_finite_makes_the_power_1():
     assert choose_power(jnp.array([1.0, jnp.inf], jnp.float32), most_raised=4) == 1
 
 
+@pytest.mark.worlds
 @cases(
     "form, scale",
     itertools.product(hosts.FORMS, ["auto", hosts.HIGH]),
@@ -823,6 +844,7 @@ def test_devices_agree_by_themselves(form, scale):
     assert worst_error < ACCURACY
 
 
+@pytest.mark.worlds
 def test_a_healthy_run_under_jaxs_check_for_inf_is_the_same():
     grad = jax.grad(scale_backward(jaxscale.autocast(loss_of(net32))))
     expected = jax.jit(grad)(PARAMS)

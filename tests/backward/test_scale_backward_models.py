@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from autodiff import in_old_form
 from flax import nnx
 from scaled_networks import HALF, SMALL, X, Y, error, unchanged
 from tables import assert_same_bits, cases
@@ -118,9 +117,9 @@ for place in PLACES:
     BUILT[f"Equinox, {place}"] = functools.partial(run_equinox, place)
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases("name", BUILT, fast=["Linen, apply", "Equinox, module"])
-@in_old_form
 def test_models_of_libraries_have_their_gradients_and_change_as_they_do(name):
     others, grads = BUILT[name](scale_backward, HALF, SMALL)
     plain_others, _ = BUILT[name](unchanged, HALF, SMALL)

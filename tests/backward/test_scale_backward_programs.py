@@ -118,6 +118,7 @@ def both_grads(around, loss):
     return jax.jit(jax.grad(wrapped))(PARAMS), jax.jit(jax.grad(loss))(PARAMS)
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases(
     "loss, around",
@@ -132,6 +133,7 @@ def test_an_equation_without_outputs_is_one_like_others(loss, around, capfd):
     assert error(grads, expected) < 2 * ACCURACY
 
 
+@pytest.mark.worlds
 def test_effects_happen_as_often_as_in_the_program_itself():
     effects = []
 
@@ -177,6 +179,7 @@ OFTEN = {
 }
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases("name", OFTEN, fast=["chain", "checkpoints side by side"])
 def test_a_block_that_is_called_often_stays_one_function(name):
@@ -229,6 +232,7 @@ ALONE = {
 }
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @cases(
     "name, model",
@@ -272,6 +276,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", DIFFERENT)
 def test_functions_that_differ_share_nothing(name):
     """Though they are called in one program, in the same line."""
@@ -300,6 +305,7 @@ def squashed(p):
     return log_prob + 1e-4 * value
 
 
+@pytest.mark.worlds
 @cases("wrap", [scaled_autocast, autocast_scaled])
 def test_cotangents_are_scaled_where_they_enter_half_precision(wrap):
     grads = jax.jit(jax.grad(wrap(squashed)))(PARAMS)
@@ -322,6 +328,7 @@ def _(primals, tangents):
     return shifted(*primals), tangents[0]
 
 
+@pytest.mark.worlds
 def test_a_rule_after_the_boundary_sees_what_has_no_tangent():
     """Though the call that returns it returns something that has one, too."""
     layer = jax.jit(lambda p, x: (net(p, x), net(PARAMS, x)))
@@ -355,6 +362,7 @@ def looped(kind):
     return loss
 
 
+@pytest.mark.worlds
 @pytest.mark.skipif(
     getattr(jax.config, "jax_custom_vjp3", False),
     reason="the loop of Equinox fails without jaxscale, too, under JAX_CUSTOM_VJP3",

@@ -1,14 +1,11 @@
-"""Checks laws and times training on the device that is there, as on one GPU.
+"""Times training on the device that is there, as on one GPU.
 
     python tests/benchmarks/device.py [--out FOLDER] [--minutes 9] [--size tiny|full]
-        [--only laws|figures]
 
-Nothing needs to be installed but JAX, Optax, Flax and rich. It first checks laws
-(`device_steps.py`, `device_products.py`), then times a transformer and a ResNet
-(`device_models.py`). A law or a model that fails stops nothing; the exit status is 1 if a law
-failed. The figures are written after each section, into a file named after the device. What does
-not fit into the minutes is noted as not run. The tiny size, the default on a CPU, checks one case
-of each law.
+Nothing needs to be installed but JAX, Optax, Flax and rich. It times a transformer and a ResNet
+(`device_models.py`). A model that fails stops nothing. The figures are written after each form,
+into a file named after the device. What does not fit into the minutes is noted as not run. The tiny
+size is the default on a CPU. Laws on a device are the tests with the mark `device`.
 """
 
 import argparse
@@ -27,16 +24,13 @@ import device_models
 import device_timing
 import jax
 import report
-from device_law import LAWS, examine
 from rich.console import Console
 from rich.table import Table
 
 START = time.perf_counter()
 FOLDER = pathlib.Path(__file__).resolve().parent
-# Each registers its laws when it is imported.
-LAW_MODULES = ["device_products", "device_steps", "device_storage"]
-# The shares of the time that is left: of laws, and of the first model.
-LAWS_SHARE, FIRST_MODEL_SHARE = 0.4, 0.6
+# The share of the time that is left that the first model may take.
+FIRST_MODEL_SHARE = 0.6
 
 
 def elapsed():
@@ -45,39 +39,6 @@ def elapsed():
 
 def say(text):
     print(f"[{elapsed():6.1f} s] {text}", flush=True)
-
-
-def ordered_laws(size):
-    """Returns the names of the laws to check: first one case of each."""
-    seen = {}
-    numbered = []
-    for name, law in LAWS.items():
-        number = seen.get(law.check, 0)
-        seen[law.check] = number + 1
-        numbered.append((number, name))
-    numbered.sort(key=lambda pair: pair[0])
-    return [name for number, name in numbered if size == "full" or number == 0]
-
-
-def check_laws(size, until, result, save):
-    for module in LAW_MODULES:
-        try:
-            __import__(module)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            result["laws"].append({"law": module, "passed": False, "error": text})
-    names = ordered_laws(size)
-    say(f"{len(names)} laws")
-    for name in names:
-        if elapsed() > until:
-            not_run = {"law": name, "passed": None, "error": device_timing.NOT_RUN}
-            result["laws"].append(not_run)
-            continue
-        checked = examine(name)
-        result["laws"].append(checked)
-        verdict = "holds" if checked["passed"] else f"FAILED: {checked['error'][:500]}"
-        say(f"  {name}: {verdict} ({checked['seconds']:.1f} s)")
-    save()
 
 
 def time_models(size, until, result, save):
@@ -112,12 +73,6 @@ def _gib(figures, key):
 
 
 def print_tables(console, result):
-    failed = [law for law in result["laws"] if law["passed"] is False]
-    not_run = [law for law in result["laws"] if law["passed"] is None]
-    held = len(result["laws"]) - len(failed) - len(not_run)
-    console.print(f"laws: {held} hold, {len(failed)} failed, {len(not_run)} not run")
-    for law in failed:
-        console.print(f"  {law['law']}: {law['error'][:500]}", markup=False)
     for name, figures in result["figures"].items():
         table = Table(title=f"{name}: {figures.get('settings')}")
         table.add_column("form", no_wrap=True)
@@ -149,7 +104,6 @@ def parse():
     add("--out", type=pathlib.Path, default=default, help="folder of the figures")
     add("--minutes", type=float, default=9.0, help="after which nothing new begins")
     add("--size", choices=["tiny", "full"], help="tiny on a CPU, or else full")
-    add("--only", choices=["laws", "figures"])
     return parser.parse_args()
 
 
@@ -162,7 +116,7 @@ def main():
     machine["memory"] = device_timing.read_memory("bytes_limit")
     settings = {"size": size, "minutes": options.minutes}
     settings["float32_products"] = "of the default precision, on a GPU TF32"
-    result = {"machine": machine, "settings": settings, "laws": [], "figures": {}}
+    result = {"machine": machine, "settings": settings, "figures": {}}
     options.out.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^a-z0-9]+", "_", device.device_kind.lower()).strip("_")
     path = options.out / f"{name}.json"
@@ -174,16 +128,11 @@ def main():
     say(report.line(machine))
     save()
     until = 60 * options.minutes
-    if options.only != "figures":
-        share = 1.0 if options.only else LAWS_SHARE
-        check_laws(size, share * until, result, save)
-    if options.only != "laws":
-        time_models(size, until, result, save)
+    time_models(size, until, result, save)
     save()
     print_tables(Console(width=170), result)
     say(f"written to {path}")
-    return any(law["passed"] is False for law in result["laws"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

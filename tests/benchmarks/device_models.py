@@ -341,10 +341,7 @@ BY_HAND = {
 TINY_FORMS = {
     "transformer": [
         FLOAT32,
-        "bfloat16 by autocast, jaxscale",
-        "float16 by autocast, jaxscale",
         "float16 by dtype=, Flax DynamicScale",
-        "float16 by dtype=, jmp",
         "bfloat16 parameters, stochastic_rounding, compact_state",
     ],
     "ResNet": [FLOAT32, "float16 by autocast, jaxscale"],

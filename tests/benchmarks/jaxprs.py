@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 HALF = {"float16", "bfloat16"}
 
 
@@ -48,7 +48,7 @@ def products(jaxpr):
     for eqn in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:
             total += 1
-            dtypes = [atom.aval.dtype for atom in eqn.invars]
+            dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
             half += all(
                 dtype.name in HALF
                 for dtype in dtypes

@@ -32,12 +32,8 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "one device": Layout(("data",)),
     "FSDP": Layout(("data",), P("data"), P("data"), P("data"), P("data")),
-    "tensor parallel": Layout(("model",), P(None, "model"), P("model"), P("model")),
     "FSDP and tensor parallel": Layout(
         ("data", "model"), P("data", "model"), P("model"), P("model", "data"), P("data")
-    ),
-    "FSDP in each slice": Layout(
-        ("slice", "data"), P("data"), P("data"), P("data"), P(("slice", "data"))
     ),
 }
 

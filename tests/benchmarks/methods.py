@@ -228,33 +228,6 @@ def jmp(setting):
     return _peer(setting, differentiate, _selected(jmp.select_tree))
 
 
-def mpx(setting):
-    """MPX `filter_value_and_grad` and `optimizer_update`.
-
-    Without a loss function, it is the lines of the former after the gradient: the function casts
-    all arguments to half precision, and so has no float32 gradients.
-    """
-    import mpx
-
-    def differentiate(numbers, params, *batch):
-        scale, counter = numbers
-        scaler = mpx.DynamicLossScaling(
-            scale, jnp.float32(1), period=setting.growth_interval, counter=counter
-        )
-        if setting.from_gradients:
-            (grads,) = batch
-            loss = jnp.float32(0)
-            finite = mpx.all_finite(grads)
-            scaler = scaler.adjust(finite)
-            grads = scaler.unscale(grads)
-        else:
-            scaled = mpx.filter_value_and_grad(setting.loss_fn, scaler)
-            loss, scaler, finite, grads = scaled(params, *batch)
-        return (scaler.loss_scaling, scaler.counter), finite, loss, grads
-
-    return _peer(setting, differentiate, mpx.optimizer_update)
-
-
 BARE = "bare optax"
 METHODS = {
     BARE: bare,
@@ -269,7 +242,6 @@ METHODS = {
     "jaxscale optax wrapper": partial(_apart, apply=_three_lines),
     "Flax DynamicScale": flax_dynamic_scale,
     "jmp": jmp,
-    "MPX": mpx,
     "optax.apply_if_finite": apply_if_finite,
 }
 # Of steps that begin with the gradients, which there is nothing to retry or to scale in.

@@ -14,7 +14,7 @@ import numpy as np
 
 # Its imports are made once, in the process that the others are forked from.
 PRELOAD = ["jax", "optax", "jaxscale.flax", "flax.linen", "flax.training.dynamic_scale"]
-PRELOAD += ["jmp", "mpx"]
+PRELOAD += ["jmp"]
 # Several processes share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

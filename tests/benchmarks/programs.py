@@ -9,7 +9,6 @@ kernels, what devices send each other, and the time to compile. Nothing is run. 
 """
 
 import math
-import statistics
 import time
 from typing import NamedTuple
 
@@ -65,29 +64,11 @@ class Row(NamedTuple):
 ROWS = [
     Row("H100", "1", OPTIMIZER, names=[*STEPS, ADAPTIVE + CLIPPED]),
     Row("H100", "1", OPTIMIZER, "float16", names=BRIEF),
+    Row("H100", "1", "one device", names=ALL),
     Row("TPU v5e", "1x1", OPTIMIZER, names=[*BRIEF, APPLY, OTHERS[-1]]),
-    Row("TPU v5e", "1x1", OPTIMIZER, "bfloat16", names=BRIEF),
     Row("TPU v5e", "16x16", "FSDP and tensor parallel", names=ALL),
     Row("TPU v5e", "2x2", "FSDP", width=1024, names=MORE),
-    Row("TPU v5e", "1x1", "one device", width=256),
     Row("TPU v5e", "1x1", "one device", names=MORE),
-    Row("TPU v5e", "2x2", "tensor parallel", width=1024),
-    Row("H100", "1", "one device", names=ALL),
-    Row("TPU v5p", "8x8x4", "FSDP"),
-    Row("TPU v6e", "16x16", "FSDP and tensor parallel", names=[*PLAIN, TRAIN_STEP]),
-    Row("TPU v5e", "16x16", "FSDP and tensor parallel", "bfloat16"),
-    Row(
-        "TPU v5e",
-        "4x4",
-        "FSDP in each slice",
-        width=1024,
-        names=[*PLAIN, TRAIN_STEP],
-        slices=2,
-    ),
-    Row("H100", "8", "FSDP"),
-    Row("TPU v5e", "1x1", "one device", "bfloat16"),
-    Row("TPU v5p", "1x1x1", "one device"),
-    Row("TPU v6e", "1x1", "one device"),
 ]
 
 
@@ -170,51 +151,6 @@ COLUMNS = {
         f"{sum(sizes.values())} {kind}" for kind, sizes in each["collectives"].items()
     ),
 }
-
-
-def markdown(rows, names):
-    """Returns the tables of `results/README.md`: each method beside plain optax."""
-    headings = ["", "plain optax"]
-    for name in names:
-        heading = name.split(".")[-1]
-        headings.append(heading.replace("jaxscale optax wrapper", "three lines"))
-    times = {name: [] for name in names}
-    lines = []
-    for row in rows:
-        reports = row["methods"]
-        compiled = [name for name in reports if "error" not in reports[name]]
-        if BARE not in compiled or not set(names) & set(compiled):
-            continue
-        line = [title(row), f"{reports[BARE]['bytes_per_parameter']:.1f}"]
-        for name in names:
-            plain_name = BARE + CLIPPED if name.endswith(CLIPPED) else BARE
-            if name in compiled and plain_name in compiled:
-                ours = reports[name]
-                plain = reports[plain_name]
-                line.append(_compare(ours, plain))
-                times[name].append(ours["compile_s"] / plain["compile_s"])
-            else:
-                line.append("")
-        lines.append(line)
-    last_line = ["*time to compile, median*", ""]
-    for ratios in times.values():
-        last_line.append(f"{statistics.median(ratios):.2f}" if ratios else "")
-    return report.markdown(headings, [*lines, last_line])
-
-
-def _compare(ours, plain):
-    """The bytes relative to those of plain optax, temporary memory and collectives beyond it."""
-    moved = ours["bytes_per_parameter"] / plain["bytes_per_parameter"]
-    key = "temporary_bytes_per_parameter"
-    text = f"{moved:.2f}, {ours[key] - plain[key]:+.1f}"
-    collectives = _count_collectives(plain)
-    if collectives:
-        text += f", {_count_collectives(ours) - collectives:+d}"
-    return text
-
-
-def _count_collectives(report):
-    return sum(sum(sizes.values()) for sizes in report["collectives"].values())
 
 
 def main():

@@ -9,7 +9,6 @@ import platform
 import re
 
 import jax
-import numpy as np
 import processes
 from rich.console import Console
 from rich.table import Table
@@ -133,14 +132,3 @@ def markdown(headings, rows):
     """Returns a table of Markdown, as in `results/README.md`."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def mean_and_spread(values):
-    """Returns the mean over the seeds and their standard deviation, as text."""
-    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
-    return f"{np.mean(values):.4g} ± {spread:.2g}"
-
-
-def where(described):
-    """Returns what a picture's title says of the machine."""
-    return f"{described['device']}, JAX {described['versions']['jax']}, {described['date'][:10]}"

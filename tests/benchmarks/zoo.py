@@ -237,38 +237,6 @@ def make_resnet(blocks, channels, batch, side):
 # An MLP-mixer.
 
 
-def mixer(precision, params, images, targets):
-    patch, *_ = params["patches"].shape
-    x = precision.convolve(images, params["patches"], stride=patch)
-    x = x.reshape(x.shape[0], -1, x.shape[-1])
-    for layer in params["layers"]:
-        rows = jnp.swapaxes(normalize(x, -1), 1, 2)
-        rows = jax.nn.gelu(precision.dense(rows, layer["tokens1"]) + layer["bias1"])
-        x = x + jnp.swapaxes(precision.dense(rows, layer["tokens2"]), 1, 2)
-        hidden = precision.dense(normalize(x, -1), layer["channels1"]) + layer["bias2"]
-        x = x + precision.dense(jax.nn.gelu(hidden), layer["channels2"])
-    logits = precision.dense(jnp.mean(normalize(x, -1), 1), params["logits"])
-    return cross_entropy(logits, targets)
-
-
-def make_mixer(layers, width, batch, side, patch=8):
-    tokens = (side // patch) ** 2
-    layer = {
-        "tokens1": (tokens, 2 * tokens),
-        "bias1": (2 * tokens,),
-        "tokens2": (2 * tokens, tokens),
-        "channels1": (width, 4 * width),
-        "bias2": (4 * width,),
-        "channels2": (4 * width, width),
-    }
-    params = {
-        "patches": (patch, patch, 3, width),
-        "layers": [layer] * layers,
-        "logits": (width, CLASSES),
-    }
-    return Model(mixer, params, (floats((batch, side, side, 3)), integers(batch)))
-
-
 # An LSTM, which carries its state in float32.
 
 
@@ -302,34 +270,6 @@ def make_lstm(length, batch, inputs, width):
 # A graph network with attention along edges.
 
 
-def graph_network(precision, params, nodes, senders, receivers, targets):
-    count = nodes.shape[0]
-    x = precision.dense(nodes, params["first"])
-    for layer in params["layers"]:
-        pairs = jnp.concatenate([x[senders], x[receivers]], -1)
-        messages = jax.nn.silu(precision.dense(pairs, layer["messages"]))
-        scores = precision.dense(messages, layer["scores"])
-        largest = jax.ops.segment_max(scores, receivers, count)
-        weights = jnp.exp(scores - largest[receivers])
-        sums = jax.ops.segment_sum(weights, receivers, count)
-        weights = weights / (sums[receivers] + 1e-9)
-        received = jax.ops.segment_sum(weights * messages, receivers, count)
-        x = x + jax.nn.silu(precision.dense(received, layer["update"]))
-    return squared_error(precision.dense(x, params["last"]), targets)
-
-
-def make_graph_network(layers, width, nodes, edges):
-    layer = {
-        "messages": (2 * width, width),
-        "scores": (width, 1),
-        "update": (width, width),
-    }
-    params = {"first": (16, width), "layers": [layer] * layers, "last": (width, 4)}
-    ends = integers(edges)
-    batch = (floats((nodes, 16)), ends, ends, floats((nodes, 4)))
-    return Model(graph_network, params, batch)
-
-
 # Logits of many words.
 
 
@@ -350,9 +290,7 @@ SIZES = {
         "decoder, scanned": make_decoder(4, 64, 2, 256, scanned=True),
         "convolutions": make_convolutions(4, 16, 4, 32),
         "ResNet": make_resnet(2, 16, 8, 32),
-        "mixer": make_mixer(3, 64, 8, 64),
         "LSTM": make_lstm(32, 16, 64, 128),
-        "graph network": make_graph_network(2, 64, 512, 4096),
         "words": make_words(64, 64, 10_000),
     },
     "large": {
@@ -360,9 +298,7 @@ SIZES = {
         "decoder, scanned": make_decoder(8, 256, 8, 1024, 1024, scanned=True),
         "convolutions": make_convolutions(6, 64, 16, 128),
         "ResNet": make_resnet(4, 64, 64, 64),
-        "mixer": make_mixer(16, 256, 32, 128),
         "LSTM": make_lstm(256, 64, 256, 512),
-        "graph network": make_graph_network(3, 128, 16_384, 131_072),
         "words": make_words(512, 1024, 50_257),
     },
 }

@@ -286,6 +286,7 @@ def test_a_long_table_prints_its_first_rows():
 ROWS = jnp.array([[1.0, jnp.inf], [jnp.nan, 8.0], [0.0, 2.0]])
 
 
+@pytest.mark.worlds
 def test_population_and_time_are_summed_up():
     def add_row(total, row):
         return total + diagnostics.histogram(row), count_leaves({"w": row})
@@ -298,6 +299,7 @@ def test_population_and_time_are_summed_up():
     assert diagnostics.shares(of_rows) == diagnostics.shares(total)
 
 
+@pytest.mark.worlds
 @cases(
     ("check", "axis_name"),
     itertools.product([True, False], ["data", ("data",)]),
@@ -319,9 +321,6 @@ def test_devices_are_summed_up(check, axis_name):
     assert_same_bits(jax.device_get(histogram(sharded)), expected)
 
 
-@pytest.mark.skipif(
-    not hasattr(jax.sharding, "auto_axes"), reason="JAX has it elsewhere"
-)
 def test_explicit_meshes():
     explicit = jax.sharding.AxisType.Explicit
     devices = jax.devices("cpu")
@@ -390,6 +389,7 @@ PARTS = [float32_bits(100, seed) for seed in range(3)]
 WHOLE = np.concatenate(PARTS)
 
 
+@pytest.mark.worlds
 def test_histograms_add_up():
     whole = histogram(WHOLE)
     assert_same_bits(sum(map(histogram, PARTS)), whole)

@@ -55,6 +55,7 @@ def title_of(ax):
     return ax.get_title(loc="left")
 
 
+@pytest.mark.worlds
 @cases("loss_scale", [2.0**-10, 1.0, 2.0**15, 2.0**100], fast=[2.0**15])
 def test_the_bars_are_the_shares_and_the_ranges_those_of_float16(loss_scale):
     figure = drawn(diagnostics.plot(HISTOGRAM, loss_scale=loss_scale))
@@ -111,6 +112,7 @@ def step(state, grad, loss):
     return state, jaxscale.metrics(state) | {"loss": loss}
 
 
+@pytest.mark.worlds
 def test_a_run_is_drawn_as_its_metrics_were():
     losses = [2.0 / (i + 1) for i in range(12)]
     losses[7] = np.nan

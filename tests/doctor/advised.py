@@ -3,6 +3,7 @@
 `ADVICE` has the pairs by name. `A_PAIR__faulty` and `A_PAIR__cured` are targets of the doctor.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -294,6 +295,55 @@ def negative_variance():
         return jnp.sqrt(jnp.mean((z - jnp.mean(z, 1, keepdims=True)) ** 2, 1))
 
     return faulty, cured
+
+
+# Branches that are not taken. Their loss is finite.
+INSIDE = "Put another `jnp.where` inside, around the operand"
+
+
+def not_below_0(z):
+    return jnp.maximum(z, 0)
+
+
+def untaken(fun, taken, harmless, before=lambda z: z):
+    """A function where a condition holds, and 0 elsewhere, and the same with an inner `where`."""
+
+    def faulty(x, w):
+        z = before(_multiply(x, w))
+        y = 2 * fun(z)  # fault
+        return jnp.where(taken(z), y, 0)
+
+    def cured(x, w):
+        z = before(_multiply(x, w))
+        return jnp.where(taken(z), 2 * fun(jnp.where(taken(z), z, harmless)), 0)
+
+    return faulty, cured
+
+
+@advice(INSIDE, MANY_ROWS)
+def root_that_is_not_taken():
+    return untaken(jnp.sqrt, lambda z: z > 0.1, 1)
+
+
+@advice(INSIDE, MANY_ROWS)
+def root_of_0_that_is_not_taken():
+    return untaken(jnp.sqrt, lambda z: z > 0.1, 1, not_below_0)
+
+
+@advice(INSIDE, MANY_ROWS)
+def power_that_is_not_taken():
+    power = functools.partial(jax.lax.pow, y=HALF(0.3))
+    return untaken(power, lambda z: z > 0.1, 1)
+
+
+@advice(INSIDE, 2 * MANY_ROWS)
+def angle_that_is_not_taken():
+    return untaken(jnp.arccos, lambda z: abs(z) < 0.9, 0)
+
+
+@advice(INSIDE, MANY_ROWS)
+def quotient_that_is_not_taken():
+    return untaken(jnp.reciprocal, lambda z: z > 0.1, 1, not_below_0)
 
 
 # Positions, indices and rules of one's own.

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 HALF = jnp.float16
 FULL = jnp.float32
@@ -411,6 +412,26 @@ def best():
 def in_a_pair(p, x):
     """Parameters whose containers look like anything else."""
     return (x * p[0].astype(HALF)).astype(FULL) + p[1][1]
+
+
+@model()
+def noisy(p, x):
+    """Noise in half precision, whose tails are missing."""
+    key = jax.random.key(0)
+    noise = jax.random.normal(key, (2,), jnp.bfloat16)  # the noise
+    return p["w"] * x["x"] + noise.astype(FULL) + jax.random.normal(key, (2,))
+
+
+def module():
+    """A module of NNX, two of whose variables are not trained."""
+    layer = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    layer.average = nnx.Variable(jnp.ones(2))
+    batch = jnp.array([[1.0, 2.0], [3.0, 5.0]])
+
+    def loss_fn(layer, x):
+        return jnp.mean(jnp.sqrt(layer(x, use_running_average=False)))  # the root
+
+    return loss_fn, layer, batch
 
 
 def odd():

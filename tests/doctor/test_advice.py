@@ -31,6 +31,7 @@ def blamed_lines(name):
     return rf"begins {place}|{place}\. Take a mean instead"
 
 
+@pytest.mark.worlds
 @cases("name", ADVICE, fast=["log_of_probability_that_is_cast", "log_of_density"])
 def test_the_fault_is_named_with_its_cure(name, doctor, no_pictures):
     answer = doctor(f"advised.py:{name}__faulty")
@@ -46,6 +47,7 @@ VERDICTS = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", ADVICE, fast=["index"])
 def test_the_cure_helps(name, doctor, no_pictures):
     answer = doctor(f"advised.py:{name}__cured")
@@ -80,6 +82,7 @@ def ask_for_start(unit, doctor, monkeypatch):
     return answer.status, results["start"]
 
 
+@pytest.mark.worlds
 @cases("unit", range(-4, 17), fast=[9])
 def test_training_skips_what_is_said(unit, doctor, monkeypatch):
     status, start = ask_for_start(unit, doctor, monkeypatch)
@@ -90,6 +93,7 @@ def test_training_skips_what_is_said(unit, doctor, monkeypatch):
     assert count_skipped(run_code(start)) == 0
 
 
+@pytest.mark.worlds
 @cases("unit", range(17, 25), fast=[17])
 def test_where_no_scale_of_at_least_1_fits_all_steps_are_skipped(
     unit, doctor, monkeypatch

@@ -13,6 +13,7 @@ from jaxscale._doctor.announcer import Announcer
 SIGN = r" *\d+ s: "
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 def test_signs_of_life_go_to_standard_error(doctor, monkeypatch):
     monkeypatch.setattr(cli, "_PATIENCE", -1.0)

@@ -33,11 +33,12 @@ version found verdict findings target autocast is_quick is_auto loss loss_as_wri
 dtypes_of_parameters sums_of_gradients backward_rules loss_scale shown_scale calibration start
 repeats scale_backward_raised largest is_limited ceiling relief comparison
 nonfinite_arguments nonfinite_outputs constants not_entered
-is_finite_in_float32 float32 wrong unstable right_loss mean mean_at fault zero
+is_finite_in_float32 float32 wrong unstable right_loss mean mean_at fault half_draws zero
 leaves histogram shares layers
 """
 
 
+@pytest.mark.worlds
 def test_the_json_has_the_results(doctor, no_pictures):
     answer = doctor("doctored:fine", "--json")
     assert answer.status == 0

@@ -423,7 +423,7 @@ AUTOCAST = {
     "rounded in float16": Case(
         1,
         [
-            "1 of 1 gradients are wrong at loss scale 2**0",
+            "1 of 1 gradients are wrong at loss scale 2**13",
             "w is off by 60.0%, compared with float32",
             f"It begins at {line_of('float16 holds every fourth number near it')}",
             "as large as 4098, where float16 only holds multiples of 4",
@@ -461,6 +461,22 @@ LONG_SUMS = {
         [
             "The gradient of w is a sum of up to 300 numbers in bfloat16",
             f"in bfloat16, at {line_of('each turn adds to the gradient')}.",
+        ],
+    ),
+    "noisy": Case(
+        0,
+        [
+            "Nothing is wrong",
+            f"Random numbers are drawn in bfloat16, at {line_of('the noise')}.",
+            "only 128 values",
+        ],
+        never=["drawn in float32"],
+    ),
+    "module": Case(
+        1,
+        [
+            "inf or NaN is in 2 of 2 gradients",
+            f"begins at {line_of('the root')}",
         ],
     ),
     "in_a_short_loop": Case(0, ["Nothing is wrong"], never=["is a sum of"]),
@@ -512,6 +528,7 @@ def assert_said(answer, case):
     assert marks.count("!") == case.status
 
 
+@pytest.mark.worlds
 @cases("name", CASES, fast=["uneven at 8", "number"])
 def test_it_says_what_is_wrong_and_where(name, doctor, no_pictures):
     case = CASES[name]

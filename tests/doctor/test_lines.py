@@ -260,6 +260,7 @@ OTHERS = [
 FAULTS = RULES | dict(zip(OTHERS, OTHERS, strict=True))
 
 
+@pytest.mark.worlds
 @cases("model", FAULTS, fast=[rule_overflows])
 def test_the_first_problem_is_at_the_fault(model):
     findings = diagnose(examine(load(f"{HERE}:{model.__name__}"), None))

@@ -100,6 +100,7 @@ def draw_page_of(exam, grads, loss_scale=1.0, shown_scale=None, **others):
     return Page(draw_page(exam, []))
 
 
+@pytest.mark.worlds
 def test_it_holds_everything_and_asks_for_nothing(exam):
     shown = Page(draw_page(exam, diagnose(exam)))
     assert not {"script", "link", "iframe"} & {tag for tag, _ in shown.tags}

@@ -229,6 +229,7 @@ def test_the_score_of_the_doctor(record_property):
     assert score["alarms"] <= HELD["alarms"], report
 
 
+@pytest.mark.worlds
 @cases("name", TUNED, fast=FAST)
 def test_some_models_are_judged_right(name):
     model = load_models(name.split(":")[0])[name]

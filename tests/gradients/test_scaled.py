@@ -30,6 +30,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.device
 @cases("name", PRODUCTS)
 def test_results_are_float32_or_wider_and_exact(name):
     function, state, factor = PRODUCTS[name]
@@ -63,6 +64,7 @@ def there_and_back(state, leaf):
     return jaxscale.unscale(state, jaxscale.scale(state, leaf)), gradient
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("exponent", [-126, 126, 127])
 def test_no_scale_is_so_extreme_that_gradients_vanish(exponent):
     # The reciprocal of 2**127 is subnormal: XLA makes it 0, and 0 is finite (jmp's fate).

@@ -38,6 +38,7 @@ def loss_fn(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
 
 
+@pytest.mark.device
 def test_power_of_two_scaling_is_exact():
     @jax.jit
     def evaluate(state):
@@ -48,6 +49,7 @@ def test_power_of_two_scaling_is_exact():
         assert_same_bits(evaluate(at(exponent)), expected)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_loss_cannot_overflow(compiled):
     def evaluate(state, w):
@@ -76,6 +78,7 @@ def test_gradients_of_half_precision_come_back_float32_and_do_not_underflow():
     assert_same_bits(jaxscale.grad(tiny, at(15))(jnp.float16(1)), jnp.float32(2.0**-30))
 
 
+@pytest.mark.device
 @cases(
     "loss_scale, dtype",
     itertools.product(SCALES, DTYPES),
@@ -244,6 +247,7 @@ def squared_sum(w, x):
     return jnp.sum(w * x) ** 2 / 64, jnp.sum(x)
 
 
+@pytest.mark.worlds
 @cases(
     "name, compared",
     itertools.product(MAPS, COMPARED),

@@ -99,6 +99,8 @@ def spoil(leaf, i):
     return spoiled
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @pytest.mark.standard_promotion
 @cases(
     "name, dtype",
@@ -122,6 +124,8 @@ def test_no_element_of_any_leaf_is_overlooked(name, dtype, request):
                 assert not verdict(spoiled), (key, i)
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @pytest.mark.standard_promotion
 @cases(
     "name, dtype",
@@ -248,6 +252,7 @@ def test_a_sum_of_squares_has_the_widest_type():
         np.testing.assert_allclose(total, 2e200, rtol=1e-15)
 
 
+@pytest.mark.worlds
 def test_by_leaf_says_which(one_device):
     tree = filled("float32") | {"a": np.array([[1, np.nan], [1, 1]], np.float32)}
     expected = [name != "a" for name in sorted(tree)]
@@ -290,6 +295,7 @@ def test_inside_of_shard_map_all_leaves_lie_on_one_device():
     assert set(counts) == {1}
 
 
+@pytest.mark.worlds
 @cases("devices", [1, 8], fast=[8])
 def test_fast_math_removes_no_verdict(devices):
     flags = f"--xla_cpu_enable_fast_math=true --xla_force_host_platform_device_count={devices}"

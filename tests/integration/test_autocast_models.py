@@ -88,6 +88,7 @@ kinds = cases(
 )
 
 
+@pytest.mark.worlds
 @kinds
 def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     plain, params = transformer(kind)
@@ -95,26 +96,6 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     ours = residual_bytes(jaxscale.autocast(plain), params, TOKENS)
     assert ours <= 1.1 * residual_bytes(by_hand, params, TOKENS)
     assert ours < residual_bytes(plain, params, TOKENS)
-
-
-@cases("kind", ["scanned", "scanned remat"], fast=["scanned remat"])
-def test_with_half_carries_a_scan_keeps_less_than_one_written_in_float16(kind):
-    plain, params = transformer(kind)
-    by_hand, _ = transformer(kind, jnp.float16)
-    cast = jaxscale.autocast(plain, half_carries=True)
-    assert residual_bytes(cast, params, TOKENS) <= 0.9 * residual_bytes(
-        by_hand, params, TOKENS
-    )
-
-
-@pytest.mark.slow
-@cases("kind", ["unrolled", "remat"])
-def test_without_a_scan_half_carries_keep_no_more(kind):
-    plain, params = transformer(kind)
-    cast = jaxscale.autocast(plain, half_carries=True)
-    with pytest.warns(UserWarning, match="carries nothing in half precision"):
-        half_carries = residual_bytes(cast, params, TOKENS)
-    assert half_carries <= residual_bytes(jaxscale.autocast(plain), params, TOKENS)
 
 
 class Layers(nn.Module):
@@ -173,6 +154,7 @@ AFTER = {
 }
 
 
+@pytest.mark.worlds
 @cases("kind", AFTER, fast=["gated"])
 def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
     def loss_fn(params, x, dtype=jnp.float32):
@@ -190,10 +172,11 @@ def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
     assert ours <= 1.02 * theirs
 
 
+@pytest.mark.worlds
 @kinds
 @cases("differentiate", [unchanged, jax.grad])
 def test_a_program_has_half_as_many_equations_more_at_most(differentiate, kind):
-    # Tracing and compiling take as long as there are equations: `benchmarks/autocast.py`.
+    # Tracing and compiling take as long as there are equations.
     plain, params = transformer(kind)
     cast = differentiate(jaxscale.autocast(plain))
     number = len(primitives(differentiate(plain), params, TOKENS))
@@ -262,6 +245,7 @@ def leaves_of_kind(model, kind):
     return jax.tree.leaves(nnx.state(model, kind))
 
 
+@pytest.mark.worlds
 @cases("jit", [nnx.jit, unchanged], fast=[nnx.jit])
 def test_an_nnx_module_is_changed_in_place(jit):
     def nnx_loss(model, x):
@@ -337,6 +321,7 @@ def gradient(fun):
     return jax.jit(jax.grad(fun))(MLP, X)
 
 
+@pytest.mark.worlds
 def test_gradients_are_nearer_than_those_of_a_model_written_in_float16():
     def by_hand(*args):
         return mlp(*jax.tree.map(lambda a: a.astype(jnp.float16), args))
@@ -378,6 +363,7 @@ def assert_same_places(tree, other):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.worlds
 @cases("fun", [mlp, jax.jit(mlp)], fast=[mlp])
 @every_layout
 def test_arrays_stay_where_they_are(layout, fun, placed_args):
@@ -393,6 +379,7 @@ def test_arrays_stay_where_they_are(layout, fun, placed_args):
     assert dtypes == ["float16"] * 2
 
 
+@pytest.mark.worlds
 @every_layout
 def test_what_is_not_compiled_has_the_types_of_the_model(layout, placed_args):
     actual = jaxscale.autocast(hidden)(*placed_args)
@@ -419,6 +406,7 @@ MAPS = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", MAPS, fast=["shard_map"])
 def test_inside_and_outside_of_what_maps_a_step_over_devices(name):
     def step(fun):
@@ -460,6 +448,7 @@ def test_a_module_from_outside_of_a_jit_is_read(jit):
         np.testing.assert_allclose(actual, model(IMAGES), rtol=0.02, atol=5e-3)
 
 
+@pytest.mark.worlds
 @both_jits
 def test_a_module_from_outside_of_a_jit_that_changes_is_an_error_and_stays_whole(jit):
     changing = Network()
@@ -476,6 +465,7 @@ class Mixed(nn.Module):
         return jaxscale.full_precision(nn.Dense(4))(x)
 
 
+@pytest.mark.worlds
 def test_full_precision_takes_layers_of_linen():
     model = Mixed()
     variables = model.init(jax.random.key(0), IMAGES)

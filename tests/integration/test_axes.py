@@ -5,7 +5,6 @@ part of the batch, and so its own loss, and `axis_name` says that the devices de
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -280,6 +279,7 @@ def batches_for(name):
     return {"lbfgs": BATCHES[:3], "no skips": GOOD}.get(name, BATCHES)
 
 
+@pytest.mark.worlds
 @cases(
     "form, layout, name",
     pairs(FORMS, LAYOUTS, OPTIMIZERS, where=is_equal_to_one),
@@ -300,6 +300,7 @@ def test_many_devices_end_where_one_ends(form, layout, name):
     jax.tree.map(assert_close, actual, end_on_one(layout, name))
 
 
+@pytest.mark.worlds
 def test_bad_batches_and_the_one_that_stands_out_are_skipped_and_the_plateau_is_seen():
     """So that the rows above are no runs in which nothing happens."""
     _, state = end_on_one("replicated", "spikes")
@@ -322,9 +323,10 @@ def clip_by_largest_part(layout, grads):
     return jax.tree.map(lambda grad: grad * 0.5 / max(norms), grads)
 
 
+@pytest.mark.worlds
 @cases(
     "form, layout, name",
-    itertools.product(
+    pairs(
         ["shard_map, unchecked", "pmap"], ["ZeRO", "experts"], ["max_norm", "no skips"]
     ),
     fast=[("pmap", "experts", "max_norm"), ("pmap", "ZeRO", "no skips")],

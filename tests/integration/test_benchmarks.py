@@ -1,23 +1,19 @@
 """The benchmarks run, every method that they time is right, and they count what they say."""
 
-import functools
 import importlib.util
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 
 import autocast_targets
-import behaviors
 import checks
 import hlo
 import jax
 import jax.numpy as jnp
 import jaxprs
 import methods
-import optax
 import programs
 import pytest
 import trees
@@ -27,7 +23,7 @@ from tables import cases
 pytestmark = pytest.mark.standard_promotion
 
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
-PACKAGES = {"Flax DynamicScale": "flax", "jmp": "jmp", "MPX": "mpx"}
+PACKAGES = {"Flax DynamicScale": "flax", "jmp": "jmp"}
 INSTALLED = [
     name
     for name in methods.FROM_GRADIENTS
@@ -53,50 +49,7 @@ def test_every_method_is_right():
     reports, _ = checks.small(INSTALLED, "float16", clip=True)
     for name, report in reports.items():
         wrong = {fault.split(":")[0] for fault in report["faults"]}
-        expected = set()
-        if name == "MPX":
-            # A step on which the scale grows, and all that follow: it unscales by the new scale.
-            expected = {"step 2", "step 3", "step 4", "step 5"}
-        assert wrong == expected, name
-
-
-@pytest.mark.slow
-def test_checks_see_what_is_wrong():
-    sound = methods.make("jaxscale.apply_gradients", clip=False, growth_interval=2)
-
-    def faults(method, **plant):
-        method = method._replace(**plant)
-        step = jax.jit(method.step)
-        shapes = {"w": (3,)}
-        texts = checks.run(method, step, shapes, "float32", False, ["w"], 1e-5, steps=3)
-        return "\n".join(texts)
-
-    def before(change):
-        return lambda carry, grads: sound.step(carry, {"w": change(grads["w"])})
-
-    def after(change):
-        return lambda carry, grads: change(*sound.step(carry, grads), grads["w"])
-
-    def double(grad):
-        return 2 * grad
-
-    def judge_by_the_sum(grad):
-        return jnp.where(jnp.isfinite(jnp.sum(grad)), grad, jnp.nan)
-
-    def add_times_zero(params, state, grad):
-        return {"w": params["w"] + 0 * grad[0]}, state
-
-    def change_a_bit(params, state, grad):
-        mu = jnp.nextafter(optax.tree_utils.tree_get(state, "mu")["w"], jnp.inf)
-        return params, optax.tree_utils.tree_set(state, mu={"w": mu})
-
-    bare = methods.make(methods.BARE, clip=False)
-    assert not faults(sound)
-    assert "first moments" in faults(sound, step=before(double))
-    assert "skipped finite" in faults(sound, step=before(judge_by_the_sum))
-    assert "left a trace" in faults(sound, step=after(add_times_zero))
-    assert "left a trace" in faults(sound, step=after(change_a_bit))
-    assert "was not skipped" in faults(bare, skips=True)
+        assert wrong == set(), name
 
 
 PROGRAM = """
@@ -158,17 +111,6 @@ def test_what_is_stored_by_columns_is_counted_outside_of_fusions():
     assert hlo.stored_by_columns(PROGRAM.replace(read, "%a = f32[8,4]{0,1}")) == 0
 
 
-def test_bytes_are_those_that_xla_counts():
-    # On programs with neither branches nor slices, which one may count in several ways.
-    method = methods.make(methods.BARE, clip=False)
-    avals = trees.avals(trees.gpt2(64, layers=1), "float32")
-    carry = jax.eval_shape(method.init, avals)
-    compiled = jax.jit(method.step).lower(carry, avals).compile()
-    program = hlo.program(compiled, parameters=1)
-    expected = pytest.approx(program["xla_bytes_per_parameter"], rel=1e-3)
-    assert program["bytes_per_parameter"] == expected
-
-
 BOTH = [methods.BARE, "jaxscale.apply_gradients"]
 
 
@@ -183,13 +125,6 @@ def timed(path, *command):
         assert list(row["methods"]) == BOTH
         assert all(report["faults"] == [] for report in row["methods"].values())
     return result["rows"]
-
-
-@pytest.mark.slow
-def test_steps_are_timed_with_their_model(tmp_path):
-    (row,) = timed(tmp_path / "whole.json", "transformer.py", "--size=tiny")
-    for name, report in row["methods"].items():
-        assert report["to_bare"]["median"] > 0, name
 
 
 @pytest.mark.slow
@@ -248,50 +183,6 @@ def test_products_are_counted_in_programs_inside_of_programs():
     assert jaxprs.products(both) == (3, 3 + 6 + 1)
 
 
-def half_exp(w):
-    return jnp.exp(w.astype(jnp.float16))
-
-
-KEPT_BYTES = {
-    "nothing": (lambda w: 3 * w, 0),
-    "the parameters, which are there anyway": (lambda w: w * w, 0),
-    "exponentials": (jnp.exp, 400),
-    "exponentials in half precision": (half_exp, 200),
-}
-
-
-@cases("kept", KEPT_BYTES)
-def test_what_the_backward_pass_keeps_is_counted_without_parameters(kept):
-    fun, expected = KEPT_BYTES[kept]
-    num_bytes = jaxprs.residual_bytes(lambda w: jnp.sum(fun(w)), jnp.ones(100))
-    assert num_bytes == expected
-
-
-@pytest.mark.slow
-def test_autocast_is_measured_beside_float32(tmp_path):
-    path = tmp_path / "autocast.json"
-    command = ["autocast.py", "--size=tiny", "--steps=10", "--rounds=1"]
-    options = [
-        "--models",
-        "transformer, scanned and remat",
-        "--only",
-        "jaxscale.autocast",
-    ]
-    run(*command, *options, f"--json={path}")
-    (row,) = json.loads(path.read_text())["rows"]
-    plain, cast = row["methods"]["float32"], row["methods"]["jaxscale.autocast"]
-    assert (plain["cosine"], plain["smallest_cosine"]) == pytest.approx((1, 1))
-    assert plain["trace"]["median"] == plain["compile"]["median"] == 1
-    for way in ("forward", "backward"):
-        assert plain[way]["half"] == 0
-        assert cast[way]["half"] == cast[way]["products"] == plain[way]["products"] >= 9
-    assert 0.999 < cast["smallest_cosine"] < 1
-    assert cast["loss"] == pytest.approx(plain["loss"], rel=1e-2)
-    assert cast["not_finite"] == cast["skipped"] == 0
-    # copies of the parameters count
-    assert 0 < cast["kept_bytes"] < 1.5 * plain["kept_bytes"]
-
-
 SMALL = zoo.SIZES["small"]
 # In MB: what is kept for the backward pass, and temporary memory on a CPU, with float16. As counted
 # with JAX 0.12, and rounded up; of the LSTM with 0.6.2, which keeps 1 % more.
@@ -299,14 +190,13 @@ KEPT_AND_TEMPORARY = {
     "decoder": (8.84, 18.6),
     "decoder, scanned": (17.0, 33.0),
     "convolutions": (1.12, 2.44),
-    "ResNet": (3.48, 6.69),
-    "mixer": (4.37, 6.56),
+    "ResNet": (2.96, 7.22),
     "LSTM": (1.88, 2.58),
-    "graph network": (7.37, 11.7),
     "words": (2.59, 8.99),
 }
 
 
+@pytest.mark.worlds
 @cases("model", SMALL)
 def test_autocast_keeps_no_more_than_was_counted(model):
     kept = autocast_targets.kept_bytes(
@@ -320,6 +210,7 @@ def test_autocast_keeps_no_more_than_was_counted(model):
     assert kept < by_hand
 
 
+@pytest.mark.worlds
 @cases("model", SMALL, fast=["LSTM"])
 def test_autocast_needs_no_more_memory_on_a_cpu_than_was_counted(model):
     target = autocast_targets.TARGETS["CPU, float16"]
@@ -362,25 +253,6 @@ def test_scale_backward_compiled_for_a_gpu_moves_no_more_than_was_counted(tmp_pa
     assert ours[temporary] <= plain[temporary] + 3.7
 
 
-def test_a_row_that_misses_the_goal_says_by_how_much():
-    def report(moved, kernels, temporary):
-        return {
-            "bytes": moved,
-            "xla_bytes": None,
-            "kernels": kernels,
-            "temporary_bytes": temporary,
-        }
-
-    goals = autocast_targets.GOALS_OF_OTHERS
-    ways = dict.fromkeys(autocast_targets.WAYS, report(100, 10, 50))
-    assert autocast_targets.misses(ways, goals) == []
-    ways[autocast_targets.AUTOCAST] = report(103, 11, 40)
-    assert autocast_targets.misses(ways, goals) == [
-        "bytes: 1.03 of float32",
-        "kernels: 1.10 of by hand",
-    ]
-
-
 @pytest.mark.slow
 def test_a_device_is_examined(tmp_path):
     run("device.py", "--size=tiny", f"--out={tmp_path}")
@@ -388,8 +260,6 @@ def test_a_device_is_examined(tmp_path):
     result = json.loads(path.read_text())
     assert path.stem == result["machine"]["device"] == "cpu"
     assert result["machine"]["versions"]["jax"] == jax.__version__
-    assert len(result["laws"]) > 20
-    assert all(law["passed"] is True for law in result["laws"])
     for name, figures in result["figures"].items():
         forms = figures["forms"]
         if not importlib.util.find_spec("jmp"):
@@ -401,38 +271,3 @@ def test_a_device_is_examined(tmp_path):
             assert row["losses"] != exact["losses"], (name, form)
             assert row["step_s"] > 0, form
             assert row["bytes"] == row["argument_bytes"] + row["temporary_bytes"]
-
-
-TABLES = {
-    "autocast-targets": [autocast_targets.markdown],
-    "programs": [
-        functools.partial(programs.markdown, names=programs.OURS),
-        functools.partial(programs.markdown, names=programs.OTHERS),
-    ],
-}
-
-
-@cases("name", TABLES)
-def test_the_tables_in_the_readme_are_those_of_the_figures(name):
-    rows = json.loads((FOLDER / "results" / f"{name}.json").read_text())["rows"]
-    for table in TABLES[name]:
-        assert table(rows) in (FOLDER / "results" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_methods_do_with_bad_steps_what_the_table_says():
-    path = FOLDER / "results" / "behaviors-cpu.json"
-    recorded = json.loads(path.read_text())["rows"]
-    for row, cells in behaviors.measure().items():
-        assert (
-            cells.items() <= recorded[row].items()
-        )  # some methods may not be installed
-
-
-@pytest.mark.slow
-def test_half_precision_parameters_have_the_bytes_that_the_page_says():
-    names = ["optax, float32", "remainder + compact", "stochastic + compact"]
-    printed = run("half_params.py", "--steps", "0", "--only", *names)
-    figures = dict(re.findall(r"^  (.*?) {2,}(\d+\.\d) ", printed, re.MULTILINE))
-    # with the gradients, of 4 and of 2 bytes
-    assert [float(figures[name]) for name in names] == [16.0, 10.0, 8.0]

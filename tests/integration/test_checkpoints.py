@@ -2,7 +2,6 @@
 
 import functools
 import io
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from tables import (
     cases,
     gradients,
     spoiled,
+    spread,
     step,
     wide,
 )
@@ -168,18 +168,18 @@ WAYS = {
     "raw_orbax": lambda tree, fresh, path: read(fresh, from_orbax(path, tree)),
 }
 LACK_KEYS = ("equinox", "flax_bytes")
+RESTORED = [
+    ("train_state", "raw_orbax"),
+    *spread([name for name in OPTIMIZERS if name != NOISY], list(WAYS)),
+    *spread([NOISY, "train_state"], [way for way in WAYS if way not in LACK_KEYS]),
+    *spread(list(PLACES), ["dict_in_msgpack", "raw_orbax"], times=1),
+]
 
 
+@pytest.mark.worlds
 @cases(
     "case, way",
-    [
-        row
-        for row in (
-            *itertools.product([*OPTIMIZERS, "train_state"], WAYS),
-            *itertools.product(PLACES, ["dict_in_msgpack", "raw_orbax"]),
-        )
-        if row not in {(NOISY, way) for way in LACK_KEYS}
-    ],
+    RESTORED,
     fast=[("train_state", "raw_orbax")],
 )
 def test_a_restored_run_goes_on_as_if_it_had_never_stopped(case, way, tmp_path):
@@ -239,6 +239,7 @@ def trained(tx, opt_state, params, grads):
 WIDE = wide(PARAMS)
 
 
+@pytest.mark.worlds
 @cases("inner", [name for name in INNERS if name != "multi_steps"], fast=["momentum"])
 def test_a_run_goes_on_as_if_nothing_had_changed(inner):
     bare = INNERS[inner]
@@ -312,6 +313,7 @@ def test_who_has_the_other_state_is_told_how_to_go_on(name):
 
 
 # Flax warns of its own checkpoints
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore", "error:`check`")
 @cases("name", ["adam", "momentum"], fast=["momentum"])
 def test_a_flax_checkpoint_that_lost_the_optimizer_is_seen(name, tmp_path):
@@ -340,6 +342,7 @@ def update(state):
     return state.apply_gradients(grads=wide(GOOD[0]))
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("error:`check`")
 @cases("every", [1, 2, 4], fast=[4])
 def test_an_adopted_run_with_a_window_is_not_taken_for_a_lost_one(every):
@@ -361,6 +364,7 @@ def test_an_adopted_run_with_a_window_is_not_taken_for_a_lost_one(every):
         lost = update(lost)
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("error:`check`")
 def test_a_lost_optimizer_with_our_window_is_seen_and_a_whole_one_is_not():
     tx = jaxscale.multi_steps(jaxscale.loss_scaled(optax.adam(0.1)), 2)

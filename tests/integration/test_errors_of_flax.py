@@ -344,13 +344,14 @@ CASES = {
     "nnx: retries without a scale": (
         lambda: run_nnx(never_traced, W, tx=SGD, retries=2),
         (
-            "ValueError: nnx.train_step(retries=2) ... got a bare optimizer. Wrap it, "
-            "... loss_scaled(tx)"
+            "ValueError: nnx.train_step(retries=2) ... got a bare optimizer. Write ... "
+            "loss_scaled(tx)"
         ),
     ),
 }
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
 @pytest.mark.filterwarnings("ignore:`autocast` changes nothing:UserWarning")

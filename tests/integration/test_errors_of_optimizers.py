@@ -1,6 +1,7 @@
 """Wrong arguments of `loss_scaled` and `multi_steps`, which make optimizers."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -53,6 +54,19 @@ CASES = {
     "wrapped twice": (
         lambda: loss_scaled(TX),
         "TypeError: loss_scaled(inner) ... DynamicLossScale ... wrap once",
+    ),
+    "a clip of each micro-batch": (
+        lambda: loss_scaled(optax.MultiSteps(SGD, 4), max_norm=1.0).init(W),
+        (
+            "ValueError: `loss_scaled(inner, max_norm=...)` ... MultiStepsState ... "
+            "jaxscale.multi_steps(jaxscale.loss_scaled("
+        ),
+    ),
+    "a clip of each micro-batch, deeper": (
+        lambda: jaxscale.skip_nonfinite(
+            optax.chain(SGD, optax.apply_every(4)), max_norm=1.0
+        ).init(W),
+        "ValueError: ApplyEvery ... and not their mean ... Accumulate by",
     ),
     "wrapped deeper": (
         lambda: loss_scaled(optax.chain(jaxscale.skip_nonfinite(SGD))).init(W),
@@ -162,22 +176,16 @@ CASES = {
     ),
     "a negative seed": (
         lambda: jaxscale.stochastic_rounding(SGD, seed=-1),
-        (
-            "ValueError: `stochastic_rounding(seed=...)` ... from 0 to 2**31 - 1, "
-            "got -1 ... key"
-        ),
+        "ValueError: `stochastic_rounding(seed=...)` ... below 2**31, at least 0, got -1",
     ),
     "a key as seed": (
         lambda: jaxscale.compact_state(SGD, seed=jax.random.key(0)),
-        (
-            "TypeError: `compact_state(seed=...)` ... integer ... got key<fry>[] "
-            "... pass an int"
-        ),
+        ("TypeError: `compact_state(seed=...)` ... integer ... key<fry>"),
     ),
     "parameters missing": (
         lambda: MASTERS.update(HALF, MASTERS.init(HALF)),
         (
-            "ValueError: `loss_scaled(...).update(params=...)` ... got None ... "
+            "ValueError: `master_weights(...).update(params=...)` ... got None ... "
             "`tx.update(grads, opt_state, params)`"
         ),
     ),
@@ -251,8 +259,8 @@ CASES = {
             jaxscale.to_state_dict(jaxscale.master_weights(SGD, "float32").init(HALF)),
         ),
         (
-            "ValueError: `from_state_dict(state_dict)` at /weights ... copies ... "
-            "remainders ... with_"
+            "ValueError: `from_state_dict(state_dict)` at /weights ... target: remainders/w; ... "
+            "dictionary: copies/bfloat16/w ... with_master_params(old._replace("
         ),
     ),
     "a compact state in another": (
@@ -291,7 +299,31 @@ def test_bad_input(name):
 @cases("message", WRONG_OPTIONS)
 def test_both_wrappers_refuse_wrong_options(message):
     for wrap in (loss_scaled, jaxscale.skip_nonfinite):
-        assert_says(functools.partial(wrap, SGD, **WRONG_OPTIONS[message]), message)
+        error, words = message.split(": ")
+        named = f"{error}: `{wrap.__name__} ... {words}"
+        assert_says(functools.partial(wrap, SGD, **WRONG_OPTIONS[message]), named)
+
+
+# Wrappers by their names, and what a user does wrong with an optimizer that one made, by the error.
+WRAPPERS = {
+    "loss_scaled": loss_scaled,
+    "skip_nonfinite": jaxscale.skip_nonfinite,
+    "multi_steps": functools.partial(multi_steps, every_k_schedule=2),
+    "master_weights": jaxscale.master_weights,
+    "stochastic_rounding": jaxscale.stochastic_rounding,
+}
+MISUSED = {
+    "TypeError": lambda tx: tx.update(W, tx.init(W), W, value=1j),
+    "ValueError": lambda tx: tx.update(jnp.ones(3), tx.init(W), W),
+}
+
+
+@cases("name, error", itertools.product(WRAPPERS, MISUSED))
+def test_an_error_names_the_wrapper_that_was_called(name, error):
+    for inner in (SGD, jaxscale.skip_nonfinite(SGD)):
+        tx = WRAPPERS[name](inner)
+        misuse = functools.partial(MISUSED[error], tx)
+        assert_says(misuse, f"{error}: `{name}(...).update(")
 
 
 @cases("name", REFUSED)

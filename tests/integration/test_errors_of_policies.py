@@ -19,7 +19,7 @@ CASES = {
     ),
     "growth is text": (
         lambda: jaxscale.DynamicLossScale(growth_factor="2"),
-        "TypeError: growth_factor ... '2' ... str",
+        "TypeError: growth_factor ... finite number, got '2'",
     ),
     "backoff is 1": (
         lambda: jaxscale.DynamicLossScale(backoff_factor=1),
@@ -39,7 +39,7 @@ CASES = {
     ),
     "interval is a float": (
         lambda: jaxscale.DynamicLossScale(growth_interval=1e6),
-        "TypeError: growth_interval ... 1000000.0 ... int",
+        "TypeError: growth_interval ... integer ... 1000000.0",
     ),
     "interval is a bool": (
         lambda: jaxscale.DynamicLossScale(growth_interval=True),
@@ -47,7 +47,7 @@ CASES = {
     ),
     "interval is too large": (
         lambda: jaxscale.DynamicLossScale(growth_interval=2**31),
-        "ValueError: growth_interval ... int32",
+        "ValueError: growth_interval ... integer below 2**31",
     ),
     "hysteresis is 0": (
         lambda: jaxscale.DynamicLossScale(hysteresis=0),
@@ -193,6 +193,7 @@ def test_a_policy_says_what_its_state_is(name):
         policy.adjust(None, FINITE)
 
 
+@pytest.mark.worlds
 @cases("name", OWN, fast=["dynamic"])
 def test_the_states_of_a_population_are_updated_under_vmap_alone(name):
     policy = OWN[name]

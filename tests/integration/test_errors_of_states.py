@@ -45,14 +45,11 @@ CASES = {
     ),
     "a number that is not an integer": (
         lambda: tree_where(True, {"x": [1.5]}, {"x": [jnp.int32(3)]}),
-        (
-            "TypeError: tree_where ... ['x'][0] is 1.5 ... int32 ... does not hold "
-            "... Pass"
-        ),
+        "TypeError: tree_where ... dtypes ... ['x'][0] have float32 and int32",
     ),
     "a number that would wrap": (
         lambda: tree_where(True, jnp.uint8(3), -1),
-        "TypeError: tree_where ... the root is -1 ... uint8",
+        "OverflowError: -1 ... uint8",
     ),
     "a weak float for an integer": (
         lambda: tree_where(True, jnp.asarray(2.0), jnp.int32(3)),
@@ -76,9 +73,7 @@ CASES = {
     ),
     "metrics of a bare optimizer of NNX": (
         lambda: jaxscale.metrics(bare_optimizer_of_nnx()),
-        (
-            "ValueError: metrics ... none in  ... at ['opt_state'] ... Wrap the optimizer"
-        ),
+        ("ValueError: metrics ... none in a State ... Wrap the optimizer"),
     ),
     "metrics with a number for a prefix": (
         lambda: jaxscale.metrics(OPT_STATE, prefix=1),
@@ -86,14 +81,11 @@ CASES = {
     ),
     "check of optax's state": (
         lambda: jaxscale.check(optax.adam(0.1).init(W)),
-        "ValueError: check ... none in ScaleByAdamState at [0] ... loss_scaled",
+        "ValueError: check ... none in a tuple ... loss_scaled",
     ),
     "check of fewer than no steps": (
         lambda: jaxscale.check(OPT_STATE, max_consecutive=-1),
-        (
-            "ValueError: `check(max_consecutive=...)` must be an integer, at least "
-            "0, got -1"
-        ),
+        "ValueError: `check(max_consecutive=...)` must be an integer ... least 0, got -1",
     ),
     "check of half a step": (
         lambda: jaxscale.check(OPT_STATE, max_consecutive=0.5),

@@ -97,8 +97,8 @@ CASES = {
     "step: retries of a bare optimizer": (
         lambda: train_step(jnp.sum, SGD, retries=1),
         (
-            "ValueError: train_step(retries=1) ... needs a loss scale ... a bare "
-            "optimizer. Wrap it"
+            "ValueError: train_step(retries=1) ... needs a loss scale ... a bare optimizer. "
+            "Write ... loss_scaled(tx)"
         ),
     ),
     "step: retries at a fixed scale": (

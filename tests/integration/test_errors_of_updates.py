@@ -315,6 +315,7 @@ def test_bad_input(name):
     assert_says(*CASES[name])
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 def test_gradients_by_example_are_left_to_the_optimizer():
     """It takes them with an axis in front."""

@@ -72,6 +72,7 @@ def without_counters(state):
     return state.replace(opt_state=state.opt_state.inner_state)
 
 
+@pytest.mark.worlds
 @cases("names", [None, tuple, iter], fast=[None])
 def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     state = jax.jit(advance)(with_fields(), GRADIENTS[0])
@@ -89,6 +90,7 @@ def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     assert kept.opt_state.total_steps == 2
 
 
+@pytest.mark.worlds
 def test_it_applies_what_flax_applies():
     ours = create()
     theirs = create(train_state.TrainState)
@@ -113,6 +115,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.worlds
 @cases("window", COUNTED)
 def test_the_step_counts_steps_of_the_optimizer_with_any_window(window):
     wrap, expected = COUNTED[window]
@@ -159,6 +162,7 @@ def loss_with_fields(params, fields, x):
     return loss, (fields, {"traced": x})
 
 
+@pytest.mark.worlds
 def test_the_step_returns_fields_and_outputs_and_never_changes_types():
     step = jaxscale.flax.train_step(
         loss_with_fields,
@@ -248,6 +252,7 @@ JITS = {
 }
 
 
+@pytest.mark.worlds
 @cases("way", JITS, fast=["donated"])
 def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(way):
     ours = created()
@@ -280,6 +285,7 @@ def test_it_is_the_step_by_hand_and_a_bad_batch_leaves_no_trace_but_noise(way):
     assert model.w_again is model.w
 
 
+@pytest.mark.worlds
 def test_objects_among_the_arguments_are_kept_too():
     def fun(model, x, metric, *, more):
         loss = loss_fn(model, x)
@@ -317,6 +323,7 @@ class Sowing(Model):
         return y
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_intermediates_come_out():
     model, optimizer = created(make=Sowing)
@@ -376,6 +383,7 @@ def test_only_what_the_optimizer_trains_is_differentiated(name, argnums):
     assert metrics["total_notfinite"] == 0
 
 
+@pytest.mark.worlds
 def test_a_hook_draws_noise_where_a_step_was_made_and_nowhere_else():
     model, optimizer = created(jaxscale.multi_steps(CALM, 2))
     model.noise = nnx.Rngs(5)
@@ -400,6 +408,7 @@ def test_a_hook_draws_noise_where_a_step_was_made_and_nowhere_else():
     assert first != second
 
 
+@pytest.mark.worlds
 def test_a_variable_that_holds_a_dictionary_keeps_it():
     """As an average of all parameters does; in a skipped step it keeps its values, too."""
     model, optimizer = created(CALM)
@@ -539,6 +548,7 @@ def assert_takes_variables(function, name, trees, arrays=None):
 every_policy = cases("name", OWN, fast=["dynamic"], shared=True)
 
 
+@pytest.mark.worlds
 @every_policy
 def test_every_function_takes_a_state_in_variables_as_one_without(name):
     run = skip_three_steps(name)
@@ -546,6 +556,7 @@ def test_every_function_takes_a_state_in_variables_as_one_without(name):
         assert_takes_variables(function, name, [run.state, run.opaque])
 
 
+@pytest.mark.worlds
 @every_policy
 def test_a_state_in_variables_is_found_in_any_tree(name):
     run = skip_three_steps(name)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from front_ends import BATCHES, FRONT_ENDS, PARAMS, STATS, averaged, loss_fn
-from tables import assert_same_bits, avals, cases, pairs
+from tables import assert_same_bits, avals, cases, pairs, spread
 
 import jaxscale
 
@@ -28,6 +28,7 @@ def from_scale(scale):
 TX = from_scale(TOO_HIGH)
 
 
+@pytest.mark.device
 @cases("name", FRONT_ENDS, fast=["plain", "objects"])
 def test_it_trains_as_in_float32_whatever_the_scale_and_a_bad_batch_leaves_no_trace(
     name,
@@ -74,6 +75,7 @@ def test_it_trains_as_in_float32_whatever_the_scale_and_a_bad_batch_leaves_no_tr
     assert in_float32.metrics()["total_notfinite"] == 0
 
 
+@pytest.mark.worlds
 @cases("name, judged", product(FRONT_ENDS, [0, 1]), fast=[("objects", 1)])
 def test_statistics_may_have_a_say(name, judged):
     """Their NaN is kept while loss and gradients are finite, unless the loss says otherwise."""
@@ -98,6 +100,7 @@ def test_statistics_may_have_a_say(name, judged):
     assert run.metrics()["step_applied"]
 
 
+@pytest.mark.worlds
 @cases(
     "name, window, retries",
     pairs(FRONT_ENDS, (1, 2), (0, 3)),
@@ -132,6 +135,7 @@ def trained(name, tx, **options):
     return run
 
 
+@pytest.mark.worlds
 @cases("name", ["plain", "equinox", "objects"], fast=["objects"])
 def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(name):
     sgd = optax.sgd(0.1)
@@ -150,6 +154,7 @@ HALF = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
 KEEP = [jaxscale.master_weights, jaxscale.stochastic_rounding]
 
 
+@pytest.mark.worlds
 @cases("name, keep", product(FRONT_ENDS, KEEP), fast=[("linen", KEEP[0])])
 def test_half_precision_parameters_move_as_those_of_a_function_of_a_tree(name, keep):
     # Most of these steps alone are below half a unit of a weight.
@@ -189,9 +194,10 @@ AROUND = {
 INSIDE = r"inside of another one.*`loss_scaled\(outer\(inner\)\)`"
 
 
+@pytest.mark.worlds
 @cases(
     "name, around",
-    product(FRONT_ENDS, AROUND),
+    spread(list(FRONT_ENDS), list(AROUND)),
     fast=[("plain", "flatten"), ("linen", "chain"), ("objects", "partition")],
 )
 def test_a_wrapper_around_the_wrapped_optimizer_is_told_how_to_be_written(name, around):

@@ -4,11 +4,8 @@ The guides are `CONTRIBUTING.md` and the READMEs of the folders. The README of t
 pages of the site are read by `test_package.py` and `test_site.py`.
 """
 
-import ast
-import functools
 import pathlib
 import re
-from collections.abc import Iterator
 
 import pytest
 from tables import cases
@@ -31,12 +28,9 @@ def find_guides() -> list[pathlib.Path]:
 
 
 GUIDES = {str(guide.relative_to(ROOT)): guide for guide in find_guides()}
-# Each name in these is one of the code. Guides of tests also name what other libraries have.
-OF_OUR_CODE = [name for name in GUIDES if name.startswith(("jaxscale/", ".github/"))]
 
 FILE = re.compile(r"[\w.][\w./-]*\.(?:py|md|json|npz|ipynb|jinja|cff)")
 PATH = re.compile(rf"(?<![\w/.])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w")
-NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
 
 def in_backticks(text: str) -> list[str]:
@@ -84,90 +78,11 @@ def missing_links(text: str, guide: pathlib.Path) -> list[str]:
     return [link for link in links if not (guide.parent / link).exists()]
 
 
-def words_of(node: ast.AST) -> Iterator[str]:
-    """Yields the names that a node of a program has."""
-    for field in ("id", "attr", "arg", "name", "asname", "module"):
-        word = getattr(node, field, None)
-        if isinstance(word, str):
-            yield from word.split(".")
-    if isinstance(node, ast.Constant):
-        text = node.value
-        if isinstance(text, str) and text.isidentifier():
-            yield text  # such as the name of a primitive
-
-
-class Code:
-    """The names in programs, without comments and docstrings."""
-
-    def __init__(self, files: list[pathlib.Path]):
-        self.words = set()
-        self.members = {}  # the words of each class
-        for path in files:
-            self.words.update([path.stem, path.parent.name])
-            self.read(ast.parse(path.read_text()))
-
-    def read(self, program: ast.Module):
-        for node in ast.walk(program):
-            self.words.update(words_of(node))
-            if isinstance(node, ast.ClassDef):
-                members = set()
-                for part in ast.walk(node):
-                    members.update(words_of(part))
-                self.members[node.name] = members
-
-    def has(self, name: str) -> bool:
-        """Returns whether a name, with or without points, is one of the code."""
-        first, *rest = name.split(".")
-        if first.startswith("test_"):
-            return first in self.words
-        if first in self.members and rest:
-            return set(rest) <= self.members[first]
-        return {first, *rest} <= self.words
-
-
-SOURCES = [
-    path for folder in ("jaxscale", "tests") for path in (ROOT / folder).rglob("*.py")
-]
-# This file itself names what is not there.
-NO_SOURCES = {pathlib.Path(__file__)}
-
-
-@functools.cache
-def our_code() -> Code:
-    """Returns the names in our programs. Workers that run no test of this file read none."""
-    return Code([path for path in SOURCES if path not in NO_SOURCES])
-
-
-def missing_names(text: str) -> list[str]:
-    """Returns functions, classes, fields and tests that a text names and the code does not have."""
-    missing = []
-    for code in in_backticks(text):
-        name = re.sub(r"\(.*\)$", "", code)
-        if (
-            NAME.fullmatch(name)
-            and not FILE.fullmatch(name)
-            and not our_code().has(name)
-        ):
-            missing.append(name)
-    return missing
-
-
 @cases("name", GUIDES)
 def test_files_and_links_of_a_guide_are_there(name):
     text = GUIDES[name].read_text()
     assert missing_files(text, GUIDES[name]) == FILES_OF_OTHERS.get(name, [])
     assert not missing_links(text, GUIDES[name])
-
-
-@cases("name", OF_OUR_CODE)
-def test_functions_and_tests_that_a_guide_names_are_there(name):
-    assert not missing_names(GUIDES[name].read_text())
-
-
-@cases("name", GUIDES)
-def test_tests_that_a_guide_names_are_there(name):
-    named = re.findall(r"\b(test_\w+)\b(?!\.)", GUIDES[name].read_text())
-    assert not [test for test in named if not our_code().has(test)]
 
 
 GUIDE = ROOT / "jaxscale" / "_step" / "README.md"
@@ -182,8 +97,3 @@ def test_a_file_that_is_not_there_is_found():
 def test_a_link_that_leads_nowhere_is_found():
     text = "[a](plan.py) [b](gone.md) [c](https://jax.dev)"
     assert missing_links(text, GUIDE) == ["gone.md"]
-
-
-def test_a_name_that_is_not_there_is_found():
-    names = "`advance`, `StepPlan.gone`, `StepPlan.differentiate`, `wholly_gone(x)`, `test_gone`"
-    assert missing_names(names) == ["StepPlan.gone", "wholly_gone", "test_gone"]

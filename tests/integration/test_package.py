@@ -2,7 +2,6 @@
 
 import ast
 import doctest
-import functools
 import graphlib
 import importlib.util
 import inspect
@@ -11,7 +10,6 @@ import operator
 import os
 import pathlib
 import pkgutil
-import pydoc
 import re
 import runpy
 import subprocess
@@ -189,11 +187,6 @@ def test_names_are_those_of_the_contract():
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_dependencies_are_those_of_the_contract():
-    names = {re.match(r"\w+", line).group() for line in PROJECT["dependencies"]}
-    assert names == {"jax", "jaxlib", "optax"}
-
-
 # `loss_scaled(inner, 128)`, `scale_backward(fun, 128)`, `autocast(fun, jnp.bfloat16)`,
 # `master_weights(inner, "float32")`, and the last fields of a NamedTuple.
 POSITIONAL = (
@@ -256,13 +249,12 @@ def test_pyright_finds_each_typo_of_a_users_program_and_nothing_else(tmp_path):
             # A mark that is alone in its line is that of the next one.
             is_alone = text.lstrip().startswith("#")
             expected[line + is_alone] = word
-    assert len(expected) == 8
+    assert len(expected) == 6
     assert errors.keys() == expected.keys()
     for line, word in expected.items():
         assert word in errors[line], line
 
 
-FIRST = ["loss_scaled", "train_step", "metrics", "check"]
 PARTS = (jaxscale, jaxscale.diagnostics, jaxscale.flax, jaxscale.nnx, jaxscale.presets)
 DOCUMENTED = {module.__name__: module for module in PARTS}
 DOCS = {
@@ -294,20 +286,6 @@ def resolves(name):
         return False
 
 
-def test_help_starts_with_what_most_people_need():
-    doc = inspect.getdoc(jaxscale)
-    assert re.findall(r"^- `(\w+)\(", doc, flags=re.MULTILINE) == FIRST
-    assert jaxscale.__all__[:4] == FIRST
-    named = set(re.findall(r"`(?:jaxscale\.)?(\w+)[`(.]", doc))
-    assert set(jaxscale.__all__) <= named
-
-
-def test_help_shows_no_addresses():
-    for module in PARTS:
-        text = pydoc.plain(pydoc.render_doc(module))
-        assert not re.findall(r".* at 0x.*", text), module
-
-
 def test_all_is_what_is_public():
     core = {name for name in PUBLIC if "." not in name}
     assert set(jaxscale.__all__) == core | {"diagnostics", "flax", "nnx", "presets"}
@@ -319,12 +297,6 @@ def test_all_of_a_module_is_what_is_public_in_it(module):
     assert set(module.__all__) == set(public(module))
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    message = r"^module 'jaxscale' has no attribute 'nothing'$"
-    with pytest.raises(AttributeError, match=message):
-        _ = jaxscale.nothing
-
-
 @pytest.mark.docs
 def test_names_in_docstrings_resolve():
     for name, doc in DOCS.items():
@@ -332,19 +304,7 @@ def test_names_in_docstrings_resolve():
             assert resolves(inner), f"{name}: {inner}"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "jaxscale.presets.pytorch",
-        "LossScaledState.scale",
-        "optax.apply_if",
-        "jax.nunpy",
-    ],
-)
-def test_a_name_that_is_wrong_does_not_resolve(name):
-    assert not resolves(name)
-
-
+@pytest.mark.worlds
 @cases("program", ["imports_lazily", "without_flax"], fast=["imports_lazily"])
 def test_a_program_imports_the_package(program):
     path = ROOT / "tests" / "support" / f"{program}.py"
@@ -414,13 +374,6 @@ def test_readme_runs():
 
 
 @pytest.mark.docs
-def test_readme_is_short_and_all_of_it_runs():
-    assert len(README.splitlines()) <= 150
-    fences = re.findall(r"^```(.*)$", README, re.MULTILINE)
-    assert fences[::2] == ["diff", "bash", "python"]
-
-
-@pytest.mark.docs
 def test_readme_and_site_name_what_is_there():
     for name in set(re.findall(r"jaxscale\.([a-zA-Z_]+(?:\.\w+)?)", GUIDE)) - {"py"}:
         operator.attrgetter(name)(jaxscale)
@@ -445,23 +398,6 @@ def test_links_of_the_readme_lead_to_what_is_there():
             words = (ROOT / path).read_text()
             headings = re.findall(r"^#+ (.*)$", words, re.MULTILINE)
             assert place in map(place_of, headings), link
-
-
-def test_readme_says_how_a_run_begun_with_plain_optax_goes_on():
-    # As `test_a_run_goes_on_as_if_nothing_had_changed` does, with the same bits.
-    ((there, back),) = re.findall(
-        r"`opt_state = (tx\.init\(params\).*?)`; back: `(.*?)`", README
-    )
-    params = jnp.ones(3)
-    bare = optax.adam(0.1)
-    names = {
-        "tx": jaxscale.loss_scaled(bare),
-        "params": params,
-        "old_state": bare.init(params),
-    }
-    names["opt_state"] = eval(there, names)
-    assert names["opt_state"].inner_state is names["old_state"]
-    assert eval(back, names) is names["old_state"]
 
 
 @pytest.mark.slow
@@ -494,12 +430,3 @@ def test_drawn_example_runs_end_to_end(name, tmp_path):
         (half,) = figures["float16"]["RMS of log(ratio)"]
         (bfloat,) = figures["bfloat16"]["RMS of log(ratio)"]
         assert bfloat > 3 * half > 0
-
-
-@pytest.mark.slow
-@cases("name", EXAMPLES)
-def test_example_has_help(name, monkeypatch, capsys):
-    path = str(EXAMPLES[name])
-    option = "--picture" if name == "gradients" else "--steps"  # the one trains nothing
-    run = functools.partial(runpy.run_path, path, run_name="__main__")
-    assert prints(option, run, [path, "--help"], monkeypatch, capsys)

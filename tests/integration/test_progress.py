@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from tables import cases
+from tables import cases, unchanged
 
 import jaxscale
 
@@ -85,6 +85,7 @@ LOGGED = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", LOGGED, fast=["everything", "window"])
 def test_metrics_are_json_at_all_times_and_have_the_same_names(name):
     tx = LOGGED[name]
@@ -190,6 +191,7 @@ def test_by_default_a_scale_may_come_down_all_the_way():
     stuck(jax.tree.map(np.asarray, after(51, tx=TOP)), "51 steps")
 
 
+@pytest.mark.worlds
 def test_a_policy_that_follows_gradients_needs_some_that_are_not_0():
     for steps, size, tx in ((5, 0.0, ADAPTIVE), (6, 1.0, ADAPTIVE), (6, 0.0, TX)):
         jaxscale.check(after(steps, jnp.full(3, size), tx), max_consecutive=5)
@@ -235,6 +237,45 @@ def trained(tx, loss_fn, batches, pass_value=True):
     for x in batches:
         w, state = step(w, state, jnp.full(3, x))
     return state
+
+
+def cleaned(grads):
+    return jnp.nan_to_num(grads, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+# The optimizer, what is done to gradients before it gets them, and the loss and batch of a step.
+ALL_ZERO = {
+    "dynamic": (TX, unchanged, square_loss, 0.0),
+    "fixed": (jaxscale.loss_scaled(MOMENTUM, 8), unchanged, square_loss, -0.0),
+    "unscaled": (jaxscale.skip_nonfinite(MOMENTUM), unchanged, square_loss, 0.0),
+    "window": (jaxscale.multi_steps(TX, 1), unchanged, square_loss, 0.0),
+    "hidden": (TX, cleaned, large_half_loss, 1.0),
+}
+
+
+@cases("name", ALL_ZERO)
+def test_steps_whose_gradients_are_all_0_are_told_of(name):
+    tx, clean, loss_fn, x = ALL_ZERO[name]
+
+    @jax.jit
+    def step(w, state, x):
+        loss, grads = jaxscale.value_and_grad(loss_fn, state)(w, jnp.full(3, x))
+        return jaxscale.apply_gradients(tx, clean(grads), state, w, value=loss)
+
+    w = W
+    state = tx.init(w)
+    for steps in (49, 1):
+        jaxscale.check(state, tx=tx)
+        for _ in range(steps):
+            w, state = step(w, state, x)
+    with pytest.warns(UserWarning, match=r"are 0 after 50 steps.*`on_grads="):
+        jaxscale.check(state, tx=tx)
+    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, state)
+    with pytest.warns(UserWarning, match="are 0 after 50 steps"):
+        jaxscale.check(population, tx=tx)
+    _, state = jax.jit(tx.update)(W, state, w)
+    jaxscale.check(state, tx=tx)
 
 
 class Hopeless(NamedTuple):
@@ -373,6 +414,7 @@ HOPELESS = {
 }
 
 
+@pytest.mark.worlds
 @cases("case", HOPELESS, fast=["a shard of bad data", "a floor that is too high"])
 def test_the_right_cause_is_named(case):
     run = HOPELESS[case]
@@ -384,6 +426,7 @@ def test_the_right_cause_is_named(case):
         assert words not in message
 
 
+@pytest.mark.worlds
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_line_that_is_named_helps(policy):
     tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
@@ -475,6 +518,7 @@ def test_check_reads_a_state_that_holds_more_than_scalars():
         stuck(state, r"7 steps.*on its way down, to 4:", tx=tx, max_consecutive=5)
 
 
+@pytest.mark.worlds
 def test_the_advice_finds_where_an_overflow_is_born():
     def loss_fn(w):
         return jnp.sum(jnp.sqrt(w))

@@ -13,7 +13,7 @@ from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from scaled_networks import autocast_scaled, scaled_autocast
-from tables import assert_same_bits, cases, fused_step, step
+from tables import assert_same_bits, cases, fused_step, pairs, spread, step
 
 import jaxscale
 
@@ -57,8 +57,8 @@ def assert_same_on_host(actual, expected):
 
 
 def laid_out(tree, spec):
-    """The layout of arrays that are divided over devices, and of scalars."""
-    return jax.tree.map(lambda leaf: spec if jnp.ndim(leaf) else P(), tree)
+    """The layout of arrays that are divided over devices, and of scalars and keys."""
+    return jax.tree.map(lambda leaf: spec if jnp.size(leaf) >= 8 else P(), tree)
 
 
 def over_devices(fun, in_specs, out_specs, **options):
@@ -89,9 +89,10 @@ GOOD = {"a": PAIR["a"].at[4:6].set([3, 4]), "b": PAIR["b"] * 0}
 BAD = {"a": GOOD["a"].at[5].set(jnp.nan), "b": GOOD["b"].at[5].set(jnp.inf)}
 
 
+@pytest.mark.worlds
 @cases(
     "name, check, step_of_tx",
-    itertools.product(AGREEING, [True, False], [fused_step, step]),
+    pairs(AGREEING, [True, False], [fused_step, step]),
     fast=[("clipped", True, fused_step), ("tracked", False, step)],
 )
 def test_shard_map_over_sharded_parameters_agrees(name, check, step_of_tx):
@@ -176,6 +177,7 @@ class PlacedRun:
         return after
 
 
+@pytest.mark.worlds
 @cases(
     "layout, leaf", itertools.product(LAYOUTS, PLACES), fast=[("sharded twice", "in")]
 )
@@ -203,6 +205,99 @@ def test_a_step_over_devices_is_the_step_on_one_and_all_skip_together(layout, le
     assert after.scaling.loss_scale == 2.0**8
     assert after.total_notfinite_loss == 1
     assert run.compiled._cache_size() == 1
+
+
+# Whole runs, whose numbers are exact in any order of sums: where one device ends, all end. Of the
+# parameters and the optimizer's state, the layouts of data parallelism, FSDP and ZeRO-1.
+DIVISIONS = {
+    "replicated": (P(), P()),
+    "FSDP": (SHARDED, SHARDED),
+    "ZeRO-1": (P(), SHARDED),
+}
+EXACT = optax.sgd(2.0**-8, momentum=1.0)
+ALL_OPTIONS = {
+    "max_norm": 2.0**10,
+    "track_leaves": True,
+    "check_updates": True,
+    "spikes": jaxscale.SpikeRule(window=4),
+}
+EVERYTHING = jaxscale.loss_scaled(
+    jaxscale.compact_state(EXACT), "adaptive", **ALL_OPTIONS
+)
+# Each optimizer, and the dtype of its parameters.
+RUNS = {
+    "skip_nonfinite": (jaxscale.skip_nonfinite(EXACT), jnp.float32),
+    "loss_scaled": (jaxscale.loss_scaled(EXACT), jnp.float32),
+    "everything": (EVERYTHING, jnp.float32),
+    "multi_steps": (jaxscale.multi_steps(EVERYTHING, 2), jnp.float32),
+    "remainders": (jaxscale.master_weights(EVERYTHING), jnp.bfloat16),
+    "copies": (jaxscale.master_weights(EXACT, "float32"), jnp.float16),
+    "at random": (jaxscale.stochastic_rounding(EXACT), jnp.bfloat16),
+}
+SIGNS = jnp.asarray(np.random.default_rng(0).integers(-1, 2, (8, 64)), jnp.float32)
+BATCHES = [SIGNS, SIGNS.at[5, 3].set(jnp.inf), -SIGNS, SIGNS, SIGNS]
+
+
+def exact_loss(params, x):
+    products = params["w"].astype(jnp.float32) * jnp.sum(x, axis=0)
+    return jnp.sum(products) + jnp.sum(params["b"].astype(jnp.float32))
+
+
+def by_update(tx, params, state, x):
+    loss, grads = jaxscale.value_and_grad(exact_loss, state)(params, x)
+    return step(tx, params, state, grads, value=loss)
+
+
+def by_train_step(tx, params, state, x):
+    return jaxscale.train_step(exact_loss, tx)(params, state, x)[:2]
+
+
+def run_divided(name, way, division, mesh):
+    """The end of a run whose arrays lie on a mesh, or on one device without one."""
+    tx, dtype = RUNS[name]
+    numbers = jnp.arange(64.0 * 64).reshape(64, 64) % 128 / 128 + 1
+    params = {"w": numbers.astype(dtype), "b": jnp.ones(64, dtype)}
+    carry = params, tx.init(params)
+    one_step = functools.partial(way, tx)
+    batches = BATCHES
+    options = {}
+    if mesh is not None:
+
+        def on_mesh(tree, spec):
+            return jax.tree.map(
+                lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)),
+                tree,
+                laid_out(tree, spec),
+            )
+
+        carry = tuple(map(on_mesh, carry, DIVISIONS[division]))
+        batches = [on_mesh(x, SHARDED) for x in BATCHES]
+        options["out_shardings"] = jax.tree.map(lambda leaf: leaf.sharding, carry)
+    one_step = jax.jit(one_step, **options)
+    for x in batches:
+        carry = one_step(*carry, x)
+    return jax.device_get(carry)
+
+
+@cases(
+    "name, way, division, kind",
+    pairs(
+        RUNS, [by_update, by_train_step], DIVISIONS, [AxisType.Auto, AxisType.Explicit]
+    ),
+    fast=[
+        ("remainders", by_train_step, "ZeRO-1", AxisType.Explicit),
+        ("skip_nonfinite", by_train_step, "ZeRO-1", AxisType.Explicit),
+        ("at random", by_update, "FSDP", AxisType.Explicit),
+        ("loss_scaled", by_update, "ZeRO-1", AxisType.Auto),
+    ],
+)
+def test_a_run_ends_where_that_on_one_device_ends(name, way, division, kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        params, state = run_divided(name, way, division, mesh)
+    expected, expected_state = run_divided(name, way, division, None)
+    assert state.total_notfinite == 1
+    assert_same_bits((params, state), (expected, expected_state))
 
 
 # Retries: one device overflows, and all go round together.
@@ -290,6 +385,7 @@ def step_over_devices(way, retries):
     return lambda x, scale: compiled(PARAMS, hot(scale).init(PARAMS), x)
 
 
+@pytest.mark.worlds
 @every_way
 def test_all_skip_together_without_retries(way):
     once = step_over_devices(way, retries=0)
@@ -300,6 +396,7 @@ def test_all_skip_together_without_retries(way):
         assert state.total_notfinite_loss == 1
 
 
+@pytest.mark.worlds
 @every_way
 def test_all_go_round_together(way):
     again = step_over_devices(way, retries=30)
@@ -315,6 +412,7 @@ def test_all_go_round_together(way):
     assert_same_on_host(state.scaling[:2], fitting.scaling[:2])
 
 
+@pytest.mark.worlds
 @every_way
 def test_a_bad_loss_on_one_device_is_not_repeated_on_any(way):
     kept, state = step_over_devices(way, retries=30)(BAD_X, 2.0**24)
@@ -383,6 +481,7 @@ def all_reduces_of_update(tx):
     return all_reduces(functools.partial(step, tx), LEAVES, tx.init(LEAVES), LEAVES)
 
 
+@pytest.mark.worlds
 @cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
 def test_the_verdict_costs_one_all_reduce(policy):
     assert all_reduces_of_update(optax.adamw(1e-3)) == []
@@ -413,6 +512,7 @@ def test_in_a_whole_step_the_verdict_travels_with_the_gradients(policy):
         assert added <= len(LEAVES)
 
 
+@pytest.mark.worlds
 @cases(
     "policy, tracked",
     itertools.product(["dynamic", "adaptive"], [False, True]),
@@ -545,12 +645,13 @@ def place_explicit(fun, mesh):
     return jax.device_put((WEIGHTS, X), shardings)
 
 
+@pytest.mark.worlds
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="axes are not Explicit by default"
 )
 @cases(
     "fun, way",
-    itertools.product(EXPLICIT, WRAPPERS),
+    spread(list(EXPLICIT), list(WRAPPERS), times=1),
     fast=[
         (tensor_parallel, "autocast"),
         (remat_in_shard_map, "scale_backward of autocast"),

@@ -52,6 +52,8 @@ def scan_in_vmap():
     return jax.vmap(scanned(train_step), in_axes=(0, 1)), train_step
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases("make", [vmap_in_scan, scan_in_vmap], fast=[vmap_in_scan])
 def test_each_member_of_a_population_trains_as_if_it_were_alone(make):
     run, train_step = make()
@@ -89,6 +91,7 @@ def ways_to_train(tx, loss_fn):
     return {"loop": loop, "scan": scanned(train_step), "vmap": population}
 
 
+@pytest.mark.worlds
 @cases("way", ["scan", "vmap"], fast=["scan"])  # which is a loop then
 def test_without_jit_every_way_gives_the_same(way):
     batches = small_integers(3, 3), FACTORS[:3]
@@ -118,6 +121,7 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
     assert_same_bits(state, expected_state)
 
 
+@pytest.mark.worlds
 @cases(
     "policy, jit, way",
     [
@@ -155,6 +159,7 @@ def test_gradients_of_0_make_no_nans_in_a_policy(name):
         jax.jit(policy.update)(policy.init(), zeros)
 
 
+@pytest.mark.worlds
 def test_a_nan_in_a_compiled_step_that_is_skipped_raises_nothing():
     tx = jaxscale.skip_nonfinite(optax.adam(0.1))
     train_step = trainer(tx, mlp_loss)
@@ -245,6 +250,7 @@ DIFFERENTIATED = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", DIFFERENTIATED, fast=["remat", "gradient penalty", "jvp"])
 def test_value_and_grad_is_that_of_jax(name):
     def bare(fun, state=None, **kwargs):

@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -25,6 +26,11 @@ NAMES = {
     "optax": optax,
     "jnp": jnp,
     "np": np,
+    "jax": jax,
+    "loss_fn": jnp.sum,
+    "block": jnp.multiply,
+    "h": jnp.ones(3),
+    "ws": jnp.ones((2, 3), jnp.float16),
     "saved": {"scale": 1024.0, "_growth_tracker": 7},  # by PyTorch
     "config": {"initial_scale": 1024.0, "dynamic_growth_steps": 50},  # of Keras
     "scaler": dynamic_scale.DynamicScale(scale=jnp.float32(64)),

@@ -94,6 +94,7 @@ def test_what_overflows_only_as_it_is_unscaled_is_not_finite():
 # It is also the verdict. `tests/gradients/test_verdict.py` has all places and dtypes.
 
 
+@pytest.mark.worlds
 @cases(
     "dtype",
     ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn"],
@@ -165,6 +166,8 @@ OPTIONS = {
 }
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @pytest.mark.standard_promotion
 @cases(
     "name, option",
@@ -186,6 +189,7 @@ def test_every_step_moves_the_scale_as_by_hand(name, option):
     assert verdicts == [True, True, False, True, False, True, True]
 
 
+@pytest.mark.worlds
 def test_of_micro_batches_each_is_looked_at():
     inner = jaxscale.loss_scaled(optax.sgd(0.0), FOLLOWS)
     tx = jaxscale.multi_steps(inner, 2)
@@ -231,6 +235,7 @@ def test_a_step_gives_a_policy_the_largest_gradient_if_it_needs_it(cls, retries)
     jax.eval_shape(step, (PARAMS, tx.init(PARAMS)), BATCHES[0])
 
 
+@pytest.mark.worlds
 @cases("axis", ["data", None], fast=["data"])
 def test_of_all_devices_it_is_the_largest(axis):
     """By hand over devices, or by the compiler."""

@@ -65,6 +65,7 @@ def stack(*trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
+@pytest.mark.worlds
 def test_a_population_is_judged_under_vmap():
     judge = functools.partial(judge_all, RULE)
     _, together = jax.vmap(judge)(VALUES, VALUES)
@@ -73,6 +74,7 @@ def test_a_population_is_judged_under_vmap():
 
 
 # No buffer is in a state twice, which could not be donated.
+@pytest.mark.worlds
 @pytest.mark.parametrize("judge", [RULE.judge, jax.jit(RULE.judge, donate_argnums=0)])
 def test_steps_alone_are_judged_as_in_a_scan(judge):
     state = RULE.init()

@@ -57,6 +57,7 @@ def assert_thresholds_are(states, looks):
             np.testing.assert_allclose(numbers, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.worlds
 @cases(
     "name",
     STREAMS,
@@ -119,6 +120,7 @@ def draw_steps(runs, seed, length=200):
 RUN = st.tuples(st.sampled_from(list(STEP_KINDS)), st.integers(1, 15))
 
 
+@pytest.mark.worlds
 @given(
     runs=st.lists(RUN, max_size=25),
     seed=st.integers(0, 99),
@@ -147,7 +149,7 @@ def test_any_steps_are_judged_as_by_the_reference(runs, seed, options):
 
 
 def list_recorded_runs():
-    """The losses and norms of each plain run of `benchmarks/spikes.py`, one after the other.
+    """The losses and norms of each plain run in `spikes-cpu.json`, one after the other.
 
     There is one for each seed and each player: a GAN has two.
     """
@@ -160,6 +162,7 @@ def list_recorded_runs():
                 yield run[:, np.isfinite(run).all(0)]
 
 
+@pytest.mark.worlds
 def test_recorded_runs_are_judged_as_by_the_reference():
     num_spikes = 0
     for losses, norms in list_recorded_runs():
@@ -175,6 +178,7 @@ def test_recorded_runs_are_judged_as_by_the_reference():
 # What the docstring of `SpikeRule` says.
 
 
+@pytest.mark.worlds
 @cases(("sigma", "per_10_000"), [(0.3, 3), (0.6, 22), (1.0, 57)], fast=[(1.0, 57)])
 def test_good_steps_of_a_heavy_tailed_norm_are_taken_for_spikes(sigma, per_10_000):
     norms = np.exp(sigma * np.random.default_rng(0).standard_normal(100_000))
@@ -254,6 +258,7 @@ def test_without_a_loss_the_norm_judges_alone():
     assert_same_bits(take_last(states), expected)
 
 
+@pytest.mark.worlds
 def test_other_dtypes_are_judged_in_float32():
     rule = SpikeRule(window=4)
     state = state_after(rule, [1.0, 1.25, 0.75])

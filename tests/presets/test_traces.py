@@ -260,6 +260,7 @@ FAST = ["deepspeed_dynamic_loss_scaler", "torch_grad_scaler"]
 systems = cases("system", SYSTEMS, fast=FAST)
 
 
+@pytest.mark.worlds
 @systems
 def test_the_scale_is_that_of_the_library(system):
     for run, outcome in replay_system(system):
@@ -277,6 +278,7 @@ def test_the_scale_is_that_of_the_library(system):
         assert np.all(error <= ulps * ulp), case["id"]
 
 
+@pytest.mark.worlds
 @systems
 def test_a_step_is_applied_if_the_library_applied_it(system):
     for run, outcome in replay_system(system):
@@ -287,6 +289,7 @@ def test_a_step_is_applied_if_the_library_applied_it(system):
         assert applied.tolist() == recorded, run.case["id"]
 
 
+@pytest.mark.worlds
 @systems
 def test_counters_are_those_of_the_library(system):
     _, expect = SYSTEMS[system]
@@ -341,6 +344,7 @@ def assert_steps_are_those_of_optax(group, inner, state_of):
             assert values.tolist() == recorded[1:], (where, name)
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion
 def test_steps_are_skipped_as_in_optax():
     group = load("optax_apply_if_finite")

@@ -13,7 +13,7 @@ import numpy as np
 from jaxscale import _jax
 
 HALF = ("float16", "bfloat16")
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 ADDITIONS = (
     "add",
     "add_any",
@@ -44,12 +44,10 @@ MOVES = (
     "gather",
     "select_n",
     "copy",
-    "copy_p",
     "scatter",
     "optimization_barrier",
     "neg",
     "name",
-    "expand_dims",
     "split",
     "sharding_constraint",
     "pvary",

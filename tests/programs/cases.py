@@ -28,7 +28,6 @@ class Case(NamedTuple):
     written: Callable[[Any, Any], Any]
     transform: Callable[..., Any]  # what differentiates `written`
     scale: float
-    integrates: bool
 
 
 def make_case(row: corpus.Row) -> Case:
@@ -74,7 +73,6 @@ def make_case(row: corpus.Row) -> Case:
         written=written,
         transform=transform,
         scale=program.scale,
-        integrates=program.integrates,
     )
 
 
@@ -104,5 +102,4 @@ def _case_of_nnx(row: corpus.Row, program: corpus.Program) -> Case:
         written=program.loss,
         transform=nnx.value_and_grad,
         scale=program.scale,
-        integrates=program.integrates,
     )

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 FAMILIES = (
     "vision",
@@ -31,8 +30,6 @@ FAMILIES = (
 
 FRAMEWORKS = ("jax", "linen", "nnx", "equinox", "haiku")
 
-nnx_list = getattr(nnx, "List", list)  # since Flax 0.12 lists of modules are modules
-
 
 class Program(NamedTuple):
     """A loss, its model and a batch.
@@ -46,8 +43,6 @@ class Program(NamedTuple):
     batch: Any
     state: Any = None
     scale: float = 2.0**10  # what the loss is scaled by, where that is fixed
-    # Whether its loops are steps of an ODE, for which `half_carries` is not made.
-    integrates: bool = False
 
 
 class Row(NamedTuple):

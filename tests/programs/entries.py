@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from cases import Case
-from corpus import nnx_list
 from flax import nnx
 
 import jaxscale
@@ -33,7 +32,6 @@ Differentiate = Callable[[Any, Any], Result]
 class Entry(NamedTuple):
     make: Callable[[Case], Differentiate]
     dtype: str = "float16"
-    half_carries: bool = False
 
 
 def in_float32(case: Case) -> Differentiate:
@@ -66,11 +64,11 @@ def _differentiate(case: Case, fun: Callable[..., Any]) -> Differentiate:
     return differentiate
 
 
-def _by_value_and_grad(dtype: str, half_carries: bool = False) -> Any:
+def _by_value_and_grad(dtype: str) -> Any:
     def entry(case: Case) -> Differentiate:
         def differentiate(params: Any, batch: Any) -> Result:
             backward = jaxscale.value_and_grad(
-                jaxscale.autocast(case.written, dtype, half_carries=half_carries),
+                jaxscale.autocast(case.written, dtype),
                 jaxscale.FixedLossScale(case.scale).init(),
                 transform=case.transform,
                 has_aux=True,
@@ -212,8 +210,8 @@ class _Model(nnx.Module):
     """An NNX model that holds the parameters and the state of another framework."""
 
     def __init__(self, params: Any, state: Any) -> None:
-        self.leaves = nnx_list([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
-        self.state = nnx_list([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
+        self.leaves = nnx.List([nnx.Param(leaf) for leaf in jax.tree.leaves(params)])
+        self.state = nnx.List([nnx.BatchStat(leaf) for leaf in jax.tree.leaves(state)])
 
 
 def _unflatten(tree: Any, variables: Any) -> Any:
@@ -261,9 +259,6 @@ def _kept_by_nnx(optimizer: nnx.Optimizer) -> list[Any]:
 ENTRIES = {
     "value_and_grad": Entry(_by_value_and_grad("float16")),
     "value_and_grad, bfloat16": Entry(_by_value_and_grad("bfloat16"), "bfloat16"),
-    "half_carries": Entry(
-        _by_value_and_grad("float16", half_carries=True), half_carries=True
-    ),
     "train_step": Entry(_by_train_step),
     "scale_backward outside": Entry(_outside("float16")),
     "scale_backward inside": Entry(_inside("float16")),

@@ -1,12 +1,10 @@
 """Models that make things: autoencoders, diffusion, flows, adversaries, energies, codes."""
 
-import equinox as eqx
-import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from corpus import Program, apply_dense, dense, integers, normal, program, weight
+from corpus import Program, apply_dense, dense, integers, normal, program
 from flax import nnx
 
 
@@ -84,149 +82,6 @@ def diffusion():
         normal(4, 6, 6, 2, seed=3),
     )
     return Program(loss, Denoiser(nnx.Rngs(0)), batch)
-
-
-@program("equinox")
-def score_matching():
-    """Score-based diffusion with a Mixer block, vmapped over examples, times of their own."""
-
-    class Mixer(eqx.Module):
-        patches: eqx.nn.MLP
-        hidden: eqx.nn.MLP
-        norm: eqx.nn.LayerNorm
-        out: eqx.nn.Linear
-
-        def __init__(self, key):
-            keys = jax.random.split(key, 3)
-            self.patches = eqx.nn.MLP(
-                in_size=4, out_size=4, width_size=16, depth=1, key=keys[0]
-            )
-            self.hidden = eqx.nn.MLP(
-                in_size=8, out_size=8, width_size=16, depth=1, key=keys[1]
-            )
-            self.norm = eqx.nn.LayerNorm((8, 4))
-            self.out = eqx.nn.Linear(8, 7, key=keys[2])
-
-        def __call__(self, t, x):
-            times = jnp.full((1, 4), t)
-            x = jnp.concatenate([x, times])
-            normalized = self.norm(x)
-            x = x + jax.vmap(self.patches)(normalized)
-            hidden_by_column = jax.vmap(self.hidden, in_axes=1, out_axes=1)
-            x = x + hidden_by_column(x)
-            out_by_column = jax.vmap(self.out, in_axes=1, out_axes=1)
-            return out_by_column(x)
-
-    def loss_of_one(model, x, t, noise):
-        mean = x * jnp.exp(-0.5 * t)
-        variance = jnp.maximum(1 - jnp.exp(-t), 1e-5)
-        std = jnp.sqrt(variance)
-        noisy = mean + std * noise
-        score = model(t, noisy)
-        importance = 1 - jnp.exp(-t)
-        error = score + noise / std
-        return importance * jnp.mean(error**2)
-
-    def loss(model, batch):
-        losses = jax.vmap(loss_of_one, in_axes=(None, 0, 0, 0))(model, *batch)
-        return losses.mean(), {"largest": losses.max()}
-
-    times = jnp.linspace(0.2, 8.0, 8)
-    batch = normal(8, 7, 4, seed=1), times, normal(8, 7, 4, seed=2)
-    return Program(loss, Mixer(jax.random.key(0)), batch)
-
-
-@program("jax")
-def flow_matching():
-    """Rectified flow: a straight path from noise to data, and the velocity along it."""
-    params = {
-        "hidden": dense(9, 32, seed=1),
-        "middle": dense(32, 32, seed=2),
-        "out": dense(32, 8, seed=3),
-    }
-
-    def velocity(params, x, t):
-        inputs = jnp.concatenate([x, t[:, None]], axis=-1)
-        hidden = jax.nn.silu(apply_dense(params["hidden"], inputs))
-        update = jax.nn.silu(apply_dense(params["middle"], hidden))
-        return apply_dense(params["out"], hidden + update)
-
-    def loss(params, batch):
-        data, noise, t = batch
-        x = t[:, None] * data + (1 - t[:, None]) * noise
-        predicted = velocity(params, x, t)
-        wanted = data - noise
-        error = predicted - wanted
-        return jnp.mean(error**2), {}
-
-    batch = normal(16, 8, seed=4), normal(16, 8, seed=5), jnp.arange(16) / 16
-    return Program(loss, params, batch)
-
-
-@program("jax")
-def affine_coupling_flow():
-    """RealNVP: two coupling layers with their log determinants, the likelihood of a normal."""
-    params = []
-    for i in range(2):
-        out = {"w": weight(24, 8, seed=i + 9), "b": jnp.zeros(8)}
-        params.append({"hidden": dense(4, 24, seed=i), "out": out})
-
-    def loss(params, x):
-        total = 0.0
-        for layer in params:
-            kept, changed = jnp.split(x, 2, axis=-1)
-            hidden = jnp.tanh(apply_dense(layer["hidden"], kept))
-            out = apply_dense(layer["out"], hidden)
-            log_scale, shift = jnp.split(out, 2, axis=-1)
-            log_scale = 0.5 * jnp.tanh(log_scale)
-            total += log_scale.sum(-1)
-            changed = changed * jnp.exp(log_scale) + shift
-            x = jnp.concatenate([changed, kept], axis=-1)
-        log_probs = jax.scipy.stats.norm.logpdf(x)
-        likelihood = log_probs.sum(-1) + total
-        return -likelihood.mean(), {}
-
-    return Program(loss, params, normal(16, 8, seed=6))
-
-
-@program("linen")
-def adversarial_networks():
-    """A generator and a discriminator in one loss, of which each sees its own part."""
-
-    class MLP(nn.Module):
-        out: int
-
-        @nn.compact
-        def __call__(self, x):
-            x = nn.leaky_relu(nn.Dense(32)(x), 0.2)
-            head = nn.Dense(self.out)
-            x = nn.leaky_relu(nn.Dense(32)(x), 0.2)
-            return head(x)
-
-    generator = MLP(6)
-    discriminator = MLP(1)
-    noise = normal(16, 4, seed=1)
-    real = normal(16, 6, seed=2)
-    params = {
-        "generator": generator.init(jax.random.key(0), noise),
-        "discriminator": discriminator.init(jax.random.key(1), real),
-    }
-
-    def loss(params, batch):
-        noise, real = batch
-        fake = generator.apply(params["generator"], noise)
-        frozen = jax.lax.stop_gradient(params["discriminator"])
-        by_frozen = discriminator.apply(frozen, fake)
-        fooled = jax.nn.softplus(-by_frozen).mean()
-        fake = jax.lax.stop_gradient(fake)
-        on_fake = discriminator.apply(params["discriminator"], fake)
-        on_real = discriminator.apply(params["discriminator"], real)
-        fake_loss = jax.nn.softplus(on_fake).mean()
-        real_loss = jax.nn.softplus(-on_real).mean()
-        told = fake_loss + real_loss
-        return fooled + told, {"right": jnp.mean(on_real > 0)}
-
-    return Program(loss, params, (noise, real))
 
 
 @program("jax")

@@ -2,12 +2,10 @@
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from corpus import (
     Program,
-    accuracy,
     apply_dense,
     confident_head,
     cross_entropy,
@@ -16,9 +14,7 @@ from corpus import (
     mean_squared_error,
     normal,
     program,
-    weight,
 )
-from flax import nnx
 
 NODES, EDGES = 12, 30
 
@@ -54,33 +50,6 @@ def graph_convolution():
         return cross_entropy(logits, labels)
 
     return Program(loss, params, (x, adjacency, labels))
-
-
-@program("haiku")
-def message_passing():
-    """Messages of edges, summed at their receivers by `jax.ops.segment_sum`, twice."""
-
-    def network(x, senders, receivers):
-        x = hk.Linear(16)(x)
-        for _ in range(2):
-            ends = jnp.concatenate([x[senders], x[receivers]], -1)
-            messages = hk.nets.MLP([16, 16])(ends)
-            received = jax.ops.segment_sum(messages, receivers, num_segments=NODES)
-            update = hk.Linear(16)(received)
-            x = hk.LayerNorm(-1, True, True)(x + update)
-        pooled = x.mean(0)
-        return hk.Linear(1)(pooled)[0]
-
-    model = hk.without_apply_rng(hk.transform(network))
-    x, edges = random_graph(3)
-    params = model.init(jax.random.key(0), x, *edges)
-
-    def loss(params, batch):
-        x, edges, target = batch
-        predicted = model.apply(params, x, *edges)
-        return (predicted - target) ** 2, {}
-
-    return Program(loss, params, (x, edges, jnp.array(1.5)))
 
 
 @program("linen")
@@ -123,33 +92,6 @@ def graph_attention():
         return cross_entropy(model.apply(params, x, edges), labels)
 
     return Program(loss, params, (x, edges, integers(3, NODES, seed=5)))
-
-
-@program("nnx")
-def deep_sets():
-    """A set of points, summed after a network of its own, with a mask of those that are there."""
-
-    class Sets(nnx.Module):
-        def __init__(self, rngs):
-            self.inner = nnx.Sequential(
-                nnx.Linear(4, 24, rngs=rngs), nnx.relu, nnx.Linear(24, 16, rngs=rngs)
-            )
-            self.outer = nnx.Linear(16, 5, rngs=rngs)
-
-        def __call__(self, points, present):
-            embedded = self.inner(points) * present[..., None]
-            summed = jnp.sum(embedded, axis=1)
-            mean = summed / present.sum(1, keepdims=True)
-            return self.outer(nnx.relu(mean))
-
-    def loss(model, batch):
-        points, present, labels = batch
-        return cross_entropy(model(points, present), labels)
-
-    counts = integers(4, 8, 1, seed=1) + 3
-    present = jnp.asarray(jnp.arange(6) < counts, jnp.float32)
-    batch = normal(8, 6, 4, seed=2), present, integers(5, 8, seed=3)
-    return Program(loss, Sets(nnx.Rngs(0)), batch)
 
 
 @program("equinox")
@@ -216,61 +158,3 @@ def molecule_with_forces():
         normal(4, 5, 3, seed=4),
     )
     return Program(loss, Potential(jax.random.key(0)), batch, scale=2.0**6)
-
-
-@program("jax")
-def link_prediction():
-    """Node2vec: embeddings of nodes by integers, negatives, and dots of many vectors."""
-    params = {
-        "in": normal(20, 16, seed=1, size=0.5),
-        "out": normal(20, 16, seed=2, size=0.5),
-        "mix": weight(16, 16, seed=3),
-    }
-    batch = (
-        integers(20, 12, seed=4),
-        integers(20, 12, seed=5),
-        integers(20, 12, 4, seed=6),
-    )
-
-    def loss(params, batch):
-        centers, contexts, negatives = batch
-        embedded = params["in"][centers]
-        x = jnp.tanh(embedded @ params["mix"])
-        neighbours = params["out"][contexts]
-        near = jnp.einsum("nd,nd->n", x, neighbours)
-        strangers = params["out"][negatives]
-        far = jnp.einsum("nd,nkd->nk", x, strangers)
-        near_losses = jax.nn.softplus(-near)
-        far_losses = jax.nn.softplus(far)
-        losses = near_losses + far_losses.sum(-1)
-        value = losses.mean()
-        is_right = near > far.max(-1)
-        return value, {"right": jnp.mean(is_right)}
-
-    return Program(loss, params, batch)
-
-
-@program("jax")
-def sinkhorn_matching():
-    """Two graphs are matched by Sinkhorn's iterations in log space, in a `fori_loop`."""
-    params = {"embed": dense(8, 16, seed=1)}
-    one, _ = random_graph(6)
-    shuffled = jax.random.permutation(jax.random.key(0), NODES)
-    other = one[shuffled] + 0.1 * normal(NODES, 8, seed=7)
-    batch = one, other, jnp.argsort(shuffled)
-
-    def loss(params, batch):
-        one, other, partners = batch
-        one = jnp.tanh(apply_dense(params["embed"], one))
-        other = jnp.tanh(apply_dense(params["embed"], other))
-        scores = one @ other.T / 0.5
-
-        def normalize(_, scores):
-            scores = scores - jax.nn.logsumexp(scores, axis=1, keepdims=True)
-            return scores - jax.nn.logsumexp(scores, axis=0, keepdims=True)
-
-        scores = jax.lax.fori_loop(0, 5, normalize, scores)
-        taken = jnp.take_along_axis(scores, partners[:, None], axis=1)
-        return -taken.mean(), {"right": accuracy(scores, partners)}
-
-    return Program(loss, params, batch)

@@ -8,7 +8,6 @@ precision may have a summand that comes from no product (`additions`).
 import contextlib
 import io
 import pathlib
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,7 +72,7 @@ class Trial:
         for draw in range(DRAWS):
             grads = [leaf[draw] for leaf in stacked]
             trial._exact.append(Result(loss=None, grads=grads, checks={}))
-        trial._reference[kind.dtype, kind.half_carries] = reference
+        trial._reference[kind.dtype] = reference
         return trial
 
     def record(self, entry: str) -> dict[str, np.ndarray]:
@@ -84,7 +83,7 @@ class Trial:
         draws = [result.grads for result in self.exact()]
         for i, leaf_by_draw in enumerate(zip(*draws, strict=True)):
             arrays[f"{name} exact {i}"] = np.stack(leaf_by_draw)
-        reference = self.reference_errors(kind.dtype, kind.half_carries)
+        reference = self.reference_errors(kind.dtype)
         arrays[f"{name} reference"] = np.array(reference)
         return arrays
 
@@ -94,37 +93,26 @@ class Trial:
             self._exact, _ = run(entries.in_float32(self.case), self.case)
         return self._exact
 
-    def reference_errors(self, dtype: str, half_carries: bool = False) -> list[float]:
+    def reference_errors(self, dtype: str) -> list[float]:
         """Returns the error of each leaf with products in half precision alone."""
-        key = dtype, half_carries
-        if key not in self._reference:
-            with half_products(dtype, half_carries):
+        if dtype not in self._reference:
+            with half_products(dtype):
                 results, _ = run(entries.with_loss_scale(self.case), self.case)
-            self._reference[key] = find_errors(results, self.exact())
-        return self._reference[key]
+            self._reference[dtype] = find_errors(results, self.exact())
+        return self._reference[dtype]
 
     def judge(self, name: str) -> Verdict:
         """Returns what is wrong with the gradients that an entry makes of the program."""
         if name == DOCTOR:
             return _ask_doctor(self.row)
         entry = ENTRIES[name]
-        with warnings.catch_warnings():
-            if entry.half_carries:  # which is right of programs without a loop
-                warnings.filterwarnings("ignore", ".*carries nothing in half precision")
-            results, program = run(entry.make(self.case), self.case)
+        results, program = run(entry.make(self.case), self.case)
         wrong = _broken_promises(results)
-        if entry.half_carries and self.case.integrates:
-            # `half_carries` is not made for such loops: its documentation says so.
-            if not _all_finite([result.grads for result in results]):
-                wrong.append("gradients that are not finite")
-            return Verdict(wrong)
         errors = find_errors(results, self.exact())
-        reference = self.reference_errors(entry.dtype, entry.half_carries)
+        reference = self.reference_errors(entry.dtype)
         verdict = _compare(leaf_names(self.case), errors, reference)
         wrong += verdict.wrong
-        # With `half_carries` loops round what they carry, and add to it, as was asked for.
-        if not entry.half_carries:
-            wrong += [*find_additions(program), *find_roundings(program)]
+        wrong += [*find_additions(program), *find_roundings(program)]
         return Verdict(wrong, verdict.ratio)
 
 

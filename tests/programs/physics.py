@@ -16,42 +16,7 @@ from corpus import (
     program,
     weight,
 )
-from flax import nnx
 from jax.experimental.ode import odeint
-
-
-@program("jax")
-def informed_network():
-    """A network that solves the heat equation: derivatives of it in the loss, by `jax.grad`."""
-    params = {
-        "first": dense(2, 24, seed=1),
-        "second": dense(24, 24, seed=2),
-        "out": dense(24, 1, seed=3),
-    }
-
-    def solution(params, t, x):
-        inputs = jnp.stack([t, x])
-        hidden = jnp.tanh(apply_dense(params["first"], inputs))
-        hidden = jnp.tanh(apply_dense(params["second"], hidden))
-        return apply_dense(params["out"], hidden)[0]
-
-    def residual(params, t, x):
-        by_t = jax.grad(solution, argnums=1)
-        by_x = jax.grad(solution, argnums=2)
-        by_x_twice = jax.grad(by_x, argnums=2)
-        rate = by_t(params, t, x)
-        curvature = by_x_twice(params, t, x)
-        return rate - 0.1 * curvature
-
-    def loss(params, points):
-        t, x = points.T
-        inside = jax.vmap(residual, in_axes=(None, 0, 0))(params, t, x)
-        start = jax.vmap(solution, in_axes=(None, None, 0))(params, 0.0, x)
-        error = jnp.mean(inside**2)
-        start_error = start - jnp.sin(3 * x)
-        return error + jnp.mean(start_error**2), {}
-
-    return Program(loss, params, normal(16, 2, seed=4))
 
 
 @program("equinox")
@@ -88,75 +53,6 @@ def neural_ode():
         return jnp.mean(error**2), {}
 
     return Program(loss, params, (normal(4, 3, seed=3), normal(4, 3, seed=4)))
-
-
-@program("nnx")
-def runge_kutta_in_scan():
-    """A vector field of NNX, integrated by Runge and Kutta's fourth order, over a scan."""
-
-    class Field(nnx.Module):
-        def __init__(self, rngs):
-            self.hidden = nnx.Linear(4, 24, rngs=rngs)
-            self.out = nnx.Linear(24, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.out(nnx.tanh(self.hidden(x)))
-
-    def loss(model, batch):
-        starts, ends = batch
-        h = 0.2
-
-        def step(x, _):
-            k1 = model(x)
-            k2 = model(x + h / 2 * k1)
-            k3 = model(x + h / 2 * k2)
-            k4 = model(x + h * k3)
-            slopes = k1 + 2 * k2 + 2 * k3 + k4
-            return x + h / 6 * slopes, None
-
-        x, _ = jax.lax.scan(step, starts, None, length=4)
-        error = jnp.mean((x - ends) ** 2)
-        velocities = model(x)
-        return error, {"speed": jnp.linalg.norm(velocities)}
-
-    batch = normal(8, 4, seed=1), normal(8, 4, seed=2)
-    return Program(loss, Field(nnx.Rngs(0)), batch, integrates=True)
-
-
-@program("jax")
-def hamiltonian_network():
-    """A Hamiltonian network: the field is a derivative of the energy, rolled out by leapfrog."""
-    params = {"hidden": dense(4, 24, seed=1), "out": weight(24, 1, seed=2)}
-
-    def energy(params, q, p):
-        state = jnp.concatenate([q, p])
-        hidden = jnp.tanh(apply_dense(params["hidden"], state))
-        kinetic = jnp.sum(p**2) / 2
-        potential = hidden @ params["out"]
-        return kinetic + potential[0]
-
-    def roll_out(params, q, p):
-        by_q = jax.grad(energy, argnums=1)
-        by_p = jax.grad(energy, argnums=2)
-
-        @jax.checkpoint
-        def step(state, _):
-            q, p = state
-            p = p - 0.05 * by_q(params, q, p)
-            q = q + 0.1 * by_p(params, q, p)
-            p = p - 0.05 * by_q(params, q, p)
-            return (q, p), q
-
-        _, path = jax.lax.scan(step, (q, p), None, length=3)
-        return path
-
-    def loss(params, batch):
-        q, p, wanted = batch
-        paths = jax.vmap(roll_out, in_axes=(None, 0, 0))(params, q, p)
-        return mean_squared_error(paths, wanted), {}
-
-    batch = normal(4, 2, seed=3), normal(4, 2, seed=4), normal(4, 3, 2, seed=5)
-    return Program(loss, params, batch, integrates=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,31 +109,6 @@ def deep_equilibrium():
         return mean_squared_error(outputs, wanted), {}
 
     return Program(loss, params, (normal(8, 12, seed=4), normal(8, 2, seed=5)))
-
-
-@program("jax")
-def ridge_regression_inside():
-    """Features are learned through the solution of a linear system: a meta-learner's head."""
-    params = {"hidden": dense(6, 16, seed=1)}
-
-    def features(params, x):
-        return jnp.tanh(apply_dense(params["hidden"], x))
-
-    def loss(params, batch):
-        x, y, new_x, new_y = batch
-        f = features(params, x)
-        gram = f.T @ f + jnp.eye(16)
-        head = jnp.linalg.solve(gram, f.T @ y)
-        outputs = features(params, new_x) @ head
-        return mean_squared_error(outputs, new_y), {}
-
-    batch = (
-        normal(24, 6, seed=2),
-        normal(24, 2, seed=3),
-        normal(8, 6, seed=4),
-        normal(8, 2, seed=5),
-    )
-    return Program(loss, params, batch)
 
 
 @program("linen")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from corpus import (
     Program,
     apply_dense,
-    confident_head,
     cross_entropy,
     dense,
     integers,
@@ -20,7 +19,6 @@ from corpus import (
     two_layers,
     weight,
 )
-from flax import nnx
 
 
 @jax.custom_vjp
@@ -103,83 +101,6 @@ def binary_network():
     return Program(
         loss, variables["params"], (x, labels), state=variables["batch_stats"]
     )
-
-
-@program("jax")
-def learned_step_size():
-    """LSQ: the step of a quantizer is a parameter with a gradient of its own."""
-    params = {
-        "hidden": dense(12, 24, seed=1),
-        "head": dense(24, 3, seed=2),
-        "steps": jnp.array([0.05, 0.04]),
-    }
-
-    def quantize(x, step):
-        levels = jnp.clip(x / step, -8, 7)
-        levels = levels + jax.lax.stop_gradient(jnp.round(levels) - levels)
-        return levels * step
-
-    def loss(params, batch):
-        x, wanted = batch
-        layer = params["hidden"]
-        w = quantize(layer["w"], params["steps"][0])
-        hidden = jax.nn.gelu(x @ w + layer["b"])
-        layer = params["head"]
-        w = quantize(layer["w"], params["steps"][1])
-        outputs = hidden @ w + layer["b"]
-        return mean_squared_error(outputs, wanted), {}
-
-    return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))
-
-
-@program("jax")
-def integer_weights_with_adapter():
-    """QLoRA: the base is int8 with scales by column and stays, the adapter is trained."""
-    levels = jnp.round(weight(16, 16, seed=1) * 100)
-    base = jnp.clip(levels, -127, 127).astype(jnp.int8)
-    scales = jnp.full((16,), 0.01)
-    params = {"down": weight(16, 4, seed=2), "up": 0.1 * normal(4, 16, seed=3)}
-    x = normal(12, 16, seed=4)
-    labels = integers(6, 12, seed=5)
-
-    def features(params, x, base):
-        weights = base.astype(jnp.float32) * scales
-        frozen = x @ weights
-        narrow = 2.0 * (x @ params["down"])
-        adapted = narrow @ params["up"]
-        return x + jax.nn.silu(frozen + adapted)
-
-    head = confident_head(features(params, x, base), labels, 6, margin=10.0)
-
-    def loss(params, batch):
-        x, labels, base, head = batch
-        logits = features(params, x, base) @ head
-        return cross_entropy(logits, labels)
-
-    return Program(loss, params, (x, labels, base, head))
-
-
-@program("nnx")
-def low_rank_adapters():
-    """NNX's own LoRA layers around frozen ones: both are parameters, biases and all."""
-
-    class Network(nnx.Module):
-        def __init__(self, rngs):
-            self.hidden = nnx.LoRALinear(12, 24, lora_rank=4, rngs=rngs)
-            self.head = nnx.LoRALinear(24, 5, lora_rank=4, rngs=rngs)
-            for layer in (self.hidden, self.head):
-                b = layer.lora.lora_b
-                b[...] = normal(*b[...].shape, seed=3, size=0.1)
-
-        def __call__(self, x):
-            return self.head(nnx.relu(self.hidden(x)))
-
-    def loss(model, batch):
-        x, labels = batch
-        return cross_entropy(model(x), labels)
-
-    batch = normal(12, 12, seed=1), integers(5, 12, seed=2)
-    return Program(loss, Network(nnx.Rngs(0)), batch)
 
 
 @program("equinox")

@@ -24,7 +24,6 @@ PRODUCTS = (
     "dot_general_p",
     "conv_general_dilated_p",
     "ragged_dot_general_p",
-    "ragged_dot_p",
 )
 
 # Algorithms of JAX that hold products which nobody asked for by name.
@@ -53,25 +52,18 @@ ASKED_FOR = {
 
 
 @contextlib.contextmanager
-def half_products(dtype: Any, half_carries: bool = False) -> Iterator[None]:
-    """Traces what is inside with products in half precision.
-
-    With `half_carries`, what a `scan` carries from product to product is rounded with every turn.
-    """
+def half_products(dtype: Any) -> Iterator[None]:
+    """Traces what is inside with products in half precision."""
     products = [
         getattr(primitives, name) for name in PRODUCTS if hasattr(primitives, name)
     ]
-    scan = jax.lax.scan
     # Functions of JAX may be traced already, such as `jnp.matmul`.
     jax.clear_caches()
     for primitive in products:
         primitive.bind = _half_bind(primitive.bind, jnp.dtype(dtype))
-    if half_carries:
-        jax.lax.scan = _rounding_scan(scan, dtype)
     try:
         yield
     finally:
-        jax.lax.scan = scan
         for primitive in products:
             del primitive.bind  # which leaves the method of its class
         jax.clear_caches()
@@ -163,70 +155,3 @@ def _frames() -> Iterator[tuple[str, str, Any]]:
             if not any(word in file for word in ("/jax/", "contextlib", "functools")):
                 return
         frame = frame.f_back
-
-
-def _rounding_scan(scan: Any, dtype: Any) -> Any:
-    def scan_and_round(
-        f: Any, init: Any, xs: Any = None, *args: Any, **options: Any
-    ) -> Any:
-        is_rounded = _leads_to_itself(f, init, xs)
-
-        def round_carry(carry: Any) -> Any:
-            leaves, treedef = jax.tree.flatten(carry)
-            for i, leaf in enumerate(leaves):
-                if is_rounded[i]:
-                    leaves[i] = leaf.astype(dtype).astype(leaf.dtype)
-            return treedef.unflatten(leaves)
-
-        def body(carry: Any, x: Any) -> Any:
-            carry, y = f(carry, x)
-            return round_carry(carry), y
-
-        start = round_carry(jax.tree.map(jnp.asarray, init))
-        return scan(body, start, xs, *args, **options)
-
-    return scan_and_round
-
-
-def _leads_to_itself(f: Any, init: Any, xs: Any) -> list[bool]:
-    """Returns which float32 carries of a loop are computed from a product that reads them."""
-    x = jax.tree.map(lambda leaf: leaf[0], xs)
-    program = jax.make_jaxpr(f)(init, x).jaxpr
-    carries = jax.tree.leaves(init)
-    sources = [set() for _ in program.invars]
-    for i in range(len(carries)):
-        sources[i] = {(i, False)}
-    sources = _find_sources(program, sources)
-    return [
-        jnp.result_type(leaf) == jnp.float32 and (i, True) in sources[i]
-        for i, leaf in enumerate(carries)
-    ]
-
-
-def _find_sources(program: Any, of_inputs: Any) -> list[Any]:
-    """Returns the sources of each output, from those of the inputs.
-
-    A source is the number of a carry, and whether a product is on the way from it.
-    """
-    sources = dict(zip(program.invars, of_inputs, strict=True))
-
-    def read(atom: Any) -> Any:
-        return set() if hasattr(atom, "val") else sources.get(atom, set())
-
-    for eqn in program.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
-        inner = []
-        for value in eqn.params.values():
-            jaxpr = getattr(value, "jaxpr", value)
-            if hasattr(jaxpr, "eqns") and len(jaxpr.invars) == len(inputs):
-                inner.append(jaxpr)
-        if len(inner) == 1 and eqn.primitive.name not in ("scan", "while"):
-            outputs = _find_sources(inner[0], inputs)
-        else:
-            is_product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
-            of_any = set().union(*inputs)
-            if is_product or inner:
-                of_any = {(i, True) for i, _ in of_any}
-            outputs = [of_any] * len(eqn.outvars)
-        sources |= zip(eqn.outvars, outputs, strict=False)
-    return [read(atom) for atom in program.outvars]

@@ -4,24 +4,19 @@ import dataclasses
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 from corpus import (
     Program,
     apply_dense,
-    confident_head,
     cross_entropy,
     dense,
     integers,
-    nnx_list,
     normal,
     program,
-    two_layers,
     weight,
 )
-from flax import nnx
 
 
 @jax.tree_util.register_dataclass
@@ -90,36 +85,6 @@ def deep_q_learning():
     return Program(loss, params, make_transitions(5, 4), state=target)
 
 
-@program("jax")
-def categorical_q_learning():
-    """C51: a distribution of returns, sure of the labels of its bins, with a biased head."""
-    atoms = 9
-    params = two_layers(6, 32, 2 * atoms)
-    batch = make_transitions(6, 2)
-    bins = integers(atoms, 16, seed=7)
-
-    def hidden(params, x):
-        return jnp.tanh(apply_dense(params["hidden"], x))
-
-    features = hidden(params, batch.observations)
-    labels = bins + atoms * batch.actions
-    params["head"]["w"] = confident_head(features, labels, 2 * atoms, margin=9.0)
-
-    def loss(params, batch):
-        data, bins = batch
-        final = hidden(params, data.observations)
-        logits = apply_dense(params["head"], final)
-        logits = logits.reshape(-1, 2, atoms)
-        logits = logits[jnp.arange(16), data.actions]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, bins)
-        probabilities = jax.nn.softmax(logits)
-        returns = jnp.linspace(-1, 1, atoms)
-        value = jnp.sum(probabilities * returns, axis=-1)
-        return losses.mean(), {"value": value.mean()}
-
-    return Program(loss, params, (batch, bins))
-
-
 class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -171,92 +136,6 @@ def proximal_policy():
         "returns": normal(16, seed=6),
     }
     return Program(loss, params, batch)
-
-
-@program("haiku")
-def advantage_actor_critic():
-    """A2C over a rollout: returns by a reverse scan, an LSTM that is reset at the end."""
-
-    def network(observations, done):
-        core = hk.ResetCore(hk.LSTM(16))
-        inputs = jax.nn.relu(hk.Linear(16)(observations))
-        start = core.initial_state(observations.shape[1])
-        hs, _ = hk.dynamic_unroll(core, (inputs, done), start)
-        logits = hk.Linear(3)(hs)
-        values = hk.Linear(1)(hs)[..., 0]
-        return logits, values
-
-    model = hk.without_apply_rng(hk.transform(network))
-    observations = normal(6, 4, 5, seed=1)
-    done = integers(5, 6, 4, seed=2) == 0
-    params = model.init(jax.random.key(0), observations, done)
-
-    def loss(params, batch):
-        observations, done, actions, rewards = batch
-        logits, values = model.apply(params, observations, done)
-
-        def turn(total, step):
-            reward, ended = step
-            total = reward + 0.9 * total * (1.0 - ended)
-            return total, total
-
-        start = jnp.zeros(4)
-        _, returns = jax.lax.scan(turn, start, (rewards, done), reverse=True)
-        advantages = returns - values
-        log_probs = jax.nn.log_softmax(logits)
-        taken = jnp.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
-        frozen = jax.lax.stop_gradient(advantages)
-        actor = -jnp.mean(taken * frozen)
-        critic = jnp.mean(advantages**2)
-        return actor + 0.5 * critic, {"return": returns[0].mean()}
-
-    batch = observations, done, integers(3, 6, 4, seed=3), normal(6, 4, seed=4)
-    return Program(loss, params, batch)
-
-
-@program("nnx")
-def soft_actor_critic():
-    """SAC: a squashed normal policy with its log-probability, and the lower of two critics."""
-
-    class MLP(nnx.Module):
-        def __init__(self, inputs, outputs, rngs):
-            self.first = nnx.Linear(inputs, 24, rngs=rngs)
-            self.last = nnx.Linear(24, outputs, rngs=rngs)
-
-        def __call__(self, x):
-            return self.last(nnx.relu(self.first(x)))
-
-    class Agent(nnx.Module):
-        def __init__(self, rngs):
-            self.policy = MLP(6, 4, rngs)
-            self.critics = nnx_list([MLP(8, 1, rngs), MLP(8, 1, rngs)])
-            self.temperature = nnx.Param(jnp.array(-1.0))
-
-    def loss(agent, batch):
-        observations, noise, rewards = batch
-        outputs = agent.policy(observations)
-        mean, log_std = jnp.split(outputs, 2, axis=-1)
-        log_std = jnp.clip(log_std, -5, 2)
-        raw = mean + jnp.exp(log_std) * noise
-        action = jnp.tanh(raw)
-        log_prob = jax.scipy.stats.norm.logpdf(noise) - log_std
-        squashing = jnp.log(1 - action**2 + 1e-6)
-        log_prob = jnp.sum(log_prob - squashing, axis=-1)
-        x = jnp.concatenate([observations, action], axis=-1)
-        both_values = [critic(x) for critic in agent.critics]
-        values = jnp.concatenate(both_values, axis=-1)
-        temperature = jnp.exp(agent.temperature[...])
-        entropy_cost = jax.lax.stop_gradient(temperature) * log_prob
-        lower_values = values.min(-1)
-        actor = jnp.mean(entropy_cost - lower_values)
-        errors = values - rewards[:, None]
-        critic = jnp.mean(errors**2)
-        excess = jax.lax.stop_gradient(log_prob - 2.0)
-        tuned = -jnp.mean(temperature * excess)
-        return actor + critic + tuned, {"entropy": -log_prob.mean()}
-
-    batch = normal(8, 6, seed=1), normal(8, 2, seed=2), normal(8, seed=3)
-    return Program(loss, Agent(nnx.Rngs(0)), batch)
 
 
 @program("equinox")
@@ -337,29 +216,3 @@ def direct_preferences():
 
     batch = integers(10, 4, 6, seed=5), integers(10, 4, 6, seed=6), frozen
     return Program(loss, params, batch)
-
-
-@program("jax")
-def group_relative_policy():
-    """GRPO: rewards normalized in their group, a clipped ratio, a penalty for divergence."""
-    params = {
-        "embedding": normal(10, 16, seed=1),
-        "mix": weight(16, 16, seed=2),
-        "head": dense(16, 10, seed=3),
-    }
-
-    def loss(params, batch):
-        tokens, rewards, old = batch
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        log_probs = sequence_log_probs(params, tokens)
-        ratio = jnp.exp((log_probs - old) / 5)
-        plain_gain = ratio * advantages
-        clipped_gain = jnp.clip(ratio, 0.8, 1.2) * advantages
-        gain = jnp.minimum(plain_gain, clipped_gain)
-        difference = (old - log_probs) / 5
-        divergence = jnp.exp(difference) - difference - 1
-        return -jnp.mean(gain - 0.04 * divergence), {"ratio": ratio.mean()}
-
-    tokens = integers(10, 4, 6, seed=4)
-    old = sequence_log_probs(params, tokens) + 0.2 * normal(4, seed=5)
-    return Program(loss, params, (tokens, normal(4, seed=6), old))

@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import optax
 from corpus import (
     Program,
     accuracy,
@@ -21,12 +19,6 @@ from corpus import (
     program,
     weight,
 )
-from flax import nnx
-
-
-def rms_norm(x, scale):
-    mean_square = jnp.mean(jnp.square(x), -1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + 1e-6) * scale
 
 
 def layer_norm(x, scale, bias):
@@ -107,72 +99,6 @@ def gpt2():
     return Program(loss, params, tokens)
 
 
-@program("jax")
-def llama():
-    """Llama: rotary positions, RMS norms, gated layers; scanned, with `jax.checkpoint`."""
-    width, heads, vocabulary, depth = 32, 2, 16, 2
-
-    def init_weights(rows, columns, seed):
-        matrices = [weight(rows, columns, seed + 20 * i) for i in range(depth)]
-        return jnp.stack(matrices)
-
-    layers = {
-        "q": init_weights(width, width, 0),
-        "k": init_weights(width, width, 1),
-        "v": init_weights(width, width, 2),
-        "o": init_weights(width, width, 3),
-        "gate": init_weights(width, 48, 4),
-        "up": init_weights(width, 48, 5),
-        "down": init_weights(48, width, 6),
-        "norm1": jnp.ones((depth, width)),
-        "norm2": jnp.ones((depth, width)),
-    }
-    params = {"embedding": normal(vocabulary, width, seed=5), "layers": layers}
-    tokens = integers(vocabulary, 2, 9, seed=1)
-
-    def rotate(x):
-        half = x.shape[-1] // 2
-        positions = jnp.arange(len(x))[:, None]
-        frequencies = 100.0 ** (-jnp.arange(half) / half)
-        angles = positions * frequencies
-        cos = jnp.cos(angles)[:, None]
-        sin = jnp.sin(angles)[:, None]
-        a = x[..., :half]
-        b = x[..., half:]
-        rotated = [a * cos - b * sin, a * sin + b * cos]
-        return jnp.concatenate(rotated, axis=-1)
-
-    @jax.checkpoint
-    def block(x, layer):
-        y = rms_norm(x, layer["norm1"])
-        q = (y @ layer["q"]).reshape(-1, heads, 16)
-        k = (y @ layer["k"]).reshape(-1, heads, 16)
-        v = (y @ layer["v"]).reshape(-1, heads, 16)
-        attended = causal_attention(rotate(q), rotate(k), v)
-        attended = attended.reshape(-1, width)
-        x = x + attended @ layer["o"]
-        y = rms_norm(x, layer["norm2"])
-        gate = jax.nn.silu(y @ layer["gate"])
-        hidden = gate * (y @ layer["up"])
-        return x + hidden @ layer["down"], None
-
-    def features(params, tokens):
-        embedded = params["embedding"][tokens]
-        x, _ = jax.lax.scan(block, embedded, params["layers"])
-        return rms_norm(x, 1.0)
-
-    features_of_batch = jax.vmap(features, in_axes=(None, 0))
-    final = features_of_batch(params, tokens[:, :-1])
-    params["head"] = confident_head(final, tokens[:, 1:], vocabulary, margin=12.0)
-
-    def loss(params, tokens):
-        final = features_of_batch(params, tokens[:, :-1])
-        logits = final @ params["head"]
-        return cross_entropy(logits, tokens[:, 1:])
-
-    return Program(loss, params, tokens)
-
-
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, mask):
@@ -218,97 +144,6 @@ def scanned_transformer():
     return Program(loss, {"model": params, "head": head}, tokens)
 
 
-class MaskedLanguageModel(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(16, 32, rngs=rngs)
-        self.norm = nnx.LayerNorm(32, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 32, decode=False, rngs=rngs)
-        self.hidden = nnx.Linear(32, 32, rngs=rngs)
-        self.head = nnx.Linear(32, 16, rngs=rngs)
-
-    def features(self, tokens, mask):
-        x = self.embed(tokens) * 5.0
-        x = x + self.attention(self.norm(x), mask=mask)
-        return jnp.tanh(self.hidden(x))
-
-    def __call__(self, tokens, mask):
-        return self.head(self.features(tokens, mask))
-
-
-@program("nnx")
-def bert():
-    """A masked language model of NNX: padding masks, and a loss over the masked tokens alone."""
-    model = MaskedLanguageModel(nnx.Rngs(1))
-    tokens = integers(16, 2, 8, seed=3)
-    present = jnp.arange(8) < jnp.array([[8], [6]])
-    chosen = (integers(3, 2, 8, seed=4) == 0) & present
-    inputs = jnp.where(chosen, 0, tokens)
-    mask = present[:, None, None, :] & present[:, None, :, None]
-    final = model.features(inputs, mask)
-    model.head.kernel[...] = confident_head(final, tokens, 16, margin=9.0)
-
-    def loss(model, batch):
-        logits = model(batch["inputs"], batch["mask"])
-        labels = batch["labels"]
-        chosen = batch["chosen"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        is_right = (logits.argmax(-1) == labels) * chosen
-        right = jnp.sum(is_right)
-        total = jnp.sum(losses, where=chosen)
-        return total / jnp.sum(chosen), {"right": right}
-
-    batch = {"inputs": inputs, "mask": mask, "labels": tokens, "chosen": chosen}
-    return Program(loss, model, batch)
-
-
-class Tagger(eqx.Module):
-    embedding: eqx.nn.Embedding
-    forward: eqx.nn.GRUCell
-    backward: eqx.nn.GRUCell
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 4)
-        self.embedding = eqx.nn.Embedding(16, 16, key=keys[0])
-        self.forward = eqx.nn.GRUCell(16, 16, key=keys[1])
-        self.backward = eqx.nn.GRUCell(16, 16, key=keys[2])
-        self.head = eqx.nn.Linear(32, 6, key=keys[3])
-
-    def features(self, tokens):
-        def run(cell, xs, reverse):
-            def turn(h, x):
-                h = cell(x, h)
-                return h, h
-
-            _, hs = jax.lax.scan(turn, jnp.zeros(16), xs, reverse=reverse)
-            return hs
-
-        xs = jax.vmap(self.embedding)(tokens)
-        forward = run(self.forward, xs, reverse=False)
-        backward = run(self.backward, xs, reverse=True)
-        return jnp.concatenate([forward, backward], axis=-1)
-
-    def __call__(self, tokens):
-        return jax.vmap(self.head)(self.features(tokens))
-
-
-@program("equinox")
-def bigru():
-    """A tagger of two GRUs, one of them from the end, with a biased head."""
-    model = Tagger(jax.random.key(2))
-    tokens = integers(16, 4, 6, seed=5)
-    tags = integers(6, 4, 6, seed=6)
-    features = jax.vmap(model.features)(tokens)
-    matrix = confident_head(features, tags, 6, margin=7.0)
-    model = eqx.tree_at(lambda m: m.head.weight, model, matrix.T)
-
-    def loss(model, batch):
-        tokens, tags = batch
-        return cross_entropy(jax.vmap(model)(tokens), tags)
-
-    return Program(loss, model, (tokens, tags))
-
-
 @program("haiku")
 def character_lstm():
     """Haiku's LSTM over characters, unrolled dynamically, one-hot inputs and labels."""
@@ -336,48 +171,6 @@ def character_lstm():
         return -jnp.mean(log_likelihoods), aux
 
     return Program(loss, params, tokens)
-
-
-@program("jax")
-def sequence_to_sequence():
-    """A recurrent encoder, and a decoder that attends to it, both in `scan`, teacher forced."""
-    width, vocabulary = 16, 10
-    params = {
-        "embedding": normal(vocabulary, width, seed=1),
-        "encoder": dense(2 * width, width, seed=2),
-        "decoder": dense(3 * width, width, seed=3),
-        "query": weight(width, width, seed=4),
-        "head": dense(width, vocabulary, seed=5),
-    }
-    batch = integers(vocabulary, 4, 6, seed=8), integers(vocabulary, 4, 5, seed=9)
-
-    def translate(params, source, target):
-        def encode(h, x):
-            inputs = jnp.concatenate([h, x])
-            h = jnp.tanh(apply_dense(params["encoder"], inputs))
-            return h, h
-
-        def decode(h, x):
-            query = h @ params["query"]
-            weights = jax.nn.softmax(memory @ query)
-            context = weights @ memory
-            inputs = jnp.concatenate([h, x, context])
-            h = jnp.tanh(apply_dense(params["decoder"], inputs))
-            return h, apply_dense(params["head"], h)
-
-        start = jnp.zeros(width)
-        sources = params["embedding"][source]
-        h, memory = jax.lax.scan(encode, start, sources)
-        targets = params["embedding"][target[:-1]]
-        _, logits = jax.lax.scan(decode, h, targets)
-        return logits
-
-    def loss(params, batch):
-        source, target = batch
-        logits = jax.vmap(translate, in_axes=(None, 0, 0))(params, source, target)
-        return cross_entropy(logits, target[:, 1:])
-
-    return Program(loss, params, batch)
 
 
 @program("jax")

@@ -3,11 +3,9 @@
 The whole cross: PYTHONPATH=. python tests/programs/run.py --all
 """
 
-import activations
 import corpus
 import jax
 import jax.numpy as jnp
-import losses
 import numpy as np
 import optax
 import plan
@@ -23,6 +21,7 @@ ROWS = corpus.load()
 SELECTED = plan.two_entries(ROWS)
 
 
+@pytest.mark.worlds
 @pytest.mark.parametrize(("name", "entry"), plan.FAST.items())
 def test_a_program_is_no_worse_than_with_its_products_in_half(name, entry):
     assert Trial.recorded(ROWS[name], entry).judge(entry).wrong == []
@@ -36,49 +35,11 @@ def test_each_program_through_two_entries(name):
         assert trial.judge(entry).wrong == [], entry
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "entry"), plan.FAST.items())
-def test_what_is_recorded_is_what_is_found(name, entry):
-    """Up to the rounding of another CPU or another version of JAX."""
-    if entry == plan.DOCTOR:
-        return
-    recorded = Trial.recorded(ROWS[name], entry)
-    arrays = Trial(ROWS[name]).record(entry)
-    for draw, result in enumerate(recorded.exact()):
-        for i, leaf in enumerate(result.grads):
-            now = arrays[f"{name} exact {i}"][draw]
-            atol = 1e-3 * np.abs(now).max()
-            np.testing.assert_allclose(leaf, now, rtol=1e-2, atol=atol)
-    kind = plan.ENTRIES[entry]
-    errors = recorded.reference_errors(kind.dtype, kind.half_carries)
-    np.testing.assert_allclose(errors, arrays[f"{name} reference"], rtol=0.1, atol=2e-5)
-
-
-# What the corpus holds.
-
-
-def test_there_are_enough_programs_and_every_family_meets_every_entry():
-    assert len(ROWS) >= 100
+def test_every_entry_meets_programs_of_most_kinds():
     assert {row.framework for row in ROWS.values()} == set(corpus.FRAMEWORKS)
-    met = {family: set() for family in corpus.FAMILIES}
-    for name, entries in SELECTED.items():
-        met[ROWS[name].family].update(entries)
-    for family, entries in met.items():
-        assert entries == {*plan.ALL_ENTRIES}, family
-    assert {ROWS[name].family for name in plan.FAST} >= {*corpus.FAMILIES} - {"vision"}
-
-
-@pytest.mark.parametrize(
-    ("library", "family"),
-    [(optax.losses, losses), (jax.nn, activations)],
-    ids=["optax", "jax"],
-)
-def test_all_functions_of_a_library_are_there_or_left_out_for_a_reason(library, family):
-    public = {name for name in dir(library) if not name.startswith("_")}
-    prefix = f"{family.__name__}."
-    there = {name.removeprefix(prefix) for name in ROWS if name.startswith(prefix)}
-    assert public - there - {*family.LEFT_OUT} == set()
-    assert there & {*family.LEFT_OUT} == set()
+    for entry in plan.ALL_ENTRIES:
+        names = [name for name, entries in SELECTED.items() if entry in entries]
+        assert len({ROWS[name].family for name in names}) >= 5, entry
 
 
 # The reference is no part of the package, but it must do what it says.
@@ -157,6 +118,7 @@ def in_everything(product):
     return fun
 
 
+@pytest.mark.worlds
 def test_the_reference_rounds_products_wherever_they_stand_and_nothing_else():
     outputs = run_by_reference(in_everything(jnp.matmul), X, W)
     expected = jax.jit(in_everything(by_hand))(X, W)
@@ -165,6 +127,7 @@ def test_the_reference_rounds_products_wherever_they_stand_and_nothing_else():
         assert np.array_equal(output, expected[form]), form
 
 
+@pytest.mark.worlds
 def test_the_reference_leaves_nothing_behind():
     in_half = run_by_reference(jnp.matmul, X, W)
     plain = jax.jit(jnp.matmul)(X, W)
@@ -179,6 +142,7 @@ def gradient_of(product):
     return jax.grad(loss)
 
 
+@pytest.mark.worlds
 def test_the_reference_differentiates_as_by_hand():
     gradient = run_by_reference(gradient_of(jnp.matmul), W)
     assert np.array_equal(gradient, jax.jit(gradient_of(by_hand))(W))
@@ -224,28 +188,6 @@ def test_the_reference_leaves_products_of_integers():
 @pytest.mark.parametrize("fun", [dot_of_vectors, ode, ctc, exponential])
 def test_the_reference_leaves_dots_of_vectors_and_products_of_libraries(fun):
     assert np.array_equal(run_by_reference(fun, X, W), jax.jit(fun)(X, W))
-
-
-def in_scan_by_hand(x, w):
-    x = half(half(x), jnp.float32)
-    for _ in range(2):
-        x = half(half(by_hand(x, w) + 1), jnp.float32)
-    return x
-
-
-def test_the_reference_rounds_the_carries_of_layers_if_asked():
-    output = run_by_reference(in_scan, X, W, half_carries=True)
-    assert np.array_equal(output, jax.jit(in_scan_by_hand)(X, W))
-
-
-def count_up(xs):
-    total, _ = jax.lax.scan(lambda total, x: (total + x.sum(), None), 2049.0, xs)
-    return total
-
-
-def test_the_reference_leaves_carries_that_meet_no_product():
-    total = run_by_reference(count_up, X, half_carries=True)
-    assert total == jax.jit(count_up)(X)
 
 
 # The laws of additions and of roundings.

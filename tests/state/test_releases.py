@@ -53,6 +53,7 @@ def test_each_release_has_a_file():
     assert sorted(WRITTEN) == ["0.3.0", "0.4.0"]
 
 
+@pytest.mark.worlds
 @cases("release, name", ROWS)
 def test_a_dictionary_goes_on_as_in_its_release(release, name):
     written = WRITTEN[release]
@@ -67,6 +68,7 @@ def test_a_dictionary_goes_on_as_in_its_release(release, name):
     assert avals(next_state) == avals(state)
 
 
+@pytest.mark.worlds
 @cases("release, name", GONE)
 def test_a_run_whose_policy_has_gone_goes_on_at_its_scale(release, name):
     written = WRITTEN[release]

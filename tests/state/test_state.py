@@ -282,6 +282,7 @@ def test_containers_are_written_by_key_and_index():
     assert_same_bits(jaxscale.to_state_dict(CONTAINERS), SAVED_CONTAINERS)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "state_dict", [SAVED_CONTAINERS, ORBAX_CONTAINERS], ids=["as written", "by Orbax"]
 )
@@ -396,17 +397,31 @@ def test_the_state_of_a_no_op_policy_restores_no_scale(to):
 GROWING = jaxscale.loss_scaled(
     optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
 )
-# Only its moves are clamped, not its start.
-ABOVE = presets.PresetLossScale(init_scale=2.0**30, max_scale=2.0**20, clamp="moves")
-STARTS_ABOVE = jaxscale.loss_scaled(optax.sgd(0.5), ABOVE)
+
+
+def starting_outside(init_scale, **bounds):
+    """Only the moves of the scale are clamped, not its start."""
+    policy = presets.PresetLossScale(init_scale=init_scale, clamp="moves", **bounds)
+    return jaxscale.loss_scaled(optax.sgd(0.5), policy)
+
+
+STARTS_ABOVE = starting_outside(2.0**30, max_scale=2.0**20)
+STARTS_BELOW = starting_outside(2.0**-30, min_scale=2.0**-20)
+NO_FLOOR = jaxscale.loss_scaled(optax.sgd(0.5), presets.torch())
 # The restored scale, what gradients of a step are multiplied by, and the scale after it.
-HIGH = {
+RESTORED = {
     "far above, good": (GROWING, 2.0**40, 1.0, 2.0**24),
     "far above, bad": (GROWING, 2.0**40, jnp.inf, 2.0**23),
-    "inf": (GROWING, jnp.inf, 1.0, 2.0**24),
     "the largest": (GROWING, 2.0**24, 1.0, 2.0**24),
-    "below": (GROWING, 2.0**23, 1.0, 2.0**24),
+    "a high one": (GROWING, 2.0**23, 1.0, 2.0**24),
     "above, as it may start there": (STARTS_ABOVE, 2.0**30, 1.0, 2.0**30),
+    "far below, good": (GROWING, 1e-12, 1.0, 2.0),
+    "far below, bad": (GROWING, 1e-12, jnp.inf, 1.0),
+    "far below, without a floor": (NO_FLOOR, 2.0**-40, 1.0, 2.0**-40),
+    "below, as it may start there": (STARTS_BELOW, 2.0**-30, 1.0, 2.0**-30),
+    "inf": (GROWING, jnp.inf, 1.0, 2.0**16),
+    "NaN": (GROWING, jnp.nan, 1.0, 2.0**16),
+    "0": (GROWING, 0.0, 1.0, 2.0**16),
 }
 
 
@@ -414,9 +429,10 @@ def with_scale(state, scale):
     return state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(scale)))
 
 
-@cases("name", HIGH)
-def test_a_scale_above_the_largest_of_a_policy_is_lowered_to_it(name):
-    tx, scale, factor, expected = HIGH[name]
+@pytest.mark.worlds
+@cases("name", RESTORED)
+def test_a_scale_that_a_policy_never_has_is_replaced_before_a_step(name):
+    tx, scale, factor, expected = RESTORED[name]
     state = with_scale(tx.init(PARAMS), scale)
     grads = jax.tree.map(lambda leaf: leaf * factor, PARAMS)
     _, next_state = jax.jit(tx.update)(grads, state, PARAMS)

@@ -171,6 +171,7 @@ def train_and_check(tx, sequence, length, compiled):
     return params, state
 
 
+@pytest.mark.worlds
 @cases("inner", INNERS, fast=["adamw_clipped"])
 def test_bad_micro_batches_leave_no_trace_in_any_nesting(inner):
     expected = None
@@ -212,6 +213,7 @@ def test_the_accumulator_is_float32_or_wider_and_holds_only_gradients_and_overwr
     assert dtypes == SUMS | {OWG: "float32", "key": None, "none": None}
 
 
+@pytest.mark.worlds
 def test_a_window_takes_gradients_of_each_type():
     update = jax.jit(IDENTITY.update)
     with x64():
@@ -288,6 +290,8 @@ RUNS = {
 }
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases("name", RUNS, fast=[name for name in RUNS if name != "skips"])
 def test_a_step_is_made_when_the_window_is_full(name):
     run = RUNS[name]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import replay_tables
 import simulator
 from tables import cases, pairs
 
@@ -132,13 +131,6 @@ RECORDED = {
     name: (trace.ceiling[:16_000], trace.largest[:16_000])
     for name, trace in simulator.recorded().items()
 }
-# Of the runs that are made up, those that move once and stay.
-MOVES_ON = re.compile("drift up|heavy tails|spikes|bad")
-MADE_UP = {
-    name: (trace.ceiling, trace.largest)
-    for name, trace in simulator.made_up().items()
-    if not MOVES_ON.search(name)
-}
 DECAYING = {
     **{f"a binade in {every} steps": falling(every) for every in (50, 500)},
     **{f"{rate:.1%} of batches bad": at_any_scale(rate) for rate in (0.005, 0.02)},
@@ -149,13 +141,19 @@ STARTS = {
     )
     for start in (24, 40)
 }
-POLICIES = replay_tables.POLICIES | STARTS
+POLICIES = {
+    "dynamic": jaxscale.DynamicLossScale(),
+    "adaptive": jaxscale.AdaptiveLossScale(),
+    "hasty": presets.torch(growth_interval=200),
+    **STARTS,
+}
 
 
+@pytest.mark.worlds
 @cases(
     "name, retries, binades",
     pairs(POLICIES, [0, 8], [0, 8]),
-    fast=[("`DynamicLossScale()`", 0, 0)],
+    fast=[("dynamic", 0, 0)],
 )
 def test_a_healthy_run_is_never_warned_of(name, retries, binades):
     healthy = {run: shift(trace, binades) for run, trace in RECORDED.items()}
@@ -165,36 +163,22 @@ def test_a_healthy_run_is_never_warned_of(name, retries, binades):
         assert states.backoff_count.max() <= 3, run
 
 
-@cases("name", replay_tables.POLICIES, fast=["`DynamicLossScale()`"])
-def test_a_run_that_moves_once_and_stays_is_never_warned_of(name):
-    for run, states in histories(POLICIES[name], MADE_UP).items():
-        assert not warns_of(states), run
-
-
 # Some of the decays are too slow for this one, which grows after 200 finite steps.
-TOO_SLOW = "`presets.torch(growth_interval=200)`"
-DECAYED = [name for name in POLICIES if name != TOO_SLOW]
+DECAYED = [name for name in POLICIES if name != "hasty"]
 
 
+@pytest.mark.worlds
 @cases(
     "name, retries",
     product(DECAYED, [0, 8]),
-    fast=[("`DynamicLossScale()`", 0), ("**`AdaptiveLossScale()`**", 0)],
+    fast=[("dynamic", 0), ("adaptive", 0)],
 )
 def test_a_scale_that_decays_is_warned_of(name, retries):
     decaying = DECAYING
-    if retries and "Adaptive" in name:  # between two slow falls it grows again
+    if retries and name == "adaptive":  # between two slow falls it grows again
         decaying = {run: trace for run, trace in DECAYING.items() if "bad" in run}
     for run, states in histories(POLICIES[name], decaying, retries).items():
         assert warns_of(states), run
-
-
-@pytest.mark.slow
-def test_a_scale_that_always_grows_is_not_warned_of():
-    """It grows in each finite step, so that no two falls are without a growth."""
-    growing = jaxscale.DynamicLossScale(growth_interval=1)
-    for run, states in histories(growing, DECAYING).items():
-        assert not warns_of(states), run
 
 
 @cases("retries", [0, 8], fast=[0])
@@ -244,6 +228,7 @@ FALLS = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "name, retries",
     [*product(COUNTED, [0]), *product(REPEATED, [3])],
@@ -314,15 +299,11 @@ FORMS = {
 }
 
 
+@pytest.mark.worlds
 @cases("form", FORMS, fast=["six falls to 2**15", "six falls", "NNX", "a population"])
 def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form):
     make_state, is_warned_of = FORMS[form]
     assert warns_of(make_state()) == is_warned_of
-
-
-def test_the_scales_of_these_forms_are_at_the_limit():
-    assert decayed_from(21).scaling.loss_scale == 2.0**15
-    assert decayed_from(20).scaling.loss_scale == 2.0**14
 
 
 def test_updates_that_are_not_finite_after_retries_are_no_further_fall():
@@ -334,6 +315,7 @@ def test_updates_that_are_not_finite_after_retries_are_no_further_fall():
     assert state.scaling.loss_scale == 2.0**12
 
 
+@pytest.mark.worlds
 @cases(
     "policy, steps",
     product(["dynamic", "hysteresis", "adaptive"], [10, 12]),

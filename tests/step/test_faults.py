@@ -144,6 +144,7 @@ every_run = cases(
 )
 
 
+@pytest.mark.worlds
 @every_run
 def test_faults_leave_no_trace(name, rate):
     run = run_with_faults(name, rate)

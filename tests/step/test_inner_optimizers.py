@@ -19,6 +19,7 @@ from tables import (
     cases,
     fused_step,
     pairs,
+    step,
     take_form_for_accelerators,
     unchanged,
     wide,
@@ -86,6 +87,7 @@ def test_a_step_whose_updates_pass_the_check_is_made(mode, monkeypatch):
     assert not jnp.array_equal(params["w"], TWO["w"])
 
 
+@pytest.mark.worlds
 @cases(
     "keep, wrap",
     product(
@@ -267,6 +269,7 @@ def trained_with(tx, sizes, params, jit=True):
     return params, state
 
 
+@pytest.mark.worlds
 @cases(
     "freeze, guard, window, jit",
     pairs(FREEZING, GUARDS, (1, 2), (False, True)),
@@ -295,6 +298,7 @@ def test_gradients_that_the_optimizer_never_reads_do_not_count(
         assert_same_bits(params["w"], alone["w"])
 
 
+@pytest.mark.worlds
 @cases("read", READING, fast=["set to zero last"])
 def test_gradients_that_the_optimizer_reads_count(read):
     tx = jaxscale.loss_scaled(READING[read](optax.adam(0.1)), max_norm=0.5)
@@ -305,6 +309,7 @@ def test_gradients_that_the_optimizer_reads_count(read):
     np.testing.assert_allclose(state.grad_norm, math.sqrt(2 + 3 * 100.0**2), rtol=1e-6)
 
 
+@pytest.mark.worlds
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_training_step_skips_nothing_for_a_frozen_parameter(retries):
     def loss_fn(params, x):
@@ -327,6 +332,7 @@ RUINED = {
 }
 
 
+@pytest.mark.worlds
 @cases("name", RUINED, fast=["adam", "dadapt"])
 def test_a_state_that_a_finite_gradient_ruins_is_kept_where_asked_for(name):
     inner, size = RUINED[name]
@@ -342,6 +348,34 @@ def test_a_state_that_a_finite_gradient_ruins_is_kept_where_asked_for(name):
         if is_checked:
             assert_same_bits((params, after.inner_state), (TRAINED, before.inner_state))
             assert_same_bits(after.scaling, before.scaling)
+
+
+# The updates and the state are finite, and the parameter is not.
+BEYOND = {
+    "float16": (unchanged, jnp.float16, 65000.0, 1000.0),
+    "bfloat16": (jaxscale.stochastic_rounding, jnp.bfloat16, 3.3e38, 3e37),
+    "bfloat16 with masters": (jaxscale.master_weights, jnp.bfloat16, 3.3e38, 3e37),
+    "float32": (unchanged, jnp.float32, 3.3e38, 3e37),
+}
+
+
+@cases("name, way", product(BEYOND, [fused_step, step]))
+def test_a_parameter_that_becomes_inf_is_kept_where_asked_for(name, way):
+    keep, dtype, start, size = BEYOND[name]
+    params = {"w": jnp.array([start, 1.0], dtype), "mask": jnp.array([-jnp.inf, 0.0])}
+    grads = {"w": jnp.array([size, 0.0]), "mask": jnp.zeros(2)}
+    for is_checked in (False, True):
+        inner = optax.scale(1.0)
+        tx = keep(jaxscale.skip_nonfinite(inner, check_updates=is_checked))
+        one_step = jax.jit(functools.partial(way, tx))
+        new_params, state = one_step(params, tx.init(params), grads)
+        assert jnp.isinf(new_params["w"][0]) != is_checked
+        assert state.step_applied != is_checked
+        if is_checked:
+            assert_same_bits(new_params, params)
+            small = jax.tree.map(lambda leaf: leaf * -1e-9, grads)
+            _, state = one_step(params, state, small)
+            assert state.step_applied
 
 
 def test_an_inf_that_a_state_starts_with_is_no_reason_to_skip():

@@ -95,6 +95,8 @@ every_step = cases(
 )
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @every_step
 def test_it_is_what_optax_does(norm, debug_nans, way, name):
     updates, state = clip(norm, debug_nans, way, name)
@@ -107,6 +109,7 @@ def test_it_is_what_optax_does(norm, debug_nans, way, name):
         assert_same_bits(updates, expected)
 
 
+@pytest.mark.worlds
 @every_step
 def test_the_state_shows_the_norm(norm, debug_nans, way, name):
     _, state = clip(norm, debug_nans, way, name)
@@ -115,6 +118,8 @@ def test_the_state_shows_the_norm(norm, debug_nans, way, name):
     assert avals(state) == avals(CLIPPED[name].init(PARAMS))
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 def test_an_infinite_gradient_makes_no_nan():
     tx = CLIPPED["safe"]
     grads = gradients(1, 2.0)
@@ -127,6 +132,7 @@ def test_an_infinite_gradient_makes_no_nan():
         assert state.grad_norm == jnp.inf, name
 
 
+@pytest.mark.worlds
 @cases("judged", [False, True], fast=[True])
 def test_the_norm_is_that_of_a_window(judged):
     """Also where spikes are looked for, which asks for the norm of each micro-batch."""
@@ -166,6 +172,7 @@ def triple(grads):
     return jax.tree.map(lambda leaf: 3 * leaf, grads)
 
 
+@pytest.mark.worlds
 def test_the_norm_is_that_of_what_a_hook_made_and_of_a_loss_that_is_bad():
     tx = CLIPPED["dynamic"]
     params = PARAMS | {"half": jnp.ones(5)}

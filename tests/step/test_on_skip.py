@@ -184,6 +184,7 @@ def test_members_that_are_not_compiled_call_it():
     assert_numbers_of_python(host)
 
 
+@pytest.mark.worlds
 def test_the_numbers_are_those_of_metrics():
     host = Host()
     tx = jaxscale.loss_scaled(
@@ -290,6 +291,7 @@ def state_after_batches(tx):
     return state
 
 
+@pytest.mark.worlds
 def test_it_changes_nothing_else_in_any_order_of_wrappers():
     plain = state_after_batches(jaxscale.multi_steps(jaxscale.loss_scaled(SGD), 2))
     host = Host()

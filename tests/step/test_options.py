@@ -73,6 +73,7 @@ def overflow(tx):
     return state
 
 
+@pytest.mark.worlds
 @cases("option", OPTIONS)
 def test_a_state_keeps_its_structure_under_an_optimizer_without_it(option):
     plain = jaxscale.loss_scaled(INNER)
@@ -81,6 +82,7 @@ def test_a_state_keeps_its_structure_under_an_optimizer_without_it(option):
     assert avals(after) == avals(state)
 
 
+@pytest.mark.worlds
 @cases("option", OPTIONS)
 def test_a_state_without_it_is_taken_over_as_the_error_says(option):
     tx = jaxscale.loss_scaled(INNER, **OPTIONS[option].arguments)
@@ -197,6 +199,7 @@ def test_a_dictionary_of_a_wrapper_that_is_on_is_read_by_one_that_is_off():
     assert_same_bits(restored, state._replace(scaling=off.scaling))
 
 
+@pytest.mark.worlds
 def test_off_is_off():
     bad = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), NET)
     before = OFF.init(NET)

@@ -139,6 +139,7 @@ X = jax.random.normal(jax.random.key(0), (16, 16))
 LARGEST = jnp.max(jnp.abs(X))
 
 
+@pytest.mark.worlds
 @cases("windowed", [False, True], fast=[True])
 def test_flaxs_fp8_statistics(windowed):
     model = nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp, dtype=jnp.float32)
@@ -181,6 +182,7 @@ class Product(nnx.Module):
         return self.product(x, self.w[...], MATRIX_PRODUCT)
 
 
+@pytest.mark.worlds
 def test_flaxs_fp8_statistics_in_nnx():
     """The optimizer trains `nnx.Param` alone, and the statistics are replaced all the same."""
     model = Product()

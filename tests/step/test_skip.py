@@ -95,6 +95,8 @@ def signed_numbers(dtype):
 MODES = {"eager": step, "jit": jax.jit(step, static_argnums=0)}
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases(
     "dtype, mode",
     # Outside of `jit` JAX has not all operations for the narrow ones.
@@ -197,6 +199,7 @@ def test_a_skipped_step_is_no_update_of_what_the_inner_returns(name, mode, monke
     assert not after.step_applied
 
 
+@pytest.mark.device
 @cases("mode", ["eager", "jit", "accelerator"], fast=["eager"])
 def test_a_leaf_without_an_update_stays(mode, monkeypatch):
     inner, params, grads = OTHER_UPDATES["no update for a leaf"]

@@ -80,6 +80,8 @@ EVERY_PAIR = [
 ]
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases(
     "entry, optimizer",
     EVERY_PAIR,
@@ -123,6 +125,7 @@ OVERFLOWING = 1e20  # its square is not finite
 SIZES = [OVERFLOWING, 1.0, *[OVERFLOWING] * 21]
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion  # Adam raises a float to a power that is an integer
 @cases("one_step", [step, fused_step], fast=[step])
 @cases("wrapper", WRAPPERS, fast=["scaled"])
@@ -151,6 +154,7 @@ def test_gradients_whose_squares_overflow_never_reach_adams_moments(wrapper, one
     assert metrics["total_notfinite"] == 0
 
 
+@pytest.mark.worlds
 @cases("optimizer", OPTIMIZERS, fast=["scaled"])
 def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
     tx = OPTIMIZERS[optimizer]
@@ -170,6 +174,7 @@ def test_a_step_without_gradients_is_made_and_not_judged(optimizer):
     assert (params_after["w"] != params["w"]).all()  # by its momentum
 
 
+@pytest.mark.worlds
 def test_micro_batches_are_judged_one_by_one():
     tx = jaxscale.multi_steps(OPTIMIZERS["safe"], 2)
     train_step = jax.jit(by_hand(tx))
@@ -182,6 +187,7 @@ def test_micro_batches_are_judged_one_by_one():
     assert counters(opt_state)["total_spikes"] == 1
 
 
+@pytest.mark.worlds
 def test_the_mean_loss_of_all_devices_is_judged():
     tx = jaxscale.skip_nonfinite(MOMENTUM, spikes=RULE, axis_name="d")
 
@@ -216,9 +222,15 @@ def test_nans_that_are_errors_are_not_made(scale, shown):
     np.testing.assert_allclose(state.grad_norm, shown, rtol=1e-6)
 
 
+def learned_state():
+    """A state whose optimizer has had gradients, so that only counters may be told of."""
+    state = OPTIMIZERS["safe"].init(PARAMS)
+    return state._replace(inner_state=jax.tree.map(jnp.ones_like, state.inner_state))
+
+
 @cases("counter, value", [("spike_count", 20), ("total_spikes", 51)])
 def test_check_warns_of_spikes_without_end(counter, value):
-    state = OPTIMIZERS["safe"].init(PARAMS)
+    state = learned_state()
     jaxscale.check(state)
     spikes = state.spikes._replace(**{counter: jnp.array(value)})
     state = state._replace(spikes=spikes, total_steps=jnp.array(1000))
@@ -237,7 +249,7 @@ def test_check_warns_of_spikes_without_end(counter, value):
 def test_check_warns_of_what_most_of_the_skipped_steps_were(
     total_spikes, total_notfinite, warning
 ):
-    state = OPTIMIZERS["safe"].init(PARAMS)
+    state = learned_state()
     spikes = state.spikes._replace(total_spikes=jnp.array(total_spikes))
     state = state._replace(
         spikes=spikes,

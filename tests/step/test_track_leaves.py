@@ -64,6 +64,7 @@ WAYS = {  # a step, an optimizer that tracks and one that does not
 }
 
 
+@pytest.mark.worlds
 @cases("way", WAYS, fast=["apply_gradients"])
 def test_the_last_overflow_is_kept_and_nothing_else_is_different(way):
     one_step, tracking, plain = WAYS[way]
@@ -103,6 +104,7 @@ def test_check_names_them():
     check_raises(state._replace(nonfinite_leaves=None), "^((?!leaves).)*$")
 
 
+@pytest.mark.worlds
 def test_check_names_the_first_of_many():
     many = {f"w{i}": jnp.full(1, jnp.inf) for i in range(9)}
     check_raises(stuck(many, 3, params=many), r"w0, w1, w2, w3, w4 and 4 more \(9 of")

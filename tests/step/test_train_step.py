@@ -89,6 +89,7 @@ def train_by_three_lines(name):
     return trained
 
 
+@pytest.mark.worlds
 @cases(
     "name, hook",
     [
@@ -206,6 +207,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.device
 @cases(
     "has_state, has_aux, retries",
     [(*has, retries) for has in OUTPUTS for retries in (0, 3)],
@@ -259,6 +261,7 @@ def spoil(grads):
 each_judged = cases("name, retries", product(JUDGED, [0, 2]), fast=[("tracked", 2)])
 
 
+@pytest.mark.worlds
 @each_judged
 def test_a_hook_hides_nothing(name, retries):
     tx = OPTIMIZERS[name]
@@ -272,6 +275,7 @@ def test_a_hook_hides_nothing(name, retries):
         assert_same_bits(metrics_after(batch, sanitize), metrics_after(batch, None))
 
 
+@pytest.mark.worlds
 @each_judged
 def test_nothing_of_a_hook_is_hidden(name, retries):
     tx = OPTIMIZERS[name]
@@ -329,6 +333,7 @@ AVERAGED = {
 NEVER_SKIPS = {"bare", "bare window", "switched off"}
 
 
+@pytest.mark.worlds
 @pytest.mark.filterwarnings(
     "ignore:.train_step.*(inside of another|is a bare optimizer)"
 )
@@ -406,6 +411,7 @@ def advance_state(params, state):
     return jax.tree.map(lambda old: old + jnp.ones((), old.dtype), state)
 
 
+@pytest.mark.worlds
 @cases(
     "name, after",
     product(WEAK, [None, advance_state]),
@@ -444,6 +450,7 @@ STATEFUL = {
 }
 
 
+@pytest.mark.worlds
 @cases("wrapper, inner", product(WRAPPERS, STATEFUL), fast=[("scaled", "adam")])
 def test_a_module_with_numbers_among_its_leaves_trains(wrapper, inner):
     """The state has None in their places: a dropout holds its rate, and whether it is off."""

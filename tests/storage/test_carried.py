@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import re
 
 import equinox as eqx
 import jax
@@ -62,6 +63,7 @@ def run(wrapper, number=3, params=PARAMS):
     return params, state
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder", "random, compact"])
 def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
     tx = make(wrapper)
@@ -80,6 +82,7 @@ def test_it_compiles_once_and_a_loop_does_the_same(wrapper):
     assert_same_bits(looped, params)
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["random, compact"])
 def test_a_pickle_goes_on_with_the_same_bits(wrapper):
     params, state = run(wrapper)
@@ -88,6 +91,7 @@ def test_a_pickle_goes_on_with_the_same_bits(wrapper):
     assert_same_bits(step(*saved, GRADS), step(params, state, GRADS))
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_population_draw_differently(wrapper):
     tx = make(wrapper)
@@ -101,6 +105,7 @@ def test_members_of_a_population_draw_differently(wrapper):
         assert (first["w"][member] != first["w"][0]).mean() > 0.2
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
     """They start from the same weights, so that nothing else tells them apart."""
@@ -119,6 +124,7 @@ def test_members_of_a_sweep_draw_differently_by_their_seeds(wrapper):
     assert_same_bits(train(0.01, 1)["w"], train(0.01, jnp.int32(1))["w"])
 
 
+@pytest.mark.worlds
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_a_population_is_so_many_runs(wrapper):
     tx = make(wrapper)
@@ -136,6 +142,7 @@ DEVICES = np.array(jax.devices("cpu")).reshape(4, 2)
 SPECS = {"w": P("data", "model"), "h": P("model")}
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, kind",
     [(name, kind) for name in WRAPPERS for kind in (AxisType.Auto, AxisType.Explicit)],
@@ -176,6 +183,7 @@ def take_steps(wrapper, params, grads):
 MESH = Mesh(DEVICES[:, 0], ("data",))
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, checked",
     [(name, flag) for name in WRAPPERS for flag in (True, False)],
@@ -202,6 +210,7 @@ def test_replicas_stay_equal(wrapper, checked):
         assert (leaf == leaf[:1]).all()
 
 
+@pytest.mark.worlds
 @cases("wrapper", RANDOM, fast=["random, compact"])
 def test_shards_draw_differently(wrapper):
     params = {"w": jnp.concatenate([PARAMS["w"][:16]] * 4), "h": PARAMS["h"]}
@@ -240,6 +249,7 @@ def own_nnx_step(model, optimizer, x, y):
     return loss
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder"])
 def test_nnx_learns_in_its_own_step_and_in_ours(wrapper):
     ends = []
@@ -279,6 +289,7 @@ def test_a_train_state_is_read_and_written_in_float32(wrapper):
         assert_same_bits((params, again.opt_state), (state.params, state.opt_state))
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder"])
 def test_a_module_of_equinox_is_read_in_float32(wrapper):
     mlp = eqx.nn.MLP(8, 1, 16, 1, dtype=jnp.bfloat16, key=jax.random.key(0))
@@ -315,6 +326,7 @@ def test_a_step_may_donate_what_was_made_of_a_checkpoint(storage):
     assert not any(leaf.is_deleted() for leaf in checkpoint.values())
 
 
+@pytest.mark.worlds
 @cases("wrapper", ["remainder", "float32"], fast=["remainder"])
 def test_nnx_starts_from_float32_parameters(wrapper):
     model = Perceptron(nnx.Rngs(0))
@@ -355,6 +367,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["remainder", "random"])
 def test_a_class_that_looks_at_its_children_learns(wrapper):
     params = Strict(PARAMS["w"], jnp.ones(64, jnp.bfloat16))
@@ -368,3 +381,42 @@ def test_a_class_that_looks_at_its_children_learns(wrapper):
     assert masters.w.dtype == jnp.float32
     if wrapper == "remainder":
         assert_same_bits(jaxscale.with_master_params(state, masters)[0].w, params.w)
+
+
+def masters(mask, storage="remainder"):
+    return jaxscale.master_weights(optax.adam(1e-3), storage, mask=mask)
+
+
+LEAVES = {"a": jnp.ones(4, jnp.bfloat16), "b": jnp.full(4, 0.3, jnp.bfloat16)}
+LEAVES |= {"c": jnp.ones(4, jnp.float16)}
+FROZEN = {"a": True, "b": False, "c": True}
+# The optimizer of a run, and the one that goes on with it.
+CHANGED = {
+    "unfrozen": (masters(FROZEN), masters(None)),
+    "frozen": (masters(None), masters(FROZEN)),
+    "storage": (masters(FROZEN), masters(FROZEN, "float32")),
+    "both": (masters(None), masters(FROZEN, "float32")),
+}
+
+
+@cases("name", CHANGED)
+def test_the_way_that_is_named_after_a_change_keeps_all_bits(name):
+    old_tx, tx = CHANGED[name]
+    params, old = LEAVES, old_tx.init(LEAVES)
+    for _ in range(3):
+        grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1), params)
+        params, old = jaxscale.apply_gradients(old_tx, grads, old, params)
+    names = {"jaxscale": jaxscale, "old_tx": old_tx, "tx": tx, "params": params}
+    names["state_dict"] = jaxscale.to_state_dict(old)
+    with pytest.raises(ValueError, match="`mask` or the `storage`") as error:
+        jaxscale.from_state_dict(tx.init(params), names["state_dict"])
+    for line in re.findall(r"`([^`]* = [^`]*\))`", str(error.value)):
+        exec(line, names)
+    state = names["opt_state"]
+    assert_same_bits(state.inner_state, old.inner_state)
+    expected = jaxscale.master_params(old, params)
+    actual = jaxscale.master_params(state, params)
+    if name in ("frozen", "both"):  # what is left out keeps no bits beside it
+        del expected["b"], actual["b"]
+    assert_same_bits(actual, expected)
+    jaxscale.apply_gradients(tx, grads, state, params)

@@ -35,6 +35,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "name, compiled", product(MOMENTS, [False, True]), fast=each(MOMENTS, [False, True])
 )
@@ -87,6 +88,7 @@ def test_a_mask_goes_over_the_state():
     assert dtypes(state.inner_state[0].nu) == ["float32", "bfloat16"]
 
 
+@pytest.mark.worlds
 def test_a_mean_of_squares_does_not_stand_still():
     """What a rounding to nearest breaks: 0.999 of a number and 0.001 of another one."""
     tx = jaxscale.compact_state(optax.scale_by_rms(decay=0.999))
@@ -104,6 +106,7 @@ def test_a_mean_of_squares_does_not_stand_still():
     assert spread < 0.001
 
 
+@pytest.mark.worlds
 @cases("wrapper", [jaxscale.master_weights, jaxscale.stochastic_rounding])
 def test_a_weight_and_its_state_take_the_bytes_that_are_promised(wrapper):
     params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
@@ -115,6 +118,8 @@ def test_a_weight_and_its_state_take_the_bytes_that_are_promised(wrapper):
     assert promised <= per_parameter < promised + 0.01
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 def test_a_skipped_step_keeps_the_state_and_its_key():
     tx = jaxscale.loss_scaled(jaxscale.compact_state(optax.adam(1e-3)))
     step = jax.jit(functools.partial(jaxscale.apply_gradients, tx))
@@ -148,6 +153,7 @@ def test_a_float32_state_is_read_into_a_compact_one_and_back():
         assert_same_bits(optax.tree.get(back, "nu")["w"], wide)
 
 
+@pytest.mark.worlds
 def test_gradients_of_half_precision_parameters_without_jaxscale_around():
     """optax keeps bfloat16 moments there, and those are its own."""
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -158,6 +164,7 @@ def test_gradients_of_half_precision_parameters_without_jaxscale_around():
     assert set(dtypes(updates)) == {"bfloat16"}
 
 
+@pytest.mark.worlds
 @cases("is_given", [True, False])
 def test_gradients_of_a_half_precision_copy_have_a_mean_of_squares_that_moves(is_given):
     """Of weights in float32, which a loop casts by hand; adam needs no parameters."""
@@ -204,6 +211,7 @@ if hasattr(optax.contrib, "madgrad"):  # not in the oldest Optax
     HOLD_WEIGHTS["madgrad"] = (optax.contrib.madgrad, 2)
 
 
+@pytest.mark.worlds
 @cases("name, compiled", product(HOLD_WEIGHTS, [False, True]), fast=[("sam", True)])
 def test_a_state_that_holds_weights_moves_no_parameter_by_rounding_them(name, compiled):
     """Without a learning rate each ends where its float32 state ends.

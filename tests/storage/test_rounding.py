@@ -34,6 +34,7 @@ def is_nan(bits):
     return (bits & 0x7FFFFFFF) > 0x7F800000
 
 
+@pytest.mark.device
 @cases("low, compiled", product(LOWS, [False, True]))
 def test_two_halves_are_the_number_bit_for_bit(low, compiled):
     split, join = rounding.split, rounding.join
@@ -108,6 +109,7 @@ def test_float16_is_rounded_as_by_a_cast_and_saturates(low, compiled):
 # Copies.
 
 
+@pytest.mark.worlds
 @cases("dtype, rounded_by", product(HALVES, ["nearest", "cast"]))
 def test_a_copy_survives_that_the_parameter_is_rounded_from(dtype, rounded_by):
     # ties among them
@@ -170,6 +172,8 @@ def draws(numbers, dtype, number=100_000):
     return np.asarray(rounded)
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases("name, dtype", product(RANDOM, HALVES), fast=each(RANDOM, HALVES))
 def test_rounding_at_random_is_right_on_average(name, dtype):
     numbers = RANDOM[name]
@@ -190,6 +194,7 @@ def test_rounding_at_random_is_right_on_average(name, dtype):
 LARGEST = {jnp.bfloat16: float(jnp.finfo(jnp.bfloat16).max), jnp.float16: 65504.0}
 
 
+@pytest.mark.device
 @cases("dtype", HALVES)
 def test_no_finite_number_is_rounded_to_inf_and_what_is_not_finite_stays(dtype):
     largest = LARGEST[dtype]
@@ -263,6 +268,7 @@ def words_of_steps(key, number=2):
     return words
 
 
+@pytest.mark.worlds
 def test_steps_arrays_and_members_draw_differently():
     like = jnp.zeros(2**16)
     words = []
@@ -320,6 +326,7 @@ def roundings(dtype):
     yield lambda x: rounding.join(*rounding.split(x))
 
 
+@pytest.mark.worlds
 @cases("dtype, way", product(HALVES, range(4)))
 def test_rounding_has_the_derivative_of_a_cast(dtype, way):
     rounded = list(roundings(dtype))[way]

@@ -145,6 +145,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, compiled",
     product(WRAPPERS, [False, True]),
@@ -178,6 +179,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, order",
     product(WRAPPERS, ORDERS),
@@ -200,6 +202,8 @@ OPTIONS = {
 }
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 @cases(
     "wrapper, options, form, compiled",
     pairs(WRAPPERS, OPTIONS, FORMS, [False, True]),
@@ -245,6 +249,7 @@ def test_micro_batches_move_nothing_until_their_window_is_full():
     assert (remainders != state.weights.remainders["w"]).any()
 
 
+@pytest.mark.worlds
 def test_a_pass_that_is_repeated_makes_one_step():
     def loss_fn(params):
         halves = jax.tree.map(lambda p: jnp.sum(p.astype(jnp.float16)), params)
@@ -279,6 +284,7 @@ def test_weights_that_were_replaced_are_not_set_back(storage, form):
         assert (np.abs(wide(new)[name] - given) <= 2 * half + 1e-5).all()
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS)
 def test_weights_that_were_set_to_zero_learn_again(wrapper):
     tx = WRAPPERS[wrapper](optax.adamw(1e-3))
@@ -291,6 +297,8 @@ def test_weights_that_were_set_to_zero_learn_again(wrapper):
         assert (leaf != 0).mean() > 0.9
 
 
+@pytest.mark.worlds
+@pytest.mark.device
 def test_bfloat16_alone_learns_nothing_where_these_learn():
     """One minus a thousand steps of 1e-4: what every one is for."""
     w = jnp.ones(256, jnp.bfloat16)
@@ -332,6 +340,7 @@ MASKS = {
 }
 
 
+@pytest.mark.worlds
 @cases("wrapper, mask", product(WRAPPERS, MASKS))
 def test_a_mask_says_which_leaves_are_meant_and_others_pass(wrapper, mask):
     tx = WRAPPERS[wrapper](optax.sgd(2.0**-10), mask=MASKS[mask])
@@ -400,8 +409,6 @@ def test_what_stands_beside_a_parameter_has_its_bytes():
 
 # The warning.
 
-LOST = r"`loss_scaled\(...\).init`: {} .* without float32 copies"
-
 
 def warnings_of(tx, params):
     with warnings.catch_warnings(record=True) as caught:
@@ -464,6 +471,7 @@ def test_nothing_is_told_where_nothing_is_lost(name):
 # Read and written as float32.
 
 
+@pytest.mark.device
 @cases("storage", STORAGES)
 def test_float32_parameters_go_in_and_come_out_bit_for_bit(storage):
     tx = jaxscale.master_weights(optax.adamw(1e-3), storage)
@@ -517,6 +525,7 @@ def test_master_params_are_the_parameters_where_nothing_is_beside_them():
 # Derivatives.
 
 
+@pytest.mark.worlds
 @cases(
     "wrapper, form",
     product(WRAPPERS, [plain_step, fused_step]),
@@ -599,6 +608,7 @@ def run_combined(name, wrap, params):
     return jaxscale.master_params(state, params), carried
 
 
+@pytest.mark.worlds
 @cases("name", COMBINED, fast=["on_grads", "clipped, spikes"])
 def test_they_go_with_everything_that_a_step_takes(name):
     # The gradients do not depend on the parameters, so float32 ones get the same.
@@ -613,6 +623,7 @@ def test_they_go_with_everything_that_a_step_takes(name):
     assert_same_bits(masters, exact)
 
 
+@pytest.mark.worlds
 @cases("wrapper", WRAPPERS, fast=["random"])
 def test_a_step_can_be_exported(wrapper):
     tx = WRAPPERS[wrapper](optax.adamw(1e-3))

@@ -1,7 +1,6 @@
 """Both forms of `jax.checkpoint` and of functions with rules of their own, by the flags of JAX."""
 
 import contextlib
-import functools
 
 import jax
 
@@ -28,18 +27,3 @@ def form(is_new, flags=FLAGS):
     finally:
         for flag, value in before.items():
             jax.config.update(flag, value)
-
-
-def in_old_form(test):
-    """Runs a test in JAX's old form, which is the default.
-
-    The new form of `jax.custom_jvp` makes arrays of the zeros of outputs that nothing depends on,
-    and keeps what the old one does not.
-    """
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        with form(is_new=False):
-            return test(*args, **kwargs)
-
-    return run

@@ -369,12 +369,29 @@ def primitives(fun, *args):
 
 
 def products(fun, *args):
-    """The dtype of each matrix product and convolution of a function, "<one> <other>" if mixed."""
-    return [
-        " ".join(sorted(dtypes))
-        for name, dtypes in primitives(fun, *args)
-        if name in table.PRODUCTS
-    ]
+    """The dtype that each matrix product and convolution of a function multiplies in.
+
+    "<one> <other>" if its operands differ.
+    """
+    found = []
+    for eqn in product_equations(fun, *args):
+        dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+        if "have_source" in eqn.params:  # ours, which casts what it reads
+            dtypes = [eqn.params["dtype"]]
+        names = {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)}
+        found.append(" ".join(sorted(names)))
+    return found
+
+
+def results_of_products(fun, *args):
+    """The dtype that each matrix product and convolution of a function returns."""
+    return [str(eqn.outvars[0].aval.dtype) for eqn in product_equations(fun, *args)]
+
+
+def product_equations(fun, *args):
+    """The matrix products and convolutions of a function."""
+    eqns = equations(jax.make_jaxpr(fun)(*args))
+    return [eqn for eqn in eqns if _jax.operation(eqn) in table.PRODUCTS]
 
 
 def loss_of(fun):

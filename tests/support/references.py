@@ -11,12 +11,18 @@ from jaxscale import presets
 F32 = np.float32
 
 
+def in_range(policy, scale):
+    """A restored scale, brought to the nearest one between the bounds and the first."""
+    numbers = sorted([policy.min_scale, policy.init_scale, policy.max_scale])
+    return min(max(scale, numbers[0]), numbers[-1])
+
+
 def preset(policy, state, finite, largest=None):
     """One step of the rule of `PresetLossScale`, as its docstring has it."""
     scale, streak, left = state
-    scale = F32(scale)
     low = F32(policy.min_scale)
     high = F32(policy.max_scale)
+    scale = F32(in_range(policy, scale))
     if finite:
         streak += 1
         if policy.refill_on_finite:
@@ -29,17 +35,12 @@ def preset(policy, state, finite, largest=None):
                 grown = high
             elif grown > high:
                 grown = scale
-            if policy.clamp == "never":
-                grown = max(scale, grown)
             scale = grown
     else:
         streak = -policy.growth_delay
         left = max(left - 1, 0)
         if left == 0:
-            lower = max(scale * F32(policy.backoff_factor), low)
-            if policy.clamp == "never":
-                lower = min(scale, lower)
-            scale = lower
+            scale = max(scale * F32(policy.backoff_factor), low)
             if policy.refill_on_backoff:
                 left = policy.hysteresis
     return float(scale), streak, left
@@ -80,15 +81,14 @@ def adaptive(policy, state, finite, largest=None):
     scale, peak, level, crest, *counts = state
     lowest = exponent_of(policy.min_scale)
     highest = exponent_of(policy.max_scale)
-    exponent = min(exponent_of(scale), highest)
+    exponent = exponent_of(in_range(policy, scale))
     logs = [int(log * UNIT) for log in (peak, level, crest)]
     new = Adapting(exponent, *logs, *counts)
     if not finite:
         fall = (1, 8, 16)[min(new.overflows, 2)]
         if new.overflows == 0 and new.peak > UNKNOWN:
             learn(policy, new)
-        lower = max(min(exponent - fall, new.fitting()), lowest)
-        new.exponent = min(exponent, lower)
+        new.exponent = max(min(exponent - fall, new.fitting()), lowest)
         new.overflows += 1
     elif largest:
         follow(policy, new, largest)

@@ -63,55 +63,6 @@ def recorded():
     return traces
 
 
-def made_up(steps=20_000):
-    """Runs that are made up, by name: what no recorded one shows."""
-    rng = np.random.default_rng(0)
-    step = np.arange(steps)
-
-    def noisy(log):
-        return log + 0.3 * rng.standard_normal(steps)
-
-    def draw(share):
-        return rng.random(steps) < share
-
-    def ceiling_of(largest, ratio=14.0):
-        # What overflows first is larger than the largest gradient by a ratio that varies.
-        top = np.minimum(noisy(ratio), 16)
-        return np.floor(top - largest).astype(np.int32)
-
-    def trace(largest, ratio=14.0):
-        return Trace(ceiling_of(largest, ratio), largest)
-
-    def trace_with_bad(bad):
-        largest = noisy(-4)
-        return Trace(np.where(bad, BAD, ceiling_of(largest)), largest)
-
-    # The order is that in which the numbers of the tables were drawn.
-    bad = draw(0.01)
-    middle = (step >= 0.3 * steps) & (step < 0.6 * steps)
-    moved = {
-        f"gradients x 2**{by} for a while": trace(noisy(-4) + by * middle)
-        for by in (-16, -11, -6, 6, 11)
-    }
-    return {
-        "constant": Trace(np.full(steps, 18, np.int32), np.full(steps, -4.0)),
-        "noise alone": trace(noisy(-4)),
-        "drift up by 2**20": trace(noisy(-14) + 20 * step / steps),
-        "drift down by 2**20": trace(noisy(-4) - 20 * step / steps),
-        **moved,
-        "x 2**8 in every other 2,000 steps": trace(noisy(-8) + 8 * (step // 2000 % 2)),
-        "heavy tails (t, 3 degrees)": trace(-4 + 0.5 * rng.standard_t(3, steps)),
-        "spikes of 2**6 in 0.2 %": trace(noisy(-4) + 6 * draw(0.002)),
-        "activations x 2**5 for a while": trace(noisy(-4), 14 - 5 * middle),
-        "activations x 2**9 for a while": trace(noisy(-4), 14 - 9 * middle),
-        "activations 2**14 above": trace(noisy(-4), 2.0),
-        "tiny at first": trace(noisy(-4) - 12 * np.exp(-step / 200)),
-        "1 % bad, told": trace_with_bad(bad)._replace(told=bad),
-        "1 % bad, untold": trace_with_bad(bad),
-        "spikes of 2**20 in 1 %": trace(noisy(-22) + 20 * draw(0.01)),
-    }
-
-
 def rare(usual, large, share, steps=20_000, seed=0, noise=0.0, burst=1):
     """A run with the same gradients in all steps but a share that is drawn, and which those are.
 

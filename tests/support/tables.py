@@ -107,28 +107,61 @@ class Thinned(list):
         self.whole = whole
 
 
-def pairs(*columns, where=lambda *row: True):
+def pairs(*columns, where=lambda *row: True, among=lambda *row: True):
     """A table in which each two values of two columns meet in a row, with far fewer than all rows.
 
     What goes wrong goes wrong with two of them; nearly nothing needs three at once. `where` says of
-    a row whether it may be one.
+    a row whether it may be one, and `among` whether it may be chosen (see `half`).
     """
+    whole = [row for row in itertools.product(*columns) if where(*row)]
     pairs_of = {}
-    for row in itertools.product(*columns):
-        if where(*row):
+    for row in whole:
+        if among(*row):
             pairs_of[row] = set(itertools.combinations(enumerate(row), 2))
     left = set().union(*pairs_of.values())
     table = []
     while left:
         table.append(max(pairs_of, key=lambda row: len(left & pairs_of[row])))
         left -= pairs_of[table[-1]]
-    return Thinned(table, whole=pairs_of)
+    return Thinned(table, whole=whole)
+
+
+def half(first, second):
+    """Returns whether two values are among the half of all pairs in which each value is as often.
+
+    For `among` of `pairs`, with two long columns, whose pairs are most of the table.
+    """
+    places = {}
+    for column in (first, second):
+        for place, value in enumerate(column):
+            places[value] = place
+
+    def is_chosen(one, other):
+        return (places[one] + places[other]) % 2 == 0
+
+    return is_chosen
 
 
 def each(*columns):
     """A table in which each value of each column stands in a row: as many as the longest has."""
     rows = zip(*map(itertools.cycle, columns), strict=True)
     return list(itertools.islice(rows, max(map(len, columns))))
+
+
+def spread(first, second, times=2):
+    """A table in which each value of one column meets some of another, each as often as any other.
+
+    For a program and the ways to run it, where what goes wrong goes wrong with most programs of a
+    way, or in most ways of a program.
+    """
+    rows = []
+    of_second = itertools.cycle(second)
+    for number, value in enumerate(first):
+        # not the same ones again and again, where the one length divides the other
+        if number and number * times % len(second) == 0:
+            next(of_second)
+        rows += [(value, next(of_second)) for _ in range(times)]
+    return Thinned(rows, whole=list(itertools.product(first, second)))
 
 
 def unchanged(fun):

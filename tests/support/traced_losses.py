@@ -12,8 +12,6 @@ import jaxscale
 from jaxscale import diagnostics
 
 HALF = jnp.float16
-DIFFERENTIATED = hasattr(jax, "new_ref")  # newer versions of JAX differentiate refs
-new_ref = jax.new_ref if DIFFERENTIATED else jax.experimental.mutable_array
 
 
 def marked(name, file):

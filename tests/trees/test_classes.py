@@ -91,6 +91,7 @@ def test_value_and_grad_takes_them():
     jaxscale.value_and_grad(loss, SCALING)(PARAMS, BATCH)
 
 
+@pytest.mark.worlds
 @cases(
     "wrap",
     [scale_backward, scaled_autocast, autocast_scaled],
@@ -165,6 +166,7 @@ def train(tx, compiled=True, fun=loss, state=(), **options):
     return params, opt_state
 
 
+@pytest.mark.worlds
 @pytest.mark.standard_promotion  # of Optax's Adam
 @cases("name", STEPS, fast=["state and aux", "retries, eager"])
 def test_they_are_trained_watched_and_saved(name):

@@ -242,22 +242,26 @@ PYTHON = [
 ]
 
 
+KINDS = [jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
+
+
+def is_of_higher_kind(number, dtype):
+    kinds = [
+        next(i for i, kind in enumerate(KINDS) if jnp.issubdtype(of, kind))
+        for of in (type(number), dtype)
+    ]
+    return kinds[0] > kinds[1]
+
+
 def convert(number, dtype):
-    """What NumPy makes of a Python number, or `None` where that is another number."""
-    if dtype.kind != "c":
-        if number.imag != 0:
-            return None
-        number = number.real
-    may_round = jnp.issubdtype(dtype, jnp.inexact)
+    """What NumPy makes of a Python number, or `None` where it raises an `OverflowError`."""
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-            array = np.asarray(number * 1.0 if may_round else number).astype(dtype)
+            if jnp.issubdtype(dtype, jnp.inexact):
+                return np.asarray(number * 1.0).astype(dtype)
+            return np.asarray(number, dtype)
     except OverflowError:
         return None
-    is_kept = array.item() == number
-    if may_round:  # and stays as finite as it was
-        is_kept = np.isfinite(array) == np.isfinite(number)
-    return array if is_kept else None
 
 
 def assert_meets(leaf, array, expected, tree_where=jaxscale.tree_where):
@@ -286,15 +290,20 @@ def assert_does_not_meet(leaf, array, message, tree_where=jaxscale.tree_where):
             tree_where(pred, {"x": a}, {"x": b})
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @cases("dtype", MEETING, fast=["bool", "uint8", "float16"])
 def test_a_python_number_takes_the_dtype_of_the_array_it_meets(dtype):
     for array in (jnp.ones((), dtype), np.ones((), dtype)):
         for number in PYTHON:
+            if is_of_higher_kind(number, array.dtype):
+                assert_does_not_meet(number, array, "dtypes")
+                continue
             expected = convert(number, array.dtype)
-            if expected is None:
-                assert_does_not_meet(number, array, "does not hold")
-            else:
+            if expected is not None:
                 assert_meets(number, array, expected)
+                continue
+            with pytest.raises((OverflowError, TypeError)):  # the latter by `ml_dtypes`
+                jaxscale.tree_where(True, number, array)
 
 
 # Weakly typed numbers, and the dtypes of those that are of a lower kind.
@@ -328,10 +337,9 @@ def test_two_python_numbers_become_what_jax_makes_of_them():
         assert_same_bits(jaxscale.tree_where(False, a, b), jnp.asarray(b, dtype))
 
 
-@pytest.mark.parametrize("number", [2**31, 1e39])
-def test_two_python_numbers_that_jax_does_not_hold_are_an_error(number):
-    with pytest.raises(TypeError, match="does not hold"):
-        jaxscale.tree_where(True, number, number)
+def test_two_python_numbers_that_jax_does_not_hold_are_an_error():
+    with pytest.raises(OverflowError):
+        jaxscale.tree_where(True, 2**31, 2**31)
 
 
 def test_a_python_number_may_be_wider_than_32_bits():
@@ -356,6 +364,7 @@ def make_leaves(make, n, m):
     ]
 
 
+@pytest.mark.worlds
 def test_shapes_may_be_symbols():
     def step(params, grads):
         moved = apply_updates(params, jaxscale.unscale(EIGHT, grads))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jax
-from ..._jax import JaxprEqn, Op, is_half, is_ref, new_ref, primitives_that
+from ..._jax import JaxprEqn, Op, is_half, is_ref, primitives_that
 from .needs import results
 
 _ON_REFS = primitives_that(Op.ON_REFS)
@@ -94,7 +94,7 @@ def _bind_copies(
     refs = []
     for atom, value in zip(eqn.invars, inputs, strict=True):
         if is_ref(atom):
-            value = new_ref(jnp.asarray(value))
+            value = jax.new_ref(jnp.asarray(value))
             refs.append(value)
         args.append(value)
     outputs = _jax.bind(eqn, args, params)

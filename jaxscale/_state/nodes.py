@@ -1,0 +1,37 @@
+"""Nodes of a training state: their children by name, and whose they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+def children_of(node: Any) -> dict[str, Any] | None:
+    """Returns the children of a node by name, `None` for a leaf."""
+    if jax.tree_util.all_leaves([node]):
+        return None
+    pairs, _ = _flatten_once(node)
+    return {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
+
+
+def rebuild(node: Any, children: list[Any]) -> Any:
+    """Returns a node with other children."""
+    _, structure = _flatten_once(node)
+    return structure.unflatten(children)
+
+
+def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Returns the children of a node, each with its path, and the structure around them."""
+    return jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
+
+
+def is_own_state(node: Any) -> bool:
+    """Returns whether a node is a state of jaxscale."""
+    # Only named tuples: a `TrainState` is also jaxscale's own, but its fields have no defaults.
+    if hasattr(node, "_fields"):
+        package = type(node).__module__.partition(".")[0]
+        return package == __name__.partition(".")[0]
+    # `nnx.state` makes a mapping of a named tuple.
+    return isinstance(node, Mapping) and set(node) >= {"scaling", "total_steps"}
