@@ -9,7 +9,6 @@ from tables import cases
 
 from jaxscale.diagnostics._switches.backward import Backward
 from jaxscale.diagnostics._switches.board import Switchboard, Variant
-from jaxscale.diagnostics._switches.search import Search
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -124,30 +123,3 @@ def test_switches_choose_between_half_precision_and_float32(program, notes_birth
         assert not outcome.births
     # They differ by more than what is allowed.
     assert np.abs(compute(program, HALF) - exact).max() > 1e-5
-
-
-def overflow(w, x):
-    y = x.astype(HALF) @ w.astype(HALF) * HALF(20000)  # fault
-    return mean_square(y.astype(jnp.float32) / 20000)
-
-
-def underflow(w, x):
-    y = x.astype(HALF) @ w.astype(HALF)
-    y = y * HALF(2.0**-12) * HALF(2.0**-13) * HALF(2.0**13)  # fault
-    return mean_square(y.astype(jnp.float32) * 2.0**12)
-
-
-def rounding(w, x):
-    y = x.astype(HALF) @ w.astype(HALF)
-    y = (y + HALF(20000)) - HALF(20000)  # fault
-    return mean_square(y)
-
-
-@cases("fault", [overflow, underflow, rounding])
-def test_the_line_and_the_limit_to_blame_are_found(fault):
-    search = Search(make_board(fault, W, X))
-    scale = search.find_largest_scale() or 1.0
-    blame = search.blame(search.error_at(scale))
-    (line,) = blame.lines
-    assert line.text.endswith("# fault")
-    assert blame.limit == fault.__name__

@@ -448,7 +448,7 @@ class _Run:
             case Form.BRANCHES:
                 branches = [functools.partial(run, i) for i in range(len(opened))]
                 return self._switch(branches, inputs)
-            case Form.SHARD_MAP | Form.PMAP:
+            case Form.SHARD_MAP:
                 return self._map(eqn, inputs, functools.partial(run, 0))
         return run(0, *inputs)
 

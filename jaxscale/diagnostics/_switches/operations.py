@@ -129,7 +129,7 @@ class Operations:
         opened = []
         for held in programs:
             inner = needs
-            if form in (Form.WHILE, Form.SHARD_MAP, Form.PMAP):
+            if form in (Form.WHILE, Form.SHARD_MAP):
                 inner = (unite(eqn, needs),) * len(results(held.program.jaxpr))
             opened.append((held, inner))
         return opened
