@@ -77,6 +77,7 @@ _SUBTRACTS = primitives_that(Op.SUBTRACTS) - {"neg"}
 _PRODUCTS_OF_TWO = primitives_that(Op.MULTIPLIES | Op.ELEMENTWISE)
 _SUMS = primitives_that(Op.ADDS | Op.REDUCTION)
 _MOVES = primitives_that(Op.PASSES_ON) | primitives_that(Op.MOVE) | {"neg"}
+_EXTREMES = primitives_that(Op.PASSES_ON | Op.REDUCTION)
 _LINEAR = _MOVES | _ADDS | _SUBTRACTS
 _ELEMENTS = primitives_that(Op.ELEMENTWISE) | _MOVES
 # What may lie between an exponential and the logarithm of what is made of it.
@@ -196,8 +197,13 @@ def _name_region(
     has_exponential = bool(names & _EXPONENTIALS)
     if primitive in _DIVIDES:
         divided_by = _walk_back(operations, end.makers[1], _BETWEEN)
-        made_by = {operations.by_key[key].eqn.primitive.name for key in divided_by}
-        if has_sum and made_by & _EXPONENTIALS:
+        exponentials = [
+            operations.by_key[key]
+            for key in divided_by
+            if operations.by_key[key].eqn.primitive.name in _EXPONENTIALS
+        ]
+        is_shifted = any(_is_shifted(operations, each) for each in exponentials)
+        if has_sum and exponentials and not is_shifted:
             return "exponential of a row", region
         return "", set()
     if _count_products(operations, region) >= _MANY_FACTORS:
@@ -213,11 +219,21 @@ def _name_region(
         return "", set()
     if has_exponential and is_quotient:
         return "softmax", region
-    if has_exponential and has_sum:
-        return "logarithm of a sum", region
-    if has_exponential:
-        return "exponential", region
-    return "", set()
+    if not has_exponential or names - _BETWEEN - _EXPONENTIALS:
+        return "", set()
+    return "logarithm of a sum" if has_sum else "exponential", region
+
+
+def _is_shifted(operations: Operations, exponential: Operation) -> bool:
+    """Returns whether a maximum was subtracted from an exponent."""
+    before = _walk_back(operations, exponential.makers[0], _MOVES)
+    for key in before:
+        difference = operations.by_key[key]
+        if difference.eqn.primitive.name in _SUBTRACTS:
+            subtracted = _walk_back(operations, difference.makers[1], _MOVES)
+            names = {operations.by_key[k].eqn.primitive.name for k in subtracted}
+            return bool(names & _EXTREMES)
+    return False
 
 
 def _count_products(operations: Operations, region: Set[EquationKey]) -> int:

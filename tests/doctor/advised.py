@@ -183,7 +183,10 @@ def log_of_sum_of_exponentials():
 # Exponentials and sums that are too large.
 
 
-@advice("Subtract the maximum of each row before the exponential", 6 * ROWS)
+@advice(
+    "Subtract the maximum of each row before the exponential",
+    jnp.array([[12.0, 14.0, 4.0], [7.0, 13.0, 6.5], [3.0, 20.0, 2.5]]),
+)
 def softmax_without_its_maximum():
     def faulty(x, w):
         e = jnp.exp(_multiply(x, w))  # fault

@@ -352,27 +352,6 @@ def cancelled(p, b):
 
 # The branch of a `where` that is not taken, and integers that are made of floats.
 
-SIGNED = jnp.array([[1.0, 3.0, -1.0], [0.0, 1.0, -2.0]])
-
-
-@model(params={"w": jnp.ones(3)}, batch=SIGNED)
-def root_not_taken(p, x):
-    h = (x * p["w"]).astype(HALF)
-    return jnp.where(h > 0, jnp.sqrt(h), h)  # not taken
-
-
-@model(params={"w": jnp.ones(3)}, batch=SIGNED)
-def power_not_taken(p, x):
-    h = x * p["w"]
-    return jnp.where(h > 0, h**1.5, h)  # not taken either
-
-
-@model(params={"w": jnp.ones(3)}, batch=SIGNED)
-def arc_not_taken(p, x):
-    h = (x * p["w"]).astype(HALF)
-    angle = jnp.arccos(h)  # the arc
-    return jnp.where(jnp.abs(h) < 1, angle, h)
-
 
 @model(params={"t": jnp.arange(3000.0)}, batch=jnp.array([2501.0, 2049.0, 7.0]))
 def index_of_floats(p, x):

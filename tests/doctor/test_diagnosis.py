@@ -182,22 +182,6 @@ NONFINITE = {
         ],
         never=["become 0", "log_softmax"],
     ),
-    "root_not_taken": Case(
-        1,
-        [
-            f"It begins at {line_of('not taken')}",
-            "Put another `where` inside",
-            "loss and gradients are finite: that was tried",
-        ],
-        never=["a variance"],
-    ),
-    "power_not_taken": Case(
-        1,
-        [f"It begins at {line_of('not taken either')}", "Put another `where` inside"],
-    ),
-    "arc_not_taken": Case(
-        1, [f"It begins at {line_of('the arc')}", "Put another `where` inside"]
-    ),
     "clip": Case(
         1,
         [

@@ -337,7 +337,10 @@ class _Run:
     ) -> list[Any]:
         place = self._operations.place_of(eqn, needs, around)
         rounding = _Rounding(self, place, key_of(eqn, around))
-        inputs = [self._read(eqn, atom, env, rounding, around) for atom in eqn.invars]
+        inputs = [
+            self._read(eqn, position, env, rounding, around)
+            for position in range(len(eqn.invars))
+        ]
         opened = self._operations.open(eqn, needs)
         if opened:
             return self._enter(eqn, opened, inputs, around)
@@ -359,18 +362,19 @@ class _Run:
     def _read(
         self,
         eqn: JaxprEqn,
-        atom: Any,
+        position: int,
         env: dict[Any, Any],
         rounding: "_Rounding",
         around: Around,
     ) -> Any:
+        atom = eqn.invars[position]
         if not isinstance(atom, Literal):
             if atom not in env:  # nothing needs it
                 return widen(zeros_of(atom))
             return env[atom]
         if not is_half(dtype_of_atom(atom)):
             return atom.val
-        exact = self._operations.exact(eqn, around, atom)
+        exact = self._operations.exact(eqn, around, position)
         if exact is None:
             return widen(np.asarray(atom.val, dtype_of_atom(atom)))
         # JAX rounded the number before it traced the equation.
@@ -548,9 +552,7 @@ class _Run:
             self._on, self._limits = outside
             return tuple(outputs)
 
-        specs = (jax.sharding.PartitionSpec(),) * 2 + tuple(
-            mapped.options[mapped.inputs]
-        )
+        specs = (jax.sharding.PartitionSpec(),) * 2 + tuple(mapped.options["in_specs"])
         limits = jnp.stack(list(map(jnp.asarray, self._limits)))
         try:
             return list(mapped.map(body, in_specs=specs)(switches, limits, *inputs))
@@ -559,13 +561,17 @@ class _Run:
 
     # For `_Rounding`.
 
-    def shake(self, place: Place) -> np.float32:
-        """Returns a number near 1, or 1 for an operation that returns what it is given."""
+    def shake(self, x: Any, place: Place) -> Any:
+        """Returns numbers changed by little, each by itself, unless they were only passed on."""
         if place.primitive in _GIVEN:
-            return np.float32(1)
-        return 1 + np.float32(_SHAKE) * self._signs.choice(
-            np.array([-1, 1], np.float32)
-        )
+            return x
+        # A sign for each element: one for all would cancel in a quotient, as in a softmax.
+        signs = np.float32(_SHAKE)
+        for axis, size in enumerate(np.shape(x)):
+            along = self._signs.choice(np.array([-1, 1], np.float32), size)
+            signs = signs * lax.broadcast_in_dim(along, np.shape(x), [axis])
+        # XLA would take long to fuse so many operations into one.
+        return lax.optimization_barrier(x * (1 + signs))
 
     def is_on(self, place: Place) -> Any:
         return self._on[_switch_of(place, self._variant)]
@@ -597,9 +603,7 @@ class _Rounding:
         if self._is_exact:
             return x
         if self._is_shaken:
-            factor = lax.full_like(x, self._run.shake(self.place))
-            # XLA would take long to fuse so many operations into one.
-            return lax.optimization_barrier(lax.mul(x, factor))
+            return self._run.shake(x, self.place)
         dtype = np.dtype(self._dtype or dtype)
         if self._is_limited:
             return _select(self._run.is_on(self.place), self._limit(x, dtype), x)

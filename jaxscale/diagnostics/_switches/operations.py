@@ -142,9 +142,9 @@ class Operations:
         layer = find_layer(eqn, around)
         return Place(self._lines[tracebacks], layer, eqn.primitive.name, is_backward)
 
-    def exact(self, eqn: JaxprEqn, around: Around, literal: Literal) -> float | None:
-        """Returns the number that JAX rounded to a literal before it traced the equation."""
-        return self._constants.exact(eqn, around, literal)
+    def exact(self, eqn: JaxprEqn, around: Around, position: int) -> float | None:
+        """Returns the number that JAX rounded to an input before it traced the equation."""
+        return self._constants.exact(eqn, around, position)
 
     def _look_at(
         self, jaxpr: Jaxpr, needs: Needs, around: Around, inputs: Sequence[Keys]
@@ -180,18 +180,18 @@ class Operations:
                 self.dtypes.setdefault(place, str(dtype_of_atom(var)))
         if hides_equations(eqn):
             self.not_entered.add(place.primitive)
-        for atom in eqn.invars:
-            if isinstance(atom, Literal):
-                self._note_constant(eqn, around, atom, place)
+        for position in range(len(eqn.invars)):
+            self._note_constant(eqn, around, position, place)
         key = key_of(eqn, around)
         self.by_key[key] = Operation(eqn, place, tuple(made_of))
         return [frozenset([key])] * len(eqn.outvars)
 
     def _note_constant(
-        self, eqn: JaxprEqn, around: Around, literal: Literal, place: Place
+        self, eqn: JaxprEqn, around: Around, position: int, place: Place
     ) -> None:
-        exact = self.exact(eqn, around, literal)
+        exact = self.exact(eqn, around, position)
         if exact is not None:
+            literal: Any = eqn.invars[position]
             dtype = str(dtype_of_atom(literal))
             rounded = Rounded(place.line, exact, float(literal.val), dtype)
             self.constants.setdefault((place.line[:2], exact, dtype), rounded)

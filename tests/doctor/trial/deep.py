@@ -132,7 +132,7 @@ def deep_squares(half):
 
 @faulty("epsilon", "deepspeedai/DeepSpeed/issues/581")
 def deep_root_mean_square(half):
-    """The epsilon of each norm is 0 in float16, and the seventh layer has an input of 0."""
+    """The epsilon of each norm is 0 in float16, and a token is 0 in the first layer."""
 
     def norm(x):
         mean = jnp.mean(x * x, axis=-1, keepdims=True)
@@ -140,6 +140,7 @@ def deep_root_mean_square(half):
 
     loss_fn, params, tokens = gpt(half, functools.partial(Layer, norm=norm))
     params["Embed_0"]["embedding"][tokens[0, 0]] = 0
+    params["positions"][0] = 0
     return loss_fn, params, tokens
 
 
