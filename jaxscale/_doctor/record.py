@@ -15,7 +15,7 @@ from .exam import Exam
 from .faults import Check
 from .finding import Finding, has_problem
 
-_VERSION = 4
+_VERSION = 3
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}  # as JSON may write them
 # What the parts of an exam keep for the text alone.
 _NOT_WRITTEN = ("is_divided", "is_lost", "grads", "error")
