@@ -28,7 +28,6 @@ import jaxscale
 from jaxscale import _jax, diagnostics
 from jaxscale.diagnostics._switches.backward import Backward
 from jaxscale.diagnostics._switches.board import Switchboard
-from jaxscale.diagnostics._switches.needs import HOLDERS
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -601,7 +600,7 @@ def test_a_form_that_is_not_known_is_named_in_a_trace(name, change):
     assert report.loss == 2 * fun(X)
     assert report.not_entered == (eqn.primitive.name,)
     assert f"looked at as one: {eqn.primitive.name}" in str(report)
-    assert eqn.primitive.name in HOLDERS
+    assert eqn.primitive.name in _jax.FORMS
 
 
 @cases("name", [name for name in HOLDING if name != "shard_map"])

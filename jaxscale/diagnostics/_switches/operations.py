@@ -5,15 +5,12 @@ from typing import Any, NamedTuple
 
 from ... import _jax
 from ..._jax import (
-    Form,
     Held,
     Jaxpr,
     JaxprEqn,
     Literal,
-    UnknownFormError,
     is_half,
     is_ref,
-    open_equation,
 )
 from .backward import Backward
 from .evaluate import dtype_of_atom
@@ -116,29 +113,13 @@ class Operations:
 
     def open(self, eqn: JaxprEqn, needs: Needs) -> list[tuple[Held, Needs]]:
         """Returns the programs of an equation, and what their results are needed for."""
-        form = _jax.form_of(eqn)
-        try:
-            programs = open_equation(eqn)
-        except UnknownFormError:
-            return []
-        if form is Form.SCAN:
-            return [
-                (held, self._analysis.find_body_needs(_jax.scan(eqn), needs))
-                for held in programs
-            ]
-        opened = []
-        for held in programs:
-            inner = needs
-            if form in (Form.WHILE, Form.SHARD_MAP):
-                inner = (unite(eqn, needs),) * len(results(held.program.jaxpr))
-            opened.append((held, inner))
-        return opened
+        return self._analysis.open(eqn, needs)
 
     def place_of(self, eqn: JaxprEqn, needs: Needs, around: Around) -> Place:
         tracebacks = tuple(_jax.traceback_of(e) for e in (eqn, *around))
         if tracebacks not in self._lines:
             self._lines[tracebacks] = find_line(eqn, around)
-        is_backward = not unite(eqn, needs) & FORWARD
+        is_backward = not unite(needs) & FORWARD
         layer = find_layer(eqn, around)
         return Place(self._lines[tracebacks], layer, eqn.primitive.name, is_backward)
 
