@@ -13,11 +13,12 @@ from ..diagnostics._switches.board import (
     Numbers,
     Outcome,
     Variant,
+    are_finite,
 )
 from ..diagnostics._switches.operations import Place
 from ..diagnostics._switches.search import CLOSE, STABLE, Blame, ErrorOf, Search
 from . import cures
-from .gradients import Comparison, are_finite, compare_gradients
+from .gradients import Comparison, compare_gradients
 
 
 class Fault(NamedTuple):
