@@ -41,7 +41,6 @@ def test_the_fault_is_named_with_its_cure(name, doctor, no_pictures):
     assert "1e-3" not in answer.out  # most probabilities are far below it
 
 
-# A softmax of one large number has gradients that float32 itself does not hold for sure.
 @pytest.mark.worlds
 @cases("name", ADVICE, fast=["index"])
 def test_the_cure_helps(name, doctor, no_pictures):
