@@ -45,7 +45,7 @@ def test_the_json_has_the_results(doctor, no_pictures):
     results = json.loads(answer.out)
     assert list(results) == FIELDS.split()
     expected = {
-        "version": 4,
+        "version": 3,
         "found": False,
         "verdict": "Nothing is wrong.",
         "loss": 3.5,
