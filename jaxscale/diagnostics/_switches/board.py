@@ -631,7 +631,7 @@ class _Rounding:
         is_tiny = lax.lt(lax.abs(x), np.float32(info.tiny))
         tiny = lax.select(is_tiny, rounded, limited)
         limited = _select(limits.smallest, tiny, limited)
-        is_huge = lax.eq(lax.abs(rounded), np.float32(np.inf))
+        is_huge = lax.bitwise_not(lax.is_finite(rounded))  # NaN in some formats
         return _select(limits.largest, lax.select(is_huge, rounded, limited), limited)
 
     def clean(self, x: Any) -> Any:
