@@ -99,22 +99,12 @@ class Check(NamedTuple):
 class Checker:
     """Compares the gradients of a switchboard, and those of the compiled program, with float32.
 
-    `names` are those of the leaves, by their names on the switchboard. `best` is the largest loss
-    scale that fits, or `None`.
+    `best` is the largest loss scale that fits, or `None`.
     """
 
-    def __init__(
-        self, search: Search, names: Mapping[str, str], best: float | None
-    ) -> None:
+    def __init__(self, search: Search, best: float | None) -> None:
         self._search = search
-        self._names = names
         self._best = best
-
-    def rename(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {self._names[name]: grad for name, grad in grads.items()}
-
-    def _unname(self, grads: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {key: grads[name] for key, name in self._names.items()}
 
     def check(
         self, loss_scale: float, compiled: Mapping[str, np.ndarray], is_mask: bool
@@ -149,19 +139,19 @@ class Checker:
     def _compare(self, written: Outcome) -> Check:
         search = self._search
         exact = search.exact
-        grads = self.rename(exact.grads)
+        grads = exact.grads
         check = Check(is_finite_in_float32=True, grads=grads)
         if not written.has_finite_grads:
             unstable = [n for n, change in search.noise.items() if change > STABLE]
-            return check._replace(unstable=tuple(self._names[n] for n in unstable))
-        comparison = compare_gradients(self.rename(written.grads), grads)
-        certain = {self._names[name] for name in search.errors(written.grads)}
+            return check._replace(unstable=tuple(unstable))
+        comparison = compare_gradients(written.grads, grads)
+        certain = search.errors(written.grads)
         off = [leaf.path for leaf in comparison.leaves if leaf.error > CLOSE]
         unstable = tuple(path for path in off if path not in certain)
         compared = {n: leaf for n, leaf in grads.items() if n not in unstable}
         error = None
         if compared:
-            error = compare_gradients(self.rename(written.grads), compared).error
+            error = compare_gradients(written.grads, compared).error
         return check._replace(
             float32=comparison,
             wrong=tuple(path for path in off if path in certain),
@@ -186,14 +176,12 @@ class Checker:
     ) -> Check:
         """Adds what only the compiled program gets wrong: XLA puts operations together there."""
         search = self._search
-        grads = self._unname(compiled)
-        if are_finite(grads):
-            wrong = [n for n, e in search.errors(grads).items() if e > CLOSE]
+        if are_finite(compiled):
+            wrong = {n for n, e in search.errors(compiled).items() if e > CLOSE}
             if not wrong:
                 return check
             comparison = compare_gradients(compiled, check.grads)
-            names = {self._names[name] for name in wrong}
-            paths = [leaf.path for leaf in comparison.leaves if leaf.path in names]
+            paths = [leaf.path for leaf in comparison.leaves if leaf.path in wrong]
             check = check._replace(wrong=tuple(paths), float32=comparison)
 
         def error_of(

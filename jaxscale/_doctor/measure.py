@@ -204,10 +204,7 @@ class _Lookout:
             constants=tuple(operations.constants.values()),
             not_entered=tuple(sorted(operations.not_entered)),
         )
-        names = {}
-        for path, _ in jax.tree_util.tree_leaves_with_path(target.params):
-            names[f"grads{jax.tree_util.keystr(path)}"] = leaf_name(path)
-        checker = Checker(search, names, exam.largest_scale)
+        checker = Checker(search, exam.largest_scale)
         if not (exam.is_quick and not exam.nonfinite_outputs):
             exam = exam._replace(check=self._check(exam, checker))
         if exam.overflows_at is None or exam.nonfinite_outputs:

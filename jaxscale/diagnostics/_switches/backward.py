@@ -11,10 +11,13 @@ from ..._gradients.scaled import divide
 from ..._gradients.value_and_grad import seed_cotangent, unpack_output
 from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
+from ..._trees.gradient_leaves import leaf_name
 from ..._trees.leaf import is_inexact_leaf
 from .._formats import describe, is_array
 from .needs import BACKWARD, FORWARD
 from .places import Constants
+
+OF_GRADIENT = "grads "  # begins the name of an output that is a gradient
 
 
 def check_floating(
@@ -85,7 +88,7 @@ class Backward:
             return {
                 "loss": output.loss,
                 **_name_inexact("aux", output.aux),
-                **_name_inexact("grads", grads),
+                **_name_gradients(grads),
             }
 
         self.constants = constants or Constants()
@@ -102,7 +105,7 @@ class Backward:
 
 
 def _find_need(name: str) -> int:
-    if name.startswith("grads"):
+    if name.startswith(OF_GRADIENT):
         return BACKWARD
     return FORWARD
 
@@ -114,6 +117,14 @@ def _name_inexact(name: str, tree: Any) -> dict[str, Any]:
         if is_array(leaf) and is_inexact_leaf(leaf):
             arrays[name + jax.tree_util.keystr(path)] = leaf
     return arrays
+
+
+def _name_gradients(grads: Any) -> dict[str, Any]:
+    named = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if is_array(leaf) and is_inexact_leaf(leaf):
+            named[OF_GRADIENT + leaf_name(path)] = leaf
+    return named
 
 
 def is_finite(leaf: Any) -> bool:

@@ -30,7 +30,7 @@ from ..._jax import (
     is_ref,
     primitives_that,
 )
-from .backward import Backward, compile_fast
+from .backward import OF_GRADIENT, Backward, compile_fast
 from .evaluate import (
     IncomparableError,
     dtype_of,
@@ -144,7 +144,12 @@ class Outcome(NamedTuple):
 
     @property
     def grads(self) -> dict[str, np.ndarray]:
-        return pick_grads(self.outputs)
+        """The gradients, by the names of their leaves."""
+        grads = {}
+        for name, output in self.outputs.items():
+            if name.startswith(OF_GRADIENT):
+                grads[name.removeprefix(OF_GRADIENT)] = output
+        return grads
 
     @property
     def has_finite_grads(self) -> bool:
@@ -159,14 +164,6 @@ class Outcome(NamedTuple):
         """The names of the outputs that hold inf or NaN."""
         names = self.outputs.items()
         return tuple(name for name, leaf in names if not np.isfinite(leaf).all())
-
-
-def pick_grads(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    grads = {}
-    for name, output in outputs.items():
-        if name.startswith("grads"):
-            grads[name] = output
-    return grads
 
 
 def are_finite(leaves: Mapping[str, np.ndarray]) -> bool:
