@@ -123,3 +123,51 @@ def test_switches_choose_between_half_precision_and_float32(program, notes_birth
         assert not outcome.births
     # They differ by more than what is allowed.
     assert np.abs(compute(program, HALF) - exact).max() > 1e-5
+
+
+def number_in_a_call(x):
+    return jnp.minimum(x, 1 - 1e-4)
+
+
+def number_of_a_variable(x):
+    decay = jnp.asarray(0.9999, HALF)
+    return decay * x + (1 - decay) * x
+
+
+def number_beside_a_one(x):
+    return 1 - x * 0.9999
+
+
+def number_of_another_function(x):
+    def other():
+        factor = 0.9999
+        return factor
+
+    factor = jnp.asarray(1, HALF)
+    return x * factor + other() * 0
+
+
+def numbers_that_stay(x):
+    return x * 1 + 0.5 - 0 * x
+
+
+def numbers_that_vanish(x):
+    return x / (x + 1e-9) + jnp.maximum(x * 70000, 1e-9)
+
+
+ROUNDED = {
+    number_in_a_call: {(1 - 1e-4, 1)},
+    number_of_a_variable: {(0.9999, 1)},
+    number_beside_a_one: {(0.9999, 1)},
+    number_of_another_function: set(),
+    numbers_that_stay: set(),
+    numbers_that_vanish: {(1e-9, 0), (70000, np.inf)},
+}
+
+
+@cases("fun", ROUNDED)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_numbers_that_a_format_rounds_to_others_are_known(fun):
+    board = make_board(lambda x: mean_square(fun(x)), jnp.full(3, 0.7, HALF))
+    constants = board.operations.constants.values()
+    assert {(rounded.exact, rounded.became) for rounded in constants} == ROUNDED[fun]
