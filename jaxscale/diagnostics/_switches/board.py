@@ -36,7 +36,6 @@ from .evaluate import (
     dtype_of,
     dtype_of_atom,
     evaluate,
-    evaluate_in,
     widen,
     zeros_of,
 )
@@ -392,7 +391,7 @@ class _Run:
             rounding.measure(inputs, outputs, outputs)
             return outputs
         try:
-            exact = evaluate_in(eqn, inputs, np.dtype(np.float32))
+            exact = evaluate(eqn, inputs, np.float32)
         except IncomparableError:  # such as a kernel for one dtype
             return list(map(widen, evaluate(eqn, inputs)))
         if eqn.primitive.name in _MOVES:
@@ -416,14 +415,11 @@ class _Run:
         rounding: "_Rounding",
     ) -> list[Any]:
         """Returns sums that were added up in the format of their result, where it is on."""
-        if self._variant.dtype:
-            summed = evaluate_in(eqn, inputs, np.dtype(self._variant.dtype))
-        else:
-            summed = evaluate(eqn, inputs)
-        chosen = []
-        for narrow, wide in zip(map(widen, summed), exact, strict=True):
-            chosen.append(rounding.choose(narrow, wide))
-        return chosen
+        summed = evaluate(eqn, inputs, self._variant.dtype or None)
+        return [
+            rounding.choose(widen(narrow), wide)
+            for narrow, wide in zip(summed, exact, strict=True)
+        ]
 
     # Programs within equations.
 

@@ -26,35 +26,27 @@ class IncomparableError(Exception):
     """Raised for an equation that runs in no other format, such as a kernel for one dtype."""
 
 
-def evaluate(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[Any]:
     """Returns the results of an equation as arrays: its outputs, then what its refs hold.
 
-    Inputs in float32 are cast to what the equation takes.
-    """
-    taken = []
-    for x, atom in zip(inputs, eqn.invars, strict=True):
-        if is_half(dtype_of_atom(atom)):
-            x = _cast(x, dtype_of_atom(atom))
-        taken.append(x)
-    return _bind(eqn, taken, None)
-
-
-def evaluate_in(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any) -> list[Any]:
-    """Returns the results of an equation with another format in the place of half precision.
+    Half precision is as it is written, or has another `dtype`. Inputs are cast to that.
 
     Raises:
-      IncomparableError: if there are none.
+      IncomparableError: if it has no results in that dtype.
     """
-    name = eqn.primitive.name
+    dtype = None if dtype is None else np.dtype(dtype)
     taken = []
     for x, atom in zip(inputs, eqn.invars, strict=True):
         if is_half(dtype_of_atom(atom)):
-            x = _cast(x, dtype)
+            x = _cast(x, dtype or dtype_of_atom(atom))
         taken.append(x)
+    if dtype is None:
+        return _bind(eqn, taken, None)
+    name = eqn.primitive.name
     params = {}
     for key, value in eqn.params.items():
         if isinstance(value, np.dtype) and is_half(value):
-            value = np.dtype(dtype)
+            value = dtype
         params[key] = value
     try:
         if name in _READ_BITS:
