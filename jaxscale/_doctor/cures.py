@@ -79,6 +79,7 @@ _SUMS = primitives_that(Op.ADDS | Op.REDUCTION)
 _MOVES = primitives_that(Op.PASSES_ON) | primitives_that(Op.MOVE) | {"neg"}
 _EXTREMES = primitives_that(Op.PASSES_ON | Op.REDUCTION)
 _LINEAR = _MOVES | _ADDS | _SUBTRACTS
+_SELECTS = primitives_that(Op.SELECTS)
 _ELEMENTS = primitives_that(Op.ELEMENTWISE) | _MOVES
 # What may lie between an exponential and the logarithm of what is made of it.
 _BETWEEN = (
@@ -150,7 +151,7 @@ def _is_left_out(search: Search, birth: Birth) -> bool:
         return False
     operations = search.board.operations
     for operation in operations.by_key.values():
-        if operation.eqn.primitive.name != "select_n" or operation.place.is_backward:
+        if operation.place.primitive not in _SELECTS or operation.place.is_backward:
             continue
         for makers in operation.makers[1:]:
             for key in _walk_back(operations, makers, _ELEMENTS):
