@@ -9,6 +9,7 @@ from tables import cases
 
 from jaxscale.diagnostics._switches.backward import Backward
 from jaxscale.diagnostics._switches.board import Switchboard, Variant
+from jaxscale.diagnostics._switches.search import Search
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -123,6 +124,16 @@ def test_switches_choose_between_half_precision_and_float32(program, notes_birth
         assert not outcome.births
     # They differ by more than what is allowed.
     assert np.abs(compute(program, HALF) - exact).max() > 1e-5
+
+
+def test_noise_is_what_float32_rounds():
+    def loss_fn(w):
+        # Whole numbers are exact, and an index would be another one.
+        positions = jnp.cumsum(jnp.ones(4, HALF)).astype(int) - 1
+        return mean_square(w.astype(HALF)[positions] * HALF(0.3))
+
+    (noise,) = Search(make_board(loss_fn, W)).noise.values()
+    assert 2.0**-25 < noise < 2.0**-20
 
 
 def number_in_a_call(x):

@@ -56,6 +56,7 @@ _ADD_UP = {
     "reduce_window_sum",
 }
 _SHAKE = 2.0**-22  # a few times what float32 rounds by
+_WHOLE = 2.0**24  # float32 holds all whole numbers up to here
 _GIVEN = primitives_that(Op.PASSES_ON) - primitives_that(Op.CASTS)  # not computed
 _LARGEST_MASK = 1e4  # a number that stands for infinity, and that every format holds
 
@@ -563,8 +564,11 @@ class _Run:
         for axis, size in enumerate(np.shape(x)):
             along = self._signs.choice(np.array([-1, 1], np.float32), size)
             signs = signs * lax.broadcast_in_dim(along, np.shape(x), [axis])
+        # float32 does not round whole numbers, such as positions.
+        is_exact = (lax.abs(x) < _WHOLE) & (lax.floor(x) == x)
+        shaken = lax.select(is_exact, x, x * (1 + signs))
         # XLA would take long to fuse so many operations into one.
-        return lax.optimization_barrier(x * (1 + signs))
+        return lax.optimization_barrier(shaken)
 
     def is_on(self, place: Place) -> Any:
         return self._on[_switch_of(place, self._variant)]
