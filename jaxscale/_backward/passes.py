@@ -70,7 +70,9 @@ class PassReport(NamedTuple):
     """A report of the passes of one call."""
 
     num_repeats: Any  # i32[], how many were repeated at another scale
-    is_raised: Any  # bool[], whether that was a larger one, as all gradients were almost 0
+    is_raised: (
+        Any  # bool[], whether that was a larger one, as all gradients were almost 0
+    )
     is_divided: Any  # bool[], whether small and large cotangents were pulled back apart
     is_lost: Any  # bool[], whether gradients were nothing but zeros, as most cotangents flushed
 

@@ -67,8 +67,8 @@ def scale_backward(
     nothing but zeros, because most cotangents flushed, the gradients are NaN, and not 0.
 
     The function is not cut inside a loop or a branch, so wrap the loss inside a `jax.lax.scan` over
-    micro-batches. Around the `scan`, the first pass sees cotangents of 1. If all gradients are small
-    then, it is repeated at a larger scale: the gradients are right, at twice the price.
+    micro-batches. Around the `scan`, the first pass sees cotangents of 1. If all gradients are
+    small then, it is repeated at a larger scale: the gradients are right, at twice the price.
     `jit`, `shard_map` and `jax.checkpoint` can be cut. A `jax.checkpoint` outside the wrapped
     function is cheaper than one inside, which is computed again with each retry.
 
@@ -83,12 +83,12 @@ def scale_backward(
         apart.
       retries: how often the backward pass may be repeated: at a 16th of the scale if the
         gradients are not finite although the cotangents were, and at a larger one, by 2**24 at
-        most, if all gradients are small although the cotangents are not. The forward pass is not repeated.
-        If gradients become 2**15 times larger on their way, the pass is repeated in every step;
-        `jaxscale doctor` then says which number to pass as `scale`. The loop keeps all gradients of
-        `fun` in memory at once, where an optimizer might use each as it comes; in float16 twice,
-        in half precision, unless `scale` is a number. On a CPU XLA takes
-        many times as long for a convolution in a loop. With 0 there is no loop and just one pass:
+        most, if all gradients are small although the cotangents are not. The forward pass is not
+        repeated. If gradients become 2**15 times larger on their way, the pass is repeated in every
+        step; `jaxscale doctor` then says which number to pass as `scale`. The loop keeps all
+        gradients of `fun` in memory at once, where an optimizer might use each as it comes; in
+        float16 twice, in half precision, unless `scale` is a number. On a CPU XLA takes many times
+        as long for a convolution in a loop. With 0 there is no loop and just one pass:
         where a few cotangents are far larger than the others, gradients may be 0, and nothing says
         so. The backward pass can then be differentiated in reverse mode. That derivative is not
         scaled: wrap what you compute from the gradients, such as a penalty, in `scale_backward` as

@@ -12,7 +12,7 @@ from .._state.scale import LossScaleState, init_state
 from .._trees.params import combine
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._formats import is_array
-from ..diagnostics._trace.program import compile_fast
+from ..diagnostics._switches.backward import compile_fast
 from .gradients import Gradients
 from .target import Target, error_line
 

@@ -2,23 +2,24 @@
 
 Here the doctor decides what is a problem and what is only worth knowing. A problem is
 
-- inf or NaN in the loss, the auxiliary output or the gradients (`find_nonfinite`);
-- gradients that are finite, but far from those in float32 (`find_wrong_gradients`);
+- inf or NaN in the loss, the auxiliary output or the gradients (`_find_nonfinite`);
+- gradients that are finite, but far from those in float32 (`_find_wrong_gradients`);
 - a loss scale that was asked for and loses too much of the gradients, or that must be below 1,
   where the default rule skips every step (`find_scale`);
-- gradients that are all exactly 0 (`find_zeros`).
-
-Each line of the model is named once: what follows from the first fault is listed under it.
+- gradients that are all exactly 0 (`_find_zeros`).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from ..diagnostics._text import number, power
+from ..diagnostics._switches.search import STABLE
+from ..diagnostics._text import number, percent, power
+from .cures import CURES
 from .exam import Exam
+from .faults import Fault
 from .finding import Finding, make_finding
-from .nonfinite import find_harmless_nonfinite, find_nonfinite
 from .scales import (
     find_inward_growth,
     find_outliers,
@@ -26,31 +27,48 @@ from .scales import (
     find_scale,
     needs_scale,
 )
-from .wording import list_names, say_rounded
-from .wrong_gradients import (
-    find_effect_of_autocast,
-    find_incomparable,
-    find_underflows,
-    find_wrong_gradients,
-    find_wrong_loss,
-    find_zeros,
+from .wording import (
+    join_lines,
+    list_names,
+    name_operation,
+    say_error,
+    say_mean,
+    say_rounded,
 )
 
 # What share of a number half of the distance to its neighbour may be.
 _SPACING = {"bfloat16": "0.2%", "float16": "0.02%"}
 # A sum of so many equal numbers does not change if one more is added.
 _MOST_SUMMANDS = {"bfloat16": 2**8, "float16": 2**11}
+_MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
+
+# What an operation does to its numbers, by what was measured.
+_WORDS = {
+    "range": "gives inf or NaN in {bad} of its numbers: {dtype} cannot hold these numbers, but "
+    "float32 could. Its operands are between {least} and {most}; float32 gives numbers up to "
+    "{largest}.",
+    "infinite": "turns numbers that {dtype} cannot hold into inf. That becomes finite again before "
+    "it reaches the loss, as 1/inf is 0.",
+    "flushed": "flushes {flushed} of its nonzero numbers to 0{help}.",
+    "saturated": "rounds {saturated} of its numbers to 1 or -1, which float32 tells from them.",
+    "rounded": "rounds: its numbers are as large as {largest}, where {dtype} only holds multiples "
+    "of {spacing}.",
+    "other": "gives other numbers than in float32.",
+    "value": "gives inf or NaN in {bad} of its numbers. In float32 the same operands give inf or "
+    "NaN as well. They are between {least} and {most}.",
+    "infinities": "gives NaN in {bad} of its numbers, from infinities: one minus another, or 0 "
+    "times one.",
+}
 
 
 def diagnose(exam: Exam) -> list[Finding]:
     """Returns all findings: the problems first."""
-    named = _find_first_faults(exam)
     findings = [
-        *find_nonfinite(exam),
-        *find_wrong_gradients(exam),
-        *find_wrong_loss(exam),
-        *find_incomparable(exam),
-        *find_effect_of_autocast(exam),
+        *_find_nonfinite(exam),
+        *_find_wrong_gradients(exam),
+        *_find_wrong_loss(exam),
+        *_find_incomparable(exam),
+        *_find_effect_of_autocast(exam),
         *find_scale(exam),
         *find_inward_growth(exam),
         *find_outliers(exam),
@@ -58,10 +76,8 @@ def diagnose(exam: Exam) -> list[Finding]:
         *_find_long_sums(exam),
         *_find_half_draws(exam),
         *find_refusal(exam),
-        *_find_constants(exam, named),
-        *find_harmless_nonfinite(exam, named),
-        *find_underflows(exam),
-        *find_zeros(exam),
+        *_find_constants(exam),
+        *_find_zeros(exam),
         *_find_gaps(exam),
     ]
     return sorted(findings, key=lambda finding: not finding.is_problem)
@@ -102,28 +118,331 @@ def say_setting(exam: Exam) -> str:
     )
 
 
-def _find_first_faults(exam: Exam) -> set[str]:
-    """Returns the lines that a finding on inf, NaN or wrong gradients begins at."""
-    lines = set()
-    first = exam.trace.first_nonfinite
-    if first is not None and first.reaches:
-        lines.add(first.where)
-    culprit = exam.check.culprit
-    if culprit is not None:
-        lines.add(culprit.place.where)
-    return lines
+# Inf and NaN.
 
 
-def _find_constants(exam: Exam, named: set[str]) -> Iterator[Finding]:
+def _find_nonfinite(exam: Exam) -> Iterator[Finding]:
+    """Notes inf and NaN in the loss, the auxiliary output or the gradients."""
+    fault = exam.check.fault
+    if exam.nonfinite_arguments:
+        yield _find_in_arguments(exam)
+    elif exam.nonfinite_outputs and fault is None:
+        words = "no line explains why"
+        details = _list_worst_leaves(exam)
+        is_seen = any(not name.startswith("aux") for name in exam.nonfinite_outputs)
+        if exam.check.is_finite_in_float32 is False and is_seen:
+            words = "it was there before, in a constant or an input"
+            details.insert(0, "Find out where this number comes from.")
+        title = f"{_say_outputs(exam)}, and {words}."
+        yield make_finding(title, *details, is_problem=True)
+    elif exam.nonfinite_outputs and fault is not None:
+        title = f"{_say_outputs(exam)}. It begins at {_name_line(fault)}."
+        if fault.kind == "compiled":
+            title = (
+                "Compiled as one program, the model gives gradients with inf or NaN. With each "
+                "operation rounded by itself, it does not."
+            )
+        details = _explain(fault, exam) + _advise_on_nonfinite(fault, exam)
+        details += _list_worst_leaves(exam)
+        yield make_finding(title, *details, is_problem=True, place=fault)
+
+
+def _find_in_arguments(exam: Exam) -> Finding:
+    names = list_names(exam.nonfinite_arguments)
+    if not exam.nonfinite_outputs:
+        title = (
+            f"There is inf or NaN in {names}, but none in the loss or the gradients."
+        )
+        return make_finding(title)
+    title = f"There is inf or NaN in {names}, before anything is computed."
+    return make_finding(
+        title,
+        f"{_say_outputs(exam)}.",
+        "Find out where these numbers come from.",
+        *_list_worst_leaves(exam),
+        is_problem=True,
+    )
+
+
+def _say_outputs(exam: Exam) -> str:
+    """Returns which of the loss, the auxiliary output and the gradients are not finite."""
+    names = exam.nonfinite_outputs
+    num_grads = sum(name.startswith("grads") for name in names)
+    share = f"inf or NaN is in {num_grads} of {len(exam.leaves.rows)} gradients"
+    if "loss" in names:
+        loss = f"The loss is {number(exam.loss)}"
+        if not num_grads:
+            return loss
+        return f"{loss}, and {share}"
+    if not num_grads:
+        others = [name for name in names if name.startswith("aux")]
+        return f"The loss and the gradients are finite, but {list_names(others)} is not"
+    scale = f"at loss scale {power(exam.loss_scale)}"
+    if exam.loss_scale == 1:
+        scale = "even without a loss scale"
+    return f"The loss is finite, {number(exam.loss, 4)}, but {share}, {scale}"
+
+
+def _list_worst_leaves(exam: Exam) -> list[str]:
+    names = [row.path for row in exam.leaves.nonfinite_rows]
+    if not names:
+        return []
+    return [f"Gradients with inf or NaN, worst first: {list_names(names)}."]
+
+
+def _advise_on_nonfinite(fault: Fault, exam: Exam) -> list[str]:
+    largest = exam.largest_scale
+    if largest and largest < exam.loss_scale:
+        return [
+            f"Loss scale {power(largest)} is the largest that does not overflow here."
+        ]
+    if fault.kind == "compiled":
+        return _advise(fault, exam)
+    helpless = "No loss scale helps."
+    if fault.direction == "backward":
+        helpless = "Even a loss scale of 1 overflows here."
+    if fault.kind != "in float32":
+        return [helpless, *_advise(fault, exam)]
+    if not fault.cure:
+        return [
+            helpless,
+            "With 0 in the place of what is not finite, more lines are not.",
+        ]
+    return [
+        helpless,
+        _say_cure(fault),
+        "With 0 in the place of inf and NaN at this line, loss and gradients are finite: that was "
+        "tried.",
+    ]
+
+
+# Gradients that are finite and wrong.
+
+
+def _find_wrong_gradients(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients that are finite, but far from those in float32."""
+    check = exam.check
+    if not check.wrong or check.float32 is None or exam.nonfinite_outputs:
+        return
+    title = _say_wrong_gradients(exam)
+    of_leaves = [f"Wrong gradients, worst first: {list_names(check.wrong)}."]
+    of_leaves += _say_losses(exam)
+    fault = check.fault
+    if fault is None:
+        no_line = "No single line accounts for it."
+        yield make_finding(title, no_line, *of_leaves, is_problem=True)
+        return
+    if fault.kind != "compiled":
+        title = f"{title} It begins at {_name_line(fault)}."
+    details = [*_explain(fault, exam), *_advise(fault, exam), *of_leaves]
+    yield make_finding(title, *details, is_problem=True, place=fault)
+
+
+def _say_wrong_gradients(exam: Exam) -> str:
+    """Returns how many gradients are wrong, and how far the worst one is off."""
+    wrong = exam.check.wrong
+    comparison = exam.check.float32
+    leaves = comparison.leaves if comparison else ()
+    worst = next(leaf for leaf in leaves if leaf.path == wrong[0])
+    count = f"{len(wrong)} of {len(exam.leaves.rows)}"
+    scale = ""
+    if exam.largest_scale:
+        scale = f" at loss scale {power(exam.largest_scale)}, the largest that fits"
+    off = f"off by {say_error(worst.error)}, compared with float32"
+    if worst.flushed == 1:
+        off = "flushed to 0"
+    return f"Everything is finite, but {count} gradients are wrong{scale}: {worst.path} is {off}."
+
+
+# What happens at a line, and what helps.
+
+
+def _name_line(fault: Fault) -> str:
+    return fault.where or "no line of the model"
+
+
+def _explain(fault: Fault, exam: Exam) -> list[str]:
+    """Returns what a line does to its numbers."""
+    if fault.kind == "compiled":
+        return [
+            f"It begins at {_name_line(fault)}, and only in the compiled program. XLA rewrites "
+            "operations there: a sum of n equal numbers as n times the number, or a division as a "
+            "product."
+        ]
+    words = [
+        f"{say_rounded(constant)}."
+        for constant in exam.constants
+        if constant.line.where == fault.where
+    ]
+    numbers = fault.numbers
+    kind = _find_words(fault)
+    exponent = math.frexp(numbers.largest)[1] - 1
+    spacing = 2.0 ** (exponent - _MANTISSA_BITS.get(fault.dtype, 10))
+    said = _WORDS[kind].format(
+        dtype=fault.dtype,
+        bad=percent(numbers.bad / max(numbers.total, 1)),
+        flushed=percent(numbers.flushed / max(numbers.nonzero, 1)),
+        saturated=percent(numbers.saturated / max(numbers.below_one, 1)),
+        least=number(numbers.least_input, 3),
+        most=number(numbers.largest_input, 3),
+        largest=number(numbers.largest, 4),
+        spacing=number(spacing, 3),
+        help=", and no loss scale helps" if fault.direction == "forward" else "",
+    )
+    if not (words and kind == "other"):
+        words.append(f"{name_operation(fault.operation, fault.direction)} {said}")
+    rule = exam.backward_rules.get(fault.where)
+    if rule is not None and fault.direction == "backward":
+        # The lines of a rule itself are known, unless a library wrote it or it was traced before.
+        words.append(
+            f"This line calls a function with a backward rule of its own, `{rule}`: the fault may "
+            "be there."
+        )
+    return words
+
+
+def _find_words(fault: Fault) -> str:
+    """Returns which words fit what was measured."""
+    numbers = fault.numbers
+    if fault.kind == "in float32":
+        return "infinities" if numbers.given else "value"
+    if numbers.bad and numbers.bad == numbers.bad_in_float32:
+        return "value"
+    if numbers.bad > numbers.bad_in_float32:
+        return "range" if fault.kind == "nonfinite" else "infinite"
+    if fault.limit == "underflow" and numbers.flushed:
+        return "flushed"
+    if fault.limit == "rounding" and fault.kind == "nonfinite" and numbers.saturated:
+        return "saturated"
+    if fault.limit == "rounding" and numbers.largest:
+        return "rounded"
+    return "other"
+
+
+def _advise(fault: Fault, exam: Exam) -> list[str]:
+    """Returns what to write instead of a line, and which lines help in float32."""
+    cures = []
+    if fault.cure:
+        cures.append(f"{_say_cure(fault)} What that comes to was tried.")
+    elif exam.check.mean and exam.check.mean_at == fault.where:
+        cures.append(say_mean(exam.check.mean, ""))
+    cures.append(_say_remedy(fault, exam, is_first=not cures))
+    if fault.bfloat16:
+        cures.append(
+            "In bfloat16, with its sums, the gradients are right: that was tried."
+        )
+    return cures
+
+
+def _say_cure(fault: Fault) -> str:
+    least = number(fault.numbers.least_input, 3)
+    return CURES[fault.cure].format(dtype=fault.dtype, least=least)
+
+
+def _say_remedy(fault: Fault, exam: Exam, *, is_first: bool) -> str:
+    """Returns which lines in float32 make the gradients right.
+
+    It is the `is_first` advice, or comes after another.
+    """
+    which = join_lines(fault.lines, fault.where, "this line")
+    if not fault.works:
+        return f"With {which} in float32, the gradients are still wrong: more lines need it."
+    result = "are those of float32 to the last bit"
+    if fault.error is None:
+        result = (
+            "are finite. More is not known, as nothing could be compared: rounding in float32 "
+            f"alone changes each of them by more than {STABLE:.0%}"
+        )
+    elif fault.error:
+        result = f"differ from those of float32 by {percent(fault.error)}"
+    verb = "Or compute"
+    if is_first:
+        verb = "Compute"
+    how = "Cast what goes into it to float32, and leave its result in float32."
+    if exam.blames_autocast:
+        how = (
+            "Exempt it from autocast: call what this line calls, or a function of this line, "
+            "through `jaxscale.full_precision`."
+        )
+    return f"{verb} {which} in float32: that was tried, and the gradients then {result}. {how}"
+
+
+# What is worth knowing.
+
+
+def _find_incomparable(exam: Exam) -> Iterator[Finding]:
+    """Notes gradients that could not be compared with float32."""
+    names = exam.check.unstable
+    if not names or exam.check.float32 is None:
+        return
+    title = f"Could not be compared with float32: {list_names(names)}."
+    if exam.check.compares_nothing:
+        title = "No gradient could be compared with float32."
+    yield make_finding(
+        title,
+        "Rounding in float32 alone changes each of them about as much as narrower formats do.",
+    )
+
+
+def _find_wrong_loss(exam: Exam) -> Iterator[Finding]:
+    """Notes a loss that is far from that in float32, though the gradients are right."""
+    if exam.check.right_loss is None or not exam.is_right:
+        return
+    yield make_finding(
+        f"{_say_wrong_loss(exam.loss, exam.check.right_loss)}. Its gradients are right.",
+        "A loss that is logged, compared or used to stop early is better computed in float32.",
+    )
+
+
+def _say_wrong_loss(loss: float, right_loss: float) -> str:
+    """Returns how far a loss is from that in float32."""
+    off = "far off"
+    if right_loss:
+        off = f"off by {say_error(abs(loss / right_loss - 1))}"
+    return (
+        f"The loss is {off}: {number(loss, 4)}, and {number(right_loss, 4)} in float32"
+    )
+
+
+def _find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
+    """Notes what autocast changes, unless the gradients are wrong."""
+    if not exam.autocast:
+        return
+    if exam.autocast not in exam.dtypes:
+        yield make_finding(
+            "`jaxscale.autocast` changes nothing: this model has no float32 matrix product or "
+            "convolution to cast.",
+        )
+    elif exam.is_right and exam.check.error is not None:
+        error = say_error(exam.check.error)
+        title = (
+            f"The gradients in {exam.autocast} are those in float32, off by {error}."
+        )
+        yield make_finding(title, *_say_losses(exam))
+
+
+def _say_losses(exam: Exam) -> list[str]:
+    """Returns what autocast makes of the loss, or how far it is from that in float32."""
+    if exam.loss_as_written is None:
+        if exam.check.right_loss is None:
+            return []
+        return [f"{_say_wrong_loss(exam.loss, exam.check.right_loss)}."]
+    loss = number(exam.loss, 4)
+    loss_as_written = number(exam.loss_as_written, 4)
+    return [f"The loss is {loss} in {exam.autocast}, and as written {loss_as_written}."]
+
+
+def _find_constants(exam: Exam) -> Iterator[Finding]:
     """Notes numbers that a format rounds to 0, 1 or inf, on lines not yet named."""
-    for constant in exam.trace.constants:
-        if constant.where in named:
+    for constant in exam.constants:
+        where = constant.line.where
+        if exam.check.fault is not None and exam.check.fault.where == where:
             continue
         words = "It does no harm on this batch."
         if not exam.is_right:
             words = "Whether it does harm is not known."
-        title = f"{say_rounded(constant)}, at {constant.where}."
-        yield make_finding(title, words, place=constant.where)
+        title = f"{say_rounded(constant)}, at {where}."
+        yield make_finding(title, words, place=where)
 
 
 def _find_half_parameters(exam: Exam) -> Iterator[Finding]:
@@ -155,6 +474,25 @@ def _find_long_sums(exam: Exam) -> Iterator[Finding]:
         )
 
 
+def _find_zeros(exam: Exam) -> Iterator[Finding]:
+    """Notes leaves whose gradient is 0 everywhere."""
+    num_zero = len(exam.zero)
+    num_leaves = len(exam.leaves.rows)
+    if not num_zero or exam.nonfinite_outputs:
+        return
+    count = f"The gradient is exactly 0 everywhere in {num_zero} of {num_leaves} leaves"
+    names = list_names(exam.zero)
+    if exam.check.float32 is None:
+        words = (
+            "Either the loss does not depend on them, or they were flushed on the way."
+        )
+        yield make_finding(f"{count}: {names}.", words, is_problem=exam.is_all_zero)
+    else:
+        title = f"{count}, as in float32: {names}."
+        words = "The loss does not depend on them."
+        yield make_finding(title, words, is_problem=num_zero == num_leaves)
+
+
 def _find_half_draws(exam: Exam) -> Iterator[Finding]:
     """Notes random numbers in half precision, of which there are few."""
     for dtype, where in exam.half_draws:
@@ -171,9 +509,9 @@ def _find_half_draws(exam: Exam) -> Iterator[Finding]:
 
 def _find_gaps(exam: Exam) -> Iterator[Finding]:
     """Notes what was not looked at."""
-    if exam.trace.not_entered:
+    if exam.not_entered:
         yield make_finding(
-            f"The doctor did not look inside {list_names(exam.trace.not_entered)}.",
+            f"The doctor did not look inside {list_names(exam.not_entered)}.",
             "Each ran as one operation: its lines are not named, and its numbers not compared.",
         )
     if exam.is_quick:

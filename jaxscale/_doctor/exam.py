@@ -10,14 +10,19 @@ from .._jax import has_narrow_range
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._histogram import Histogram, Shares
 from ..diagnostics._leaves import LeafTable
-from ..diagnostics._trace.report import TracedNonfinite, TraceReport
+from ..diagnostics._switches.operations import Rounded
 from .compiled import BackwardTrial
-from .float32 import Float32Check
+from .faults import Check, Fault
 from .gradients import Comparison
-from .origins import Sum
-from .remedy import Relief
 from .start import Start
 from .sums_of_gradients import SumOfGradient
+
+
+class Relief(NamedTuple):
+    """A higher loss scale, and the lines that must be in float32 for it to fit."""
+
+    loss_scale: float
+    lines: tuple[str, ...]
 
 
 class Exam(NamedTuple):
@@ -30,7 +35,7 @@ class Exam(NamedTuple):
     Attributes:
       target: the model, as named on the command line.
       autocast: the format in which `jaxscale.autocast` computed the loss, or `""`.
-      is_quick: whether nothing was compared with float32, and equations were only traced to find
+      is_quick: whether nothing was compared with float32, and lines were only looked at to find
         inf and NaN.
       is_auto: whether no loss scale was asked for.
       loss: the loss, under `jaxscale.autocast` if that was used.
@@ -41,8 +46,8 @@ class Exam(NamedTuple):
         sum.
       backward_rules: the name of each custom backward rule, by the source line that calls its
         function.
-      loss_scale: the loss scale of `trace` and `leaves`: the one asked for. If `is_auto`, it is
-        the largest scale, or 1 if none is known.
+      loss_scale: the loss scale of `leaves` and of what is not finite: the one asked for. If
+        `is_auto`, it is the largest scale, or 1 if none is known.
       shown_scale: the loss scale at which formats are judged: the one asked for, or 1 if
         `is_auto`.
       calibration: the search for the largest scale. `None` if no format of the model needs a loss
@@ -54,23 +59,24 @@ class Exam(NamedTuple):
       is_limited: whether the largest scale is limited by an intermediate number of the backward
         pass that is far larger than all gradients.
       ceiling: where the backward pass overflows, at the lowest scale that was tried and does not
-        fit. `None` if every scale that was tried fits, if `trace` found inf or NaN in the outputs,
-        or if no such place was found.
+        fit. `None` if every scale that was tried fits, if the outputs are not finite, or if no such
+        place was found.
       relief: a higher scale, and the lines that must be in float32 for it to fit. They are looked
         for in a full exam with a `ceiling` at a known line, if `is_limited` or the largest scale is
         below 1. `None` if they were not looked for, or not found.
       comparison: the gradients at the shown scale against those at the largest, if that is known
         and higher, else `None`.
-      trace: the backward pass at `loss_scale`, equation by equation. If loss and gradients are
-        finite, a quick exam may leave it empty, and `unshifted` and `loss_sums` with it.
+      nonfinite_arguments: the names of the parameters and of what is in the batch that hold inf or
+        NaN.
+      nonfinite_outputs: which of the loss, the auxiliary output and the gradients do so, at
+        `loss_scale`.
+      constants: the numbers of the source that a format rounds to 0, 1 or inf. They are looked for
+        unless an exam is quick and finds nothing.
+      not_entered: the names of operations that hold others which were not looked at.
       check: the comparison of the gradients with float32, at `loss_scale` or at the largest scale
         if that is higher, and what helps if they are wrong. Nothing is compared in a quick exam, or
         if not everything is finite.
-      unshifted: the source lines that take the exponential of a row without subtracting its
-        maximum first, and overflow.
-      untaken: the source lines that make inf or NaN in what a `jnp.where` does not take.
       half_draws: the dtype and the line of each draw of random numbers in half precision.
-      loss_sums: the sums that the loss is made of.
       zero: the names of the gradients that are 0 everywhere in float32. Where the float32
         gradients are not known, those at the largest scale count.
       leaves: the gradients at `loss_scale`, leaf by leaf.
@@ -100,17 +106,17 @@ class Exam(NamedTuple):
     trial: BackwardTrial
     largest: float
     is_limited: bool
-    ceiling: TracedNonfinite | None
+    ceiling: Fault | None
     relief: Relief | None
     comparison: Comparison | None
 
     # Where numbers get lost.
-    trace: TraceReport
-    check: Float32Check
-    unshifted: tuple[str, ...]
-    untaken: tuple[str, ...]
+    nonfinite_arguments: tuple[str, ...]
+    nonfinite_outputs: tuple[str, ...]
+    constants: tuple[Rounded, ...]
+    not_entered: tuple[str, ...]
+    check: Check
     half_draws: tuple[tuple[str, str], ...]
-    loss_sums: tuple[Sum, ...]
     zero: tuple[str, ...]
 
     # The finished gradients, and what storing them would lose.

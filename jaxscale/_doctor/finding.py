@@ -5,8 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..diagnostics._trace.report import Place
-from .wording import list_names
+from .faults import Fault
 
 _NUM_AROUND = 2  # lines of source shown before and after the line of a finding
 
@@ -27,15 +26,16 @@ def make_finding(
     title: str,
     *details: str,
     is_problem: bool = False,
-    place: Place | str | None = None,
+    place: Fault | str | None = None,
 ) -> Finding:
     """Makes a finding at a line, which `""` and `None` say is not known.
 
-    One at an equation also names its layer, its callers and the iteration.
+    One at a fault also names its layer.
     """
     where = place or ""
-    if isinstance(where, Place):
-        details = (*details, *_describe_surroundings(where))
+    if isinstance(where, Fault):
+        if where.layer:
+            details = (*details, f"It is in {where.layer}.")
         where = where.where
     if not where:
         return Finding(is_problem, title, details)
@@ -47,18 +47,6 @@ def make_finding(
 
 def has_problem(findings: Sequence[Finding]) -> bool:
     return any(finding.is_problem for finding in findings)
-
-
-def _describe_surroundings(place: Place) -> list[str]:
-    sentences = []
-    if place.layer:
-        sentences.append(f"It is in {place.layer}.")
-    callers = [caller for caller in place.called_from if caller != place.where]
-    if callers:
-        sentences.append(f"Called from {list_names(callers)}.")
-    if place.iteration:
-        sentences.append(f"In iteration {', '.join(map(str, place.iteration))}.")
-    return sentences
 
 
 def _read_source(file: str, line: int) -> tuple[tuple[int, str], ...]:

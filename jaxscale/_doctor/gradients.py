@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -11,8 +11,8 @@ import optax
 
 from .._trees.gradient_leaves import leaf_name, replace_gradients
 from ..diagnostics._histogram import Histogram, histogram
+from ..diagnostics._switches.search import find_error
 
-CLOSE = 0.1  # gradients are fine if the error of each leaf is at most this
 _ROW_LENGTH = 2**15
 
 
@@ -68,37 +68,37 @@ class Comparison(NamedTuple):
     leaves: tuple[LeafError, ...]
 
 
-def are_finite(grads: Mapping[str, np.ndarray]) -> bool:
-    return all(np.isfinite(leaf).all() for leaf in grads.values())
-
-
 def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Comparison:
     """Returns what `grads` lost, compared with `exact`, both by the names of leaves."""
-    leaves = []
-    # Of each leaf: how many numbers became 0, and how many should not be 0.
-    counts = []
-    # Of each leaf: the norm of the difference, and that of what it should be.
-    norms = []
-    for name, exact_numbers in exact.items():
-        exact_leaf = np.asarray(exact_numbers)
-        leaf = np.asarray(grads[name])
-        is_flushed = (leaf == 0) & (exact_leaf != 0)
-        count = (np.count_nonzero(is_flushed), np.count_nonzero(exact_leaf))
-        norm = (_norm(leaf, exact_leaf), _norm(exact_leaf))
-        counts.append(count)
-        norms.append(norm)
-        leaves.append(LeafError(name, flushed=_ratio(*count), error=_ratio(*norm)))
-    leaf_most_flushed = max(leaves, key=lambda leaf: leaf.flushed)
-    worst = ""
-    if leaf_most_flushed.flushed:
-        worst = leaf_most_flushed.path
+    leaves = [
+        LeafError(name, find_flushed(grads[name], leaf), find_error(grads[name], leaf))
+        for name, leaf in exact.items()
+    ]
     leaves.sort(key=lambda leaf: -leaf.error)
+    most_flushed = max(leaves, key=lambda leaf: leaf.flushed)
+    together = _join([grads[name] for name in exact])
+    exact_together = _join(exact.values())
     return Comparison(
-        flushed=_ratio(*np.sum(counts, axis=0)),
-        error=_ratio(*np.linalg.norm(norms, axis=0)),
-        worst=worst,
-        worst_flushed=leaf_most_flushed.flushed,
+        flushed=find_flushed(together, exact_together),
+        error=find_error(together, exact_together),
+        worst=most_flushed.path if most_flushed.flushed else "",
+        worst_flushed=most_flushed.flushed,
         leaves=tuple(leaves),
+    )
+
+
+def find_flushed(leaf: Any, exact: Any) -> float:
+    """Returns the share of the nonzero numbers that became 0."""
+    is_nonzero = np.asarray(exact) != 0
+    is_flushed = is_nonzero & (np.asarray(leaf) == 0)
+    return float(is_flushed.sum() / max(is_nonzero.sum(), 1))
+
+
+def _join(leaves: Iterable[Any]) -> np.ndarray:
+    """Returns the numbers of all leaves, as wide as none of them overflows."""
+    wide = [np.asarray(leaf).ravel() for leaf in leaves]
+    return np.concatenate(
+        [leaf.astype(np.result_type(leaf.dtype, np.float32)) for leaf in wide]
     )
 
 
@@ -133,18 +133,3 @@ def _count_rows(leaf: np.ndarray) -> Histogram:
     rows = list(map(_count_row, filled.reshape(-1, _ROW_LENGTH)))
     summed = functools.reduce(operator.add, jax.device_get(rows))
     return summed._replace(zero=summed.zero - num_filled)
-
-
-def _norm(leaf: np.ndarray, subtracted: np.ndarray | float = 0.0) -> float:
-    # The parts of complex numbers one by one: NumPy has no wider complex type for all of them.
-    wide_dtype = np.float64
-    if np.iscomplexobj(leaf):
-        wide_dtype = np.complex128
-    difference = leaf.astype(wide_dtype) - subtracted
-    return float(np.linalg.norm(difference.ravel()))
-
-
-def _ratio(part: Any, whole: Any) -> float:
-    if not whole:
-        return 0.0
-    return float(part / whole)

@@ -23,22 +23,19 @@ from .._jax import (
 from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._histogram import find_shares_by_leaf, shares
 from ..diagnostics._leaves import table
-from ..diagnostics._trace.backward import TracedBackward
-from ..diagnostics._trace.findings import Run
-from ..diagnostics._trace.places import Around, find_line
-from ..diagnostics._trace.report import TracedNonfinite, TraceReport
+from ..diagnostics._switches.backward import Backward
+from ..diagnostics._switches.board import Switchboard
+from ..diagnostics._switches.places import Around, find_line
+from ..diagnostics._switches.search import Search
 from .announcer import Announce, announce_nothing
 from .compiled import BackwardTrial, CompiledBackward
-from .exam import Exam
-from .float32 import Float32Check, check_against_float32
+from .exam import Exam, Relief
+from .faults import Check, Checker
 from .gradients import (
     add_histograms,
-    are_finite,
     compare_gradients,
     count_leaves,
 )
-from .origins import Operations
-from .remedy import Relief, find_relief
 from .start import find_start
 from .sums_of_gradients import count_summands
 from .target import Target, TargetError, error_line
@@ -47,6 +44,7 @@ from .target import Target, TargetError, error_line
 _FULL = 2.0**12
 # times the largest loss scale: the one to try with some lines in float32
 _HIGHER = 2.0**8
+_MOST_LINES_OF_RELIEF = 4  # in float32, for a higher loss scale
 
 
 def examine(
@@ -118,19 +116,19 @@ def examine(
         ceiling=None,
         relief=None,
         comparison=comparison,
-        trace=_make_empty_report(loss, traced_scale),
-        check=Float32Check(),
-        unshifted=(),
-        untaken=(),
+        nonfinite_arguments=(),
+        nonfinite_outputs=_name_nonfinite(loss, traced_grads.by_name),
+        constants=(),
+        not_entered=(),
+        check=Check(),
         half_draws=tuple(dict.fromkeys(_find_half_draws(program, ()))),
-        loss_sums=(),
         zero=(),
         leaves=table(count_leaves(traced_grads.tree), loss_scale=traced_scale),
         histogram=histogram,
         shares=shares(histogram, loss_scale=shown_scale),
         layers=find_shares_by_leaf(histograms, round(math.log2(shown_scale))),
     )
-    exam = _Tracer(target, compiled, announce).complete(exam)
+    exam = _Lookout(target, compiled, announce).complete(exam)
     zero = _find_zero_leaves(exam.check.grads or best.by_name)
     return exam._replace(zero=zero)
 
@@ -157,10 +155,18 @@ def _trace_loss(
         ) from error
 
 
-class _Tracer:
-    """Runs the backward pass equation by equation, and adds to an exam what that shows.
+def _name_nonfinite(loss: float, grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    """Returns the loss and the gradients that are not finite, by their names."""
+    names = [f"grads {n}" for n, grad in grads.items() if not np.isfinite(grad).all()]
+    if not math.isfinite(loss):
+        names.insert(0, "loss")
+    return tuple(names)
 
-    `compiled` is the same pass as one program. `announce` is told what is done next.
+
+class _Lookout:
+    """Looks for the lines at which numbers are lost, and adds to an exam what that shows.
+
+    `compiled` is the same pass as the model runs it. `announce` is told what is done next.
     """
 
     def __init__(
@@ -169,98 +175,68 @@ class _Tracer:
         self._target = target
         self._compiled = compiled
         self._announce = announce
-        args = (target.params, target.batch)
-        self._backward = TracedBackward(
-            target.loss_fn, args, {}, target.constants, has_aux=target.has_aux
-        )
 
     def complete(self, exam: Exam) -> Exam:
-        """Adds all that only a pass equation by equation can show."""
-        run = None
-        # If all is finite, a quick exam has nothing to see.
-        if not (exam.is_quick and self._is_finite(exam)):
-            run = self._run_as_written(exam)
-            exam = self._describe_run(exam, run)
-        if exam.overflows_at is None or exam.trace.nonfinite_outputs:
+        """Adds all that only switches can show."""
+        is_bad = exam.nonfinite_outputs or exam.overflows_at or self._target.has_aux
+        if exam.is_quick and not is_bad:
             return exam
-        self._announce("looking for what limits the loss scale", self._backward.how_far)
-        if run is None or exam.is_quick:
-            ceiling = self._backward.first_overflow(exam.overflows_at)
-            return exam._replace(ceiling=ceiling)
-        exam = exam._replace(ceiling=self._find_ceiling(exam.overflows_at))
-        return exam._replace(relief=self._find_relief(exam, run))
-
-    def _is_finite(self, exam: Exam) -> bool:
-        """Returns whether all outputs are known to be finite."""
-        grads = self._compiled.find_gradients(exam.loss_scale).by_name
-        is_loss_finite = math.isfinite(exam.loss)
-        return is_loss_finite and are_finite(grads) and not self._target.has_aux
-
-    def _run_as_written(self, exam: Exam) -> Run:
-        self._announce("looking at each operation", self._backward.how_far)
-        return self._backward.run(exam.loss_scale, is_brief=True)
-
-    def _describe_run(self, exam: Exam, run: Run) -> Exam:
-        operations = Operations(run.findings)
-        loss_sums = tuple(operations.find_loss_sums(run))
-        exam = exam._replace(
-            trace=run.report(),
-            unshifted=operations.find_unshifted(),
-            untaken=operations.find_untaken(),
-            loss_sums=loss_sums,
+        self._announce("putting a switch at each line")
+        target = self._target
+        args = (target.params, target.batch)
+        backward = Backward(
+            target.loss_fn, args, {}, target.constants, has_aux=target.has_aux
         )
+        search = Search(Switchboard(backward))
+        outputs = search.as_written(exam.loss_scale).outputs
+        others = [
+            name
+            for name, output in outputs.items()
+            if name.startswith("aux") and not np.isfinite(output).all()
+        ]
+        arguments = [
+            name.replace("args[0]", "params") for name in backward.nonfinite_arguments
+        ]
+        operations = search.board.operations
+        exam = exam._replace(
+            nonfinite_arguments=tuple(n.replace("args[1]", "batch") for n in arguments),
+            nonfinite_outputs=(*exam.nonfinite_outputs, *others),
+            constants=tuple(operations.constants.values()),
+            not_entered=tuple(sorted(operations.not_entered)),
+        )
+        checker = Checker(search, exam.largest_scale)
+        if not (exam.is_quick and not exam.nonfinite_outputs):
+            exam = exam._replace(check=self._check(exam, checker))
+        if exam.overflows_at is None or exam.nonfinite_outputs:
+            return exam
+        self._announce("looking for what limits the loss scale")
+        exam = exam._replace(ceiling=checker.find_overflow(exam.overflows_at))
         if exam.is_quick:
             return exam
-        return exam._replace(check=self._check_against_float32(exam, run))
+        return exam._replace(relief=self._find_relief(exam, search))
 
-    def _check_against_float32(self, exam: Exam, run: Run) -> Float32Check:
-        best = exam.best_scale
-        if exam.loss_scale < best and not exam.trace.nonfinite_outputs:
-            # A scale that is too low also flushes gradients. At the largest one only the faults
-            # of the model are left.
-            run = self._backward.run(best, is_brief=True)
-        fused = self._compiled.find_gradients(max(exam.loss_scale, best)).by_name
-        return check_against_float32(
-            backward=self._backward,
-            run=run,
-            fused=fused,
-            params=self._target.params,
-            best=best,
-            announce=self._announce,
-        )
+    def _check(self, exam: Exam, checker: Checker) -> Check:
+        if exam.nonfinite_arguments and exam.nonfinite_outputs:
+            return Check()
+        self._announce("comparing with float32, and looking for lines at fault")
+        scale = max(exam.loss_scale, exam.best_scale)
+        compiled = self._compiled.find_gradients(scale).by_name
+        return checker.check(exam.loss_scale, compiled, not exam.blames_autocast)
 
-    def _find_ceiling(self, overflows_at: float) -> TracedNonfinite | None:
-        """Returns where a loss scale overflows, if that depends on the scale and does harm."""
-        run = self._backward.run(overflows_at, is_brief=True)
-        first = run.report().first_nonfinite
-        if first is None or not first.scaled or not first.reaches:
-            return None
-        return first
-
-    def _find_relief(self, exam: Exam, run: Run) -> Relief | None:
+    def _find_relief(self, exam: Exam, search: Search) -> Relief | None:
         """Returns which lines in float32 let a higher loss scale fit, if one would be better."""
-        ceiling = exam.ceiling
         would_help = exam.is_limited or exam.best_scale < 1
+        ceiling = exam.ceiling
         if ceiling is None or not ceiling.where or not would_help:
             return None
-        self._announce(f"trying {ceiling.where} in float32", self._backward.how_far)
         higher = max(exam.best_scale * _HIGHER, 1.0)
-        return find_relief(self._backward, run, ceiling.where, higher)
-
-
-def _make_empty_report(loss: float, loss_scale: float) -> TraceReport:
-    return TraceReport(
-        loss=loss,
-        loss_scale=loss_scale,
-        equations=0,
-        nonfinite=(),
-        underflows=(),
-        nonfinite_arguments=(),
-        nonfinite_outputs=(),
-        not_compared=(),
-        not_entered=(),
-        constants=(),
-    )
+        error_of = search.overflows_at(higher)
+        lines = search.find_lines(error_of, _MOST_LINES_OF_RELIEF)
+        others = [p for p in search.board.places if p.line not in lines]
+        if error_of(others):
+            return None
+        lines.sort(key=lambda line: line.where != ceiling.where)
+        return Relief(higher, tuple(line.where for line in lines))
 
 
 def _find_zero_leaves(grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from ..diagnostics._histogram import EXPONENTS, Histogram
 from .compiled import BackwardTrial
 from .diagnosis import say_verdict
 from .exam import Exam
+from .faults import Check
 from .finding import Finding, has_problem
-from .float32 import Float32Check
 
 _VERSION = 3
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}  # as JSON may write them
@@ -25,8 +25,8 @@ def make_record(exam: Exam, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the results as what `json.dumps` accepts: the fields of the exam and of its parts.
 
     Names of files, lines and leaves are as in the text. Infinities and NaN are strings. What
-    `jaxscale.diagnostics` returns has the fields that it has there: `calibration`, `ceiling`,
-    `trace`, `leaves`, `shares` and `layers`.
+    `jaxscale.diagnostics` returns has the fields that it has there: `calibration`,
+    `leaves`, `shares` and `layers`.
     """
     record = {
         "version": _VERSION,
@@ -35,7 +35,7 @@ def make_record(exam: Exam, findings: Sequence[Finding]) -> dict[str, Any]:
         "findings": findings,
     }
     for name, value in exam._asdict().items():
-        if isinstance(value, BackwardTrial | Float32Check):
+        if isinstance(value, BackwardTrial | Check):
             record |= value._asdict()
         else:
             record[name] = value

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 
 from .._policies.dynamic import DynamicLossScale
 from ..diagnostics._text import number, percent, power
-from ..diagnostics._trace.report import Place
-from .cures import say_mean
 from .exam import Exam
+from .faults import Fault
 from .finding import Finding, make_finding
 from .gradients import Comparison
 from .start import Start
-from .wording import join_lines, name_line, say_error
+from .wording import join_lines, say_error, say_mean
 
 # a loss scale is needed if more than this share of the gradients is lost without it
 _NEEDED = 0.01
@@ -70,15 +69,15 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
 
 def _find_scale_below_one(exam: Exam, start: Start) -> Finding:
     details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
-    place: Place | str | None = exam.ceiling
-    total = exam.check.mean
-    if total is not None and total.where:
-        details.insert(0, say_mean(total, f", at {total.where}"))
-        place = total.where
-    elif total is not None:
-        details.insert(0, say_mean(total))
+    place: Fault | str | None = exam.ceiling
+    size = exam.check.mean
+    if size and exam.check.mean_at:
+        place = exam.check.mean_at
+        details.insert(0, say_mean(size, f", at {place}"))
+    elif size:
+        details.insert(0, say_mean(size, ""))
     # Where a scale of 1 was asked for, what it overflows is a problem already.
-    is_problem = not exam.trace.nonfinite_outputs
+    is_problem = not exam.nonfinite_outputs
     title = _judge_largest_scale(exam, start)
     return make_finding(title, *details, is_problem=is_problem, place=place)
 
@@ -204,15 +203,13 @@ def _say_limit(exam: Exam) -> list[str]:
     place = exam.ceiling
     if place is None:
         return []
-    what = name_line(place)
-    if place.source:
-        what += f", `{place.source}`"
+    what = place.where or "no line of the model"
     if place.layer:
         what += f", in {place.layer}"
     scale = ""
     if exam.calibration is not None:
         scale = power(exam.calibration.overflows_at or 0.0)
-    limit = f"What limits it is {what}: at {scale} `{place.primitive}` overflows there."
+    limit = f"What limits it is {what}: at {scale} `{place.operation}` overflows there."
     if exam.relief is None:
         return [
             f"{limit} If the loss scale falls in training, look at that line first."

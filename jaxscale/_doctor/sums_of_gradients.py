@@ -25,7 +25,7 @@ from .._jax import (
     scan,
     slice_sizes,
 )
-from ..diagnostics._trace.places import find_line
+from ..diagnostics._switches.places import find_line
 
 
 class SumOfGradient(NamedTuple):

@@ -23,7 +23,7 @@ from .._trees.leaf import dtype_of, is_array_like, is_python_number
 from .._trees.nnx_objects import without_untrained
 from .._trees.params import combine
 from ..diagnostics._formats import describe, is_array
-from ..diagnostics._trace.places import Constants, is_users_file
+from ..diagnostics._switches.places import Constants, is_users_file
 
 _SHAPE = (
     "It must return (loss_fn, params, batch), where loss_fn(params, batch) is the loss, or a pair "

@@ -32,10 +32,6 @@ class Op(enum.Flag):
     POOLING = enum.auto()  # chooses the largest number of each window
     NO_GRADIENT = enum.auto()  # nothing comes back through it
     SUMS_BACKWARD = enum.auto()  # its derivative adds numbers up
-    # No number that is not 0 becomes 0: it gives numbers that it is given, or sums of them, which
-    # are multiples of the smallest subnormal.
-    LOSES_NOTHING = enum.auto()
-    MAKES_NOTHING = enum.auto()  # finite numbers stay finite
     # Gives a value a name, by which a policy of `jax.checkpoint` keeps it.
     NAMES = enum.auto()
     RETURNS_INPUTS = enum.auto()  # returns each input, when all of them are computed
@@ -54,6 +50,8 @@ class Op(enum.Flag):
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
     ON_REFS = enum.auto()
+    # Ends the life of a ref. What it returns is what the ref held.
+    ENDS_REF = enum.auto()
     # Holds jaxprs that are written for the precision that they have: a kernel, or an algorithm of
     # JAX's own.
     KERNEL = enum.auto()
@@ -64,22 +62,17 @@ class Op(enum.Flag):
 _NONE = Op(0)
 _ELEMENT = Op.ELEMENTWISE | Op.CHEAP
 _REDUCE = Op.REDUCTION | Op.CHEAP
-_EXACT = Op.LOSES_NOTHING | Op.MAKES_NOTHING
-_LINEAR_MOVE = Op.MOVE | Op.PASSES_ON | Op.KEEPS_NOTHING | _EXACT
+_LINEAR_MOVE = Op.MOVE | Op.PASSES_ON | Op.KEEPS_NOTHING
 _CHEAP_MOVE = _LINEAR_MOVE | Op.CHEAP
 
 # Names of primitives, by what they do.
 _ROWS = {
     Op.PRODUCT: "dot_general conv_general_dilated ragged_dot_general",
     # Elements, one by one. First arithmetic:
-    _ELEMENT | Op.ADDS | Op.ARITHMETIC | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add",
-    _ELEMENT
-    | Op.SUBTRACTS
-    | Op.ARITHMETIC
-    | Op.KEEPS_NOTHING
-    | Op.LOSES_NOTHING: "sub",
-    _ELEMENT | Op.ADDS | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "add_any",
-    _ELEMENT | Op.SUBTRACTS | Op.KEEPS_NOTHING | _EXACT: "neg",
+    _ELEMENT | Op.ADDS | Op.ARITHMETIC | Op.KEEPS_NOTHING: "add",
+    _ELEMENT | Op.SUBTRACTS | Op.ARITHMETIC | Op.KEEPS_NOTHING: "sub",
+    _ELEMENT | Op.ADDS | Op.KEEPS_NOTHING: "add_any",
+    _ELEMENT | Op.SUBTRACTS | Op.KEEPS_NOTHING: "neg",
     _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING | Op.CASTS: "convert_element_type",
     _ELEMENT | Op.ARITHMETIC | Op.MULTIPLIES: "mul",
     _ELEMENT | Op.ARITHMETIC | Op.DIVIDES: "div",
@@ -97,51 +90,46 @@ _ROWS = {
         and or not xor""",
     _ELEMENT | Op.COMPARES: "ge le lt",
     _ELEMENT | Op.COMPARES | Op.LARGER: "gt",
-    _ELEMENT | Op.PASSES_ON | _EXACT: "abs",
-    _ELEMENT | Op.PASSES_ON | Op.SELECTS | _EXACT: "select_n",
-    _ELEMENT | Op.PASSES_ON | Op.LIMITS | _EXACT: "clamp",
-    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | _EXACT: "min",
-    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | Op.LARGER | _EXACT: "max",
+    _ELEMENT | Op.PASSES_ON: "abs",
+    _ELEMENT | Op.PASSES_ON | Op.SELECTS: "select_n",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS: "clamp",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC: "min",
+    _ELEMENT | Op.PASSES_ON | Op.LIMITS | Op.ARITHMETIC | Op.LARGER: "max",
     _ELEMENT | Op.NO_GRADIENT: "ceil floor round sign",
     _ELEMENT
     | Op.NO_GRADIENT
     | Op.PASSES_ON
     | Op.KEEPS_NOTHING
-    | Op.STOPS_TANGENTS
-    | _EXACT: "stop_gradient",
+    | Op.STOPS_TANGENTS: "stop_gradient",
     # One number of many:
-    _REDUCE | Op.ADDS | Op.KEEPS_NOTHING | Op.LOSES_NOTHING: "reduce_sum",
-    # That of no number is inf.
-    _REDUCE | Op.PASSES_ON | Op.LOSES_NOTHING: "reduce_max reduce_min",
+    _REDUCE | Op.ADDS | Op.KEEPS_NOTHING: "reduce_sum",
+    _REDUCE | Op.PASSES_ON: "reduce_max reduce_min",
     _REDUCE: "argmax argmin reduce_and reduce_or",
     # Moves of whole arrays, which XLA makes a part of what reads them:
     _CHEAP_MOVE: """
         concatenate copy reshape rev sharding_constraint slice split squeeze
         stack transpose unstack""",
-    _CHEAP_MOVE | Op.SUMS_BACKWARD: "broadcast_in_dim tile",
-    (_CHEAP_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "pad",  # with any number
-    # Other moves. What is out of bounds may be NaN.
+    _CHEAP_MOVE | Op.SUMS_BACKWARD: "broadcast_in_dim tile pad",
+    # Other moves:
     _LINEAR_MOVE: """
-        all_gather_invariant all_to_all device_put dynamic_update_slice
+        all_gather_invariant all_to_all device_put dynamic_slice dynamic_update_slice
         layout_constraint pbroadcast ppermute reshard
         with_memory_space_constraint""",
     _LINEAR_MOVE | Op.NAMES: "name",
-    _LINEAR_MOVE & ~Op.MAKES_NOTHING: "dynamic_slice",
-    _LINEAR_MOVE | Op.SUMS_BACKWARD: "all_gather pvary",
-    (_LINEAR_MOVE & ~Op.MAKES_NOTHING) | Op.SUMS_BACKWARD: "gather scatter",
+    _LINEAR_MOVE | Op.SUMS_BACKWARD: "all_gather gather pvary scatter",
     # What is computed once:
     Op.PASSES_ON: "reduce_precision",
-    Op.PASSES_ON | Op.RETURNS_INPUTS | _EXACT: "optimization_barrier",
-    _EXACT: "sort cummax cummin empty_ref",
-    Op.ON_REFS | _EXACT: "new_ref get swap freeze free_ref",
-    Op.ON_REFS | Op.LOSES_NOTHING: "addupdate",
+    Op.PASSES_ON | Op.RETURNS_INPUTS: "optimization_barrier",
+    Op.ON_REFS: "new_ref get swap addupdate",
+    Op.ON_REFS | Op.ENDS_REF: "freeze free_ref",
     Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
     Op.MULTIPLIES: "cumprod",
-    Op.READS_BITS | Op.LOSES_NOTHING: "bitcast_convert_type",
+    Op.READS_BITS: "bitcast_convert_type",
     Op.RANDOM: "random_bits rng_bit_generator",
-    Op.LOSES_NOTHING: """
+    _NONE: """
+        sort cummax cummin empty_ref
         scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
-    Op.POOLING | Op.LOSES_NOTHING: "reduce_window_max",
+    Op.POOLING: "reduce_window_max",
     # What holds jaxprs, and is in no form that `equation_forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",
     Op.KERNEL: "pallas_call composite custom_partitioning core_map mpmd_map",

@@ -27,11 +27,6 @@ def context(eqn: JaxprEqn) -> Any:
     return eqn.ctx.manager
 
 
-def context_key(eqn: JaxprEqn) -> Any:
-    """Returns a key that is equal for equations that were made in equal contexts."""
-    return eqn.ctx
-
-
 def source(eqn: JaxprEqn, scopes: NameStack, outer: int = 0) -> Any:
     """Returns a context in which what is bound has the line and the scopes of an equation.
 

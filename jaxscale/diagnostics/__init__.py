@@ -3,7 +3,7 @@
 - What would float16 keep of these gradients? `shares` of a `histogram`, of all or leaf by leaf.
 - Which leaves are inf, NaN or lost? `print(table(histogram(grads, by_leaf=True)))`.
 - Which loss scale fits? `calibrate`, for a loss and a batch.
-- Which line did it? `trace`, which runs the backward pass operation by operation.
+- Which line did it? `trace`, which tries each line in float32 and as it is written.
 - Does it run in float16? `print(products(jaxscale.autocast(loss_fn), params, batch))`.
 - How does it look? `plot`, of a histogram, or of a list of the `jaxscale.metrics` of each step.
 
@@ -23,11 +23,10 @@ from ._histogram import Histogram, Shares, histogram, shares
 from ._leaves import LeafRow, LeafTable, table
 from ._plot import plot
 from ._products import ProductLine, Products, products
-from ._trace.backward import trace
-from ._trace.report import TracedConstant, TracedNonfinite, TracedUnderflow, TraceReport
+from ._switches.trace import TracedLine, TraceReport, trace
 
 __all__ = [
     "Calibration", "Histogram", "LeafRow", "LeafTable", "ProductLine", "Products", "Shares",
-    "TraceReport", "TracedConstant", "TracedNonfinite", "TracedUnderflow", "calibrate", "histogram",
-    "plot", "products", "shares", "table", "trace",
+    "TraceReport", "TracedLine", "calibrate", "histogram", "plot", "products", "shares", "table",
+    "trace",
 ]  # fmt: skip

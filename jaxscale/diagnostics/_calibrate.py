@@ -13,8 +13,8 @@ from .._gradients.verdict import all_finite
 from .._state.scale import init_state
 from .._trees.checks import int32, power_of_two
 from ._formats import exponent_of
+from ._switches.backward import check_floating
 from ._text import number, power
-from ._trace.backward import check_floating
 
 
 class Calibration(NamedTuple):

@@ -186,7 +186,7 @@ def test_what_only_has_a_dtype_reaches_the_loss_as_it_is(name):
     batch = {"x": jnp.array([1.0, 2.0]), "odd": odd}
     options = {"transform": eqx.filter_value_and_grad, "has_aux": True}
     traced = diagnostics.trace(fun, jaxscale.FixedLossScale(8.0).init(), **options)
-    assert not traced(params, batch, more=[odd]).found
+    assert traced(params, batch, more=[odd]).error == 0
     bad_batch = batch | {"x": jnp.array([1.0, jnp.inf])}
     assert traced(params, bad_batch).nonfinite_arguments == ("args[1]['x']",)
     calibration = diagnostics.calibrate(

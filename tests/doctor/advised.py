@@ -154,6 +154,33 @@ def product_in_a_loop():
     return faulty, cured
 
 
+@advice("Add up their logarithms instead", MANY_ROWS)
+def products_of_the_first_probabilities():
+    def faulty(x, w):
+        p = jax.nn.sigmoid(_multiply(x, w))
+        return jnp.log(jnp.cumprod(p, 0))  # fault
+
+    def cured(x, w):
+        p = jax.nn.sigmoid(_multiply(x, w))
+        return jnp.cumsum(jnp.log(p), 0)
+
+    return faulty, cured
+
+
+@advice("in float32: that was tried", MANY_ROWS)
+def root_of_a_product():
+    def faulty(x, w):
+        p = jax.nn.sigmoid(_multiply(x, w))
+        product = jnp.prod(p, 0)  # fault
+        return product.astype(FULL) ** (1 / 50)
+
+    def cured(x, w):
+        p = jax.nn.sigmoid(_multiply(x, w))
+        return jnp.prod(p.astype(FULL), 0) ** (1 / 50)
+
+    return faulty, cured
+
+
 @advice("the logarithm of `exp(x)` is `x`", ROWS)
 def log_of_density():
     def faulty(x, w):
@@ -183,7 +210,10 @@ def log_of_sum_of_exponentials():
 # Exponentials and sums that are too large.
 
 
-@advice("Subtract the maximum of each row before the exponential", 6 * ROWS)
+@advice(
+    "Subtract the maximum of each row before the exponential",
+    jnp.array([[12.0, 14.0, 4.0], [7.0, 13.0, 6.5], [3.0, 20.0, 2.5]]),
+)
 def softmax_without_its_maximum():
     def faulty(x, w):
         e = jnp.exp(_multiply(x, w))  # fault
@@ -349,13 +379,44 @@ def quotient_that_is_not_taken():
 # Positions, indices and rules of one's own.
 
 
-@advice("Compute this line in float32", jnp.arange(5000)[::7, None])
+POSITIONS = jnp.arange(5000)[::7, None]
+
+
+@advice("Compute this line in float32", POSITIONS)
 def positions():
     def faulty(x, w):
         return jnp.sin(x.astype(HALF) * w)  # fault
 
     def cured(x, w):
         return jnp.sin(x.astype(FULL) * w.astype(FULL))
+
+    return faulty, cured
+
+
+@advice("in float32: that was tried", POSITIONS)
+def positions_in_a_jitted_table():
+    def faulty(x, w):
+        @jax.jit
+        def table():
+            t = jnp.arange(5000, dtype=HALF)  # fault
+            return jnp.outer(t, jnp.array([1, 0.3, 0.1], HALF))  # fault
+
+        return jnp.sin(table()[x[:, 0]]) * w
+
+    def cured(x, w):
+        return jnp.sin(x * jnp.array([1, 0.3, 0.1])) * w
+
+    return faulty, cured
+
+
+@advice("Compute this line in float32", POSITIONS)
+def angles_that_are_cast():
+    def faulty(x, w):
+        angles = (x * 0.37).astype(HALF)  # fault
+        return jnp.sin(angles) * w
+
+    def cured(x, w):
+        return jnp.sin(x * 0.37) * w
 
     return faulty, cured
 
@@ -371,24 +432,63 @@ def index():
     return faulty, cured
 
 
-@jax.custom_vjp
-def scaled(x):
-    return x
+def with_rule(backward):
+    """The identity with a backward rule of its own."""
+    function = jax.custom_vjp(lambda z: z)
+    function.defvjp(lambda z: (z, None), lambda _, g: (backward(g),))
+    return function
 
 
-def scaled_backward(_, cotangent):
-    return (cotangent * HALF(60000) * HALF(60000),)
+def too_large(g):
+    return g * HALF(60000) * HALF(60000)
 
 
-scaled.defvjp(lambda x: (x, None), scaled_backward)
+def too_small(g):
+    down, up = HALF(2.0**-14), HALF(2.0**14)
+    return g * down * down * down * up * up * up
+
+
+def ruled(backward):
+    def faulty(x, w):
+        return with_rule(backward)(_multiply(x, w))  # fault
+
+    return faulty, _multiply
 
 
 @advice("`mul`, in the backward pass, gives inf or NaN", ROWS)
-def rule_of_ones_own():
+def rule_that_overflows():
+    return ruled(too_large)
+
+
+@advice("`mul`, in the backward pass, flushes", ROWS)
+def rule_that_flushes():
+    return ruled(too_small)
+
+
+@advice("`mul`, in the backward pass, gives inf or NaN", ROWS)
+def rule_in_a_scan():
     def faulty(x, w):
-        return scaled(_multiply(x, w))  # fault
+        z = _multiply(x, w)
+        rule = with_rule(too_large)
+        last, _ = jax.lax.scan(lambda z, _: (rule(z), None), z, None, 3)  # fault
+        return last
 
-    def cured(x, w):
-        return x * w
+    return faulty, _multiply
 
-    return faulty, cured
+
+@advice("in float32: that was tried", ROWS)
+def rule_whose_forward_pass_overflows():
+    def faulty(x, w):
+        def forward(z):
+            square = (z * 300) * (z * 300)  # fault
+            return z, (z, square)
+
+        def backward(saved, g):
+            z, square = saved
+            return (g * jnp.abs(z * 300) / jnp.sqrt(square),)
+
+        function = jax.custom_vjp(lambda z: z)
+        function.defvjp(forward, backward)
+        return function(_multiply(x, w))
+
+    return faulty, _multiply

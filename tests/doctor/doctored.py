@@ -322,8 +322,8 @@ def offset(p, b):
 
 def ratio(b):
     """XLA divides by multiplying with the inverse, which is inf."""
-    divisor = jnp.ones(2, HALF) * HALF(2.0**-18)  # the divisor
-    return b["x"].astype(HALF) * HALF(2.0**-17) / divisor
+    divisor = jnp.ones(2, HALF) * HALF(2.0**-18)
+    return b["x"].astype(HALF) * HALF(2.0**-17) / divisor  # the division
 
 
 @model()
@@ -348,6 +348,15 @@ def cancelled(p, b):
     """float32 adds these numbers to 0, and float16 does not."""
     total = jax.lax.reduce_sum(b["x"] * 1, axes=(0,))  # the sum
     return (total * 1).astype(FULL) * jnp.sum(p["w"]) + jnp.sum(p["w"])
+
+
+# The branch of a `where` that is not taken, and integers that are made of floats.
+
+
+@model(params={"t": jnp.arange(3000.0)}, batch=jnp.array([2501.0, 2049.0, 7.0]))
+def index_of_floats(p, x):
+    index = x.astype(HALF).astype(int)  # the index
+    return jnp.square(p["t"][index])
 
 
 # Auxiliary outputs.

@@ -41,18 +41,12 @@ def test_the_fault_is_named_with_its_cure(name, doctor, no_pictures):
     assert "1e-3" not in answer.out  # most probabilities are far below it
 
 
-# A softmax of one large number has gradients that float32 itself does not hold for sure.
-VERDICTS = {
-    "softmax_without_its_maximum": "Nothing overflows, and nothing could be compared"
-}
-
-
 @pytest.mark.worlds
 @cases("name", ADVICE, fast=["index"])
 def test_the_cure_helps(name, doctor, no_pictures):
     answer = doctor(f"advised.py:{name}__cured")
     assert answer.status == 0, answer.out
-    assert answer.out.startswith(VERDICTS.get(name, "Nothing is wrong"))
+    assert answer.out.startswith("Nothing is wrong")
 
 
 def count_skipped(tx, retries=0):

@@ -16,13 +16,12 @@ from traced_losses import faulty_lines
 
 import jaxscale
 from jaxscale._doctor import cli, compiled, measure
-from jaxscale._doctor.culprit import Culprit
+from jaxscale._doctor.exam import Relief
+from jaxscale._doctor.faults import Fault
 from jaxscale._doctor.finding import Finding
 from jaxscale._doctor.gradients import Comparison, LeafError
 from jaxscale._doctor.measure import examine
-from jaxscale._doctor.origins import Sum
 from jaxscale._doctor.record import make_record
-from jaxscale._doctor.remedy import Relief, Remedy
 from jaxscale._doctor.start import Start
 from jaxscale._doctor.target import load
 
@@ -32,10 +31,9 @@ pytestmark = pytest.mark.standard_promotion
 FIELDS = """
 version found verdict findings target autocast is_quick is_auto loss loss_as_written dtypes
 dtypes_of_parameters sums_of_gradients backward_rules loss_scale shown_scale calibration start
-repeats scale_backward_raised largest is_limited ceiling relief comparison trace
-is_finite_in_float32
-float32 wrong unstable right_loss mean culprit remedy compiled_remedy unshifted
-untaken half_draws loss_sums zero
+repeats scale_backward_raised largest is_limited ceiling relief comparison
+nonfinite_arguments nonfinite_outputs constants not_entered
+is_finite_in_float32 float32 wrong unstable right_loss mean mean_at fault half_draws zero
 leaves histogram shares layers
 """
 
@@ -58,7 +56,7 @@ def test_the_json_has_the_results(doctor, no_pictures):
             "code": "jaxscale.loss_scaled(optimizer)",
         },
         "wrong": [],
-        "remedy": None,
+        "fault": None,
         "zero": ["unused"],
     }
     assert {name: results[name] for name in expected} == expected
@@ -68,10 +66,10 @@ def test_the_json_has_the_results(doctor, no_pictures):
     histogram = results["histogram"]
     assert list(histogram) == ["counts", "zero", "inf", "nan"]
     assert sum(histogram["counts"].values()) == 2
-    assert results["trace"]["nonfinite"] == []
+    assert results["nonfinite_outputs"] == []
     assert results["comparison"]["error"] == 0
     assert results["float32"]["error"] < 1e-3
-    assert results["ceiling"]["line"]
+    assert results["ceiling"]["where"]
 
 
 def test_the_json_goes_to_standard_output_alone_and_to_a_file(doctor):
@@ -89,9 +87,8 @@ NESTED_FIELDS = {
     Relief: "loss_scale lines",
     Comparison: "flushed error worst worst_flushed leaves",
     LeafError: "path flushed error",
-    Culprit: "place kind largest error made_by",
-    Remedy: "lines works error",
-    Sum: "where size weight",
+    Fault: "kind where operation direction layer dtype limit lines works error cure bfloat16 "
+    "numbers",
 }
 
 
@@ -102,11 +99,11 @@ def test_the_json_keeps_the_names_of_its_fields(kind):
 
 def test_the_json_names_what_is_infinite(doctor):
     exam = examine(load("doctored:fine"), None, is_quick=True)
-    culprit = Culprit(exam.ceiling, "overflow", largest=np.inf, error=0.25, made_by="")
-    exam = exam._replace(check=exam.check._replace(culprit=culprit))
+    fault = exam.ceiling._replace(error=np.inf)
+    exam = exam._replace(check=exam.check._replace(fault=fault))
     record = json.loads(json.dumps(make_record(exam, []), allow_nan=False))
-    assert list(record["culprit"]) == NESTED_FIELDS[Culprit].split()
-    assert record["culprit"]["largest"] == "Infinity"
+    assert list(record["fault"]) == NESTED_FIELDS[Fault].split()
+    assert record["fault"]["error"] == "Infinity"
 
 
 @cases("columns", [44, 60, 88, 1000], fast=[44])

@@ -21,7 +21,7 @@ from tables import cases, unchanged
 import jaxscale
 from jaxscale import _jax
 from jaxscale._autocast import table
-from jaxscale.diagnostics._trace import places
+from jaxscale.diagnostics._switches import places
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -26,7 +26,8 @@ from tables import assert_same_bits, cases, each
 
 import jaxscale
 from jaxscale import _jax, diagnostics
-from jaxscale.diagnostics._trace.needs import HOLDERS
+from jaxscale.diagnostics._switches.backward import Backward
+from jaxscale.diagnostics._switches.board import Switchboard
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -61,8 +62,9 @@ MAY_NAME_PRIMITIVES = {
     "_storage/noise.py": "`threefry2x32` is an implementation of keys",
     "_trees/gradient_leaves.py": "`name` is an attribute",
     "diagnostics/_plot.py": "`log` is a scale of Matplotlib",
-    "diagnostics/_trace/evaluate.py": "names the functions of two kinds of `scatter`",
-    "diagnostics/_trace/places.py": "`call` is an option of NumPy",
+    "diagnostics/_switches/board.py": "names what adds up in the format of its result",
+    "diagnostics/_switches/evaluate.py": "names the functions of two kinds of `scatter`",
+    "diagnostics/_switches/places.py": "says which primitive an operator of Python is",
     "presets/_rule.py": "`clamp` is a policy's",
 }
 
@@ -496,6 +498,12 @@ def test_a_rule_in_a_recomputed_program_may_ask_what_has_a_derivative(by):
     assert_same_bits(actual, expected)
 
 
+def test_numpy_says_that_jax_rounds_a_number_to_zero():
+    board = Switchboard(Backward(lambda x: jnp.sum(x * 1e-9), (jnp.float16(1),), {}))
+    (rounded,) = board.operations.constants.values()
+    assert (rounded.exact, rounded.became) == (1e-9, 0)
+
+
 def test_callers_in_jax_are_seen():
     def is_called_by_jax(x):
         return _jax.is_called_by_jax()
@@ -573,7 +581,7 @@ def test_a_form_that_is_not_known_runs_as_it_is_written(name, change):
     report = diagnostics.trace(lambda w: w * fun(X), SCALING)(jnp.float32(2))
     assert report.not_entered == (eqn.primitive.name,)
     assert f"looked at as one: {eqn.primitive.name}" in str(report)
-    assert eqn.primitive.name in HOLDERS
+    assert eqn.primitive.name in _jax.FORMS
 
 
 @cases("name", [name for name in HOLDING if name != "shard_map"])

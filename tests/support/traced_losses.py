@@ -1,29 +1,14 @@
 """Losses in float16, what traces them, and how their marked lines are found."""
 
 import inspect
-import pathlib
 
-import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
-from tables import assert_same_bits
 
 import jaxscale
 from jaxscale import diagnostics
-from jaxscale.diagnostics._trace.backward import TracedBackward
 
 HALF = jnp.float16
-
-
-def marked(name, file):
-    """The number of the line that ends in `# plant: <name>`, or that this mark stands above."""
-    lines = pathlib.Path(file).read_text().splitlines()
-    (line,) = [line for line in lines if line.endswith(f"# plant: {name}")]
-    number = lines.index(line) + 1
-    if line.strip().startswith("#"):
-        number += 1
-    return number
 
 
 def faulty_lines(function):
@@ -46,60 +31,6 @@ def normal(seed, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
-def half(*values):
-    return np.array(values, HALF)
-
-
-EIGHT = half(*np.linspace(1, 3, 8))
-
-
-def at(t, step, value):
-    """A value at one step, and 1 at the others."""
-    return jnp.where(t == step, value, 1).astype(HALF)
-
-
-def summed(fun):
-    """A loss: the sum, in float32, of what a function returns."""
-
-    def loss_fn(*args):
-        return jnp.sum(fun(*args).astype(jnp.float32))
-
-    return loss_fn
-
-
-def mean_square(x):
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
-def with_backward(fun, rule, forward=None):
-    """A function with a rule of its own for its cotangent, and maybe one for its forward pass."""
-    if forward is None:
-        forward = fun
-    ruled = jax.custom_vjp(fun)
-    ruled.defvjp(lambda x: (forward(x), None), lambda _, cotangent: (rule(cotangent),))
-    return ruled
-
-
-def not_differentiated(fun):
-    """The function of one array with the derivative of the identity."""
-
-    def call(x, *more):
-        return with_backward(lambda x: fun(x, *more), lambda cotangent: cotangent)(x)
-
-    return call
-
-
 def assert_fields(record, **expected):
     """A place or a report has these fields, and maybe others."""
     assert {name: getattr(record, name) for name in expected} == expected
-
-
-def assert_computed_eagerly(fun, *args):
-    """A pass gives, to the last bit, the loss and the gradients of eager evaluation."""
-    args = jax.tree.map(jnp.asarray, args)
-    with jax.disable_jit():
-        expected = jaxscale.value_and_grad(fun, scaling(8))(*args)
-    run = TracedBackward(fun, args, {}).run(8.0)
-    actual = [run.values["loss"].array, *run.grads.values()]
-    assert_same_bits(actual, jax.tree.leaves(expected))
-    assert run.report().loss == float(expected[0])

@@ -11,6 +11,7 @@ function of `half`: with float32 it returns the twin that says what the gradient
 
 import functools
 import inspect
+import itertools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -125,7 +126,7 @@ def project(x, qkv):
 
 def filled(shapes):
     """Arrays of these shapes: matrices are random, biases 0 and other vectors 1."""
-    seeds = iter(range(100, 200))
+    seeds = itertools.count(100)
 
     def fill(path, leaf):
         if len(leaf.shape) > 1:

@@ -1,4 +1,4 @@
-"""Needs: the equations that hold others, and what each equation is needed for.
+"""Needs: what each equation of a program is needed for.
 
 Nothing here looks at values. The jaxpr of `value_and_grad` has the equations of both passes in one
 list, and some that no output needs. Those that the loss needs are the forward pass. Those that only
@@ -7,47 +7,34 @@ derivatives that JAX computes ahead of time.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ... import _jax
 from ..._autocast.table import OPAQUE
 from ..._jax import (
-    ClosedJaxpr,
     Form,
+    Held,
     Jaxpr,
     JaxprEqn,
     Literal,
-    Scan,
     UnknownFormError,
-    While,
     is_ref,
+    open_equation,
 )
 
 # What an equation is needed for, as bits. An equation with none of them is dead code.
 FORWARD = 1
 BACKWARD = 2
-EFFECT = 4
 
 # The equations that hold another one, outermost first.
 Around = tuple[JaxprEqn, ...]
 
-# An equation and those that hold it, by their numbers in memory. Keys of several runs may be
-# compared while their `TracedBackward` lives, as it holds these equations.
+# An equation and those that hold it, by their numbers in memory, as long as these live.
 EquationKey = tuple[int, ...]
 
 # The needs of several values or results, in their order.
 Needs = tuple[int, ...]
-
-_READERS: dict[Form, Callable[[JaxprEqn], Any]] = {
-    **dict.fromkeys(_jax.CALL_FORMS, _jax.callee),
-    Form.SCAN: _jax.scan,
-    Form.WHILE: _jax.while_loop,
-    Form.BRANCHES: _jax.branches,
-}
-
-# An equation of these runs as one if its parameters are not known, or if it is that of devices.
-HOLDERS = _jax.FORMS.keys()
 
 
 def key_of(eqn: JaxprEqn, around: Around) -> EquationKey:
@@ -55,25 +42,12 @@ def key_of(eqn: JaxprEqn, around: Around) -> EquationKey:
     return tuple(map(id, (*around, eqn)))
 
 
-def read_holder(
-    eqn: JaxprEqn,
-) -> ClosedJaxpr | Scan | While | list[ClosedJaxpr] | None:
-    """Returns the jaxpr that an equation calls, its loop, or its branches; `None` for others."""
-    reader = _READERS.get(_jax.form_of(eqn))
-    if reader is None:
-        return None
-    try:
-        return reader(eqn)
-    except UnknownFormError:
-        return None
-
-
 def hides_equations(eqn: JaxprEqn) -> bool:
     """Returns whether there is more than one operation, or may be, in an equation that runs as one.
 
     The function of a `scatter` or a reduction is one operation.
     """
-    if _jax.operation(eqn) in HOLDERS | OPAQUE:
+    if _jax.operation(eqn) in _jax.FORMS.keys() | OPAQUE:
         return True
     programs = list(_jax.programs(eqn))
     if not programs:
@@ -95,19 +69,12 @@ def split(values: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
     return [*groups, values]
 
 
-def unite(eqn: JaxprEqn, needs: Needs) -> int:
+def unite(needs: Needs) -> int:
     """Returns what an equation as a whole is needed for, given the needs of its results."""
     whole = 0
-    if eqn.effects:
-        whole = EFFECT
     for need in needs:
         whole |= need
     return whole
-
-
-def _unite_each(first: Needs, second: Needs) -> Needs:
-    """Returns what each of several values is needed for, given two sets of needs of theirs."""
-    return tuple(one | other for one, other in zip(first, second, strict=True))
 
 
 class Usage(NamedTuple):
@@ -130,23 +97,34 @@ class Analysis:
             self._known[key] = self._find_usage(jaxpr, needs)
         return self._known[key]
 
-    def find_body_needs(self, loop: Scan, needs: Needs) -> Needs:
-        """Returns what the results of a `scan`'s body are needed for, given those of the `scan`."""
-        jaxpr = loop.body.jaxpr
+    def open(self, eqn: JaxprEqn, needs: Needs) -> list[tuple[Held, Needs]]:
+        """Returns the programs of an equation, and what their results are needed for."""
+        try:
+            programs = open_equation(eqn)
+        except UnknownFormError:
+            return []
+        return [(held, self._find_inner_needs(eqn, held, needs)) for held in programs]
+
+    def _find_inner_needs(self, eqn: JaxprEqn, held: Held, needs: Needs) -> Needs:
+        jaxpr = held.program.jaxpr
+        if _jax.form_of(eqn) is Form.WHILE:
+            # What is carried decides how often it runs, so all of it is needed alike.
+            return (unite(needs),) * len(results(jaxpr))
+        refs = [i for i, var in enumerate(jaxpr.invars) if is_ref(var)]
+        outside = [eqn.outvars[number] for number in held.outputs]
+        outside += [eqn.invars[held.inputs[i]] for i in refs]
+        need_of = dict(zip(results(eqn), needs, strict=True))
+        inner = [need_of[atom] for atom in outside]
+        fed_back = [*held.fed_back, *enumerate(refs, len(jaxpr.outvars))]
         while True:
-            # A carry or a ref is also needed for what the next iteration computes from it.
-            inputs = self.analyse(jaxpr, needs).inputs
-            _, carries, _ = split(inputs, loop.consts, loop.carries)
-            stacked = (0,) * (len(jaxpr.outvars) - loop.carries)
-            refs = [
-                need
-                for var, need in zip(jaxpr.invars, inputs, strict=True)
-                if is_ref(var)
-            ]
-            wider = _unite_each(needs, (*carries, *stacked, *refs))
-            if wider == needs:
-                return needs
-            needs = wider
+            # A carry or a ref is also needed for what the next turn computes from it.
+            inputs = self.analyse(jaxpr, tuple(inner)).inputs
+            wider = list(inner)
+            for output, number in fed_back:
+                wider[output] |= inputs[number]
+            if wider == inner:
+                return tuple(inner)
+            inner = wider
 
     def _find_usage(self, jaxpr: Jaxpr, needs: Needs) -> Usage:
         needs_by_var: dict[Any, int] = collections.defaultdict(int)
@@ -168,20 +146,13 @@ class Analysis:
 
     def _find_input_needs(self, eqn: JaxprEqn, needs: Needs) -> Needs:
         """Returns what the inputs of an equation are needed for."""
-        whole = unite(eqn, needs)
-        match read_holder(eqn):
-            case ClosedJaxpr() as called:
-                return self.analyse(called.jaxpr, needs).inputs
-            case Scan() as loop:
-                body_needs = self.find_body_needs(loop, needs)
-                inputs = self.analyse(loop.body.jaxpr, body_needs).inputs
-                consts, _, slices = split(inputs, loop.consts, loop.carries)
-                return (*consts, *body_needs[: loop.carries], *slices)
-            case list() as branches:
-                operands = (0,) * (len(eqn.invars) - 1)
-                for branch in branches:
-                    usage = self.analyse(branch.jaxpr, needs)
-                    operands = _unite_each(operands, usage.inputs)
-                return whole, *operands  # the first input is the index of the branch
-        # The carry of a `while` decides how often it runs, so all inputs are needed alike.
-        return (whole,) * len(eqn.invars)
+        # Those that no program takes, such as the index of a branch, are needed for all of it.
+        inputs = [unite(needs)] * len(eqn.invars)
+        opened = self.open(eqn, needs)
+        for number in {n for held, _ in opened for n in held.inputs}:
+            inputs[number] = 0
+        for held, inner in opened:
+            inside = self.analyse(held.program.jaxpr, inner).inputs
+            for number, need in zip(held.inputs, inside, strict=True):
+                inputs[number] |= need
+        return tuple(inputs)

@@ -49,6 +49,14 @@ _OPERATORS: dict[type, Any] = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
+_PRIMITIVES = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.Pow: "pow",
+}
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Line(NamedTuple):
@@ -154,16 +162,19 @@ class Constants:
         """Returns a context inside of which numbers that are rounded to 0 or inf are noted."""
         return np.errstate(over="call", under="call", call=self._note)
 
-    def exact(self, eqn: JaxprEqn, around: Around, literal: Literal) -> float | None:
-        """Returns the number that a 0, 1 or inf in an equation was made of, if it is known."""
-        value = np.asarray(literal.val)
+    def exact(self, eqn: JaxprEqn, around: Around, position: int) -> float | None:
+        """Returns the number that an input of an equation was made of, if it became 0, 1 or inf."""
+        atom = eqn.invars[position]
+        if not isinstance(atom, Literal):
+            return None
+        value = np.asarray(atom.val)
         is_floating_number = not value.shape and value.dtype.kind in "fV"
         if not is_floating_number:
             return None
         name = eqn.primitive.name
         line = find_line(eqn, around)
         if np.abs(value) == 1 and name in _ARITHMETIC | _COMPARISONS:
-            numbers = _numbers_in(line.text)
+            numbers = _read_operands(line, name, position)
             # What stands there as it is was not rounded.
             return None if {1, -1} & set(numbers) else _find_rounded(numbers, value)
         # Derivatives compare with 0 and choose it, as that of `abs` does.
@@ -212,18 +223,59 @@ def _operands(text: str, variables: Mapping[str, Any]) -> list[float]:
     return numbers
 
 
-def _numbers_in(text: str) -> list[float]:
-    """Returns the numbers in a line of source, `1 - 1e-7` as one, if it can be read."""
-    waiting: list[ast.AST] = [_parse(text)]
+def _read_operands(line: Line, name: str, position: int) -> list[float]:
+    """Returns the numbers that may be an operand of an operation in a line, as far as it is read.
+
+    Of an operator they are those on its side, of a function all in the line. A sum such as
+    `1 - 1e-7` is one number, and so is a variable that has one.
+    """
+    variables = _read_variables(line)
+    nodes = list(ast.walk(_parse(line.text)))
+    operators = [
+        node
+        for node in nodes
+        if isinstance(node, ast.BinOp) and _PRIMITIVES.get(type(node.op)) == name
+    ]
+    waiting: list[ast.AST] = [(node.left, node.right)[position] for node in operators]
+    if not operators:
+        waiting = nodes[:1]
     numbers = []
     while waiting:
         node = waiting.pop()
-        number = _read_number(node, {})
-        if number is None:
-            waiting += ast.iter_child_nodes(node)
-        else:
+        number = _read_number(node, variables)
+        if number is not None:
             numbers.append(number)
+        elif not operators:
+            waiting += ast.iter_child_nodes(node)
     return numbers
+
+
+@functools.cache
+def _read_variables(line: Line) -> dict[str, float]:
+    """Returns the numbers of the variables that a line can read, as its source assigns them.
+
+    An array of one number, as `jnp.asarray(0.9999, dtype)` makes, counts as well.
+    """
+    variables = {}
+    waiting: list[ast.AST] = [_parse("".join(linecache.getlines(line.file)))]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, _SCOPES) and not _holds(node, line.number):
+            continue
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                if isinstance(value, ast.Call) and value.args:
+                    value = value.args[0]
+                number = _read_number(value, variables)
+                variables.pop(name, None)
+                if number is not None:
+                    variables[name] = number
+        waiting += ast.iter_child_nodes(node)
+    return variables
+
+
+def _holds(scope: Any, number: int) -> bool:
+    return scope.lineno <= number <= scope.end_lineno
 
 
 @functools.cache

@@ -1,0 +1,139 @@
+"""One equation run by itself: as it is written, or in another format.
+
+What refs hold is copied first, so that an equation can run again and again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import _jax
+from ..._jax import JaxprEqn, Op, is_half, is_ref, primitives_that
+from .needs import results
+
+_ON_REFS = primitives_that(Op.ON_REFS)
+_READ_BITS = primitives_that(Op.READS_BITS)
+_SCATTERS = {
+    "scatter": jax.lax.scatter,
+    "scatter-add": jax.lax.scatter_add,
+}
+
+
+class IncomparableError(Exception):
+    """Raised for an equation that runs in no other format, such as a kernel for one dtype."""
+
+
+def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[Any]:
+    """Returns the results of an equation as arrays: its outputs, then what its refs hold.
+
+    Half precision is as it is written, or has another `dtype`. Inputs are cast to that.
+
+    Raises:
+      IncomparableError: if it has no results in that dtype.
+    """
+    dtype = None if dtype is None else np.dtype(dtype)
+    taken = []
+    for x, atom in zip(inputs, eqn.invars, strict=True):
+        if is_half(dtype_of_atom(atom)):
+            x = _cast(x, dtype or dtype_of_atom(atom))
+        taken.append(x)
+    if dtype is None:
+        return _bind(eqn, taken, None)
+    name = eqn.primitive.name
+    params = {}
+    for key, value in eqn.params.items():
+        if isinstance(value, np.dtype) and is_half(value):
+            value = dtype
+        params[key] = value
+    try:
+        if name in _READ_BITS:
+            raise TypeError(name)
+        if name in _SCATTERS:
+            outputs = [_scatter(name, taken, params)]
+        else:
+            outputs = _bind(eqn, taken, params)
+    # What JAX and XLA raise where an operation does not take the format.
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise IncomparableError(name) from error
+    for output in outputs:
+        if is_half(dtype_of(output)) and dtype_of(output) != dtype:
+            raise IncomparableError(name)
+    return outputs
+
+
+def _bind(
+    eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
+) -> list[Any]:
+    has_refs = any(map(is_ref, results(eqn)))
+
+    def bind(*inputs: Any) -> list[Any]:
+        return _bind_copies(eqn, inputs, params)
+
+    if has_refs and eqn.primitive.name not in _ON_REFS:
+        # others, such as a kernel, take refs only in `jit`
+        return jax.jit(bind)(*inputs)
+    return bind(*inputs)
+
+
+def _bind_copies(
+    eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
+) -> list[Any]:
+    """Runs an equation on new refs that hold copies, and returns its results as arrays."""
+    args = []
+    refs = []
+    for atom, value in zip(eqn.invars, inputs, strict=True):
+        if is_ref(atom):
+            value = jax.new_ref(jnp.asarray(value))
+            refs.append(value)
+        args.append(value)
+    outputs = _jax.bind(eqn, args, params)
+    arrays = []
+    for atom, value in zip(results(eqn), [*outputs, *refs], strict=True):
+        if is_ref(atom):
+            value = value[...]
+        arrays.append(value)
+    return arrays
+
+
+def _scatter(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns the output of a scatter by a function of JAX, which makes the update by itself.
+
+    That among the parameters is made for the narrow dtype.
+    """
+    scatter: Any = _SCATTERS[name]
+    options = {
+        key: value for key, value in params.items() if not key.startswith("update_")
+    }
+    return scatter(*inputs, **options)
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    if dtype_of(value) == dtype:
+        return value
+    return jax.lax.convert_element_type(value, dtype)
+
+
+def widen(value: Any) -> Any:
+    """Returns an array with half precision in float32."""
+    if is_half(getattr(value, "dtype", None)):
+        return jax.lax.convert_element_type(value, jnp.float32)
+    return value
+
+
+def zeros_of(atom: Any) -> jax.Array:
+    """Returns zeros in the place of a variable that is not computed."""
+    return jax.lax.full(atom.aval.shape, 0, atom.aval.dtype)
+
+
+def dtype_of(value: Any) -> Any:
+    """Returns the dtype of an array, or the one that NumPy gives a number."""
+    if hasattr(value, "dtype"):
+        return value.dtype
+    return np.result_type(value)
+
+
+def dtype_of_atom(atom: Any) -> Any:
+    return getattr(atom.aval, "dtype", None)

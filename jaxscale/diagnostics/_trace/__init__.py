@@ -1,1 +1,0 @@
-"""Lost numbers in a jaxpr, operation by operation: see `../README.md`."""
