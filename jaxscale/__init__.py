@@ -123,7 +123,7 @@ __all__ = [  # noqa: RUF022
 if _util.find_spec("flax") is not None:
     __all__ += ["flax", "nnx"]
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 if _typing.TYPE_CHECKING:
     from . import diagnostics as diagnostics
