@@ -20,6 +20,19 @@ from jaxscale import presets
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_scale_that_fell_six_times_without_growing_is_warned_of():
+    tx = jaxscale.loss_scaled(optax.sgd(0.1))
+    update = jax.jit(tx.update)
+    state = tx.init(jnp.ones(2))
+    for grad in [1.0] * 25 + [1.0, jnp.inf] * 6:
+        _, state = update(jnp.full(2, grad), state)
+    numbers = jaxscale.metrics(state)
+    assert (numbers["loss_scale"], numbers["backoff_count"]) == (512, 6)
+    with pytest.warns(UserWarning, match="the loss scale fell again and again"):
+        jaxscale.check(state)
+
+
 DECAYS = r"`check`: the loss scale fell again and again .*`jaxscale doctor` names"
 DECAYS_OR_EXHAUSTS = (
     r"`check`: (the loss scale fell|in 6 steps or more no retry helped)"

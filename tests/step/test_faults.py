@@ -19,6 +19,18 @@ from jaxscale import presets
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_nan_in_the_second_of_three_steps_leaves_no_trace():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    params = jnp.ones(2)
+    state = tx.init(params)
+    for grad in (1.0, jnp.nan, 2.0):
+        updates, state = tx.update(jnp.full(2, grad), state, params)
+        params = optax.apply_updates(params, updates)
+    assert params.tolist() == [-0.5, -0.5]
+    assert jaxscale.metrics(state)["total_notfinite"] == 1
+
+
 STEPS = 500
 # Where a fault is born. The first two make the loss itself non-finite.
 PLACES = ["input", "loss", "cotangent", "gradient"]
