@@ -133,11 +133,13 @@ def _count_numbers(leaf: Any) -> Histogram:
     integers = jax.lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.uint32)
     bits = jnp.where(bits < 2**23, integers, bits + np.uint32(149 << 23))
     # The first row is for 0. The last is for inf, and for NaN, whose mantissa is not 0.
-    row = jnp.maximum(bits >> 23, 126) - 126
+    row = (jnp.maximum(bits >> 23, 126) - 126).astype(jnp.int32)
     mantissa = bits & (2**23 - 1)
     column = jnp.searchsorted(_CUTS, mantissa, side="right", method="compare_all") - 1
-    counts = jnp.zeros((len(EXPONENTS) + 2, len(_CUTS)), jnp.uint32)
-    counts = counts.at[row, column].add(jnp.uint32(1))
+    # by one index: two would be stored as an array of pairs
+    cell = row * len(_CUTS) + column
+    counts = jnp.zeros((len(EXPONENTS) + 2) * len(_CUTS), jnp.uint32)
+    counts = counts.at[cell].add(jnp.uint32(1)).reshape(-1, len(_CUTS))
     totals = Histogram(
         counts=counts[1:-1],
         zero=counts[0, 0],

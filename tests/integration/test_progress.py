@@ -288,6 +288,13 @@ def test_steps_whose_gradients_are_all_0_are_told_of(name):
     jaxscale.check(state, tx=tx)
 
 
+def test_one_gradient_that_is_0_is_no_symptom():
+    state = TX.init(PAIR)
+    for _ in range(50):
+        state = one_step(TX, {"a": W, "b": 0 * W}, state)
+    jaxscale.check(state)  # a warning is an error here
+
+
 class Hopeless(NamedTuple):
     """A run that no longer makes steps, and what `check` says of it."""
 
