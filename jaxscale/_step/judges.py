@@ -3,7 +3,7 @@
 A judge keeps what it remembers in fields of the `LossScaledState` that are its own. It is asked
 with `good`, which says whether all judges before it accept the step: it neither counts nor learns
 from a step that an earlier one refused. A new judge is a class with these four members, and a line
-in `WrappedOptimizer.judges`.
+in `Options.judges`.
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ def largest_and_loss(scaling, x):
     return jnp.max(jnp.stack(sizes)), poisoned(PARAMS, x)
 
 
-def back_off(policy, scaling, largest):
+def back_off(adjust, scaling, largest):
     """The scale state after a policy was told of an overflow until it lowered its scale.
 
     It is told at most 100 times, which is `_MAX_BACKOFFS_PER_OVERFLOW` in `_step/retry.py`.
@@ -67,7 +67,7 @@ def back_off(policy, scaling, largest):
     for _ in range(100):
         if lower.loss_scale < scaling.loss_scale:
             break
-        lower = policy.adjust(lower, jnp.array(False), largest)
+        lower = adjust(lower, jnp.array(False), largest)
     return lower
 
 
@@ -76,6 +76,7 @@ def by_the_book(policy, retries, batches):
 
     They are computed in plain Python.
     """
+    adjust = jax.jit(policy.adjust)
     scaling = policy.init()
     total_retries = 0
     total_exhausted = 0
@@ -87,7 +88,7 @@ def by_the_book(policy, retries, batches):
         while (
             not jnp.isfinite(largest) and jnp.isfinite(loss) and num_retries < retries
         ):
-            lower = back_off(policy, scaling, largest)
+            lower = back_off(adjust, scaling, largest)
             if lower.loss_scale >= scaling.loss_scale:
                 break
             scaling = lower
@@ -103,7 +104,7 @@ def by_the_book(policy, retries, batches):
             # A batch that no scale helps costs one overflow: the scale moves from where it was.
             scaling = scaling_before
         if jnp.isfinite(loss):
-            scaling = policy.adjust(scaling, jnp.array(fits), largest)
+            scaling = adjust(scaling, jnp.array(fits), largest)
         applied_before = fits
         yield scaling, jnp.int32(total_retries), jnp.int32(total_exhausted)
 
