@@ -299,8 +299,8 @@ def test_the_trace_looks_into_both_forms(is_new):
     with form(is_new):
         report = diagnostics.trace(jaxscale.autocast(loss), scaling)(W)
     assert not report.not_entered
-    assert "dot_general" in report.blamed[0].operations
-    assert report.limit == "overflow"
+    (line,) = report.blamed  # the exponential overflows in float32, too
+    assert {"dot_general", "exp"} <= set(line.operations)
 
 
 def root(ws):
