@@ -30,7 +30,7 @@ class Fault(NamedTuple):
         is so in the compiled program alone, and `"in float32"` if they are not finite in float32
         either.
       where: file and line, or `""` for no line of the model.
-      operation: what does it there, as JAX calls it.
+      operation: what does it there, as JAX calls it, or `""` if it is one of several.
       direction: `"forward"` or `"backward"`.
       layer: the scopes that it is in, as modules of Flax set them, or `""`.
       dtype: the format of its results.
@@ -236,6 +236,25 @@ class Checker:
             return None
         fault = self._describe("nonfinite", blame.place)
         return fault._replace(limit=blame.limit)
+
+    def find_ceiling(self, loss_scale: float) -> Fault | None:
+        """Returns the line at which a loss scale overflows that is larger than the largest.
+
+        Its operation and layer are named if there is one: to tell them apart, the program would
+        have to be compiled again.
+        """
+        search = self._search
+        lines = search.find_lines(search.overflows_at(loss_scale), most=1)
+        if not lines:
+            return None
+        places = search.board.places_of(lines)
+        places = [place for place in places if place.is_backward] or places
+        fault = self._describe("nonfinite", places[0])
+        if len({place.primitive for place in places}) > 1:
+            fault = fault._replace(operation="")
+        if len({place.layer for place in places}) > 1:
+            fault = fault._replace(layer="")
+        return fault._replace(limit="overflow")
 
     def _explain(self, kind: str, scale: float, is_mask: bool) -> Fault | None:
         search = self._search

@@ -210,7 +210,7 @@ class _Lookout:
         if exam.overflows_at is None or exam.nonfinite_outputs:
             return exam
         self._announce("looking for what limits the loss scale")
-        exam = exam._replace(ceiling=checker.find_overflow(exam.overflows_at))
+        exam = exam._replace(ceiling=checker.find_ceiling(exam.overflows_at))
         if exam.is_quick:
             return exam
         return exam._replace(relief=self._find_relief(exam, search))

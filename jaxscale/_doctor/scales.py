@@ -209,7 +209,8 @@ def _say_limit(exam: Exam) -> list[str]:
     scale = ""
     if exam.calibration is not None:
         scale = power(exam.calibration.overflows_at or 0.0)
-    limit = f"What limits it is {what}: at {scale} `{place.operation}` overflows there."
+    operation = f"`{place.operation}`" if place.operation else "the backward pass"
+    limit = f"What limits it is {what}: at {scale} {operation} overflows there."
     if exam.relief is None:
         return [
             f"{limit} If the loss scale falls in training, look at that line first."

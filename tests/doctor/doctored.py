@@ -359,6 +359,27 @@ def index_of_floats(p, x):
     return jnp.square(p["t"][index])
 
 
+# What looks as if another function were better, and is not.
+
+ROWS = jnp.array([[6.0, 12.0, 18.0], [3.0, -6.0, 12.0]])
+
+
+@model(params={"w": jnp.array([1.0, 0.5, 2.0])}, batch=ROWS)
+def shifted(p, x):
+    """The gradient of a sure softmax, from whose rows the maximum is subtracted already."""
+    z = (x * p["w"]).astype(HALF)
+    e = jnp.exp(z - jnp.max(z, 1, keepdims=True))  # the exponential
+    return e / jnp.sum(e, 1, keepdims=True) * x.astype(HALF)
+
+
+@model(params={"w": jnp.ones(3)}, batch=ROWS)
+def coupled(p, x):
+    """The logarithm of a sum, of which only a part is an exponential."""
+    z = (x * p["w"]).astype(HALF)
+    moved = z * jnp.exp(z) + jnp.tanh(z)  # the scale
+    return jnp.log1p(jnp.max(jnp.abs(moved.astype(FULL))))
+
+
 # Auxiliary outputs.
 
 

@@ -244,6 +244,16 @@ WRONG = {
             "where float16 only holds multiples of 2",
         ],
     ),
+    "shifted": Case(
+        1,
+        [f"It begins at {line_of('the exponential')}", "in float32: that was tried"],
+        never=["Subtract the maximum"],
+    ),
+    "coupled": Case(
+        1,
+        [f"It begins at {line_of('the scale')}", "in float32: that was tried"],
+        never=["logsumexp", "the logarithm of `exp(x)`"],
+    ),
     "offset": Case(
         0,
         [
