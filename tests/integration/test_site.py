@@ -41,10 +41,12 @@ def find_public():
         for name in names:
             yield f"{module}.{name}"
             value = pkgutil.resolve_name(f"{module}.{name}")
-            members = vars(value) if inspect.isclass(value) else {}
-            for member, function in members.items():
-                is_method = inspect.isfunction(function) and function.__doc__
-                if is_method and not member.startswith("_"):
+            for member in vars(value) if inspect.isclass(value) else ():
+                method = inspect.unwrap(getattr(value, member))
+                # Of its own, and not one that a library or another class has made.
+                is_own = getattr(method, "__qualname__", "") == f"{name}.{member}"
+                is_public = is_own and not member.startswith("_") and method.__doc__
+                if is_public and method.__module__.startswith("jaxscale"):
                     yield f"{module}.{name}.{member}"
 
 
