@@ -85,6 +85,7 @@ def check(
         - The optimizer has moments, and they are all 0 after 50 steps, so all gradients were 0.
           Something else may clean them before the optimizer gets them, and hide every overflow. Of
           an optimizer without moments, such as plain SGD, this is known with `spikes` alone.
+        - A moment of the optimizer is inf or NaN, made of finite gradients that were too large.
         - The `loss_scaled` optimizer is inside of another one, which a skipped step still changes.
           With `tx`, or in a `TrainState`, this is always seen.
         - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer

@@ -90,6 +90,15 @@ def find_nan(inner_state: Any, member: tuple[int, ...]) -> str | None:
     return None
 
 
+def are_finite(leaves: list[Any]) -> bool:
+    """Returns whether all numbers of some arrays are finite, of those that this process has."""
+    # All are asked for before the first answer is waited for.
+    flags = [
+        jnp.all(jnp.isfinite(part)) for leaf in leaves for part in parts_in_reach(leaf)
+    ]
+    return all(jax.device_get(flags))
+
+
 def is_zero(leaf: Any) -> bool:
     """Returns whether an array is 0, or the parts of it that this process has."""
     return not _holds(jnp.bool_, leaf)

@@ -20,7 +20,7 @@ from .limits import (
     OFTEN,
     UNUSED_ROOM,
 )
-from .optimizers import is_zero, list_moments
+from .optimizers import are_finite, is_zero, list_moments
 
 
 def find_symptoms(run: Any) -> dict[str, Any]:
@@ -49,6 +49,7 @@ def find_symptoms(run: Any) -> dict[str, Any]:
     had_norms = (run.norm_count > 0) | had_inf_norms
     return {
         texts.ZERO_MOMENTS: has_zeros,
+        texts.BAD_MOMENTS: not are_finite(moments),
         texts.ZERO_NORMS: is_late & ~had_norms & (not moments),
         run.words.rate_of_loss: is_often & ~is_mostly_spikes & is_loss,
         run.words.rate_of_gradients: is_often & ~is_mostly_spikes & ~is_loss,

@@ -74,6 +74,13 @@ ZERO_NORMS = (
     + _IF_ZEROS
 )
 
+BAD_MOMENTS = (
+    "`check`: a moment of the optimizer is inf or NaN, and stays so. The gradients that made it "
+    "were finite, but their squares or sums were not. Its parameters have stopped, or are NaN. Go "
+    "back to a checkpoint, and pass `check_updates=True` or `spikes=jaxscale.SpikeRule()`, which "
+    "skip such steps."
+)
+
 SPIKES = (
     "`check`: spikes are skipped again and again: 20 or more in a row, or more than one step in "
     "20. This is not a one-time jump of the loss: the rule accepts one within 15 steps. If it is "

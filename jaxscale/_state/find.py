@@ -187,6 +187,7 @@ def _suggest_state(tree: Any) -> str:
             f"{type(tree).__name__}`, write `is_loss_scale_state = True`, without an annotation."
         )
     return (
-        "Wrap the optimizer, as in `tx = jaxscale.loss_scaled(tx)`, and pass the state that "
-        "`tx.init(params)` returned."
+        "Pass the state that `tx.init(params)` returned in this place, where `tx` is a wrapped "
+        "optimizer, as in `tx = jaxscale.loss_scaled(tx)`, or `jaxscale.master_weights(tx)` for "
+        "half-precision parameters."
     )

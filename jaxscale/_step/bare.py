@@ -118,10 +118,10 @@ def possible_states(tx: Any) -> Iterator[Any]:
 def say_inside(call: str) -> str:
     """Returns what a call says of a `loss_scaled` optimizer that is inside of another one."""
     return (
-        f"`{call}`: the `loss_scaled` optimizer is inside of another one, whose state and updates "
-        "a bad step can corrupt for good, and whose changes `master_weights` and "
-        "`stochastic_rounding` never see. Make it the outermost: write `loss_scaled(outer(inner))` "
-        "for `outer(loss_scaled(inner))`, as with `optax.chain`, `masked`, `partition`, `flatten`, "
-        "`inject_hyperparams` and `MultiSteps`. For `apply_if_finite(loss_scaled(inner))` write "
+        f"`{call}`: the `loss_scaled` optimizer, or one that another function of jaxscale made, is "
+        "inside of another one, whose state and updates a bad step can corrupt for good, and whose "
+        "changes `master_weights` and `stochastic_rounding` never see. Make it the outermost: "
+        "write `loss_scaled(outer(inner))` for `outer(loss_scaled(inner))`, as with `optax.chain`, "
+        "`masked`, `partition`, `flatten`, `inject_hyperparams` and `MultiSteps`. For `apply_if_finite(loss_scaled(inner))` write "
         "`loss_scaled(inner)`."
     )

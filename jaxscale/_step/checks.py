@@ -30,9 +30,13 @@ def as_transformation(argument: str, tx: Any) -> optax.GradientTransformationExt
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
+        given = repr(tx)
+        if len(given) > 100:  # such as an `nnx.Optimizer` with all parameters
+            given = with_article(type(tx).__name__)
         raise TypeError(
-            f"`{argument}` must be an `optax.GradientTransformation`, got {tx!r}. Call the "
-            "function that makes it, as in `optax.adamw(1e-3)`."
+            f"`{argument}` must be an `optax.GradientTransformation`, got {given}. Call the "
+            "function that makes it, as in `optax.adamw(1e-3)`, or pass the `tx` that an object "
+            "such as a `TrainState` holds."
         )
     is_told = isinstance(tx, optax.GradientTransformationExtraArgs)
     if not is_told and takes_any(tx.update):

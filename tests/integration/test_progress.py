@@ -1,5 +1,6 @@
 """What the counters say, on the device and on the host."""
 
+import contextlib
 import functools
 import json
 import re
@@ -293,6 +294,31 @@ def test_one_gradient_that_is_0_is_no_symptom():
     for _ in range(50):
         state = one_step(TX, {"a": W, "b": 0 * W}, state)
     jaxscale.check(state)  # a warning is an error here
+
+
+# A finite gradient whose square is inf, and what skips that step.
+TOO_LARGE = 1e30
+SQUARES = {
+    "by default": ({}, True),
+    "check_updates": ({"check_updates": True}, False),
+    "spikes": ({"spikes": jaxscale.SpikeRule()}, False),
+}
+
+
+@cases("name", SQUARES)
+def test_a_moment_that_is_inf_is_told_of(name):
+    options, is_told = SQUARES[name]
+    tx = jaxscale.skip_nonfinite(optax.adam(0.1), **options)
+    state = one_step(tx, W, tx.init(W))
+    jaxscale.check(state, tx=tx)
+    grads = W.at[1].set(TOO_LARGE)
+    _, state = jax.jit(tx.update)(grads, state, W)
+    warns = contextlib.nullcontext()
+    if is_told:
+        warns = pytest.warns(UserWarning, match="moment.*is inf or NaN.*check_updates")
+    for tree in (state, stacked(state, state)):
+        with warns:
+            jaxscale.check(tree, tx=tx)
 
 
 class Hopeless(NamedTuple):
