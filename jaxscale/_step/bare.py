@@ -122,6 +122,6 @@ def say_inside(call: str) -> str:
         "inside of another one, whose state and updates a bad step can corrupt for good, and whose "
         "changes `master_weights` and `stochastic_rounding` never see. Make it the outermost: "
         "write `loss_scaled(outer(inner))` for `outer(loss_scaled(inner))`, as with `optax.chain`, "
-        "`masked`, `partition`, `flatten`, `inject_hyperparams` and `MultiSteps`. For `apply_if_finite(loss_scaled(inner))` write "
-        "`loss_scaled(inner)`."
+        "`masked`, `partition`, `flatten`, `inject_hyperparams` and `MultiSteps`. For "
+        "`apply_if_finite(loss_scaled(inner))` write `loss_scaled(inner)`."
     )
