@@ -34,6 +34,8 @@ class Op(enum.Flag):
     SUMS_BACKWARD = enum.auto()  # its derivative adds numbers up
     # Gives a value a name, by which a policy of `jax.checkpoint` keeps it.
     NAMES = enum.auto()
+    # Makes numbers of those that it is given, as most do, and has no other property of these.
+    OTHER = enum.auto()
     RETURNS_INPUTS = enum.auto()  # returns each input, when all of them are computed
     STOPS_TANGENTS = enum.auto()  # returns its input without its derivative
     CASTS = enum.auto()  # returns its input in another dtype
@@ -126,7 +128,7 @@ _ROWS = {
     Op.MULTIPLIES: "cumprod",
     Op.READS_BITS: "bitcast_convert_type",
     Op.RANDOM: "random_bits rng_bit_generator",
-    _NONE: """
+    Op.OTHER: """
         sort cummax cummin empty_ref
         scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
     Op.POOLING: "reduce_window_max",

@@ -69,7 +69,9 @@ CASES = {
     ),
     "metrics of a bare optimizer of NNX": (
         lambda: jaxscale.metrics(bare_optimizer_of_nnx()),
-        ("ValueError: metrics ... none in a State ... Wrap the optimizer"),
+        (
+            "ValueError: metrics ... none in a State ... `tx.init(params)` ... wrapped optimizer"
+        ),
     ),
     "metrics with a number for a prefix": (
         lambda: jaxscale.metrics(OPT_STATE, prefix=1),
