@@ -34,15 +34,17 @@ class BackwardTrial(NamedTuple):
     """What `jaxscale.scale_backward` does on a loss, if it was tried.
 
     Attributes:
-      repeats: how often it repeats a backward pass after an overflow, and whether the gradients are
+      repeats: how often it repeats a backward pass at another scale, and whether the gradients are
         finite in the end; `None` if that is not known.
       scale_backward_raised: what it raised, in one line, or `""`; `None` if it was not tried.
+      is_raised: whether that scale is larger, as all gradients were almost 0.
       is_divided: whether it pulls small and large cotangents back apart.
       is_lost: whether it returns NaN in the place of nothing but zeros.
     """
 
     repeats: tuple[int, bool] | None = None
     scale_backward_raised: str | None = None
+    is_raised: bool = False
     is_divided: bool = False
     is_lost: bool = False
 
@@ -119,6 +121,7 @@ class CompiledBackward:
         return BackwardTrial(
             repeats=(num_repeats, is_enough),
             scale_backward_raised="",
+            is_raised=any(report.is_raised for report in reports),
             is_divided=any(report.is_divided for report in reports),
             is_lost=any(report.is_lost for report in reports),
         )

@@ -83,11 +83,19 @@ def _find_scale_below_one(exam: Exam, start: Start) -> Finding:
 
 
 def find_inward_growth(exam: Exam) -> Iterator[Finding]:
-    """Notes gradients for which `scale_backward` does not find its scale at once."""
+    """Notes gradients that grow or shrink, so that `scale_backward` finds its scale later."""
     num_repeats, is_enough = exam.trial.repeats or (0, False)
     if not num_repeats or not exam.largest_scale:
         return
     times = {1: "once", 2: "twice"}.get(num_repeats, f"{num_repeats} times")
+    if exam.trial.is_raised:
+        yield make_finding(
+            "All gradients shrink on their way through the loss, and `scale_backward` repeats the "
+            f"backward pass of this batch {times}.",
+            "A loop that divides inside, such as a `jax.lax.scan` over micro-batches, does that: "
+            "wrap the loss inside the loop in `scale_backward`, and the first pass is enough.",
+        )
+        return
     if not is_enough:
         times += ", which is not enough"
     # Room for batches with larger gradients, which would repeat it again.

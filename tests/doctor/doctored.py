@@ -108,6 +108,17 @@ def outlying(p, x):
     return (x * p["w"]).astype(HALF).astype(FULL) * jnp.array([2.0**12, 2.0**-16])
 
 
+@model(batch=jnp.ones((4, 2)), reduce=jnp.sum)
+def shrinking(p, x):
+    """A loop over micro-batches that divides, whose own cotangent is 1."""
+
+    def add(total, row):
+        y = (row * p["w"]).astype(HALF).astype(FULL)
+        return total + jnp.sum(y) * 2.0**-20, None
+
+    return jax.lax.scan(add, 0.0, x)[0]
+
+
 @model(params={"w": jnp.ones(2)}, batch=jnp.full((2**12, 2), 100, HALF), reduce=jnp.sum)
 def on_the_way(p, x):
     """The gradient of each number is less than float16 holds, but their sum is not."""

@@ -357,6 +357,15 @@ SCALES = {
         ],
         never=["not enough"],
     ),
+    "shrinking": Case(
+        0,
+        [
+            "All gradients shrink on their way through the loss, and `scale_backward` repeats the "
+            "backward pass of this batch once.",
+            "wrap the loss inside the loop",
+        ],
+        never=["Gradients grow"],
+    ),
     "outlying": Case(
         0,
         [
