@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._jax import Literal, Op, primitives_that
-from ..diagnostics._switches.board import Limits, Variant
 from ..diagnostics._switches.needs import EquationKey
 from ..diagnostics._switches.operations import Operation, Operations
 from ..diagnostics._switches.places import Line
 from ..diagnostics._switches.search import CLOSE, Birth, Blame, ErrorOf, Search
+from ..diagnostics._switches.switches import Limits, Variant
 
 _KEEP_AWAY = (
     "Here the function or its derivative has no finite value, as a root, a logarithm or a division "

@@ -6,17 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..diagnostics._switches.board import (
-    ALL_LIMITS,
-    PLAIN,
-    Limits,
-    Numbers,
-    Outcome,
-    Variant,
-    are_finite,
-)
+from ..diagnostics._switches.board import Outcome, are_finite
+from ..diagnostics._switches.notes import Numbers
 from ..diagnostics._switches.operations import Place
 from ..diagnostics._switches.search import CLOSE, STABLE, Blame, ErrorOf, Search
+from ..diagnostics._switches.switches import ALL_LIMITS, PLAIN, Limits, Variant
 from . import cures
 from .gradients import Comparison, compare_gradients
 

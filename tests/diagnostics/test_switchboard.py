@@ -8,8 +8,9 @@ from jax.sharding import Mesh, PartitionSpec
 from tables import cases
 
 from jaxscale.diagnostics._switches.backward import Backward
-from jaxscale.diagnostics._switches.board import Switchboard, Variant
+from jaxscale.diagnostics._switches.board import Switchboard
 from jaxscale.diagnostics._switches.search import Search
+from jaxscale.diagnostics._switches.switches import Variant
 
 pytestmark = pytest.mark.standard_promotion
 

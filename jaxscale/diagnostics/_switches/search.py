@@ -11,18 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .board import (
-    ALL_LIMITS,
-    NO_LIMITS,
-    PLAIN,
-    Limits,
-    Numbers,
-    Outcome,
-    Switchboard,
-    Variant,
-)
+from .board import Outcome, Switchboard
+from .notes import Numbers
 from .operations import Place
 from .places import Line
+from .switches import ALL_LIMITS, NO_LIMITS, PLAIN, Limits, Variant
 
 CLOSE = 0.1  # a leaf is right if its error is at most this
 # What changes by a larger share, or by a larger part of its error, when float32 is shaken by as
