@@ -35,6 +35,6 @@ def test_files_and_links_of_a_guide_are_there(guide):
 
 
 def test_what_is_not_there_is_found():
-    text = "`tests/step/gone.py`, [a](plan.py), [b](gone.md), [c](https://jax.dev), tests/step"
+    text = "`tests/step/gone.py`, [a](api.py), [b](gone.md), [c](https://jax.dev), tests/step"
     folder = ROOT / "jaxscale" / "_autocast"
     assert missing(text, folder) == ["tests/step/gone.py", "gone.md"]
