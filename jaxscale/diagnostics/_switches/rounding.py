@@ -1,7 +1,7 @@
 """Rounding of the results of one equation, where it is on."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,20 +9,34 @@ from jax import lax
 
 from .evaluate import dtype_of
 from .needs import EquationKey
-from .notes import count_numbers, is_floating
+from .notes import Note, count_numbers, is_floating
 from .operations import Place
-
-if TYPE_CHECKING:
-    from .interpreter import Run
+from .switches import Limits, Variant
 
 
 _LARGEST_MASK = 1e4  # a number that stands for infinity, and that every format holds
 
 
+class Run(Protocol):
+    """The way through the program that an equation is a part of (see `interpreter`)."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def variant(self) -> Variant: ...
+
+    def is_on(self, place: Place) -> Any: ...
+
+    def shake(self, x: Any, place: Place) -> Any: ...
+
+    def note(self, place: Place, note: Note) -> None: ...
+
+
 class Rounding:
     """How the results of one equation are rounded."""
 
-    def __init__(self, run: "Run", place: Place, key: EquationKey) -> None:
+    def __init__(self, run: Run, place: Place, key: EquationKey) -> None:
         variant = run.variant
         self._run = run
         self.place = place
