@@ -13,7 +13,6 @@ from .notes import Note, count_numbers, is_floating
 from .operations import Place
 from .switches import Limits, Variant
 
-
 _LARGEST_MASK = 1e4  # a number that stands for infinity, and that every format holds
 
 
