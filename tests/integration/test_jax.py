@@ -496,6 +496,11 @@ def test_a_rule_in_a_recomputed_program_may_ask_what_has_a_derivative(by):
     assert_same_bits(actual, expected)
 
 
+def test_numpy_says_that_jax_rounds_a_number_to_zero():
+    report = diagnostics.trace(lambda x: jnp.sum(x * 1e-9), SCALING)(jnp.float16(1))
+    assert [constant.value for constant in report.constants] == [1e-9]
+
+
 def test_callers_in_jax_are_seen():
     def is_called_by_jax(x):
         return _jax.is_called_by_jax()
