@@ -48,6 +48,20 @@ def assert_near(a, b):
 every_program = cases("name", PROGRAMS, fast=["lstm", "remat_in_scan", "custom_vjp"])
 
 
+def sorted_primitives(fun, *args):
+    return sorted((name, *sorted(kinds)) for name, kinds in primitives(fun, *args))
+
+
+@pytest.mark.worlds
+@every_program
+def test_twice_is_once(name):
+    fun, args = PROGRAMS[name]
+    once = jaxscale.autocast(loss_of(fun))
+    twice = jaxscale.autocast(once)
+    assert sorted_primitives(once, *args) == sorted_primitives(twice, *args)
+    assert once(*args) == twice(*args)
+
+
 @pytest.mark.device
 @every_program
 def test_outputs_keep_their_types_and_come_close(name):
