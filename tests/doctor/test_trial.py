@@ -61,7 +61,11 @@ REPORT = r"https://github.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+"
 WRONG = 0.1  # above this it is faulty
 CLOSE = 0.05  # below this it is healthy
 SCALES = [2.0**k for k in range(-12, 42)]
-HELD = {"verdicts": 75, "lines": 47, "alarms": 0}
+HELD = {
+    "deep": {"verdicts": 9, "lines": 4, "alarms": 0},
+    "faulty": {"verdicts": 43, "lines": 43, "alarms": 0},
+    "healthy": {"verdicts": 23, "lines": 0, "alarms": 0},
+}
 LOSS = "['loss']"
 
 
@@ -202,9 +206,11 @@ def ask_doctor(name, model):
 
 
 @pytest.mark.slow
-def test_the_score_of_the_doctor(record_property):
-    models = load_models(*MODULES)
-    score = dict.fromkeys(HELD, 0)
+@cases("module", HELD)
+def test_the_score_of_the_doctor(module, record_property):
+    models = load_models(module)
+    held = HELD[module]
+    score = dict.fromkeys(held, 0)
     num_faulty = 0
     missed = []
     for name, model in models.items():
@@ -219,14 +225,16 @@ def test_the_score_of_the_doctor(record_property):
         if model.entry.tuned and judgement != expected:
             missed.append(name)
     num_healthy = len(models) - num_faulty
-    report = f"{score} of {num_faulty} faulty and {num_healthy} healthy models"
+    report = (
+        f"{module}: {score} of {num_faulty} faulty and {num_healthy} healthy models"
+    )
     of_tuned = (
         f"of those that it was tuned on, it misses: {', '.join(missed) or 'none'}"
     )
     record_property("trial", [report, of_tuned])
-    assert score["verdicts"] >= HELD["verdicts"], report
-    assert score["lines"] >= HELD["lines"], report
-    assert score["alarms"] <= HELD["alarms"], report
+    assert score["verdicts"] >= held["verdicts"], report
+    assert score["lines"] >= held["lines"], report
+    assert score["alarms"] <= held["alarms"], report
 
 
 @pytest.mark.worlds
