@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from typing import NamedTuple
 
 import half_programs
@@ -335,6 +336,17 @@ def test_values_are_computed_once_and_only_what_may_be_finite_is_repeated(name):
         assert error(grads, REFERENCE, SMALL) < ACCURACY
 
 
+@pytest.mark.worlds
+@cases("scale", ["auto", HIGH], fast=["auto"])
+def test_values_are_those_of_the_function(scale):
+    loss = loss_of(net)
+    fun = scale_backward(loss, scale)
+    value, _ = jax.jit(jax.value_and_grad(fun))(PARAMS)
+    expected, _ = jax.jit(jax.value_and_grad(loss))(PARAMS)
+    assert_same_bits(value, expected)
+    assert_same_bits(jax.jit(fun)(PARAMS), jax.jit(loss)(PARAMS))
+
+
 def test_the_loop_holds_gradients_of_cast_parameters_in_half_precision():
     def model(p, x):
         return net(p | {"w": [p["w"]] * 3}, x)
@@ -549,6 +561,22 @@ def test_padding_under_a_norm_leaves_the_gradients_of_all_other_rows(name, wrap)
         assert error(grads[leaf], expected[leaf]) < ACCURACY, leaf
 
 
+def test_in_bfloat16_no_other_pass_is_made():
+    """Its range is that of float32, so nothing flushes."""
+    row = OUTLIERS["that do not matter"]
+    factors = jnp.array(row.factors, jnp.float32)
+    x = jnp.array(row.x, jnp.bfloat16)
+
+    def loss(w):
+        return jnp.sum(factors * (x * w.astype(x.dtype)).astype(jnp.float32))
+
+    with reported() as reports:
+        grad = jax.jit(jax.grad(scale_backward(loss)))(jnp.float32(1))
+        jax.effects_barrier()
+    assert_same_bits(grad, jnp.float32(row.gradient))
+    assert not reports[0].is_divided
+
+
 # What passes as it is.
 
 
@@ -580,6 +608,15 @@ def test_aux_of_any_type_passes_through():
     assert error(grads, REFERENCE, SMALL) < ACCURACY
     assert none.dtype == jax.dtypes.float0
     assert OTHERS.items() <= aux.items()
+
+
+def test_the_signature_is_that_of_the_function():
+    def fun(p, n, *, batch, **others):
+        return loss_of(net)(p)
+
+    wrapped = scale_backward(fun)
+    assert inspect.signature(wrapped) == inspect.signature(fun)
+    assert wrapped.__name__ == "fun"
 
 
 def test_only_what_is_differentiated_has_a_backward_pass():
@@ -686,6 +723,24 @@ def test_gradients_are_right_inside_of_autocast(name):
     grads = jax.jit(grad_of_first_output(autocast_scaled(fun)))(*args)
     expected = jax.jit(grad_of_first_output(fun))(*args)
     assert error(grads, expected) < ACCURACY
+
+
+OF_ONE_PASS = sorted(
+    half_programs.PROGRAMS.keys() - {"over_devices", "second_derivatives"}
+)
+
+
+@pytest.mark.worlds
+@pytest.mark.standard_promotion
+@cases("name", OF_ONE_PASS, fast=["mlp", "own_precision"])
+def test_as_many_products_are_in_half_precision_inside_of_autocast_and_outside(name):
+    fun, args = half_programs.PROGRAMS[name]
+    counts = set()
+    for wrap in (jaxscale.autocast, scaled_autocast, autocast_scaled):
+        grad = grad_of_first_output(wrap(fun))
+        products = equations_named("dot_general", grad, *args)
+        counts.add(sum(eqn.invars[0].aval.dtype == HALF for eqn in products))
+    assert len(counts) == 1
 
 
 @pytest.mark.worlds

@@ -505,3 +505,14 @@ def test_an_update_has_the_derivative_of_the_float32_one(wrapper, form):
     by_rate, by_start = jax.grad(end, argnums=(0, 1))(0.25, jnp.ones(2))
     assert by_rate == -8
     np.testing.assert_array_equal(by_start, [1, 1])
+
+
+@pytest.mark.worlds
+@cases("wrapper", WRAPPERS, fast=["random"])
+def test_a_step_can_be_exported(wrapper):
+    tx = WRAPPERS[wrapper](optax.adamw(1e-3))
+    state = tx.init(PARAMS)
+    step = jax.jit(functools.partial(fused_step, tx))
+    grads = gradients(PARAMS, PULLS[0])
+    exported = jax.export.export(step)(PARAMS, state, grads)
+    assert_same_bits(exported.call(PARAMS, state, grads), step(PARAMS, state, grads))
