@@ -723,13 +723,23 @@ def stand_in_by_hand(half, wide):
     return wide + jax.lax.stop_gradient(half - wide)
 
 
-@cases("way", PRODUCT_WAYS, fast=["eager", "left batch"])
+FIRST_ORDER = [way for way in PRODUCT_WAYS if way != "second"]
+
+
+@cases("way", FIRST_ORDER, fast=["eager", "left batch"])
 def test_a_stand_in_has_the_value_of_one_array_and_the_derivative_of_another(way):
     args = integers((4, 3), 0), integers((4, 3), 1)
     derivatives = PRODUCT_WAYS[way]
     actual = derivatives(lambda *args: stand_in(*args) ** 2)(*args)
     expected = derivatives(lambda *args: stand_in_by_hand(*args) ** 2)(*args)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.worlds
+def test_a_stand_in_of_an_array_is_differentiated_twice():
+    wide = jnp.float32([1.0, 2.0])
+    second = jax.hessian(lambda wide: jnp.sum(stand_in(wide, wide) ** 2))(wide)
+    np.testing.assert_array_equal(second, 2 * np.eye(2))
 
 
 # Weights that a batch over devices reads, in what holds the products.
