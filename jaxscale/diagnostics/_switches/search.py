@@ -1,4 +1,4 @@
-"""Which lines lose numbers, and by which limit of their format: searches over switches.
+"""Searches over switches, for lines that lose numbers and the limits that lose them.
 
 Nothing here knows an operation. A line is to blame if the gradients are right without its limits,
 a limit if they are right without it, and a loss scale fits if the gradients are finite.

@@ -1,4 +1,4 @@
-"""What each line of a model does to the loss and the gradients, as users ask for it."""
+"""Effects of each line of a model on the loss and the gradients, as users ask for them."""
 
 import dataclasses
 from collections.abc import Callable
