@@ -312,62 +312,6 @@ def test_a_restored_scale_moves_from_the_power_of_two_below():
     assert adjust(state, True, jnp.float32(0)).loss_scale == 2.0**15
 
 
-# What it rejects, and what the rule for spikes does.
-
-Rule, Spikes = jaxscale.AdaptiveLossScale, jaxscale.SpikeRule
-REJECTED = {
-    "level too high": (Rule, {"level": 16}, r"\(level=.*below 16, got 16.*pass 13\.0"),
-    "levels": (
-        Rule,
-        {"level": 8, "min_level": 9},
-        r".*min_level <= level <= max_level, got 9",
-    ),
-    "scales": (
-        Rule,
-        {"min_scale": 2, "max_scale": 1},
-        r".*<= max_scale, got 2\.0, 256\.0 and 1",
-    ),
-    "no power": (
-        Rule,
-        {"init_scale": 1000},
-        r"\(init_scale=.*power of two.*1000.*2\.0\*\*9",
-    ),
-    **{
-        name: (Rule, {name: -20}, rf"\({name}=.*got -20")
-        for name in ADAPTIVE.get_config()
-    },
-    "window": (Spikes, {"window": 1}, r"\(.*window=.*at least 2, got 1"),
-    "a part of a window": (
-        Spikes,
-        {"window": 12.5},
-        r"\(.*window=.*integer.*got 12\.5",
-    ),
-    "sigmas 0": (Spikes, {"sigmas": 0}, r"\(.*sigmas=.*above 0.*got 0\..*pass 6\.0"),
-    "sigmas NaN": (Spikes, {"sigmas": math.nan}, r"\(.*sigmas=.*got nan"),
-    "sigmas inf": (
-        Spikes,
-        {"sigmas": math.inf},
-        r"\(.*sigmas=.*finite number, got inf",
-    ),
-    "sigmas bool": (Spikes, {"sigmas": True}, r"\(.*sigmas=.*got True"),
-    "sigmas text": (Spikes, {"sigmas": "6"}, r"\(.*sigmas=.*got '6'"),
-    "history": (Spikes, {"min_history": 1}, r"\(.*min_history=.*at least 2, got 1"),
-    "a long history": (
-        Spikes,
-        {"window": 8, "min_history": 9},
-        r"\(.*at most window=8, got 9",
-    ),
-}
-
-
-@cases("case", REJECTED)
-def test_bad_arguments(case):
-    rule, arguments, message = REJECTED[case]
-    error = TypeError if case in ("a part of a window", "sigmas text") else ValueError
-    with pytest.raises(error, match=rf"^`{rule.__name__}{message}"):
-        rule(**arguments)
-
-
 # All policies.
 
 ALL = POLICIES | {

@@ -3,8 +3,6 @@
 import inspect
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import pytest
@@ -93,38 +91,3 @@ def test_a_scaler_that_is_off_scales_nothing():
 def test_a_scale_that_is_fixed_does_not_move():
     fixed = jaxscale.FixedLossScale(8)
     assert presets.tf_keras(dynamic=False, initial_scale=8) == fixed
-
-
-class Bad(NamedTuple):
-    """A call that is an error, and what the error says."""
-
-    call: Callable[..., Any]
-    arguments: dict[str, Any]
-    message: str
-    error: type[Exception] = ValueError
-
-
-REJECTED = {
-    "no dynamic": Bad(
-        presets.tf_keras, {"dynamic": False}, "dynamic=False.*initial_scale"
-    ),
-    "a step of 0": Bad(
-        presets.torch, {"growth_interval": 0}, r"torch\(growth_interval.*least 1, got 0"
-    ),
-    "no clamp": Bad(
-        presets.PresetLossScale, {"clamp": "always"}, "clamp.*'moves'.*'always'"
-    ),
-    "no bool": Bad(
-        presets.PresetLossScale, {"clip_growth": 1}, "clip_growth.*True.*got 1"
-    ),
-    "no delay": Bad(
-        presets.PresetLossScale, {"growth_delay": -1}, "growth_delay.*least 0.*-1"
-    ),
-}
-
-
-@cases("name", REJECTED)
-def test_what_cannot_train_is_rejected(name):
-    bad = REJECTED[name]
-    with pytest.raises(bad.error, match=bad.message):
-        bad.call(**bad.arguments)

@@ -136,14 +136,6 @@ def test_sums_are_right_to_the_rounding_of_the_larger_value_and_never_0():
     assert np.any(plain_sum == 0)  # where it would have been
 
 
-def test_a_difference_needs_the_parameters():
-    tx = jaxscale.loss_scaled(optax.sgd(1.0))
-    with pytest.raises(
-        ValueError, match=r"update\(params=\.\.\.\).*_overwrite_with_gradient"
-    ):
-        tx.update(PARAMS, tx.init(PARAMS))
-
-
 X = jax.random.normal(jax.random.key(0), (16, 16))
 LARGEST = jnp.max(jnp.abs(X))
 

@@ -1,0 +1,581 @@
+"""Wrong calls, and the words of their errors, in the chapters of `errors`.
+
+An error names the call, the argument, the value and the way out.
+"""
+
+import doctest
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import bad_input
+import haiku
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from bad_input import (
+    OPT_STATE,
+    PAIR,
+    SGD,
+    TX,
+    W,
+    assert_says,
+    flax_state,
+    never_traced,
+    product_sum,
+    raises,
+)
+from flax import linen, nnx
+from forged import forged
+from tables import POLICIES, cases
+
+import jaxscale
+from jaxscale import flax, presets
+from jaxscale.nnx import train_step as nnx_train_step
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def test_the_error_of_a_number_for_an_optimizer_names_the_way_out():
+    with pytest.raises(TypeError, match=r"loss_scaled\(inner\).*got 0\.1.*optax\.adam"):
+        jaxscale.loss_scaled(0.1)
+
+
+# What the chapters use: optimizers, states, losses and hooks that are right or wrong.
+
+ADAM = optax.adam(0.1)
+MOMENTUM = jaxscale.loss_scaled(optax.sgd(0.1, momentum=0.9))
+SCALED_ADAM = jaxscale.loss_scaled(ADAM)
+SKIPPING = jaxscale.skip_nonfinite(SGD)
+SKIPPING_ADAM = jaxscale.skip_nonfinite(ADAM)
+WINDOW = jaxscale.multi_steps(SGD, 2)
+MEMBERS = jax.vmap(lambda _: OPT_STATE)(jnp.arange(4))
+SPIKES = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule())
+SHORTER = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=32))
+NORM_AND_LEAVES = jaxscale.skip_nonfinite(SGD, max_norm=1.0, track_leaves=True)
+CHANGING = jaxscale.loss_scaled(
+    optax.GradientTransformation(lambda _: (), lambda grads, *_: (grads, (1,)))
+)
+HALF = {"w": W.astype(jnp.bfloat16)}
+HALVES = HALF | {"v": HALF["w"]}
+MASTERS = jaxscale.master_weights(SGD)
+RANDOM = jaxscale.stochastic_rounding(SGD)
+STATISTIC = {"w": W, "_overwrite_with_gradient": W}
+SAVED = jaxscale.to_state_dict(OPT_STATE)
+MOVED = MOMENTUM.init(W)
+
+
+def restore(**fields):
+    """Reads a state that was saved with some fields of another kind."""
+    jaxscale.from_state_dict(OPT_STATE, SAVED | fields)
+
+
+def applying_all(inner, loss_scale=None, **options):
+    """An optimizer that skips nothing."""
+    return jaxscale.loss_scaled(inner, loss_scale, skip_nonfinite=False, **options)
+
+
+def update_under_jit(**options):
+    """Updates under `jit`, where there is no axis, with the options of `loss_scaled`."""
+    tx = jaxscale.loss_scaled(SGD, **options)
+    jax.jit(tx.update)(W, tx.init(W), W)
+
+
+def bare_optimizer_of_nnx():
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    return nnx.state(nnx.Optimizer(model, ADAM, wrt=nnx.Param))
+
+
+def run_step(loss_fn, *more, tx=TX, **options):
+    """Makes a step from right parameters and a right state."""
+    return jaxscale.train_step(loss_fn, tx, **options)(W, tx.init(W), *more)
+
+
+def step_from(params, opt_state, tx=TX):
+    """Makes a step from wrong parameters or a wrong state: an error before anything is traced."""
+    return jaxscale.train_step(never_traced, tx)(params, opt_state)
+
+
+def half_loss(w):
+    return jnp.sum(w.astype(jnp.float16))
+
+
+def half_model(w):
+    return w.astype(jnp.float16)
+
+
+def model_of_half_loss(w):
+    return jnp.sum(jaxscale.scale_backward(half_model)(w))
+
+
+def loss_from_half(w):
+    return jnp.sum(w.astype(jnp.float16).astype(jnp.float32))
+
+
+def returns_its_argument(w):
+    return w
+
+
+def another_transform(fun, has_aux):
+    return returns_its_argument
+
+
+def without_state(w, state):
+    return jnp.sum(w)
+
+
+def with_state(w, state):
+    return jnp.sum(w), state
+
+
+def with_shorter_state(w, state):
+    return jnp.sum(w), state[:1]
+
+
+def with_output(w):
+    return jnp.sum(w), {"w": w}
+
+
+def no_gradients(grads):
+    return None
+
+
+def half_gradients(grads):
+    return grads.astype("float16")
+
+
+def state_before_params(params, state):
+    return state, params
+
+
+# Linen, NNX and Haiku.
+
+
+def linen_loss(params):
+    return jnp.sum(params["w"])
+
+
+def apply_fields(grads=None, **fields):
+    """Applies gradients to a state whose fields `stats` and `ema` may be replaced."""
+    return flax_state().apply_gradients(grads=grads or {"w": W}, **fields)
+
+
+def run_linen(loss_fn, **options):
+    """Makes a step from a right state."""
+    return flax.train_step(loss_fn, **options)(flax_state())
+
+
+def linen_from(state, **options):
+    """Makes a step from a wrong state, which is an error before anything is traced."""
+    return flax.train_step(never_traced, **options)(state, W)
+
+
+def return_fields(fields, **options):
+    """Makes a step with a loss that returns these fields of the state."""
+
+    def loss_fn(params, state):
+        return linen_loss(params), fields
+
+    return run_linen(loss_fn, has_state=True, **options)
+
+
+def nnx_pair(tx=TX, size=2):
+    """Returns a model and its optimizer."""
+    model = nnx.Linear(2, size, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+MODEL, OPTIMIZER = nnx_pair()
+
+
+def nnx_loss(model, x):
+    return jnp.sum(model(x))
+
+
+def run_nnx(loss_fn, *more, tx=TX, **options):
+    """Makes a step of a right model and optimizer."""
+    return nnx_train_step(loss_fn, **options)(*nnx_pair(tx), *more)
+
+
+def nnx_from(model, optimizer):
+    """Makes a step of a wrong pair, which is an error before anything is traced."""
+    return nnx_train_step(never_traced)(model, optimizer, W)
+
+
+def add_a_variable(model):
+    model.extra = nnx.BatchStat(W)
+
+
+class Wrapping(linen.Module):
+    """A module that calls a layer of its own, wrapped."""
+
+    layer: Any
+
+    @linen.compact
+    def __call__(self, x):
+        return jaxscale.autocast(self.layer)(x)
+
+
+class WrappingInside(linen.Module):
+    """A module that calls a function of a new layer, wrapped."""
+
+    @linen.compact
+    def __call__(self, x):
+        return jaxscale.autocast(lambda x: linen.Dense(2)(x))(x)
+
+
+WRAPPING = Wrapping(linen.Dense(2))
+NORMALIZING = Wrapping(linen.BatchNorm(use_running_average=False))
+STATISTICS = {
+    "params": {"layer": {"scale": W, "bias": W}},
+    "batch_stats": {"layer": {"mean": W, "var": W}},
+}
+
+
+def normalize_inside():
+    return NORMALIZING.apply(STATISTICS, jnp.ones((2, 2)), mutable=["batch_stats"])
+
+
+@haiku.transform_with_state
+def wrapping_in_haiku(x):
+    return jaxscale.autocast(haiku.Linear(2))(x)
+
+
+@haiku.transform_with_state
+def counting_in_haiku(x):
+    def count_and_multiply(x):
+        count = haiku.get_state("count", (), init=jnp.zeros)
+        haiku.set_state("count", count + 1.0)
+        return x @ x
+
+    return jaxscale.autocast(count_and_multiply)(x)
+
+
+def init_module(model):
+    return model.init(jax.random.key(0), jnp.ones((2, 2)))
+
+
+# The chapters.
+
+
+def read_rows(chapter):
+    """The wrong calls of a chapter: for each its title, its lines of code, and its error.
+
+    Lines before the last one prepare the call.
+    """
+    rows = []
+    title = ""
+    lines = []
+    for part in doctest.DocTestParser().parse(chapter.read_text()):
+        if isinstance(part, str):
+            title = part.strip() or title
+            continue
+        lines.append(part.source)
+        if part.exc_msg:
+            name = f"{chapter.stem}: {title}"
+            slow = [pytest.mark.worlds] if chapter.stem == "flax" else []
+            rows.append(pytest.param(lines, part.exc_msg, id=name, marks=slow))
+            lines = []
+    return rows
+
+
+CHAPTERS = sorted((pathlib.Path(__file__).parent / "errors").glob("*.txt"))
+
+
+@pytest.mark.filterwarnings("ignore:.*bare optimizer:UserWarning")
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing:UserWarning")
+@pytest.mark.parametrize(
+    ("lines", "error"), [row for chapter in CHAPTERS for row in read_rows(chapter)]
+)
+def test_a_wrong_call_says_what_is_wrong(lines, error):
+    names = vars(jaxscale) | vars(bad_input) | globals()
+    *before, call = lines
+    for line in before:
+        exec(line, names)
+    message = error.strip().replace("\\n", "\n")
+    assert_says(functools.partial(eval, call, names), message)
+
+
+@cases("name", ["loss_scaled", "multi_steps", "master_weights", "stochastic_rounding"])
+def test_an_error_names_the_wrapper_that_was_called(name):
+    wrap = getattr(jaxscale, name)
+    for inner in (SGD, SKIPPING):
+        tx = wrap(inner, 2) if name == "multi_steps" else wrap(inner)
+        state = tx.init(W)
+        with raises(TypeError, f"`{name}(...).update("):
+            tx.update(W, state, W, value=1j)
+        with raises(ValueError, f"`{name}(...).update("):
+            tx.update(jnp.ones(3), state, W)
+
+
+# What does not bear a state in bfloat16, and how that is named.
+REFUSED = {
+    "prodigy": optax.contrib.prodigy(),
+    "dadapt_adamw": optax.contrib.dadapt_adamw(),
+    "mechanize": optax.contrib.mechanize(SGD),
+    "dog": optax.contrib.dog(),
+    "dowg": optax.contrib.dowg(),
+    "momo": optax.contrib.momo(),
+    "momo_adam": optax.contrib.momo_adam(),
+    "rmsprop(centered=True)": optax.rmsprop(0.1, centered=True),
+    "lbfgs": optax.lbfgs(),
+}
+
+
+@cases("name", REFUSED)
+def test_an_optimizer_that_does_not_bear_a_compact_state_is_refused(name):
+    tx = jaxscale.compact_state(optax.chain(optax.clip(1.0), REFUSED[name]))
+    words = f"`compact_state(inner)`: `{name}` needs its state in float32 ... Leave"
+    assert_says(lambda: tx.init(W), f"ValueError: {words}")
+
+
+# Policies.
+
+OWN = POLICIES | {"preset": presets.torch()}
+GRADS = {"w": W}
+FINITE = jnp.array(True)
+
+
+def state_of(policy, method):
+    """Returns how an error names the state that a method of a policy got."""
+    return f"`{type(policy).__name__}.{method}(state="
+
+
+@cases("name", OWN, fast=["dynamic", "adaptive"])
+def test_a_policy_says_where_its_state_is_and_in_which_order_arguments_come(name):
+    policy = OWN[name]
+    state = policy.init()
+    way_out = "Pass `opt_state.scaling`, or call `tx.update`"
+    taken_over = "from_state_dict(policy.init(), jaxscale.to_state_dict(state))"
+    wrong = [
+        ("update", (OPT_STATE, GRADS), [f"got LossScaledState. {way_out}"]),
+        ("adjust", (flax_state(), FINITE), [f"got OwnTrainState. {way_out}"]),
+        ("update", (GRADS, state), [", got dict. The order ", " is (state, grads)"]),
+        ("update", (GRADS, OPT_STATE), [", got dict. The order "]),
+        ("adjust", (None, FINITE), ["got NoneType", "`init`", taken_over]),
+    ]
+    for method, args, words in wrong:
+        with raises(TypeError, state_of(policy, method), *words):
+            getattr(policy, method)(*args)
+
+
+@pytest.mark.worlds
+@cases("name", OWN, fast=["dynamic"])
+def test_the_states_of_a_population_are_updated_under_vmap_alone(name):
+    policy = OWN[name]
+    state = policy.init()
+    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
+    way_out = "has shape (4,): call it under `jax.vmap`"
+    with raises(ValueError, state_of(policy, "update"), way_out):
+        policy.update(members, GRADS)
+    with raises(ValueError, state_of(policy, "adjust"), way_out):
+        jax.jit(policy.adjust)(members, FINITE)
+    several, _ = jax.vmap(policy.update, (0, None))(members, GRADS)
+    assert jax.tree.structure(several) == jax.tree.structure(state)
+
+
+# Operations that cannot be transformed.
+
+
+class Transform(NamedTuple):
+    """A transformation of a function, and a pattern for the way out that its error names."""
+
+    wrap: Callable
+    way_out: str
+
+
+TRANSFORMS = {
+    "autocast": Transform(jaxscale.autocast, "`jaxscale\\.full_precision`"),
+    "scale_backward": Transform(jaxscale.scale_backward, "outside of the function"),
+}
+PROGRAM = jax.make_jaxpr(lambda x: jnp.tanh(x @ x))(jnp.ones((2, 2)))
+
+
+class Strange(NamedTuple):
+    """An operation in a form that JAX has not given it yet.
+
+    Attributes:
+      name: of the operation.
+      params: its parameters.
+      reason: what the error says about them, as a pattern.
+    """
+
+    name: str
+    params: dict[str, Any]
+    reason: str
+
+
+WITHOUT_DIMENSIONS = Strange("dot_general", {}, "KeyError: 'dimension_numbers'")
+STRANGE = {
+    "autocast: a product without dimensions": WITHOUT_DIMENSIONS,
+    "autocast: a product of no dimensions": Strange(
+        "dot_general", {"dimension_numbers": None}, "TypeError: .*"
+    ),
+    "scale_backward: a product without dimensions": WITHOUT_DIMENSIONS,
+    "scale_backward: a call that is placed nowhere": Strange(
+        "jit", {"jaxpr": PROGRAM, "in_shardings": None}, "TypeError: .*"
+    ),
+    "scale_backward: a checkpoint without options": Strange(
+        "remat2", {"jaxpr": PROGRAM.jaxpr}, "UnknownFormError: remat2"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
+@cases("name", STRANGE)
+def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(name):
+    case = STRANGE[name]
+    transform, _, _ = name.partition(":")
+    wrap, way_out = TRANSFORMS[transform]
+    strange = forged(case.name, case.params, jnp.tanh)
+
+    @wrap
+    def loss(w):
+        return jnp.sum(jax.jit(lambda w: strange(w @ w))(w))
+
+    code = strange.__code__
+    line = re.escape(f"{code.co_filename}:{code.co_firstlineno} (in `<lambda>`)")
+    expected = (
+        rf"^`{transform}\(fun\)` cannot transform the operation `{case.name}` at {line}, .*"
+        rf"\({case.reason}\)\. .*{way_out}.*JAX {jax.__version__}\.(\n|$)"
+    )
+    with pytest.raises(TypeError, match=expected):
+        jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 2)))
+
+
+# Errors of the user's own functions.
+
+
+@cases("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "error", [KeyError("key"), IndexError(), ValueError("no"), TypeError()]
+)
+def test_an_error_of_a_rule_of_the_user_is_left_alone(error, transform):
+    def fail(*_):
+        raise error
+
+    product = jax.custom_jvp(lambda w: w @ w)
+    product.defjvp(fail)
+
+    @TRANSFORMS[transform].wrap
+    def half_loss(w):
+        return jnp.sum(jax.jit(product)(w.astype(jnp.float16))) * 1.0
+
+    def loss(w):
+        return half_loss(w).astype(jnp.float32)
+
+    with pytest.raises(type(error)) as raised:
+        jax.grad(loss)(jnp.ones((2, 2)))
+    assert raised.value is error
+
+
+def with_data(fun):
+    """Returns a function with the signature of `fun` that passes it one more argument."""
+    return functools.wraps(fun)(lambda *args, **kwargs: fun(*args, W, **kwargs))
+
+
+def calls_wrongly(w):
+    return product_sum(w)
+
+
+def raises_type_error(w, x):
+    return len(w, x)
+
+
+LOSSES = {
+    "alone": calls_wrongly,
+    "in autocast": jaxscale.autocast(calls_wrongly),
+    "compiled": jax.jit(calls_wrongly),
+    "with data": with_data(raises_type_error),
+}
+
+
+@cases("name", LOSSES)
+def test_a_type_error_of_the_loss_itself_is_left_alone(name):
+    message = r"^product_sum\(\) missing 1|^len\(\) takes exactly one"
+    with pytest.raises(TypeError, match=message):
+        run_step(LOSSES[name])
+
+
+# What looks wrong, and is right.
+
+
+def test_a_loss_with_the_signature_of_another_is_called_as_it_is():
+    _, opt_state, _ = run_step(with_data(product_sum))
+    assert opt_state.step_applied
+
+
+def test_a_version_as_a_file_of_arrays_holds_it_is_read():
+    restored = jaxscale.from_state_dict(OPT_STATE, SAVED | {"version": np.array(1)})
+    assert restored.total_steps == 0
+
+
+@pytest.mark.worlds
+def test_gradients_by_example_are_left_to_the_optimizer():
+    """It takes them with an axis in front."""
+    private = jaxscale.loss_scaled(
+        optax.contrib.differentially_private_aggregate(1.0, 0.0, 0)
+    )
+    grads = {"w": jnp.ones((4, 2)), "b": jnp.ones((4, 2))}
+    params, _ = jaxscale.apply_gradients(private, grads, private.init(PAIR), PAIR)
+    assert params["w"].shape == (2,)
+
+
+LOOKAHEAD = optax.LookaheadParams.init_synced(PAIR)
+
+
+def test_gradients_of_the_fast_parameters_of_two_sets_are_left_to_the_optimizer():
+    lookahead = jaxscale.loss_scaled(optax.lookahead(SGD, 2, slow_step_size=0.5))
+    params, opt_state = jaxscale.apply_gradients(
+        lookahead, PAIR, lookahead.init(LOOKAHEAD), LOOKAHEAD
+    )
+    assert opt_state.step_applied
+    np.testing.assert_allclose(params.fast["w"], W - 0.1)
+
+
+def test_what_fails_inside_of_an_optimizer_of_two_sets_is_not_said_to_be_the_structure():
+    def fail(*args):
+        raise ValueError("no step today")
+
+    failing = jaxscale.loss_scaled(
+        optax.GradientTransformation(lambda params: (), fail)
+    )
+    with pytest.raises(ValueError, match="no step today"):
+        jaxscale.apply_gradients(failing, PAIR, failing.init(LOOKAHEAD), LOOKAHEAD)
+
+
+class SowingInside(linen.Module):
+    """A module in which a wrapped function stores what it did not compute."""
+
+    @linen.compact
+    def __call__(self, x):
+        def sow_and_multiply(x):
+            self.sow("intermediates", "outer", outer)
+            return x @ x
+
+        outer = x + 1.0
+        return jaxscale.autocast(sow_and_multiply)(x)
+
+
+def test_a_wrapped_function_may_store_what_it_did_not_compute():
+    x = jnp.ones((2, 2))
+    apply = functools.partial(SowingInside().apply, mutable=["intermediates"])
+    for run in (apply, jax.jit(apply)):
+        _, stored = run({}, x)
+        np.testing.assert_array_equal(stored["intermediates"]["outer"][0], x + 1.0)
+
+
+def test_a_wrapped_layer_that_only_reads_its_variables_is_right():
+    x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    expected = [[4.0, 4.0], [8.0, 8.0]]
+    kernel = jnp.ones((2, 2))
+    layer = {"layer": {"kernel": kernel, "bias": W}}
+    np.testing.assert_array_equal(WRAPPING.apply({"params": layer}, x), expected)
+    weights = {"linear": {"w": kernel, "b": W}}
+    outputs, _ = wrapping_in_haiku.apply(weights, {}, None, x)
+    np.testing.assert_array_equal(outputs, expected)
