@@ -49,46 +49,18 @@ def test_the_error_of_a_number_for_an_optimizer_names_the_way_out():
 # What the chapters use: optimizers, states, losses and hooks that are right or wrong.
 
 ADAM = optax.adam(0.1)
-MOMENTUM = jaxscale.loss_scaled(optax.sgd(0.1, momentum=0.9))
 SCALED_ADAM = jaxscale.loss_scaled(ADAM)
 SKIPPING = jaxscale.skip_nonfinite(SGD)
 SKIPPING_ADAM = jaxscale.skip_nonfinite(ADAM)
-WINDOW = jaxscale.multi_steps(SGD, 2)
-MEMBERS = jax.vmap(lambda _: OPT_STATE)(jnp.arange(4))
 SPIKES = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule())
-SHORTER = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule(window=32))
-NORM_AND_LEAVES = jaxscale.skip_nonfinite(SGD, max_norm=1.0, track_leaves=True)
-CHANGING = jaxscale.loss_scaled(
-    optax.GradientTransformation(lambda _: (), lambda grads, *_: (grads, (1,)))
-)
 HALF = {"w": W.astype(jnp.bfloat16)}
-HALVES = HALF | {"v": HALF["w"]}
 MASTERS = jaxscale.master_weights(SGD)
-RANDOM = jaxscale.stochastic_rounding(SGD)
-STATISTIC = {"w": W, "_overwrite_with_gradient": W}
 SAVED = jaxscale.to_state_dict(OPT_STATE)
-MOVED = MOMENTUM.init(W)
 
 
 def restore(**fields):
     """Reads a state that was saved with some fields of another kind."""
     jaxscale.from_state_dict(OPT_STATE, SAVED | fields)
-
-
-def applying_all(inner, loss_scale=None, **options):
-    """An optimizer that skips nothing."""
-    return jaxscale.loss_scaled(inner, loss_scale, skip_nonfinite=False, **options)
-
-
-def update_under_jit(**options):
-    """Updates under `jit`, where there is no axis, with the options of `loss_scaled`."""
-    tx = jaxscale.loss_scaled(SGD, **options)
-    jax.jit(tx.update)(W, tx.init(W), W)
-
-
-def bare_optimizer_of_nnx():
-    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    return nnx.state(nnx.Optimizer(model, ADAM, wrt=nnx.Param))
 
 
 def run_step(loss_fn, *more, tx=TX, **options):
@@ -101,63 +73,7 @@ def step_from(params, opt_state, tx=TX):
     return jaxscale.train_step(never_traced, tx)(params, opt_state)
 
 
-def half_loss(w):
-    return jnp.sum(w.astype(jnp.float16))
-
-
-def half_model(w):
-    return w.astype(jnp.float16)
-
-
-def model_of_half_loss(w):
-    return jnp.sum(jaxscale.scale_backward(half_model)(w))
-
-
-def loss_from_half(w):
-    return jnp.sum(w.astype(jnp.float16).astype(jnp.float32))
-
-
-def returns_its_argument(w):
-    return w
-
-
-def another_transform(fun, has_aux):
-    return returns_its_argument
-
-
-def without_state(w, state):
-    return jnp.sum(w)
-
-
-def with_state(w, state):
-    return jnp.sum(w), state
-
-
-def with_shorter_state(w, state):
-    return jnp.sum(w), state[:1]
-
-
-def with_output(w):
-    return jnp.sum(w), {"w": w}
-
-
-def no_gradients(grads):
-    return None
-
-
-def half_gradients(grads):
-    return grads.astype("float16")
-
-
-def state_before_params(params, state):
-    return state, params
-
-
 # Linen, NNX and Haiku.
-
-
-def linen_loss(params):
-    return jnp.sum(params["w"])
 
 
 def apply_fields(grads=None, **fields):
@@ -179,7 +95,7 @@ def return_fields(fields, **options):
     """Makes a step with a loss that returns these fields of the state."""
 
     def loss_fn(params, state):
-        return linen_loss(params), fields
+        return jnp.sum(params["w"]), fields
 
     return run_linen(loss_fn, has_state=True, **options)
 
@@ -193,22 +109,18 @@ def nnx_pair(tx=TX, size=2):
 MODEL, OPTIMIZER = nnx_pair()
 
 
-def nnx_loss(model, x):
-    return jnp.sum(model(x))
-
-
-def run_nnx(loss_fn, *more, tx=TX, **options):
+def run_nnx(**options):
     """Makes a step of a right model and optimizer."""
-    return nnx_train_step(loss_fn, **options)(*nnx_pair(tx), *more)
+
+    def loss_fn(model, x):
+        return jnp.sum(model(x))
+
+    return nnx_train_step(loss_fn, **options)(*nnx_pair(), W)
 
 
 def nnx_from(model, optimizer):
     """Makes a step of a wrong pair, which is an error before anything is traced."""
     return nnx_train_step(never_traced)(model, optimizer, W)
-
-
-def add_a_variable(model):
-    model.extra = nnx.BatchStat(W)
 
 
 class Wrapping(linen.Module):
@@ -235,10 +147,6 @@ STATISTICS = {
     "params": {"layer": {"scale": W, "bias": W}},
     "batch_stats": {"layer": {"mean": W, "var": W}},
 }
-
-
-def normalize_inside():
-    return NORMALIZING.apply(STATISTICS, jnp.ones((2, 2)), mutable=["batch_stats"])
 
 
 @haiku.transform_with_state
