@@ -11,6 +11,12 @@ from tables import cases
 import jaxscale
 from jaxscale import presets
 
+
+def test_pytorchs_scale_starts_at_65536():
+    assert presets.torch().init().loss_scale == 65536
+    assert presets.torch() == presets.torch(init_scale=65536.0, growth_interval=2000)
+
+
 # The arguments that a library requires, and the defaults that it documents for the others.
 REQUIRED = {
     "tensorflow_contrib": {"init_loss_scale": 2.0**15, "incr_every_n_steps": 1000},
@@ -83,11 +89,7 @@ def test_names_in_errors_are_those_of_the_library(name):
             make(name, **{argument: -1})
 
 
-def test_a_scaler_that_is_off_scales_nothing():
-    none = jaxscale.NoOpLossScale()
-    assert presets.torch(enabled=False) == none
-
-
-def test_a_scale_that_is_fixed_does_not_move():
+def test_a_scaler_that_is_off_or_fixed_does_not_move():
+    assert presets.torch(enabled=False) == jaxscale.NoOpLossScale()
     fixed = jaxscale.FixedLossScale(8)
     assert presets.tf_keras(dynamic=False, initial_scale=8) == fixed

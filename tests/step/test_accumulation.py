@@ -1,17 +1,13 @@
 """Several micro-batches a step: what a bad one costs, in every nesting."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import tables
-from hypothesis import given
-from hypothesis import strategies as st
 from tables import (
     INNERS,
     PARAMS,
@@ -21,7 +17,6 @@ from tables import (
     counters,
     fused_step,
     spread,
-    step,
 )
 from training import x64
 
@@ -48,96 +43,6 @@ POLICY = jaxscale.DynamicLossScale(
 
 def windowed(inner, length, policy=POLICY):
     return jaxscale.multi_steps(jaxscale.loss_scaled(inner, policy), length)
-
-
-class Expected(NamedTuple):
-    """The parameter, and what the metrics say, under its names there."""
-
-    param: float
-    loss_scale: float
-    growth_tracker: int
-    gradient_step: int
-    mini_step: int
-    total_notfinite: int
-
-
-def reference(kinds, length):
-    """Plain Python: what is expected after some micro-batches.
-
-    A kind is "good", "grads" (an overflow on the way back) or "loss" (a bad forward pass);
-    the i-th gradient is i + 1, the optimizer is SGD with a learning rate of 1.
-    """
-    param = 0.0
-    scale = POLICY.init_scale
-    streak = num_steps = 0
-    window = []
-    for i, kind in enumerate(kinds):
-        window.append(i + 1.0 if kind == "good" else None)
-        stepped = False
-        if len(window) == length:
-            counted = [grad for grad in window if grad is not None]
-            stepped = len(counted) > 0
-            if stepped:
-                param -= math.fsum(counted) / len(counted)
-                num_steps += 1
-            window = []
-        if kind == "grads":
-            scale = max(scale / 2, POLICY.min_scale)
-            streak = 0
-        elif kind == "good" and stepped:
-            streak += 1
-            if streak == POLICY.growth_interval:
-                scale = min(scale * 2, POLICY.max_scale)
-                streak = 0
-    num_bad = sum(kind != "good" for kind in kinds)
-    return Expected(param, scale, streak, num_steps, len(window), num_bad)
-
-
-def make_batches(kinds):
-    """The gradients and the losses of micro-batches: the i-th gradient is i + 1."""
-    kinds = np.array(kinds)
-    numbers = np.arange(len(kinds)) + 1.0
-    grads = np.where(kinds == "good", numbers, np.inf)
-    losses = np.where(kinds == "loss", np.nan, 1.0)
-    return jnp.float32(grads), jnp.float32(losses)
-
-
-@functools.cache
-def compile_training(length):
-    tx = windowed(optax.sgd(1.0), length)
-
-    def advance(carry, batch):
-        grad, loss = batch
-        return step(tx, *carry, grad, value=loss), None
-
-    def train(grads, losses):
-        param = jnp.zeros(())
-        start = param, tx.init(param)
-        end, _ = jax.lax.scan(advance, start, (grads, losses))
-        return end
-
-    return jax.jit(train)
-
-
-A_KIND = st.sampled_from(["good", "good", "grads", "loss"])
-
-
-@cases("length", [1, 2, 3, 4], fast=[2, 3])
-@given(kinds=st.lists(A_KIND, min_size=24, max_size=24))
-def test_it_does_what_the_rule_says(length, kinds):
-    train = compile_training(length)
-    grads, losses = make_batches(kinds)
-    param, state = train(grads, losses)
-    expected = reference(kinds, length)
-    # means of 3 are rounded
-    np.testing.assert_allclose(param, expected.param, rtol=1e-5)
-    metrics = jaxscale.metrics(state)
-    of_state = expected._asdict()
-    del of_state["param"]
-    for name, value in of_state.items():
-        assert metrics[name] == value, name
-    assert metrics["total_steps"] == 24
-    assert metrics["total_notfinite_loss"] == kinds.count("loss")
 
 
 VALUES = [jnp.nan, jnp.inf, -jnp.inf, jnp.nan]

@@ -92,27 +92,6 @@ def warns_of(states):
     return any(re.match(DECAYS_OR_EXHAUSTS, text) for text in texts)
 
 
-def count_falls(policy, states):
-    """`backoff_count` after each step, from what the scale and the other counters did."""
-    scale = policy.init().loss_scale
-    passes = 0
-    was_applied = True
-    count = 0
-    counts = []
-    columns = (states.scaling.loss_scale, states.total_retries, states.step_applied)
-    for i, (new_scale, new_passes, is_applied) in enumerate(zip(*columns, strict=True)):
-        overflows = not is_applied or new_passes > passes
-        if new_scale > scale:
-            count = 0
-        elif new_scale < scale and overflows and was_applied and i >= FREE:
-            count += 1
-        scale = new_scale
-        passes = new_passes
-        was_applied = is_applied
-        counts.append(count)
-    return counts
-
-
 def of_ceiling(ceiling):
     """A run: the exponents of its highest scales, and of its gradients, which stay."""
     return np.asarray(ceiling, np.int32), np.full(len(ceiling), -4.0)
@@ -207,51 +186,12 @@ def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
 
 
 COUNTED = {
-    "fixed": jaxscale.FixedLossScale(2.0**8),
     "dynamic": jaxscale.DynamicLossScale(growth_interval=40, max_scale=2.0**17),
     "hysteresis": jaxscale.DynamicLossScale(
         growth_interval=30, hysteresis=2, init_scale=2.0**24
     ),
-    "refilled": presets.deepspeed(
-        init_scale=2.0**24,
-        scale_window=30,
-        delayed_shift=2,
-        consecutive_hysteresis=True,
-    ),
     "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**20, memory=4, period=64),
 }
-# The others may grow in a step that was repeated, which a state after the step does not show.
-REPEATED = ("dynamic", "hysteresis", "refilled")
-
-
-FALLS = {
-    "falling": falling(30, 600, noise=1.0),
-    "bad": at_any_scale(0.1, 600),
-    "still": falling(10_000, 600, noise=1.5),
-    # A policy that follows the gradients lowers the scale before anything overflows.
-    "gradients that grow": (np.full(600, 60), np.arange(600) / 40),
-    # The first fall that counts is in step 25.
-    "every second": of_ceiling([30, simulator.BAD] * 300),
-    "every third": of_ceiling([simulator.BAD, 30, 30] * 200),
-    "all": of_ceiling([simulator.BAD] * 600),
-}
-
-
-@pytest.mark.worlds
-@cases(
-    "name, retries",
-    [*product(COUNTED, [0]), *product(REPEATED, [3])],
-    fast=[("hysteresis", 3)],
-)
-def test_falls_are_counted(name, retries):
-    """In steps that follow a good one, until the scale grows."""
-    policy = COUNTED[name]
-    for run, states in histories(policy, FALLS, retries).items():
-        assert states.backoff_count.tolist() == count_falls(policy, states), run
-        # it never gives up
-        assert (states.notfinite_count[-1] == 600) == (run == "all"), run
-
-
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
 TX = jaxscale.loss_scaled(optax.sgd(0.1))
 WINDOW = jaxscale.multi_steps(TX, 4)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from tables import (
     cases,
     fused_step,
     pairs,
+    spread,
     step,
     take_form_for_accelerators,
     unchanged,
@@ -46,66 +47,108 @@ def nan_uphill(params, _):
     return jax.tree.map(lambda grad: jnp.where(is_uphill, jnp.nan, grad), GRADS)
 
 
-def sam_step(mode, monkeypatch, grads, **options):
-    """One step of an optimizer that takes a gradient itself."""
-    if mode == "accelerator":
-        take_form_for_accelerators(monkeypatch)
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
-    tx = jaxscale.loss_scaled(sam, **options)
-    one_step = functools.partial(
-        fused_step, tx, value=jnp.float32(1), grad_fn=nan_uphill
-    )
-    if mode != "eager":
-        one_step = jax.jit(one_step)
-    return one_step(TWO, tx.init(TWO), grads)
+class Ruinous(NamedTuple):
+    """An optimizer that makes of finite gradients what is not finite."""
+
+    inner: Any
+    params: Any
+    grads: Any
+    wrap: Any = jaxscale.loss_scaled
+    keep: Any = unchanged
+    extra_args: Any = None
 
 
-@cases("mode", ["eager", "jit", "accelerator"], fast=["jit"])
-def test_a_gradient_that_the_inner_takes_itself_is_checked_where_asked_for(
-    mode, monkeypatch
-):
-    params, state = sam_step(mode, monkeypatch, GRADS)
-    assert state.step_applied
-    assert jnp.isnan(params["b"])
-
-    params, state = sam_step(mode, monkeypatch, GRADS, check_updates=True)
-    assert_same_bits(params, TWO)
-    assert jaxscale.all_finite(state.inner_state)
-    assert not state.step_applied
-    assert state.total_notfinite == 1
-    assert state.total_notfinite_loss == 0
-    # The gradients are fine: what the optimizer makes of them says nothing about the scale.
-    assert_same_bits(state.scaling, jaxscale.DynamicLossScale().init())
-
-    downhill = jax.tree.map(jnp.negative, GRADS)
-    params, state = sam_step(mode, monkeypatch, downhill, check_updates=True)
-    assert state.step_applied
-    assert not jnp.array_equal(params["w"], TWO["w"])
+INFINITE_RATE = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
+OPAQUE_SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+TRAINED = {"w": jnp.array([3.0, 4.0])}
 
 
-@pytest.mark.worlds
-@cases(
-    "keep, wrap",
-    product(
-        [unchanged, jaxscale.master_weights, jaxscale.stochastic_rounding],
-        [jaxscale.loss_scaled, jaxscale.skip_nonfinite],
+def growing(dtype, start, size, keep=unchanged):
+    """A parameter that becomes inf, though its update and the state are finite."""
+    params = {"w": jnp.array([start, 1.0], dtype), "mask": jnp.array([-jnp.inf, 0.0])}
+    grads = {"w": jnp.array([size, 0.0]), "mask": jnp.zeros(2)}
+    return Ruinous(optax.scale(1.0), params, grads, jaxscale.skip_nonfinite, keep)
+
+
+def ruined(inner, size):
+    """A state that is ruined, for good or for all further updates, by finite updates."""
+    return Ruinous(inner, TRAINED, {"w": jnp.full(2, size)})
+
+
+RUINOUS = {
+    "an update": Ruinous(INFINITE_RATE, PARAMS, wide(PARAMS)),
+    "an update, no scale": Ruinous(
+        INFINITE_RATE, PARAMS, wide(PARAMS), jaxscale.skip_nonfinite
     ),
+    "an update, masters": Ruinous(
+        INFINITE_RATE, PARAMS, wide(PARAMS), keep=jaxscale.master_weights
+    ),
+    "an update, at random": Ruinous(
+        INFINITE_RATE, PARAMS, wide(PARAMS), keep=jaxscale.stochastic_rounding
+    ),
+    "a gradient of its own": Ruinous(
+        OPAQUE_SAM,
+        TWO,
+        GRADS,
+        extra_args={"value": jnp.float32(1), "grad_fn": nan_uphill},
+    ),
+    "adam": ruined(optax.adam(0.1), 1e20),
+    "prodigy": ruined(optax.contrib.prodigy(), 0.0),
+    "dadapt": ruined(optax.contrib.dadapt_adamw(), 0.0),
+    "mechanic": ruined(optax.contrib.mechanize(optax.sgd(0.1)), 1e20),
+    "float16": growing(jnp.float16, 65000.0, 1000.0),
+    "bfloat16": growing(jnp.bfloat16, 3.3e38, 3e37, jaxscale.stochastic_rounding),
+    "masters": growing(jnp.bfloat16, 3.3e38, 3e37, jaxscale.master_weights),
+    "float32": growing(jnp.float32, 3.3e38, 3e37),
+}
+WAYS = {"update": step, "apply": fused_step, "eager": fused_step, "accelerator": step}
+
+
+@cases(
+    "name, way",
+    spread(RUINOUS, WAYS),
     fast=[
-        (unchanged, jaxscale.skip_nonfinite),
-        (jaxscale.master_weights, jaxscale.loss_scaled),
+        ("an update, no scale", "apply"),
+        ("an update, masters", "update"),
+        ("a gradient of its own", "apply"),
+        ("dadapt", "apply"),
+        ("float16", "update"),
     ],
 )
-def test_everything_is_kept_where_updates_are_not_finite(keep, wrap):
-    """The gradients are finite, and Adam's moments take them. The learning rate is inf."""
-    inner = optax.chain(optax.scale_by_adam(), optax.scale(np.inf))
-    tx = keep(wrap(inner, check_updates=True))
-    before = tx.init(PARAMS)
-    compiled_step = jax.jit(functools.partial(fused_step, tx))
-    params, after = compiled_step(PARAMS, before, wide(PARAMS))
-    assert not after.step_applied
-    assert_same_bits(params, PARAMS)
-    assert_same_bits(after.inner_state, before.inner_state)
-    assert_same_bits(after.weights, before.weights)
+def test_all_is_kept_where_asked_for_if_a_step_makes_something_infinite(
+    name, way, monkeypatch
+):
+    """The gradients are fine, so that this says nothing about the scale."""
+    if way == "accelerator":
+        take_form_for_accelerators(monkeypatch)
+    inner, params, grads, wrap, keep, extra_args = RUINOUS[name]
+    for is_checked in (False, True):
+        tx = keep(wrap(inner, check_updates=is_checked))
+        one_step = functools.partial(WAYS[way], tx, **extra_args or {})
+        if way != "eager":
+            one_step = jax.jit(one_step)
+        before = tx.init(params)
+        after_params, after = one_step(params, before, grads)
+        finite = jaxscale.all_finite((after_params["w"], after.inner_state))
+        assert finite == is_checked
+        assert after.step_applied != is_checked
+        if is_checked:
+            kept = (after_params, after.inner_state, after.weights, after.scaling)
+            expected = (params, before.inner_state, before.weights, before.scaling)
+            assert_same_bits(kept, expected)
+            assert (after.total_notfinite, after.total_notfinite_loss) == (1, 0)
+
+
+def test_an_inf_that_was_there_before_is_no_reason_to_skip():
+    plateau = optax.contrib.reduce_on_plateau(accumulation_size=3)
+    inner = optax.chain(optax.sgd(0.1), plateau)
+    tx = jaxscale.loss_scaled(inner, check_updates=True)
+    params = TRAINED | {"mask": jnp.array([-jnp.inf, 0.0])}
+    before = tx.init(params)
+    assert not jaxscale.all_finite(before.inner_state)
+    grads = TRAINED | {"mask": jnp.zeros(2)}
+    _, state = tx.update(grads, before, params, value=jnp.float32(1))
+    assert state.step_applied
 
 
 WRAPPED = {
@@ -198,7 +241,6 @@ def test_optax_can_tell_parameters_from_flags():
     assert_same_bits(mapped.scaling, state.scaling)
 
 
-TRAINED = {"w": jnp.array([3.0, 4.0])}
 FROZEN = {"base": jnp.full(3, 2.0)}
 BOTH = TRAINED | FROZEN
 IS_FROZEN = {"w": False, "base": True}
@@ -306,68 +348,3 @@ def test_a_training_step_skips_nothing_for_a_frozen_parameter(retries):
     assert state.step_applied
     assert state.total_retries == 0
     np.testing.assert_allclose(params["w"], 0.8 * BOTH["w"], rtol=1e-6)
-
-
-# The updates are finite, and the state is not: for good, or for all further updates.
-RUINED = {
-    "adam": (optax.adam(0.1), 1e20),
-    "prodigy": (optax.contrib.prodigy(), 0.0),
-    "dadapt": (optax.contrib.dadapt_adamw(), 0.0),
-    "mechanic": (optax.contrib.mechanize(optax.sgd(0.1)), 1e20),
-}
-
-
-@pytest.mark.worlds
-@cases("name", RUINED, fast=["adam", "dadapt"])
-def test_a_state_that_a_finite_gradient_ruins_is_kept_where_asked_for(name):
-    inner, size = RUINED[name]
-    grads = {"w": jnp.full(2, size)}
-    for is_checked in (False, True):
-        tx = jaxscale.loss_scaled(inner, check_updates=is_checked)
-        before = tx.init(TRAINED)
-        params, after = jax.jit(functools.partial(fused_step, tx))(
-            TRAINED, before, grads
-        )
-        assert jaxscale.all_finite(after.inner_state) == is_checked
-        assert after.step_applied != is_checked
-        if is_checked:
-            assert_same_bits((params, after.inner_state), (TRAINED, before.inner_state))
-            assert_same_bits(after.scaling, before.scaling)
-
-
-# The updates and the state are finite, and the parameter is not.
-BEYOND = {
-    "float16": (unchanged, jnp.float16, 65000.0, 1000.0),
-    "bfloat16": (jaxscale.stochastic_rounding, jnp.bfloat16, 3.3e38, 3e37),
-    "bfloat16 with masters": (jaxscale.master_weights, jnp.bfloat16, 3.3e38, 3e37),
-    "float32": (unchanged, jnp.float32, 3.3e38, 3e37),
-}
-
-
-@cases("name, way", product(BEYOND, [fused_step, step]))
-def test_a_parameter_that_becomes_inf_is_kept_where_asked_for(name, way):
-    keep, dtype, start, size = BEYOND[name]
-    params = {"w": jnp.array([start, 1.0], dtype), "mask": jnp.array([-jnp.inf, 0.0])}
-    grads = {"w": jnp.array([size, 0.0]), "mask": jnp.zeros(2)}
-    for is_checked in (False, True):
-        inner = optax.scale(1.0)
-        tx = keep(jaxscale.skip_nonfinite(inner, check_updates=is_checked))
-        one_step = jax.jit(functools.partial(way, tx))
-        new_params, state = one_step(params, tx.init(params), grads)
-        assert jnp.isinf(new_params["w"][0]) != is_checked
-        assert state.step_applied != is_checked
-        if is_checked:
-            assert_same_bits(new_params, params)
-            small = jax.tree.map(lambda leaf: leaf * -1e-9, grads)
-            _, state = one_step(params, state, small)
-            assert state.step_applied
-
-
-def test_an_inf_that_a_state_starts_with_is_no_reason_to_skip():
-    plateau = optax.contrib.reduce_on_plateau(accumulation_size=3)
-    inner = optax.chain(optax.sgd(0.1), plateau)
-    tx = jaxscale.loss_scaled(inner, check_updates=True)
-    before = tx.init(TRAINED)
-    assert not jaxscale.all_finite(before.inner_state)
-    _, state = tx.update(TRAINED, before, TRAINED, value=jnp.float32(1))
-    assert state.step_applied

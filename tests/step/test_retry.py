@@ -1,9 +1,5 @@
 """Retries: no batch is lost to a scale that is too high, and the model is compiled once."""
 
-import dataclasses
-import functools
-import operator
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,9 +14,6 @@ from tables import (
     assert_same_bits,
     avals,
     cases,
-    half,
-    pairs,
-    wide,
 )
 
 import jaxscale
@@ -49,160 +42,6 @@ def poisoned(params, x):
     """
     gates = jnp.tanh(params["w"] * x)
     return loss_fn(params, jnp.where(jnp.isinf(x), 1.0, x)) + jnp.sum(gates)
-
-
-@jax.jit
-def largest_and_loss(scaling, x):
-    grads = wide(jaxscale.grad(poisoned, scaling)(PARAMS, x))
-    sizes = [jnp.max(jnp.abs(grad)) for grad in jax.tree.leaves(grads)]
-    return jnp.max(jnp.stack(sizes)), poisoned(PARAMS, x)
-
-
-def back_off(adjust, scaling, largest):
-    """The scale state after a policy was told of an overflow until it lowered its scale.
-
-    It is told at most 100 times, which is `_MAX_BACKOFFS_PER_OVERFLOW` in `_step/retry.py`.
-    """
-    lower = scaling
-    for _ in range(100):
-        if lower.loss_scale < scaling.loss_scale:
-            break
-        lower = adjust(lower, jnp.array(False), largest)
-    return lower
-
-
-def by_the_book(policy, retries, batches):
-    """Yields the scale state, `total_retries` and `total_exhausted` after each batch.
-
-    They are computed in plain Python.
-    """
-    adjust = jax.jit(policy.adjust)
-    scaling = policy.init()
-    total_retries = 0
-    total_exhausted = 0
-    applied_before = True
-    for x in batches:
-        scaling_before = scaling
-        num_retries = 0
-        largest, loss = largest_and_loss(scaling, x)
-        while (
-            not jnp.isfinite(largest) and jnp.isfinite(loss) and num_retries < retries
-        ):
-            lower = back_off(adjust, scaling, largest)
-            if lower.loss_scale >= scaling.loss_scale:
-                break
-            scaling = lower
-            num_retries += 1
-            largest, loss = largest_and_loss(scaling, x)
-        total_retries += num_retries
-        fits = bool(jnp.isfinite(largest))
-        # A step whose retries did not help counts as exhausted. Within the first 25 steps (all of
-        # this test) it counts only if the step before it was applied.
-        if num_retries > 0 and not fits and applied_before:
-            total_exhausted += 1
-        if not fits:
-            # A batch that no scale helps costs one overflow: the scale moves from where it was.
-            scaling = scaling_before
-        if jnp.isfinite(loss):
-            scaling = adjust(scaling, jnp.array(fits), largest)
-        applied_before = fits
-        yield scaling, jnp.int32(total_retries), jnp.int32(total_exhausted)
-
-
-MIXED = [
-    OVERFLOW,
-    POISON,
-    GOOD,
-    POISON,
-    POISON,
-    BAD_LOSS,
-    OVERFLOW,
-    GOOD,
-    GOOD * 2,
-    POISON,
-]
-MOVING_POLICIES = {
-    **{
-        name: dataclasses.replace(policy, init_scale=2.0**16)
-        for name, policy in POLICIES.items()
-        if name not in ("noop", "fixed")
-    },
-    "low": jaxscale.DynamicLossScale(init_scale=4.0),
-    "at its floor": jaxscale.DynamicLossScale(init_scale=1.0),
-    # A policy that would wait for more overflows is told of this one until it lowers the scale, as
-    # the same scale would overflow again.
-    "patient": jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=7),
-    # A policy that tolerates more than 100 overflows is left alone: the step is skipped.
-    "left alone": jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=1000),
-}
-
-
-def stack(*leaves):
-    return jnp.stack(leaves)
-
-
-def states_in(mode, step, opt_state):
-    """The states after each batch of `RUNS`, with axes `[run, batch]`."""
-
-    def advance(state, batch):
-        _, state, _ = step(PARAMS, state, batch)
-        return state, state
-
-    if mode == "vmap":
-        batches = jnp.stack([jnp.stack(run) for run in RUNS["vmap"]])
-        scan = functools.partial(jax.lax.scan, advance, opt_state)
-        _, states = jax.jit(jax.vmap(scan))(batches)
-        return states
-    states = []
-    for batch in RUNS[mode][0]:
-        opt_state, _ = advance(opt_state, batch)
-        states.append(opt_state)
-    # `[None]` makes the axis of runs, here of one.
-    return jax.tree.map(lambda *leaves: stack(*leaves)[None], *states)
-
-
-# Without `jit` each pass takes as long as a whole run.
-RUNS = {"eager": [[OVERFLOW, POISON, BAD_LOSS, GOOD]], "vmap": [MIXED, MIXED[::-1]]}
-RETRIES = [3, 1, 30]
-meet = half(MOVING_POLICIES, RETRIES)
-
-
-@pytest.mark.worlds
-@pytest.mark.device
-@cases(
-    "policy, retries, mode",
-    pairs(
-        MOVING_POLICIES,
-        RETRIES,
-        RUNS,
-        among=lambda *row: meet(row[0], row[1]),
-    ),
-    fast=[
-        ("hysteresis", 3, "eager"),
-        ("adaptive", 1, "vmap"),
-        ("dynamic", 30, "vmap"),
-    ],
-)
-def test_states_and_counts_with_retries_are_by_the_book(policy, retries, mode):
-    loss_scale = MOVING_POLICIES[policy]
-    # Plain SGD, as Optax's Adam is not made for strict promotion.
-    tx = jaxscale.loss_scaled(optax.sgd(0.0), loss_scale)
-    step = jaxscale.train_step(poisoned, tx, retries=retries)
-    with jax.numpy_dtype_promotion("strict"):
-        states = states_in(mode, step, tx.init(PARAMS))
-    # Two do not lower their scale, so no pass is repeated.
-    may_repeat = policy not in ("at its floor", "left alone")
-    for i, batches in enumerate(RUNS[mode]):
-        states_of_run = jax.tree.map(operator.itemgetter(i), states)
-        actual = (
-            states_of_run.scaling,
-            states_of_run.total_retries,
-            states_of_run.total_exhausted,
-        )
-        expected = by_the_book(loss_scale, retries, batches)
-        assert_same_bits(actual, jax.tree.map(stack, *expected))
-        assert (states_of_run.total_exhausted[-1] > 0) == may_repeat
-        assert states_of_run.total_notfinite_loss[-1] == 1
 
 
 @pytest.mark.worlds

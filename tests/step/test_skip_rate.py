@@ -373,15 +373,3 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     assert text.startswith(f"{start} [0, 1]: 30 steps in a")
     (text,) = texts_of_check(population(fine, skipping, lossy, fine))
     assert "skipped lately" in text
-
-
-@pytest.mark.worlds
-@cases("name", ["3 % of losses", "grows by 4", "3 % of micro-batches"])
-def test_the_rate_is_that_of_the_reference(name):
-    states = states_of(HEALTHY[name])
-    rate = 0.0
-    for step, applied in enumerate(states.step_applied, 1):
-        rate += (1 - applied - rate) / min(step, 1000)
-        np.testing.assert_allclose(
-            after(states, step).skip_rate, rate, rtol=1e-3, atol=1e-7
-        )

@@ -30,7 +30,8 @@ def preset(policy, state, finite, largest=None):
         if streak >= policy.growth_interval:
             streak = 0
             left = policy.hysteresis
-            grown = scale * F32(policy.growth_factor)
+            with np.errstate(over="ignore"):
+                grown = scale * F32(policy.growth_factor)
             if grown > high and policy.clip_growth:
                 grown = high
             elif grown > high:

@@ -1,0 +1,199 @@
+"""Whole runs with faults of all kinds: each number after each step is that of a plain model."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tables
+from step_model import Batch, Model, draw
+from tables import cases, spread
+
+import jaxscale
+from jaxscale import presets
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def test_a_step_with_a_nan_is_not_made():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0), 8)
+    params = jnp.array(3.0)
+    state = tx.init(params)
+    for grad in (1.0, jnp.nan, 1.0):
+        params, state = jaxscale.apply_gradients(tx, jnp.array(grad), state, params)
+    assert (params, state.total_steps, state.total_notfinite) == (1, 3, 1)
+
+
+class Setting(NamedTuple):
+    """A policy, and what a run is asked for beside it."""
+
+    policy: Any
+    window: int = 1
+    is_inside: bool = False  # whether the window is
+    retries: int = 0
+    rule: Any = None
+
+    def optimizer(self):
+        """The optimizer, which also says which leaves overflow."""
+        tx = optax.sgd(1.0)
+        options = {"track_leaves": True, "spikes": self.rule}
+        if self.window > 1 and self.is_inside:
+            tx = jaxscale.multi_steps(tx, self.window)
+        tx = jaxscale.loss_scaled(tx, self.policy, **options)
+        if self.window > 1 and not self.is_inside:
+            tx = jaxscale.multi_steps(tx, self.window)
+        return tx
+
+
+RULE = jaxscale.SpikeRule(window=16, sigmas=4.0, min_history=4)
+DYNAMIC = jaxscale.DynamicLossScale(growth_interval=6, init_scale=2.0**12)
+ADAPTIVE = jaxscale.AdaptiveLossScale(init_scale=2.0**14, memory=4, period=16)
+HYSTERESIS = jaxscale.DynamicLossScale(
+    growth_interval=4, hysteresis=2, init_scale=2.0**16
+)
+REFILLED = presets.PresetLossScale(
+    growth_interval=5, hysteresis=2, refill_on_backoff=True, max_scale=2.0**20
+)
+APEX = presets.apex(scale_window=5, min_loss_scale=2.0**-3)
+# It is told of an overflow until it lowers the scale, as the same scale would overflow again.
+PATIENT = jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=7)
+# A policy that tolerates more than 100 overflows is left alone: the step is skipped.
+LEFT_ALONE = jaxscale.DynamicLossScale(init_scale=4.0, hysteresis=1000)
+AT_ITS_FLOOR = jaxscale.DynamicLossScale(init_scale=1.0)
+
+SETTINGS = {
+    **{name: Setting(policy) for name, policy in tables.POLICIES.items()},
+    "refilled": Setting(REFILLED),
+    "apex": Setting(APEX),
+    "spikes": Setting(DYNAMIC, rule=RULE),
+    "spikes, adaptive": Setting(ADAPTIVE, rule=RULE),
+    "spikes, no scale": Setting(jaxscale.NoOpLossScale(), rule=RULE),
+    "window of 2": Setting(DYNAMIC, window=2),
+    "window of 3 inside": Setting(DYNAMIC, window=3, is_inside=True),
+    "window of 4, spikes": Setting(DYNAMIC, window=4, rule=RULE),
+    "window of 2 inside, adaptive": Setting(ADAPTIVE, window=2, is_inside=True),
+    "a retry": Setting(DYNAMIC, retries=1),
+    "retries": Setting(DYNAMIC, retries=30),
+    "retries, hysteresis": Setting(HYSTERESIS, retries=3),
+    "retries, refilled": Setting(REFILLED, retries=3),
+    "retries, adaptive": Setting(ADAPTIVE, retries=3),
+    "retries, patient": Setting(PATIENT, retries=3),
+    "retries, left alone": Setting(LEFT_ALONE, retries=3),
+    "retries at the floor": Setting(AT_ITS_FLOOR, retries=3),
+    "retries, spikes": Setting(DYNAMIC, retries=2, rule=RULE),
+    "retries, window": Setting(DYNAMIC, window=2, retries=30),
+}
+
+
+@jax.custom_vjp
+def probe(params, batch):
+    """A loss whose gradients are as the batch says."""
+    return batch.loss
+
+
+def pull_back(saved, cotangent):
+    grads = []
+    for leaf in range(2):
+        overflows = (cotangent > saved.highest) & (saved.leaf == leaf)
+        grads.append(jnp.where(overflows, jnp.inf, cotangent * saved.size))
+    return grads, None
+
+
+probe.defvjp(lambda params, batch: (batch.loss, batch), pull_back)
+PARAMS = [jnp.zeros(()), jnp.zeros(())]
+
+
+def by_train_step(setting, tx):
+    step = jaxscale.train_step(probe, tx, retries=setting.retries)
+    return lambda params, state, batch: step(params, state, batch)[:2]
+
+
+def by_three_lines(one_step, setting, tx):
+    def step(params, state, batch):
+        loss, grads = jaxscale.value_and_grad(probe, state)(params, batch)
+        return one_step(tx, params, state, grads, value=loss)
+
+    return step
+
+
+STEPS = {
+    "train_step": by_train_step,
+    "train_step under vmap": by_train_step,
+    "eager train_step": by_train_step,
+    "update": functools.partial(by_three_lines, tables.step),
+    "apply_gradients": functools.partial(by_three_lines, tables.fused_step),
+}
+
+
+def run(name, way, batches):
+    """The parameter and the metrics after each step, with an axis of runs in front."""
+    setting = SETTINGS[name]
+    tx = setting.optimizer()
+    step = STEPS[way](setting, tx)
+
+    def advance(carry, batch):
+        params, state = step(*carry, batch)
+        return (params, state), {"param": params[0]} | jaxscale.metrics(state)
+
+    start = PARAMS, tx.init(PARAMS)
+    if way != "eager":
+        scan = functools.partial(jax.lax.scan, advance, start)
+        return jax.jit(jax.vmap(scan))(batches)[1]
+    carry = start
+    history = []
+    for i in range(len(batches.loss[0])):
+        carry, numbers = advance(
+            carry, jax.tree.map(lambda leaf, i=i: leaf[0, i], batches)
+        )
+        history.append(numbers)
+    return jax.tree.map(lambda *leaves: np.stack(leaves)[None], *history)
+
+
+def expect(name, batches):
+    """What the model does: its parameter and its numbers after each step."""
+    setting = SETTINGS[name]
+    model = Model(setting.policy, setting.window, setting.retries, setting.rule)
+    columns = [column.tolist() for column in batches]
+    history = [model.step(Batch(*row)) for row in zip(*columns, strict=True)]
+    if model.rule is not None:
+        assert min(model.rule.margins) > 1e-3, "no decision may hinge on rounding"
+    return jax.tree.map(lambda *numbers: np.array(numbers), *history)
+
+
+def may_meet(name, way):
+    """Only a step that makes its own passes repeats them."""
+    return "train_step" in way or SETTINGS[name].retries == 0
+
+
+ROWS = [row for row in spread(SETTINGS, STEPS) if may_meet(*row)]
+# By a mean of three, and by the reciprocal of a number of steps.
+ROUNDED = ("param", "skip_rate")
+
+
+@pytest.mark.device
+@cases(
+    "name, way",
+    ROWS,
+    fast=[
+        ("window of 3 inside", "apply_gradients"),
+        ("spikes", "train_step"),
+        ("retries, adaptive", "train_step"),
+        ("retries, window", "train_step under vmap"),
+        ("hysteresis", "eager train_step"),
+    ],
+)
+def test_each_number_is_that_of_the_model(name, way):
+    seeds = [0, 1] if "vmap" in way else [0]
+    # Long enough for the rate of skips to forget.
+    number = 30 if way == "eager train_step" else 1100
+    runs = [draw(seed, number) for seed in seeds]
+    numbers = run(name, way, jax.tree.map(lambda *leaves: np.stack(leaves), *runs))
+    for member, batches in enumerate(runs):
+        for key, values in expect(name, batches).items():
+            if key in numbers:
+                rtol = 1e-5 if key in ROUNDED else 0
+                actual = numbers[key][member]
+                np.testing.assert_allclose(actual, values, rtol, err_msg=key)
