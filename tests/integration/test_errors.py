@@ -3,6 +3,7 @@
 An error names the call, the argument, the value and the way out.
 """
 
+import collections
 import doctest
 import functools
 import pathlib
@@ -201,7 +202,7 @@ CHAPTERS = sorted((pathlib.Path(__file__).parent / "errors").glob("*.txt"))
     ("lines", "error"), [row for chapter in CHAPTERS for row in read_rows(chapter)]
 )
 def test_a_wrong_call_says_what_is_wrong(lines, error):
-    names = vars(jaxscale) | vars(bad_input) | globals()
+    names = vars(jaxscale) | vars(bad_input) | globals() | {"collections": collections}
     *before, call = lines
     for line in before:
         exec(line, names)

@@ -1,7 +1,6 @@
 """A loss scale that decays: how its falls are counted, and which runs `check` warns of."""
 
 import functools
-import operator
 import re
 import warnings
 from itertools import product
@@ -13,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import simulator
+from probe import PARAMS, Batch, probe, simulate, texts_of_check
 from tables import cases, pairs
 
 import jaxscale
@@ -36,65 +36,26 @@ DECAYS_OR_EXHAUSTS = (
 FREE = 25  # steps whose falls do not count
 
 
-# What a run does, with the real step: the gradient of `probe` is inf if the scale is above what
-# the step allows, and otherwise of the size that the step has.
-@jax.custom_vjp
-def probe(w, highest, size):
-    return jnp.zeros((), jnp.float32) * w
-
-
-def _backward(saved, cotangent):
-    highest, size = saved
-    return jnp.where(cotangent > highest, jnp.inf, cotangent * size), None, None
-
-
-probe.defvjp(
-    lambda w, highest, size: (probe(w, highest, size), (highest, size)), _backward
-)
-W = jnp.zeros(())
-
-
-@functools.cache
-def compile_runs(policy, retries):
-    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
-    step = jaxscale.train_step(probe, tx, retries=retries)
-
-    def advance(opt_state, limits):
-        _, opt_state, _ = step(W, opt_state, *limits)
-        return opt_state, opt_state
-
-    def run(highest, sizes):
-        _, states = jax.lax.scan(advance, tx.init(W), (highest, sizes))
-        return states
-
-    return jax.jit(jax.vmap(run))
-
-
-def histories(policy, traces, retries=0):
+def histories(policy, runs, retries=0):
     """The states after each step of some runs of one length, by name."""
-    ceilings, sizes = zip(*traces.values(), strict=True)
-    highest = np.ldexp(1.0, np.stack(ceilings))
-    largest = np.exp2(np.float64(np.stack(sizes)))
-    run = compile_runs(policy, retries)
-    states = jax.device_get(run(np.float32(highest), np.float32(largest)))
-    by_name = {}
-    for i, name in enumerate(traces):
-        by_name[name] = jax.tree.map(operator.itemgetter(i), states)
-    return by_name
+    tx = jaxscale.loss_scaled(optax.sgd(0.0), policy)
+    return simulate(tx, runs, retries=retries)
 
 
 def warns_of(states):
     """Whether `check` warns of any of some states: it takes them for a population."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jaxscale.check(states, max_consecutive=10**9)
-    texts = [str(warning.message) for warning in caught]
+    texts = texts_of_check(states, max_consecutive=10**9)
     return any(re.match(DECAYS_OR_EXHAUSTS, text) for text in texts)
 
 
+def of_exponents(ceiling, largest):
+    """A run, of the binary logarithms of its highest scales and of its gradients."""
+    return np.ldexp(1.0, ceiling), np.exp2(np.float64(largest)), 0.0
+
+
 def of_ceiling(ceiling):
-    """A run: the exponents of its highest scales, and of its gradients, which stay."""
-    return np.asarray(ceiling, np.int32), np.full(len(ceiling), -4.0)
+    """A run of the exponents of its highest scales."""
+    return of_exponents(np.asarray(ceiling, np.int32), -4.0)
 
 
 def falling(every, steps=4000, noise=0.3):
@@ -109,16 +70,6 @@ def at_any_scale(rate, steps=4000):
     return of_ceiling(np.where(bad, simulator.BAD, 18))
 
 
-def shift(run, binades):
-    """The same run of a model whose gradients are 2**binades times larger."""
-    ceiling, largest = run
-    return ceiling - binades, largest + binades
-
-
-RECORDED = {
-    name: (trace.ceiling[:16_000], trace.largest[:16_000])
-    for name, trace in simulator.recorded().items()
-}
 DECAYING = {
     **{f"a binade in {every} steps": falling(every) for every in (50, 500)},
     **{f"{rate:.1%} of batches bad": at_any_scale(rate) for rate in (0.005, 0.02)},
@@ -144,7 +95,11 @@ POLICIES = {
     fast=[("dynamic", 0, 0)],
 )
 def test_a_healthy_run_is_never_warned_of(name, retries, binades):
-    healthy = {run: shift(trace, binades) for run, trace in RECORDED.items()}
+    healthy = {}
+    for run, trace in simulator.recorded().items():
+        # of a model whose gradients are 2**binades times larger
+        ceiling, largest = (column[:16_000] for column in trace[:2])
+        healthy[run] = of_exponents(ceiling - binades, largest + binades)
     for run, states in histories(POLICIES[name], healthy, retries).items():
         assert not warns_of(states), run
         # Far from it: half of what it takes.
@@ -179,7 +134,8 @@ def test_a_vision_transformer_with_wrong_labels_is_warned_of(retries):
     runs = {path.stem: np.load(path) for path in paths}
     traces = {}
     for name, run in runs.items():
-        traces[name] = run["ceiling"].astype(np.int32), run["largest"] / 256
+        ceiling = run["ceiling"].astype(np.int32)
+        traces[name] = of_exponents(ceiling, run["largest"] / 256)
     states = histories(jaxscale.DynamicLossScale(), traces, retries)
     assert warns_of(states["vit_wrong_labels"])
     assert states["vit_memorised"].backoff_count.max() >= 5
@@ -255,9 +211,9 @@ def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form
 
 def test_updates_that_are_not_finite_after_retries_are_no_further_fall():
     tx = jaxscale.loss_scaled(optax.scale(np.inf), check_updates=True)
-    state = tx.init(W)._replace(total_steps=jnp.int32(FREE))
+    state = tx.init(PARAMS)._replace(total_steps=jnp.int32(FREE))
     step = jaxscale.train_step(probe, tx, retries=3)
-    _, state, _ = step(W, state, jnp.float32(2.0**12), jnp.float32(1))
+    _, state, _ = step(PARAMS, state, Batch(*map(jnp.float32, (2.0**12, 1, 0))))
     assert state.backoff_count == 1
     assert state.scaling.loss_scale == 2.0**12
 

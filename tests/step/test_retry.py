@@ -10,7 +10,6 @@ from overflowing import BAD_LOSS, FINITE, GOOD, OVERFLOW, WINDOWS, hot, loss_fn,
 from tables import (
     INNERS,
     PARAMS,
-    POLICIES,
     assert_same_bits,
     avals,
     cases,
@@ -147,22 +146,6 @@ def test_leaves_of_any_type_pass_through_the_loop(mode):
 
     kept, _, _ = step_of_any_type(mode, 2.0**24, retries=30, batch=BAD_LOSS)
     assert_same_bits(kept, OF_ANY_TYPE)
-
-
-@pytest.mark.worlds
-@cases("mode", ["jit", "eager"], fast=["jit"])
-@cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
-def test_a_scale_that_is_nan_is_replaced_before_the_step(policy, mode):
-    """As a checkpoint of another scaler may have it."""
-    tx = jaxscale.loss_scaled(optax.sgd(0.1), POLICIES[policy])
-    state = tx.init(PARAMS)
-    scaling = state.scaling._replace(loss_scale=jnp.float32(jnp.nan))
-    step = jaxscale.train_step(poisoned, tx, retries=3)
-    if mode == "jit":
-        step = jax.jit(step)
-    _, state, _ = step(PARAMS, state._replace(scaling=scaling), GOOD)
-    assert jnp.isfinite(state.scaling.loss_scale)
-    assert (state.step_applied, state.total_retries) == (True, 0)
 
 
 @pytest.mark.worlds

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 import tables
-from step_model import Batch, Model, draw
+from probe import PARAMS, Batch, probe
+from step_model import Model, draw
 from tables import cases, spread
 
 import jaxscale
@@ -35,11 +36,12 @@ class Setting(NamedTuple):
     is_inside: bool = False  # whether the window is
     retries: int = 0
     rule: Any = None
+    more: Any = None  # options of `loss_scaled` that change no number
 
     def optimizer(self):
         """The optimizer, which also says which leaves overflow."""
         tx = optax.sgd(1.0)
-        options = {"track_leaves": True, "spikes": self.rule}
+        options = {"track_leaves": True, "spikes": self.rule} | (self.more or {})
         if self.window > 1 and self.is_inside:
             tx = jaxscale.multi_steps(tx, self.window)
         tx = jaxscale.loss_scaled(tx, self.policy, **options)
@@ -66,6 +68,9 @@ AT_ITS_FLOOR = jaxscale.DynamicLossScale(init_scale=1.0)
 
 SETTINGS = {
     **{name: Setting(policy) for name, policy in tables.POLICIES.items()},
+    "adaptive, checked": Setting(
+        ADAPTIVE, more={"check_updates": True, "max_norm": 1e9}
+    ),
     "refilled": Setting(REFILLED),
     "apex": Setting(APEX),
     "spikes": Setting(DYNAMIC, rule=RULE),
@@ -86,24 +91,6 @@ SETTINGS = {
     "retries, spikes": Setting(DYNAMIC, retries=2, rule=RULE),
     "retries, window": Setting(DYNAMIC, window=2, retries=30),
 }
-
-
-@jax.custom_vjp
-def probe(params, batch):
-    """A loss whose gradients are as the batch says."""
-    return batch.loss
-
-
-def pull_back(saved, cotangent):
-    grads = []
-    for leaf in range(2):
-        overflows = (cotangent > saved.highest) & (saved.leaf == leaf)
-        grads.append(jnp.where(overflows, jnp.inf, cotangent * saved.size))
-    return grads, None
-
-
-probe.defvjp(lambda params, batch: (batch.loss, batch), pull_back)
-PARAMS = [jnp.zeros(()), jnp.zeros(())]
 
 
 def by_train_step(setting, tx):
@@ -168,23 +155,20 @@ def may_meet(name, way):
     return "train_step" in way or SETTINGS[name].retries == 0
 
 
-ROWS = [row for row in spread(SETTINGS, STEPS) if may_meet(*row)]
+FAST = [
+    ("window of 3 inside", "apply_gradients"),
+    ("spikes", "train_step"),
+    ("retries, adaptive", "train_step"),
+    ("retries, window", "train_step under vmap"),
+    ("hysteresis", "eager train_step"),
+]
+ROWS = [row for row in spread(SETTINGS, STEPS) if may_meet(*row) and row not in FAST]
 # By a mean of three, and by the reciprocal of a number of steps.
 ROUNDED = ("param", "skip_rate")
 
 
 @pytest.mark.device
-@cases(
-    "name, way",
-    ROWS,
-    fast=[
-        ("window of 3 inside", "apply_gradients"),
-        ("spikes", "train_step"),
-        ("retries, adaptive", "train_step"),
-        ("retries, window", "train_step under vmap"),
-        ("hysteresis", "eager train_step"),
-    ],
-)
+@cases("name, way", FAST + ROWS, fast=FAST)
 def test_each_number_is_that_of_the_model(name, way):
     seeds = [0, 1] if "vmap" in way else [0]
     # Long enough for the rate of skips to forget.

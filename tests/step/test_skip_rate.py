@@ -7,8 +7,6 @@ if that is silent, no call was told anything, however often it came.
 
 import functools
 import math
-import operator
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from probe import after, simulate, texts_of_check
 from tables import cases
 
 import jaxscale
@@ -37,7 +36,7 @@ def test_a_run_that_loses_a_tenth_of_its_steps_is_told_after_a_thousand():
 
 STEPS = 10_000
 FINE, NEVER = 2.0**18, 0.0  # up to which scale the gradients of a step are finite
-SGD, W = optax.sgd(0.0), jnp.zeros(())
+SGD = optax.sgd(0.0)
 
 
 class Run(NamedTuple):
@@ -49,38 +48,9 @@ class Run(NamedTuple):
     size: Any = 0.25  # f32[n], the gradient of each step
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def simulated(tx, *steps):
-    def advance(state, row):
-        highest, loss, size = row
-        grad = jnp.where(state.scaling.loss_scale > highest, jnp.inf, size)
-        _, state = tx.update(grad, state, W, value=loss)
-        return state, state
-
-    _, states = jax.lax.scan(advance, tx.init(W), steps)
-    return states
-
-
 def states_of(run):
     """The states after each step."""
-    columns = np.broadcast_arrays(*map(np.float32, run[1:]))
-    return jax.device_get(simulated(run.tx, *map(np.array, columns)))
-
-
-def after(states, step):
-    """The state after a number of steps."""
-    return jax.tree.map(operator.itemgetter(step - 1), states)
-
-
-def texts_of_check(state, tx=None, **options):
-    """The texts that `check` says of a state."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            jaxscale.check(state, tx=tx, **options)
-        except jaxscale.LossScaleStuckError as error:
-            return [str(error)]
-    return [str(warning.message) for warning in caught]
+    return simulate(*run[:2], run.size, run.loss)
 
 
 def some(share, seed=0, steps=STEPS):

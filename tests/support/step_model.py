@@ -1,9 +1,9 @@
 """A training step in plain Python: what a run does, as a reference for the real steps."""
 
 import math
-from typing import Any, NamedTuple
 
 import numpy as np
+from probe import Batch
 from references import trajectory
 from spike_reference import ReferenceRule
 
@@ -18,15 +18,6 @@ COUNTERS = [
     *("total_retries", "total_exhausted", "backoff_count"),
     *("nonfinite_leaves/0", "nonfinite_leaves/1"),
 ]
-
-
-class Batch(NamedTuple):
-    """What a step brings, or, with an axis in front, the steps of a run."""
-
-    highest: Any  # up to which loss scale its gradients are finite
-    size: Any  # each of its gradients
-    loss: Any
-    leaf: Any  # which of the two parameters has an inf where the scale is too high
 
 
 class Model:
