@@ -170,13 +170,8 @@ def of_batches(make, grads, transform=lambda trainer: trainer):
 
 
 ONCE = [(1, None)]
-# Compiled, for one device. The program waits for the host in steps that are skipped alone.
-RUNS = {
+COMPILED = {  # for one device
     "jit": of_batches(train, BATCHES),
-    "without scaling": of_batches(
-        partial(train, wrap=jaxscale.skip_nonfinite), BATCHES
-    ),
-    "nothing skipped": of_batches(train, np.ones(5, np.float32)),
     "vmap of scan": of_batches(train, MEMBERS, jax.vmap),
     "named vmap": of_batches(train, MEMBERS, partial(jax.vmap, axis_name="d")),
     "scan of vmap": of_batches(train_population, MEMBERS),
@@ -186,11 +181,8 @@ RUNS = {
     "retries": Run(repeat_step, np.zeros(2, np.float32), ONCE),
     "a spike": Run(partial(train, spikes=RULE), SIZES, [(4, None)]),
 }
-# Not compiled here, or over devices: a step each.
-OTHERS = {
+OTHERS = {  # not compiled here, or over devices: a step each
     "not compiled": Run(one_step, np.float32(INF), ONCE),
-    "not compiled, not skipped": Run(one_step, np.float32(1), []),
-    "members, not compiled": Run(one_step, MEMBERS[:, 0], [(1, 2)], transform=jax.vmap),
     "shard_map": Run(step_of_all_devices, PARTS, ONCE, shard),
     "shard_map, unchecked": Run(
         step_of_all_devices, PARTS, ONCE, partial(shard, check_vma=False)
@@ -209,18 +201,11 @@ OTHERS = {
 }
 
 
-def run_and_check(host, row, compiled):
-    run = row.transform(row.make(host))
-    if compiled:
-        run = jax.jit(run)
-    jax.block_until_ready(run(jnp.asarray(row.grads)))
-    assert host.skips() == row.skips
-    for numbers in host.calls:
-        assert {type(value) for value in numbers.values()} <= {bool, int, float}
-        assert numbers["step_applied"] is False
+RUNS = COMPILED | OTHERS
 
 
-@cases("name", RUNS, fast=["jit", "scan of vmap"])
+@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
+@cases("name", RUNS, fast=["jit", "scan of vmap", "not compiled", "shard_map"])
 def test_it_is_called_where_a_step_is_skipped_and_nowhere_else(name, monkeypatch):
     arrivals = []
     debug_callback = jax.debug.callback
@@ -234,21 +219,18 @@ def test_it_is_called_where_a_step_is_skipped_and_nowhere_else(name, monkeypatch
 
     monkeypatch.setattr(jax.debug, "callback", counting_callback)
     host = Host()
-    run_and_check(host, RUNS[name], compiled=True)
-    # Once for all members.
-    assert len(arrivals) == len({step for step, _ in RUNS[name].skips})
-    if name == "retries":
-        assert host.calls[0]["total_retries"] == 5
-    if name == "a spike":
-        assert host.calls[0]["total_spikes"] == 1
-        assert host.calls[0]["total_notfinite"] == 0
-
-
-@pytest.mark.filterwarnings("ignore:.*pmap:DeprecationWarning")
-@cases("name", OTHERS, fast=["not compiled", "shard_map"])
-def test_it_is_called_once_for_each_run_that_skips(name):
-    is_sharded = "shard_map" in name or "devices" in name
-    run_and_check(Host(), OTHERS[name], compiled=is_sharded)
+    row = RUNS[name]
+    run = row.transform(row.make(host))
+    if name in COMPILED or "shard_map" in name or "devices" in name:
+        run = jax.jit(run)
+    jax.block_until_ready(run(jnp.asarray(row.grads)))
+    assert host.skips() == row.skips
+    for numbers in host.calls:
+        assert {type(value) for value in numbers.values()} <= {bool, int, float}
+        assert numbers["step_applied"] is False
+    if name in COMPILED:
+        # The program waits for the host in steps that are skipped alone, once for all members.
+        assert len(arrivals) == len({step for step, _ in row.skips})
 
 
 @pytest.mark.worlds

@@ -108,8 +108,6 @@ TREES = {  # parameters, gradients, and the leaves that overflow
     # PyTorch raises "No inf checks were recorded for this optimizer".
     "an empty dictionary": ({}, {}, []),
     "None": (None, None, []),
-    "an empty list": ([], [], []),
-    "None in a dictionary": ({"w": None}, {"w": None}, []),
     "integers": ({"n": jnp.arange(3)}, {"n": np.zeros(3, jax.dtypes.float0)}, []),
     "one array": (jnp.ones(2), jnp.array([1.0, jnp.inf]), ["the root"]),
     "a leaf without a gradient": (
@@ -123,16 +121,13 @@ TREES = {  # parameters, gradients, and the leaves that overflow
 @cases("name", TREES)
 def test_trees_of_all_kinds(name):
     params, grads, names = TREES[name]
-    inners = [optax.identity()]
+    inner = optax.identity()
     if not jax.tree.leaves(params):  # then one with a state of its own
-        inners.append(optax.inject_hyperparams(optax.sgd)(0.5, momentum=0.9))
-    for wrap in (jaxscale.loss_scaled, jaxscale.skip_nonfinite):
-        for inner in inners:
-            tx = wrap(inner, track_leaves=True)
-            before = tx.init(params)
-            updates, after = tx.update(grads, before, params)
-            assert jax.tree.structure(updates) == jax.tree.structure(grads)
-            assert after.step_applied == (not names)
-            assert after.total_steps == 1
-            assert flagged(after) == names
-            assert avals(after) == avals(before)
+        inner = optax.inject_hyperparams(optax.sgd)(0.5, momentum=0.9)
+    tx = jaxscale.skip_nonfinite(inner, track_leaves=True)
+    before = tx.init(params)
+    updates, after = tx.update(grads, before, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(grads)
+    assert (after.step_applied, after.total_steps) == (not names, 1)
+    assert flagged(after) == names
+    assert avals(after) == avals(before)
