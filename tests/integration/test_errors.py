@@ -29,14 +29,13 @@ from bad_input import (
     flax_state,
     never_traced,
     product_sum,
-    raises,
 )
 from flax import linen, nnx
 from forged import forged
-from tables import POLICIES, cases
+from tables import cases
 
 import jaxscale
-from jaxscale import flax, presets
+from jaxscale import flax
 from jaxscale.nnx import train_step as nnx_train_step
 
 pytestmark = pytest.mark.standard_promotion
@@ -208,84 +207,6 @@ def test_a_wrong_call_says_what_is_wrong(lines, error):
         exec(line, names)
     message = error.strip().replace("\\n", "\n")
     assert_says(functools.partial(eval, call, names), message)
-
-
-@cases("name", ["loss_scaled", "multi_steps", "master_weights", "stochastic_rounding"])
-def test_an_error_names_the_wrapper_that_was_called(name):
-    wrap = getattr(jaxscale, name)
-    for inner in (SGD, SKIPPING):
-        tx = wrap(inner, 2) if name == "multi_steps" else wrap(inner)
-        state = tx.init(W)
-        with raises(TypeError, f"`{name}(...).update("):
-            tx.update(W, state, W, value=1j)
-        with raises(ValueError, f"`{name}(...).update("):
-            tx.update(jnp.ones(3), state, W)
-
-
-# What does not bear a state in bfloat16, and how that is named.
-REFUSED = {
-    "prodigy": optax.contrib.prodigy(),
-    "dadapt_adamw": optax.contrib.dadapt_adamw(),
-    "mechanize": optax.contrib.mechanize(SGD),
-    "dog": optax.contrib.dog(),
-    "dowg": optax.contrib.dowg(),
-    "momo": optax.contrib.momo(),
-    "momo_adam": optax.contrib.momo_adam(),
-    "rmsprop(centered=True)": optax.rmsprop(0.1, centered=True),
-    "lbfgs": optax.lbfgs(),
-}
-
-
-@cases("name", REFUSED)
-def test_an_optimizer_that_does_not_bear_a_compact_state_is_refused(name):
-    tx = jaxscale.compact_state(optax.chain(optax.clip(1.0), REFUSED[name]))
-    words = f"`compact_state(inner)`: `{name}` needs its state in float32 ... Leave"
-    assert_says(lambda: tx.init(W), f"ValueError: {words}")
-
-
-# Policies.
-
-OWN = POLICIES | {"preset": presets.torch()}
-GRADS = {"w": W}
-FINITE = jnp.array(True)
-
-
-def state_of(policy, method):
-    """Returns how an error names the state that a method of a policy got."""
-    return f"`{type(policy).__name__}.{method}(state="
-
-
-@cases("name", OWN, fast=["dynamic", "adaptive"])
-def test_a_policy_says_where_its_state_is_and_in_which_order_arguments_come(name):
-    policy = OWN[name]
-    state = policy.init()
-    way_out = "Pass `opt_state.scaling`, or call `tx.update`"
-    taken_over = "from_state_dict(policy.init(), jaxscale.to_state_dict(state))"
-    wrong = [
-        ("update", (OPT_STATE, GRADS), [f"got LossScaledState. {way_out}"]),
-        ("adjust", (flax_state(), FINITE), [f"got OwnTrainState. {way_out}"]),
-        ("update", (GRADS, state), [", got dict. The order ", " is (state, grads)"]),
-        ("update", (GRADS, OPT_STATE), [", got dict. The order "]),
-        ("adjust", (None, FINITE), ["got NoneType", "`init`", taken_over]),
-    ]
-    for method, args, words in wrong:
-        with raises(TypeError, state_of(policy, method), *words):
-            getattr(policy, method)(*args)
-
-
-@pytest.mark.worlds
-@cases("name", OWN, fast=["dynamic"])
-def test_the_states_of_a_population_are_updated_under_vmap_alone(name):
-    policy = OWN[name]
-    state = policy.init()
-    members = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), state)
-    way_out = "has shape (4,): call it under `jax.vmap`"
-    with raises(ValueError, state_of(policy, "update"), way_out):
-        policy.update(members, GRADS)
-    with raises(ValueError, state_of(policy, "adjust"), way_out):
-        jax.jit(policy.adjust)(members, FINITE)
-    several, _ = jax.vmap(policy.update, (0, None))(members, GRADS)
-    assert jax.tree.structure(several) == jax.tree.structure(state)
 
 
 # Operations that cannot be transformed.

@@ -203,34 +203,22 @@ def test_the_adaptive_rule_follows_the_reference(policy, sizes):
     assert states.loss_scale.max() <= policy.max_scale
 
 
-def make_start(exponent, peak, level, crest, finite_steps, held_steps, overflows=0):
-    """A state in numbers of Python. Its logarithms are in units of 2**-16."""
-    return jaxscale.AdaptiveState(
-        loss_scale=2.0**exponent,
-        peak=float(np.float32(peak / 2**16)),
-        level=float(np.float32(level / 2**16)),
-        crest=float(np.float32(crest / 2**16)),
-        finite_steps=finite_steps,
-        held_steps=held_steps,
-        overflows=overflows,
-    )
-
-
 UNITS = st.integers(-128 * 2**16, 128 * 2**16) | st.just(-256 * 2**16)
+LOGARITHMS = UNITS.map(lambda units: float(np.float32(units / 2**16)))
 COUNTS = st.integers(0, 2**31 - 100)
 
 
 @st.composite
 def adaptive_states(draw):
     finite_steps = draw(COUNTS)
-    return make_start(
-        exponent=draw(st.integers(-30, 60)),
-        peak=draw(UNITS),
-        level=draw(st.integers(0, int(15.5 * 2**16))),
-        crest=draw(UNITS),
-        finite_steps=finite_steps,
-        held_steps=draw(COUNTS | st.just(finite_steps)),
-        overflows=draw(st.integers(0, 9)),
+    return (
+        2.0 ** draw(st.integers(-30, 60)),
+        draw(LOGARITHMS),
+        draw(st.integers(0, int(15.5 * 2**16))) / 2**16,
+        draw(LOGARITHMS),
+        finite_steps,
+        draw(COUNTS | st.just(finite_steps)),
+        draw(st.integers(0, 9)),
     )
 
 
@@ -243,25 +231,27 @@ def test_the_adaptive_rule_follows_the_reference_from_any_state(start, sizes):
 END = 2**31 - 5
 REPEATED = ADAPTIVE.period * 3 // 8
 FORGOTTEN = ADAPTIVE.period * 3 // 4
-# The last three are between a threshold and its double or half.
+# A state, whose logarithms are in binades, and the size of each step. The last four are between a
+# threshold and its double or half.
 STARTS = {
-    "a crest that nothing reached": (make_start(12, 0, 15 * 2**16, 2**18, 9, 9), BAD),
-    "a crest that was reached": (make_start(12, 0, 15 * 2**16, 2**18, 9, 1), BAD),
-    "a low level and a new crest": (make_start(4, 0, 21 * 2**15, 2**18, 9, 9), 8.0),
-    "no crest is higher": (make_start(0, 100 * 2**16, 2**19, 120 * 2**16, 9, 9), BAD),
-    "overflows in a row": (make_start(50, -(2**22), 2**19, -(2**24), 9, 1, 1), BAD),
-    "counters at their end": (make_start(8, 0, 0, 2**23, END, END), 1.0),
-    "an overflow repeats": (make_start(8, 0, 2**19, 0, REPEATED, REPEATED), BAD),
-    "the crest is nearly reached": (make_start(4, 0, 2**19, 2**19, 9, 1), 8.0),
-    "the crest is held": (make_start(4, 0, 2**19, 2**19, 10**6, REPEATED), 1.0),
-    "the crest fades": (make_start(4, 0, 2**19, 2**19, 10**6, FORGOTTEN), 1.0),
+    "a crest that nothing reached": ((12, 0, 15, 4, 9, 9, 0), BAD),
+    "a crest that was reached": ((12, 0, 15, 4, 9, 1, 0), BAD),
+    "a low level and a new crest": ((4, 0, 10.5, 4, 9, 9, 0), 8.0),
+    "no crest is higher": ((0, 100, 8, 120, 9, 9, 0), BAD),
+    "overflows in a row": ((50, -64, 8, -256, 9, 1, 1), BAD),
+    "counters at their end": ((8, 0, 0, 128, END, END, 0), 1.0),
+    "an overflow repeats": ((8, 0, 8, 0, REPEATED, REPEATED, 0), BAD),
+    "the crest is nearly reached": ((4, 0, 8, 8, 9, 1, 0), 8.0),
+    "the crest is held": ((4, 0, 8, 8, 10**6, REPEATED, 0), 1.0),
+    "the crest fades": ((4, 0, 8, 8, 10**6, FORGOTTEN, 0), 1.0),
 }
 
 
 @cases("name", STARTS)
 def test_the_adaptive_rule_follows_the_reference_at_its_thresholds(name):
-    start, size = STARTS[name]
-    follow(ADAPTIVE, start, [size] * LENGTH)
+    (exponent, peak, level, crest, *counts), size = STARTS[name]
+    logarithms = map(float, (peak, level, crest))
+    follow(ADAPTIVE, (2.0**exponent, *logarithms, *counts), [size] * LENGTH)
 
 
 adjust = jax.jit(ADAPTIVE.adjust)

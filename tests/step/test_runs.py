@@ -36,6 +36,7 @@ class Setting(NamedTuple):
     is_inside: bool = False  # whether the window is
     retries: int = 0
     rule: Any = None
+    far: float = 1024.0  # a size that stands out
     more: Any = None  # options of `loss_scaled` that change no number
 
     def optimizer(self):
@@ -75,6 +76,7 @@ SETTINGS = {
     "apex": Setting(APEX),
     "spikes": Setting(DYNAMIC, rule=RULE),
     "spikes, adaptive": Setting(ADAPTIVE, rule=RULE),
+    "spikes whose squares overflow": Setting(DYNAMIC, rule=RULE, far=2.0**70),
     "spikes, no scale": Setting(jaxscale.NoOpLossScale(), rule=RULE),
     "window of 2": Setting(DYNAMIC, window=2),
     "window of 3 inside": Setting(DYNAMIC, window=3, is_inside=True),
@@ -173,7 +175,7 @@ def test_each_number_is_that_of_the_model(name, way):
     seeds = [0, 1] if "vmap" in way else [0]
     # Long enough for the rate of skips to forget.
     number = 30 if way == "eager train_step" else 1100
-    runs = [draw(seed, number) for seed in seeds]
+    runs = [draw(seed, number, SETTINGS[name].far) for seed in seeds]
     numbers = run(name, way, jax.tree.map(lambda *leaves: np.stack(leaves), *runs))
     for member, batches in enumerate(runs):
         for key, values in expect(name, batches).items():

@@ -84,9 +84,12 @@ class Model:
         is_spike = False
         if self.rule is not None:
             norm = math.sqrt(2) * batch.size
+            if batch.size > 2.0**63:  # then its square is beyond float32
+                norm = math.inf
             is_spike = self.rule.step(batch.loss, norm, is_finite)
             numbers["total_spikes"] = self.rule.total
             numbers["spike_count"] = self.rule.num_in_row
+            numbers["total_norm_overflows"] = self.rule.overflows
         is_good = is_finite and not is_spike
 
         numbers["mini_step"] += 1
@@ -128,8 +131,11 @@ class Model:
         return {"param": self.param, **numbers, **dict(of_scale)}
 
 
-def draw(seed, number):
-    """Draws the batches of a run: most are good, and others bad in each of several ways."""
+def draw(seed, number, far=1024.0):
+    """Draws the batches of a run: most are good, and others bad in each of several ways.
+
+    `far` is a size that stands out.
+    """
     rng = np.random.default_rng(seed)
     kinds = rng.choice(
         ["good", "high", "bad", "bad loss", "both bad", "far loss", "far norm", "zero"],
@@ -141,7 +147,7 @@ def draw(seed, number):
     highest = np.where(kinds == "high", 2.0 ** rng.integers(-4, 16, number), 2.0**60)
     highest[np.isin(kinds, ["bad", "both bad"])] = 0
     size = 2.0 ** rng.integers(-1, 2, number)
-    size[kinds == "far norm"] = 1024
+    size[kinds == "far norm"] = far
     size[kinds == "zero"] = 0
     loss = 1 + 0.1 * rng.standard_normal(number)
     loss[kinds == "far loss"] += 100
