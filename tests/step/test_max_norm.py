@@ -76,7 +76,6 @@ CLIPPED = {
 WAYS = ["eager", "jit", "accelerator"]
 
 
-@functools.cache
 def clip(norm, debug_nans, way, name):
     """The updates and the state after one step of an optimizer of `CLIPPED`."""
     tx = CLIPPED[name]
@@ -93,21 +92,19 @@ def clip(norm, debug_nans, way, name):
         return update(gradients(0, norm), tx.init(PARAMS), PARAMS)
 
 
-every_step = cases(
+@pytest.mark.worlds
+@pytest.mark.device
+@cases(
     "norm, debug_nans, way, name",
     pairs([0.0, 0.1, 3.0, 1e10], [False, True], WAYS, CLIPPED),
     fast=[
         (3.0, False, "accelerator" if name == "dynamic" else "jit", name)
         for name in CLIPPED
     ],
-    shared=True,
 )
-
-
-@pytest.mark.worlds
-@pytest.mark.device
-@every_step
-def test_it_is_what_optax_does(norm, debug_nans, way, name):
+def test_it_is_what_optax_does_and_the_state_shows_the_norm(
+    norm, debug_nans, way, name
+):
     updates, state = clip(norm, debug_nans, way, name)
     bare = optax.chain(optax.clip_by_global_norm(MAX_NORM), SGD)
     expected, _ = bare.update(gradients(0, norm), bare.init(PARAMS), PARAMS)
@@ -116,12 +113,6 @@ def test_it_is_what_optax_does(norm, debug_nans, way, name):
     if norm < MAX_NORM:  # small gradients keep their bits
         expected, _ = SGD.update(gradients(0, norm), SGD.init(PARAMS), PARAMS)
         assert_same_bits(updates, expected)
-
-
-@pytest.mark.worlds
-@every_step
-def test_the_state_shows_the_norm(norm, debug_nans, way, name):
-    _, state = clip(norm, debug_nans, way, name)
     shown = jaxscale.metrics(state)["grad_norm"]
     np.testing.assert_allclose(shown, norm, rtol=1e-6)
     assert avals(state) == avals(CLIPPED[name].init(PARAMS))
