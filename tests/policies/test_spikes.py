@@ -23,7 +23,7 @@ from spike_runs import (
     state_after,
     take_last,
 )
-from tables import assert_same_bits, avals, cases
+from tables import assert_same_bits, avals, cases, stack
 
 import jaxscale
 from jaxscale import SpikeRule
@@ -298,10 +298,6 @@ def assert_close(actual, expected):
     """Equal to rounding: the order of a sum is the compiler's."""
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
     jax.tree.map(close, actual, expected)
-
-
-def stack(*trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 @pytest.mark.worlds

@@ -15,7 +15,7 @@ import optax
 import pytest
 from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import assert_same_bits, avals, cases
+from tables import assert_same_bits, avals, cases, stack
 
 import jaxscale
 import jaxscale.flax
@@ -132,19 +132,14 @@ def test_a_tree_must_hold_exactly_one_state(call):
             CALLS[call](tree)
 
 
-def repeat(tree, number=4):
-    """The tree of a population of equal members."""
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * number), tree)
-
-
 @cases("call", TRANSFORMS, fast=["grad"])
 def test_a_population_is_scaled_under_vmap_alone(call):
-    members = repeat(OPT_STATE)
+    members = stack(*[OPT_STATE] * 4)
     message = rf"`{call}\(.*shape \(4,\): call it under `jax\.vmap`"
     with pytest.raises(ValueError, match=message):
         TRANSFORMS[call](members)
     together = jax.vmap(TRANSFORMS[call])(members)
-    assert_same_bits(together, repeat(TRANSFORMS[call](OPT_STATE)))
+    assert_same_bits(together, stack(*[TRANSFORMS[call](OPT_STATE)] * 4))
 
 
 # The state dictionary: what is in it, and how those of other versions are read.
@@ -609,9 +604,7 @@ def type_of(leaf):
 
 def test_a_population_is_restored_into_types():
     """Fields that were not saved have their defaults in each member."""
-    members = jax.vmap(TX.init)(
-        jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), PARAMS)
-    )
+    members = jax.vmap(TX.init)(stack(PARAMS, PARAMS, PARAMS))
     state_dict = jaxscale.to_state_dict(members)
     del state_dict["skip_rate"]
     target = jax.eval_shape(lambda: members)

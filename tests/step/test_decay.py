@@ -13,7 +13,7 @@ import optax
 import pytest
 import simulator
 from probe import PARAMS, Batch, probe, simulate, texts_of_check
-from tables import cases, pairs
+from tables import cases, pairs, stack
 
 import jaxscale
 from jaxscale import presets
@@ -170,13 +170,9 @@ def decayed_from(exponent):
     return decayed(jaxscale.loss_scaled(optax.sgd(0.1), policy))
 
 
-def population(fine, bad):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), fine, bad)
-
-
 def population_of_low_scales_and_falls():
     """Two members: the scale of the one is low, and that of the other fell often."""
-    states = population(decayed(falls=0), decayed())
+    states = stack(decayed(falls=0), decayed())
     scales = states.scaling.loss_scale
     return states._replace(scaling=states.scaling._replace(loss_scale=scales[::-1]))
 
@@ -197,7 +193,7 @@ FORMS = {
     "a tree": (lambda: {"opt": (decayed(),), "params": GOOD}, True),
     "micro-batches, which count as steps": (lambda: decayed(WINDOW), True),
     "NNX": (lambda: optimizer_of_nnx(decayed()), True),
-    "a population": (lambda: population(decayed(falls=0), decayed()), True),
+    "a population": (lambda: stack(decayed(falls=0), decayed()), True),
     "a low scale of another member": (population_of_low_scales_and_falls, False),
 }
 

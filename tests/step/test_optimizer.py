@@ -106,9 +106,9 @@ def by_vmap(tx, params, state, grads, **extra_args):
     def step_of_member(*carry):
         return fused_step(tx, *carry, **extra_args)
 
-    population = jax.tree.map(lambda leaf: leaf[None], (params, state, grads))
+    population = tables.stack((params, state, grads))
     stepped = jax.vmap(step_of_member)(*population)
-    return jax.tree.map(lambda leaf: leaf[0], stepped)
+    return tables.member(stepped, 0)
 
 
 WAYS = {

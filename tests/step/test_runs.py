@@ -138,7 +138,7 @@ def run(name, way, batches):
             carry, jax.tree.map(lambda leaf, i=i: leaf[0, i], batches)
         )
         history.append(numbers)
-    return jax.tree.map(lambda *leaves: np.stack(leaves)[None], *history)
+    return tables.stack(tables.stack(*history))
 
 
 def expect(name, batches):
@@ -176,7 +176,7 @@ def test_each_number_is_that_of_the_model(name, way):
     # Long enough for the rate of skips to forget.
     number = 30 if way == "eager train_step" else 1100
     runs = [draw(seed, number, SETTINGS[name].far) for seed in seeds]
-    numbers = run(name, way, jax.tree.map(lambda *leaves: np.stack(leaves), *runs))
+    numbers = run(name, way, tables.stack(*runs))
     for member, batches in enumerate(runs):
         for key, values in expect(name, batches).items():
             if key in numbers:

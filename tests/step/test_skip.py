@@ -1,5 +1,6 @@
 """How a step is skipped: by a branch on a CPU, by a selection on other machines."""
 
+import functools
 import logging
 from itertools import product
 
@@ -211,29 +212,19 @@ def test_a_leaf_without_an_update_stays(one_step):
 
 @pytest.mark.slow
 def test_a_step_that_is_not_compiled_compiles_nothing_under_vmap(caplog):
-    def stack(leaf):
-        return jnp.stack([leaf] * 3)
-
     tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True, max_norm=1.0)
-    params = jax.tree.map(stack, TWO)
-    grads = jax.tree.map(stack, GRADS)
+    params = tables.stack(TWO, TWO, TWO)
+    grads = tables.stack(GRADS, GRADS, GRADS)
     grads["w"] = grads["w"].at[1, 1].set(jnp.inf)
     start = jax.vmap(tx.init)(params)
 
-    def make_two_steps(params, state, grads):
-        params, state = fused_step(tx, params, state, grads)
-        return step(tx, params, state, grads)
-
-    steps_of_members = jax.vmap(make_two_steps)
+    steps_of_members = jax.vmap(functools.partial(fused_step, tx))
     moved, state = steps_of_members(params, start, grads)
     with jax.log_compiles(True), caplog.at_level(logging.WARNING):
         steps_of_members(params, start, grads)
     assert "Compiling" not in caplog.text
-    assert state.total_notfinite.tolist() == [0, 2, 0]
+    assert state.total_notfinite.tolist() == [0, 1, 0]
     assert_same_bits(moved["w"][1], params["w"][1])
-    compiled_steps = jax.jit(steps_of_members)
-    expected = compiled_steps(params, start, grads)
-    tables.assert_close((moved, state), expected)
 
 
 # What a CPU stores for several readers.

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from probe import after, simulate, texts_of_check
-from tables import cases
+from tables import cases, stack
 
 import jaxscale
 
@@ -330,8 +330,7 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     def population(*members):
         """The members after 100 steps, two by two."""
         return jax.tree.map(
-            lambda *leaves: np.stack(leaves)[:, -1].reshape(2, 2, *leaves[0].shape[1:]),
-            *members,
+            lambda leaf: leaf[:, -1].reshape(2, 2, *leaf.shape[2:]), stack(*members)
         )
 
     assert texts_of_check(population(fine, fine, skipping, fine)) == []

@@ -34,29 +34,6 @@ def params_times(factor):
 SAFE = jaxscale.skip_nonfinite(MOMENTUM, spikes=RULE)
 
 
-@pytest.mark.worlds
-def test_the_mean_loss_of_all_devices_is_judged():
-    tx = jaxscale.skip_nonfinite(MOMENTUM, spikes=RULE, axis_name="d")
-
-    def train(last_loss):
-        """Six steps, in the last of which the second device has another loss than -1."""
-        state = tx.init(PARAMS)
-        loss = jnp.float32(-1)
-        for size in (1.0, 1.1, 0.9, 1.0, 1.1):
-            _, state = tx.update(params_times(size), state, PARAMS, value=loss)
-        loss = jnp.where(jax.lax.axis_index("d") == 1, last_loss, loss)
-        _, state = tx.update(PARAMS, state, PARAMS, value=loss)
-        return state.step_applied, state.spikes.loss_threshold
-
-    run = jax.jit(jax.vmap(train, axis_name="d", in_axes=None, axis_size=2))
-    applied, _ = run(-1.0)
-    assert applied.tolist() == [True, True]
-    applied, threshold = run(5.0)
-    assert applied.tolist() == [False, False]
-    assert threshold[0] == threshold[1]
-    assert -1 <= threshold[0] < 0
-
-
 @cases("scale, shown", [(1.0, np.sqrt(1 + 4 + 0.25 + 0.0625)), (jnp.inf, jnp.inf)])
 def test_nans_that_are_errors_are_not_made(scale, shown):
     tx = SAFE

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from tables import NESTED as PARAMS
-from tables import avals, cases
+from tables import avals, cases, stack
 
 import jaxscale
 
@@ -100,8 +100,7 @@ def test_check_names_the_first_of_many():
 
 def test_check_names_those_of_the_worst_member_of_a_population():
     members = [stuck(gradients(kernel=jnp.nan), 1), stuck(gradients(bias=jnp.nan), 4)]
-    population = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
-    check_raises(population, r"dense/bias \(1 of 3")
+    check_raises(stack(*members), r"dense/bias \(1 of 3")
 
 
 TREES = {  # parameters, gradients, and the leaves that overflow

@@ -1,7 +1,6 @@
 """The whole step in one function is the loop of three lines: its outputs, state and hooks."""
 
 import functools
-import operator
 import re
 import warnings
 from itertools import product
@@ -16,7 +15,17 @@ import pytest
 from jaxprs import numbers_reduced
 from methods import pass_gradients
 from overflowing import BAD_LOSS, BATCHES, GOOD, OVERFLOW, WINDOWS, hot, loss_fn, run
-from tables import INNERS, PARAMS, POLICIES, assert_same_bits, avals, cases, each, wide
+from tables import (
+    INNERS,
+    PARAMS,
+    POLICIES,
+    assert_same_bits,
+    avals,
+    cases,
+    each,
+    member,
+    wide,
+)
 from tables import step as one_step
 
 import jaxscale
@@ -32,10 +41,6 @@ def test_a_step_goes_down_the_slope_of_its_loss():
     step = jax.jit(jaxscale.train_step(loss_fn, tx))
     w, state, loss = step(jnp.array(0.0), tx.init(jnp.array(0.0)), 2.0)
     assert (w, loss, state.total_steps) == (1, 1, 1)
-
-
-def of_run(i, trees):
-    return jax.tree.map(operator.itemgetter(i), trees)
 
 
 def look(grads):
@@ -77,7 +82,7 @@ def train(name, step):
         mapped = jax.vmap(step, (None, None, 0), axis_name="devices", axis_size=2)
 
         def step(*args):
-            return of_run(0, mapped(*args))
+            return member(mapped(*args), 0)
 
     opt_state = tx.init(PARAMS)  # which warns of its bfloat16 leaf
     with warnings.catch_warnings(record=True) as caught:

@@ -1,13 +1,13 @@
 """A loss whose gradients are whatever a batch says, and runs with it."""
 
 import functools
-import operator
 import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tables import member
 
 import jaxscale
 
@@ -53,7 +53,7 @@ def simulate(tx, highest, size=0.25, loss=0.0, retries=0):
     )
     by_name = {}
     for i, name in enumerate(runs):
-        by_name[name] = jax.tree.map(operator.itemgetter(i), states)
+        by_name[name] = member(states, i)
     return by_name if isinstance(highest, dict) else by_name[""]
 
 
@@ -73,7 +73,7 @@ def _simulate(tx, retries, *columns):
 
 def after(states, step):
     """The state after a number of steps."""
-    return jax.tree.map(operator.itemgetter(step - 1), states)
+    return member(states, step - 1)
 
 
 def texts_of_check(state, tx=None, **options):

@@ -6,6 +6,7 @@ import half_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tables import member as member
 from tables import unchanged as unchanged
 
 import jaxscale
@@ -75,11 +76,6 @@ def _flatten(grads):
     return np.concatenate(
         [np.ravel(np.complex128(leaf)) for leaf in jax.tree.leaves(grads)]
     )
-
-
-def member(tree, i):
-    """One member of a population."""
-    return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
 def equations_named(name, fun, *args):

@@ -8,6 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tables import member
 
 import jaxscale
 
@@ -35,7 +36,7 @@ def judge_all(rule, losses, norms, finite=None):
 
 
 def take_last(states):
-    return jax.tree.map(lambda leaf: leaf[-1], states)
+    return member(states, -1)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -189,6 +189,16 @@ def wide(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
+def stack(*trees):
+    """The tree of a population of these members."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def member(tree, i):
+    """One member of a population."""
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
 def step(tx, params, opt_state, grads, **extra):
     updates, opt_state = tx.update(grads, opt_state, params, **extra)
     return optax.apply_updates(params, updates), opt_state
