@@ -111,17 +111,6 @@ def derivative(host):
     return jax.grad(lambda grads: jnp.sum(trainer(grads)))
 
 
-def repeat_step(host):
-    """A step of several passes, none of which helps: at 0 the slope of a root is infinite."""
-    tx = jaxscale.loss_scaled(SGD, on_skip=host)
-
-    def loss_fn(w, x):
-        return jnp.sum(jnp.sqrt(w * x))
-
-    step = jaxscale.train_step(loss_fn, tx, retries=5)
-    return lambda x: step(W, tx.init(W), x)
-
-
 def step_of_all_devices(host):
     """One step of several devices, each with a part of the batch."""
     update = one_step(host, axis_name="d")
@@ -173,12 +162,10 @@ ONCE = [(1, None)]
 COMPILED = {  # for one device
     "jit": of_batches(train, BATCHES),
     "vmap of scan": of_batches(train, MEMBERS, jax.vmap),
-    "named vmap": of_batches(train, MEMBERS, partial(jax.vmap, axis_name="d")),
     "scan of vmap": of_batches(train_population, MEMBERS),
     "vmap of vmap": of_batches(train, GRID, lambda run: jax.vmap(jax.vmap(run))),
     "vmap, nothing skipped": of_batches(train, np.ones((3, 4)), jax.vmap),
     "a derivative": of_batches(derivative, BATCHES),
-    "retries": Run(repeat_step, np.zeros(2, np.float32), ONCE),
     "a spike": Run(partial(train, spikes=RULE), SIZES, [(4, None)]),
 }
 OTHERS = {  # not compiled here, or over devices: a step each
@@ -191,7 +178,6 @@ OTHERS = {  # not compiled here, or over devices: a step each
         step_of_all_devices, PARTS_OF_MEMBERS, [(1, 0), (1, 2)], over_members
     ),
     "pmap": Run(step_of_all_devices, PARTS, ONCE, partial(jax.pmap, axis_name="d")),
-    "pmap without a name": Run(one_step, np.full(DEVICES, INF), ONCE, jax.pmap),
     "devices that skip by themselves": Run(
         step_of_one_device,
         np.array([1.0, INF, 1.0, INF], np.float32),

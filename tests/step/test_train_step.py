@@ -408,35 +408,26 @@ def test_a_state_of_equinox_may_be_read_once():
 WEAK = {"mean": jnp.asarray(0.5), "count": jnp.asarray(0), "w": jnp.ones(2)}
 
 
-def advance_state(params, state):
-    """A hook that adds 1 to each number of the state, in its dtype."""
-    return jax.tree.map(lambda old: old + jnp.ones((), old.dtype), state)
-
-
-@pytest.mark.worlds
-@cases("after", [None, advance_state], fast=[advance_state])
-def test_a_weakly_typed_state_compiles_once(after):
-    strong = jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype), WEAK)
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_weakly_typed_state_compiles_once(has_hook):
+    def advance(state, number=1):
+        """Adds a number to each of the state, in its dtype."""
+        return jax.tree.map(lambda old: old + jnp.asarray(number, old.dtype), state)
 
     def loss_fn(w, state, x):
-        def add(old):
-            return jax.lax.convert_element_type(old + jnp.sum(x), old.dtype)
+        return jnp.sum(w * x), advance(state, x[0])
 
-        return jnp.sum(w * x), jax.tree.map(add, state)
-
+    after = (lambda params, state: advance(state)) if has_hook else None
     tx = jaxscale.loss_scaled(optax.sgd(0.1))
     step = jax.jit(jaxscale.train_step(loss_fn, tx, has_state=True, after=after))
-    ends = []
-    for start in (WEAK, strong):
-        state = start
-        w = jnp.ones(2)
-        opt_state = tx.init(w)
-        for x in (jnp.ones(2), jnp.array([1, jnp.inf]), jnp.ones(2)):
-            w, opt_state, state, _ = step(w, opt_state, state, x)
-            assert avals(state) == avals(start)
-        ends.append(state)
-    assert step._cache_size() == 2  # once for each of the two
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    state = WEAK
+    w = jnp.ones(2)
+    opt_state = tx.init(w)
+    for x in (jnp.ones(2), jnp.array([1, jnp.inf]), jnp.ones(2)):
+        w, opt_state, state, _ = step(w, opt_state, state, x)
+        assert avals(state) == avals(WEAK)
+    assert step._cache_size() == 1
+    assert state["count"] == 2 + 2 * has_hook
 
 
 @pytest.mark.worlds
