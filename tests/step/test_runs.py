@@ -95,8 +95,16 @@ SETTINGS = {
 }
 
 
-def by_train_step(setting, tx):
-    step = jaxscale.train_step(probe, tx, retries=setting.retries)
+def copy(grads):
+    return [grad * 1 for grad in grads]
+
+
+def look(grads):
+    return list(grads)
+
+
+def by_train_step(setting, tx, **hook):
+    step = jaxscale.train_step(probe, tx, retries=setting.retries, **hook)
     return lambda params, state, batch: step(params, state, batch)[:2]
 
 
@@ -112,6 +120,8 @@ STEPS = {
     "train_step": by_train_step,
     "train_step under vmap": by_train_step,
     "eager train_step": by_train_step,
+    "train_step, copied": functools.partial(by_train_step, on_grads=copy),
+    "train_step, looked at": functools.partial(by_train_step, on_grads=look),
     "update": functools.partial(by_three_lines, tables.step),
     "apply_gradients": functools.partial(by_three_lines, tables.fused_step),
 }
