@@ -8,8 +8,7 @@ import doctest
 import functools
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import bad_input
 import haiku
@@ -212,46 +211,34 @@ def test_a_wrong_call_says_what_is_wrong(lines, error):
 # Operations that cannot be transformed.
 
 
-class Transform(NamedTuple):
-    """A transformation of a function, and a pattern for the way out that its error names."""
-
-    wrap: Callable
-    way_out: str
-
-
+# Transformations of a function, and patterns for the way out that their errors name.
 TRANSFORMS = {
-    "autocast": Transform(jaxscale.autocast, "`jaxscale\\.full_precision`"),
-    "scale_backward": Transform(jaxscale.scale_backward, "outside of the function"),
+    "autocast": (jaxscale.autocast, r"`jaxscale\.full_precision`"),
+    "scale_backward": (jaxscale.scale_backward, "outside of the function"),
 }
 PROGRAM = jax.make_jaxpr(lambda x: jnp.tanh(x @ x))(jnp.ones((2, 2)))
 
 
-class Strange(NamedTuple):
-    """An operation in a form that JAX has not given it yet.
-
-    Attributes:
-      name: of the operation.
-      params: its parameters.
-      reason: what the error says about them, as a pattern.
-    """
-
-    name: str
-    params: dict[str, Any]
-    reason: str
-
-
-WITHOUT_DIMENSIONS = Strange("dot_general", {}, "KeyError: 'dimension_numbers'")
+# Operations in a form that JAX has not given them yet: the name, the parameters, and a pattern for
+# what the error says about them.
+WITHOUT_DIMENSIONS = ("dot_general", {}, "KeyError: 'dimension_numbers'")
 STRANGE = {
     "autocast: a product without dimensions": WITHOUT_DIMENSIONS,
-    "autocast: a product of no dimensions": Strange(
-        "dot_general", {"dimension_numbers": None}, "TypeError: .*"
+    "autocast: a product of no dimensions": (
+        "dot_general",
+        {"dimension_numbers": None},
+        "TypeError: .*",
     ),
     "scale_backward: a product without dimensions": WITHOUT_DIMENSIONS,
-    "scale_backward: a call that is placed nowhere": Strange(
-        "jit", {"jaxpr": PROGRAM, "in_shardings": None}, "TypeError: .*"
+    "scale_backward: a call that is placed nowhere": (
+        "jit",
+        {"jaxpr": PROGRAM, "in_shardings": None},
+        "TypeError: .*",
     ),
-    "scale_backward: a checkpoint without options": Strange(
-        "remat2", {"jaxpr": PROGRAM.jaxpr}, "UnknownFormError: remat2"
+    "scale_backward: a checkpoint without options": (
+        "remat2",
+        {"jaxpr": PROGRAM.jaxpr},
+        "UnknownFormError: remat2",
     ),
 }
 
@@ -259,10 +246,10 @@ STRANGE = {
 @pytest.mark.filterwarnings("ignore:`autocast`:UserWarning")
 @cases("name", STRANGE)
 def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(name):
-    case = STRANGE[name]
+    operation, params, reason = STRANGE[name]
     transform, _, _ = name.partition(":")
     wrap, way_out = TRANSFORMS[transform]
-    strange = forged(case.name, case.params, jnp.tanh)
+    strange = forged(operation, params, jnp.tanh)
 
     @wrap
     def loss(w):
@@ -271,8 +258,8 @@ def test_an_operation_that_cannot_be_transformed_is_named_with_its_line(name):
     code = strange.__code__
     line = re.escape(f"{code.co_filename}:{code.co_firstlineno} (in `<lambda>`)")
     expected = (
-        rf"^`{transform}\(fun\)` cannot transform the operation `{case.name}` at {line}, .*"
-        rf"\({case.reason}\)\. .*{way_out}.*JAX {jax.__version__}\.(\n|$)"
+        rf"^`{transform}\(fun\)` cannot transform the operation `{operation}` at {line}, .*"
+        rf"\({reason}\)\. .*{way_out}.*JAX {jax.__version__}\.(\n|$)"
     )
     with pytest.raises(TypeError, match=expected):
         jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 2)))
@@ -292,7 +279,9 @@ def test_an_error_of_a_rule_of_the_user_is_left_alone(error, transform):
     product = jax.custom_jvp(lambda w: w @ w)
     product.defjvp(fail)
 
-    @TRANSFORMS[transform].wrap
+    wrap, _ = TRANSFORMS[transform]
+
+    @wrap
     def half_loss(w):
         return jnp.sum(jax.jit(product)(w.astype(jnp.float16))) * 1.0
 

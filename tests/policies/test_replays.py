@@ -10,6 +10,14 @@ from tables import cases
 import jaxscale
 from jaxscale import presets
 
+
+def test_a_fall_from_2_to_the_16_to_a_ceiling_of_2_to_the_14_loses_two_steps():
+    trace = simulator.Trace(np.full(5, 14), np.full(5, 1.0))
+    replay = simulator.replay(presets.torch(), {"low": trace})["low"]
+    assert replay.skipped.tolist() == [True, True, False, False, False]
+    assert replay.scale.tolist() == [65536, 32768, 16384, 16384, 16384]
+
+
 TORCH = presets.torch()
 ADAPTIVE = jaxscale.AdaptiveLossScale()
 RECORDED = simulator.recorded()
@@ -87,6 +95,3 @@ def test_rare_large_batches_are_learned_and_not_lost(way, seed):
         assert room <= 7, run
         assert not again[run].skipped.any(), run
         assert again[run].extra.sum() <= 25, run
-
-
-# Live training in float16, of a small transformer.

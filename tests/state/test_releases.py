@@ -6,6 +6,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 import released_states
 from released_states import NEXT_FACTOR, counters, step
@@ -47,6 +48,14 @@ def from_dict(release, name):
 def from_pickle(release, name):
     state = pickle.loads(WRITTEN[release]["pickles"][name])
     return jax.tree.map(jnp.asarray, state)
+
+
+def test_a_state_of_0_4_goes_on_after_as_many_steps():
+    params = jnp.ones(2)
+    fresh = jaxscale.loss_scaled(optax.sgd(0.1)).init(params)
+    saved = {"version": 1, "scaling": {"loss_scale": 512.0}, "total_steps": 7}
+    state = jaxscale.from_state_dict(fresh, saved | {"inner_state": None})
+    assert (state.scaling.loss_scale, state.total_steps) == (512, 7)
 
 
 def test_each_release_has_a_file():

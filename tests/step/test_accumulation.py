@@ -150,7 +150,6 @@ class Run(NamedTuple):
 
 ONE_BAD = [1.0, jnp.inf, *[1.0] * 8]
 BY_TWO = [0, 0, -1, -1, -2, -2, -3, -3, -4, -4]  # the nine good ones make four windows
-BY_FOUR = [0, 0, 0, -1, -1, -1, -1, -2, -2, -2]
 
 
 def divide_by_distance_from_one(updates, params):
@@ -213,7 +212,6 @@ RUNS = {
     "skips": Run(
         jaxscale.loss_scaled(SKIPS_TOO), ONE_BAD, BY_TWO, bad=[1], num_steps=4
     ),
-    "windows": Run(windowed(OF_OPTAX, 2), ONE_BAD, BY_FOUR, bad=[1], num_steps=5),
 }
 
 

@@ -190,7 +190,6 @@ FORMS = {
     "six falls to 2**15": (lambda: decayed_from(21), False),
     "six falls to 2**14": (lambda: decayed_from(20), True),
     "six falls": (decayed, True),
-    "a tree": (lambda: {"opt": (decayed(),), "params": GOOD}, True),
     "micro-batches, which count as steps": (lambda: decayed(WINDOW), True),
     "NNX": (lambda: optimizer_of_nnx(decayed()), True),
     "a population": (lambda: stack(decayed(falls=0), decayed()), True),
