@@ -136,7 +136,6 @@ LOSSES = {
     "NumPy scalar": (JAX, lambda w: np.float32(1.5), lambda: (jnp.ones(2),), {}),
     "Python float": (JAX, lambda w: 1.5, lambda: (jnp.ones(2),), {}),
     "first": (JAX, of_numbers, three_arguments, {"argnums": 0, "allow_int": True}),
-    "second": (JAX, of_numbers, three_arguments, {"argnums": 1}),
     "two": (JAX, of_numbers, three_arguments, {"argnums": (0, 2), "allow_int": True}),
     "equinox": (
         (eqx.filter_value_and_grad, eqx.filter_grad),
@@ -221,10 +220,6 @@ MAPS = {
     "gradients last": (DOUBLES[0], functools.partial(vmapped, axes=(0, -1))),
     "no examples": (DOUBLES[0, :0], vmapped),
     "a loop": (DOUBLES[0], looped),
-    "nested, losses transposed": (
-        DOUBLES,
-        functools.partial(vmapped_twice, axes=(1, 0)),
-    ),
     "nested, gradients transposed": (
         DOUBLES,
         functools.partial(vmapped_twice, axes=(0, 1)),

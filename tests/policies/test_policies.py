@@ -117,19 +117,6 @@ def test_it_follows_the_reference_from_its_first_state_and_any_restored_one(
     follow(policy, start or first, steps)
 
 
-@pytest.mark.worlds
-@pytest.mark.device
-def test_moves_at_the_bounds_are_those_of_the_reference():
-    numbers = {"init_scale": 8, "min_scale": 4, "max_scale": 12, "growth_interval": 1}
-    policies = [jaxscale.DynamicLossScale(**numbers)]
-    for clip, clamp in itertools.product([True, False], ["never", "moves"]):
-        preset = presets.PresetLossScale(**numbers, clip_growth=clip, clamp=clamp)
-        policies.append(preset)
-    for policy in policies:
-        for scale, step in itertools.product([1.0, 8.0, 64.0], [1.0, BAD]):
-            follow(policy, (scale, 0, 1), [step])
-
-
 @pytest.mark.parametrize("step", [1.0, BAD])
 def test_no_scale_is_zero_inf_or_nan(step):
     bounds = {"min_scale": 2.0**-126, "max_scale": float(jnp.finfo(jnp.float32).max)}

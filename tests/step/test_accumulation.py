@@ -58,8 +58,7 @@ NESTINGS = {
     "outside": (SCALED, WINDOW),
     "inside": (WINDOW, SCALED),
     "alone": (WINDOW,),
-    "outside, without a scale": (SAFE, WINDOW),
-    "inside, without a scale": (WINDOW, SAFE),
+    "without a scale": (SAFE, WINDOW),
 }
 
 
@@ -249,10 +248,6 @@ def test_inner_is_given_the_mean_loss_of_what_counted():
     assert calls[-1] == (3.0, "text")
     assert state.total_notfinite_loss == 2
     assert state.inner_state.acc_value == 0
-    # Also where the window is ended by an optimizer with a shorter one.
-    _, state = tx.update(grad, state, value=jnp.float32(3), other="text")
-    windowed(inner, 2).update(grad, state, value=jnp.float32(5), other="text")
-    assert calls[-1] == (4.0, "text")
 
 
 @cases(

@@ -81,26 +81,21 @@ def stuck(grads, steps, params=PARAMS):
     return state
 
 
-def check_raises(state, message):
-    with pytest.raises(jaxscale.LossScaleStuckError, match=message):
-        jaxscale.check(state, max_consecutive=2)
+MANY = {f"w{i}": jnp.full(1, jnp.inf) for i in range(9)}
 
 
 def test_check_names_them():
+    """The first of many, and those of the worst member of a population."""
     state = stuck(gradients(bias=jnp.nan), 4)
-    check_raises(state, r"not finite: dense/bias \(1 of 3 leaves\)\. `jaxscale doctor`")
-    check_raises(state._replace(nonfinite_leaves=None), "^((?!leaves).)*$")
-
-
-@pytest.mark.worlds
-def test_check_names_the_first_of_many():
-    many = {f"w{i}": jnp.full(1, jnp.inf) for i in range(9)}
-    check_raises(stuck(many, 3, params=many), r"w0, w1, w2, w3, w4 and 4 more \(9 of")
-
-
-def test_check_names_those_of_the_worst_member_of_a_population():
-    members = [stuck(gradients(kernel=jnp.nan), 1), stuck(gradients(bias=jnp.nan), 4)]
-    check_raises(stack(*members), r"dense/bias \(1 of 3")
+    another = stuck(gradients(kernel=jnp.nan), 1)
+    for stuck_state, message in (
+        (state, r"not finite: dense/bias \(1 of 3 leaves\)\. `jaxscale doctor`"),
+        (state._replace(nonfinite_leaves=None), "^((?!leaves).)*$"),
+        (stuck(MANY, 3, params=MANY), r"w0, w1, w2, w3, w4 and 4 more \(9 of"),
+        (stack(another, state), r"dense/bias \(1 of 3"),
+    ):
+        with pytest.raises(jaxscale.LossScaleStuckError, match=message):
+            jaxscale.check(stuck_state, max_consecutive=2)
 
 
 TREES = {  # parameters, gradients, and the leaves that overflow
