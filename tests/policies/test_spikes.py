@@ -12,7 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from spike_reference import ReferenceRule
@@ -343,3 +345,33 @@ def test_a_state_is_restored_into_another_window(length):
     population = jaxscale.to_state_dict(stack(*[state] * 3))
     restored_population = jaxscale.from_state_dict(stack(*[target] * 3), population)
     assert_same_bits(restored_population, stack(*[restored] * 3))
+
+
+# In an optimizer. `tests/step/test_runs.py` has whole runs.
+
+SAFE = jaxscale.skip_nonfinite(optax.sgd(0.01), spikes=RULE)
+
+
+def test_a_loss_of_9_among_losses_of_1_is_skipped():
+    rule = SpikeRule(window=4, min_history=2)
+    tx = jaxscale.skip_nonfinite(optax.sgd(0.1), spikes=rule)
+    state = tx.init(jnp.ones(2))
+    for loss, is_made in ((1.0, True), (1.1, True), (9.0, False), (1.0, True)):
+        _, state = jax.jit(tx.update)(jnp.ones(2), state, value=jnp.float32(loss))
+        assert state.step_applied == is_made
+
+
+@cases("last, shown", [(3.0, 5.0), (jnp.inf, jnp.inf)])
+def test_nans_that_are_errors_are_not_made(last, shown):
+    state = SAFE.init(jnp.ones(2))
+    update = jax.jit(SAFE.update)
+    with jax.debug_nans(True):
+        for number in (3.0, 3.0, 3.0, 3.0, last):
+            _, state = update(jnp.array([number, 4.0]), state)
+    np.testing.assert_allclose(state.grad_norm, shown, rtol=1e-6)
+
+
+def test_metrics_find_spikes_in_variables():
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, SAFE, wrt=nnx.Param)
+    assert jaxscale.metrics(nnx.state(optimizer))["total_spikes"] == 0

@@ -14,7 +14,6 @@ from jaxscale import presets
 
 def test_pytorchs_scale_starts_at_65536():
     assert presets.torch().init().loss_scale == 65536
-    assert presets.torch() == presets.torch(init_scale=65536.0, growth_interval=2000)
 
 
 # The arguments that a library requires, and the defaults that it documents for the others.

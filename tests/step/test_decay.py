@@ -150,7 +150,6 @@ COUNTED = {
 }
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
 TX = jaxscale.loss_scaled(optax.sgd(0.1))
-WINDOW = jaxscale.multi_steps(TX, 4)
 
 
 @functools.cache
@@ -190,7 +189,6 @@ FORMS = {
     "six falls to 2**15": (lambda: decayed_from(21), False),
     "six falls to 2**14": (lambda: decayed_from(20), True),
     "six falls": (decayed, True),
-    "micro-batches, which count as steps": (lambda: decayed(WINDOW), True),
     "NNX": (lambda: optimizer_of_nnx(decayed()), True),
     "a population": (lambda: stack(decayed(falls=0), decayed()), True),
     "a low scale of another member": (population_of_low_scales_and_falls, False),

@@ -1,6 +1,7 @@
 """Unusual inner optimizers, unusual numbers, and what `loss_scaled` makes of them."""
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -198,30 +199,26 @@ def test_max_norm_may_be_any_positive_number(max_norm, size):
 
 
 @cases(
-    "length, dtype, num_bad",
-    pairs([10, 22], ["float32", "bfloat16", "complex64"], [0, 1]),
-    fast=[(10, "float32", 0), (10, "float32", 1)],
+    "length, dtype",
+    itertools.product([10, 22], ["float32", "bfloat16", "complex64"]),
+    fast=[(10, "float32")],
 )
-def test_a_mean_of_the_largest_numbers_is_finite(length, dtype, num_bad):
-    """The bad micro-batches of the window do not count."""
+def test_a_mean_of_the_largest_numbers_is_finite(length, dtype):
+    """A bad micro-batch of the window does not count."""
     largest = float(jnp.finfo(dtype).max)
     number = -largest
     if dtype == "complex64":
         number = complex(largest, -largest)
     good = jnp.full(2, number, dtype)
-    bad = jnp.full(2, jnp.nan, dtype)
-    loss = jnp.float32(3e38)
     tx = jaxscale.multi_steps(optax.identity(), length)
     state = tx.init(good)
     update = jax.jit(tx.update)
-    window = [bad] * num_bad + [good] * (length - num_bad)
-    for grads in window:
-        updates, state = update(grads, state, good, value=loss)
+    for grads in [good * jnp.nan, *[good] * (length - 1)]:
+        updates, state = update(grads, state, good, value=jnp.float32(3e38))
     assert state.inner_state.gradient_step == 1
     # In NumPy, as XLA cannot divide by so large a number.
     mean = np.asarray(updates, np.complex128)
-    expected = number / largest
-    np.testing.assert_allclose(mean / largest, expected, rtol=1e-5)
+    np.testing.assert_allclose(mean / largest, number / largest, rtol=1e-5)
 
 
 def test_optax_can_tell_parameters_from_flags():

@@ -338,3 +338,32 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
     assert text.startswith(f"{start} [0, 1]: 30 steps in a")
     (text,) = texts_of_check(population(fine, skipping, lossy, fine))
     assert "skipped lately" in text
+
+
+# Fields of the state of a rule for spikes, how many steps were not finite, and the warning.
+SPIKED = {
+    "in a row": ({"spike_count": 20}, 0, "again and again"),
+    "many": ({"total_spikes": 51}, 0, "again and again"),
+    "mostly spikes": ({"total_spikes": 40}, 10, "spikes are skipped again and again"),
+    "mostly overflows": ({"total_spikes": 10}, 40, "gradients were not finite"),
+    "as many of both": ({"total_spikes": 40}, 40, "gradients were not finite"),
+}
+
+
+@cases("name", SPIKED)
+def test_spikes_without_end_are_told_if_most_of_the_skipped_steps_were_such(name):
+    fields, total_notfinite, warning = SPIKED[name]
+    momentum = optax.sgd(0.1, momentum=0.9)
+    tx = jaxscale.skip_nonfinite(momentum, spikes=jaxscale.SpikeRule())
+    state = tx.init(jnp.zeros(2))
+    # Its optimizer has had gradients, so that only counters may be told of.
+    state = state._replace(inner_state=jax.tree.map(jnp.ones_like, state.inner_state))
+    assert texts_of_check(state) == []
+    numbers = {"total_steps": 1000, "total_notfinite": total_notfinite}
+    state = state._replace(
+        spikes=state.spikes._replace(**jax.tree.map(jnp.array, fields)),
+        skip_rate=jnp.array(0.08 if total_notfinite else 0.0),
+        **jax.tree.map(jnp.array, numbers),
+    )
+    (text,) = texts_of_check(state)
+    assert warning in text
