@@ -135,7 +135,6 @@ LOSSES = {
     ),
     "NumPy scalar": (JAX, lambda w: np.float32(1.5), lambda: (jnp.ones(2),), {}),
     "Python float": (JAX, lambda w: 1.5, lambda: (jnp.ones(2),), {}),
-    "first": (JAX, of_numbers, three_arguments, {"argnums": 0, "allow_int": True}),
     "two": (JAX, of_numbers, three_arguments, {"argnums": (0, 2), "allow_int": True}),
     "equinox": (
         (eqx.filter_value_and_grad, eqx.filter_grad),

@@ -234,7 +234,7 @@ def assert_says(text, says, says_not, names=()):
         assert words not in text
 
 
-DIVERGED = {"from the start": (TX, 2), "no scale": (SAFE, 30), "late": (ADAPTIVE, 5000)}
+DIVERGED = {"from the start": (TX, 2), "late": (ADAPTIVE, 5000)}
 
 
 @cases("name", DIVERGED)
