@@ -12,7 +12,6 @@ import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -30,7 +29,7 @@ def test_pytorchs_scale_doubles_after_the_interval_and_halves_at_an_overflow():
     state = policy.init()
     scales = []
     for grads_finite in (True, True, False):
-        state = policy.adjust(state, jnp.array(grads_finite))
+        state = policy.adjust(state, grads_finite)
         scales.append(float(state.loss_scale))
     assert scales == [4, 8, 4]
 
