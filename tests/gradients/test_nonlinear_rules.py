@@ -53,7 +53,6 @@ def clipped_inside(w):
 
 
 W = jnp.array([1.0, 1.0])
-STATE = jaxscale.FixedLossScale(SCALE).init()
 
 
 def by_scale_backward(fun):
