@@ -34,7 +34,7 @@ from forged import forged
 from tables import cases
 
 import jaxscale
-from jaxscale import flax
+from jaxscale import flax, presets
 from jaxscale.nnx import train_step as nnx_train_step
 
 pytestmark = pytest.mark.standard_promotion
@@ -185,8 +185,8 @@ def read_rows(chapter):
         lines.append(part.source)
         if part.exc_msg:
             name = f"{chapter.stem}: {title}"
-            slow = [pytest.mark.worlds] if chapter.stem == "flax" else []
-            rows.append(pytest.param(lines, part.exc_msg, id=name, marks=slow))
+            marks = [pytest.mark.worlds] if chapter.stem == "flax" else []
+            rows.append(pytest.param(lines, part.exc_msg, id=name, marks=marks))
             lines = []
     return rows
 
@@ -200,7 +200,8 @@ CHAPTERS = sorted((pathlib.Path(__file__).parent / "errors").glob("*.txt"))
     ("lines", "error"), [row for chapter in CHAPTERS for row in read_rows(chapter)]
 )
 def test_a_wrong_call_says_what_is_wrong(lines, error):
-    names = vars(jaxscale) | vars(bad_input) | globals() | {"collections": collections}
+    modules = {"collections": collections, "presets": presets}
+    names = vars(jaxscale) | vars(bad_input) | globals() | modules
     *before, call = lines
     for line in before:
         exec(line, names)
@@ -208,10 +209,8 @@ def test_a_wrong_call_says_what_is_wrong(lines, error):
     assert_says(functools.partial(eval, call, names), message)
 
 
-# Operations that cannot be transformed.
-
-
-# Transformations of a function, and patterns for the way out that their errors name.
+# Operations that cannot be transformed. Transformations of a function, and patterns for the way out
+# that their errors name.
 TRANSFORMS = {
     "autocast": (jaxscale.autocast, r"`jaxscale\.full_precision`"),
     "scale_backward": (jaxscale.scale_backward, "outside of the function"),

@@ -138,15 +138,13 @@ def run(name, way, batches):
         return (params, state), {"param": params[0]} | jaxscale.metrics(state)
 
     start = PARAMS, tx.init(PARAMS)
-    if way != "eager":
+    if way != "eager train_step":
         scan = functools.partial(jax.lax.scan, advance, start)
         return jax.jit(jax.vmap(scan))(batches)[1]
     carry = start
     history = []
     for i in range(len(batches.loss[0])):
-        carry, numbers = advance(
-            carry, jax.tree.map(lambda leaf, i=i: leaf[0, i], batches)
-        )
+        carry, numbers = advance(carry, tables.member(batches, (0, i)))
         history.append(numbers)
     return tables.stack(tables.stack(*history))
 

@@ -9,12 +9,8 @@ from spike_reference import ReferenceRule
 
 COUNTERS = [
     *("step_applied", "total_steps", "skip_rate", "mini_step", "gradient_step"),
-    *(
-        "total_notfinite",
-        "notfinite_count",
-        "total_notfinite_loss",
-        "row_notfinite_loss",
-    ),
+    *("total_notfinite", "notfinite_count"),
+    *("total_notfinite_loss", "row_notfinite_loss"),
     *("total_retries", "total_exhausted", "backoff_count"),
     *("nonfinite_leaves/0", "nonfinite_leaves/1"),
 ]
@@ -60,7 +56,7 @@ class Model:
         return lower
 
     def step(self, batch):
-        """Makes a step, and returns the parameter and all numbers after it, by name."""
+        """Makes a step: returns the parameter and all numbers after it, by name."""
         numbers = self.numbers
         is_early = numbers["total_steps"] < 25
         after_good = numbers["step_applied"]
