@@ -1,4 +1,4 @@
-"""Wrong calls and what their errors say, for the tables of `tests/integration/test_errors_*.py`.
+"""Wrong calls and what their errors say, for `tests/integration/test_errors.py`.
 
 An error names the call, the argument, the value and the way out.
 """
