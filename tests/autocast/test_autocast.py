@@ -9,6 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from autodiff import DERIVATIVES
 from half_programs import PROGRAMS, W, X, loss_of, primitives, products
 from tables import assert_same_bits, avals, cases, spread, warned
 from training import x64
@@ -337,42 +338,17 @@ def test_what_is_not_an_array_reaches_the_function_as_it_is():
     assert cast.__name__ == "fun"
 
 
-def network(x):
+def network(w, x):
     mlp, _ = PROGRAMS["mlp"]
-    loss, _ = mlp({"w": W, "b": jnp.zeros(8)}, x)
+    loss, _ = mlp({"w": w, "b": jnp.zeros(8)}, x)
     return loss
 
 
-def closed_over(x):
-    return jaxscale.autocast(lambda: network(x))()
-
-
-cast_network = jaxscale.autocast(network)
-BATCH = jnp.stack([X, X + 1])
-SCALING = jaxscale.DynamicLossScale().init()
-# What is done to the function, the same to its `autocast`, and the argument.
-TRANSFORMED = {
-    "vmap": (jax.vmap(network), jax.vmap(cast_network), BATCH),
-    "of a vmap": (jax.vmap(network), jaxscale.autocast(jax.vmap(network)), BATCH),
-    "map": (jax.vmap(network), lambda xs: jax.lax.map(cast_network, xs), BATCH),
-    "jvp": (
-        lambda x: jax.jvp(network, (x,), (x,)),
-        lambda x: jax.jvp(cast_network, (x,), (x,)),
-        X,
-    ),
-    "hessian": (jax.hessian(network), jax.hessian(cast_network), X),
-    "of a gradient": (jax.grad(network), jaxscale.autocast(jax.grad(network)), X),
-    "remat": (jax.grad(network), jax.grad(jax.checkpoint(cast_network)), X),
-    "closed over": (jax.grad(network), jax.grad(closed_over), X),
-    "value_and_grad": (jax.grad(network), jaxscale.grad(cast_network, SCALING), X),
-}
-
-
-@pytest.mark.slow
-@cases("name", TRANSFORMED)
-def test_it_composes_with_transformations(name):
-    plain, cast, x = TRANSFORMED[name]
-    np.testing.assert_allclose(cast(x), plain(x), rtol=0.02, atol=2e-3)
+@cases("way", DERIVATIVES, fast=["forward over reverse"])
+def test_it_composes_with_transformations(way):
+    actual = DERIVATIVES[way](jaxscale.autocast(network))(W, X)
+    expected = DERIVATIVES[way](network)(W, X)
+    jax.tree.map(assert_near, actual, expected)
 
 
 def multiply_in_batches(x):

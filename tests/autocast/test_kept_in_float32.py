@@ -1,4 +1,4 @@
-"""What `autocast` keeps in float32, as half precision does not hold it or would round it."""
+"""Products and numbers that stay in float32, as half precision does not hold them."""
 
 import collections
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from half_programs import W, X, primitives, products
+from half_programs import HOLDERS, W, X, primitives, products, with_jvp, with_vjp
 from tables import cases, half, pairs
 
 import jaxscale
@@ -147,20 +147,6 @@ def product(x, y):
     return x @ y
 
 
-def with_jvp(x, y):
-    return product(x, y)
-
-
-def with_vjp(x, y):
-    return product(x, y)
-
-
-with_jvp = jax.custom_jvp(with_jvp)
-with_jvp.defjvp(lambda xs, ts: (with_jvp(*xs), ts[0] @ xs[1] + xs[0] @ ts[1]))
-with_vjp = jax.custom_vjp(with_vjp)
-with_vjp.defvjp(lambda x, y: (x @ y, (x, y)), lambda xy, g: (g @ xy[1].T, xy[0].T @ g))
-
-
 def carried(x, y):
     return jax.lax.scan(lambda x, _: (x, x @ y), x, length=2)[1][1]
 
@@ -176,21 +162,13 @@ def looped(x, y):
 
 
 # Where the product is. What its operands come from, and what is made of it, is known outside.
-PRODUCTS = {
-    "as it is": product,
-    "jit": jax.jit(product),
+PRODUCTS = {name: hold(product) for name, hold in HOLDERS.items()} | {
     "jit in jit": jax.jit(lambda x, y: jax.jit(product)(x, y)),
-    "checkpoint": jax.checkpoint(product),
-    "custom_jvp": with_jvp,
-    "custom_vjp": with_vjp,
+    "custom_jvp": with_jvp(product),
+    "custom_vjp": with_vjp(product),
     "carried": carried,
     "added": added,
-    "map": lambda x, y: jax.lax.map(lambda row: row @ y, x),
     "fori_loop": looped,
-    "cond": lambda x, y: jax.lax.cond(
-        x[0, 0] > -1, product, lambda x, y: 2 * x @ y, x, y
-    ),
-    "vmap": jax.vmap(product, in_axes=(0, None)),
 }
 meet = half(EXACT, PRODUCTS)
 

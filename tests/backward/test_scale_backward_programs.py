@@ -9,22 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from half_programs import WRAPPERS, autocast_scaled, scaled_autocast
 from jax.custom_derivatives import SymbolicZero
-from scaled_networks import (
-    ACCURACY,
-    AROUND_BOTH,
-    HALF,
-    PARAMS,
-    X,
-    autocast_scaled,
-    cast_and_back,
-    error,
-    net,
-    net32,
-    scaled_autocast,
-    unchanged,
-)
-from tables import assert_same_bits, cases, spread
+from scaled_networks import ACCURACY, HALF, PARAMS, X, cast_and_back, error, net, net32
+from tables import assert_same_bits, cases, spread, unchanged
 
 import jaxscale
 from jaxscale import scale_backward
@@ -113,8 +101,8 @@ LOSSES = [
 
 
 def both_grads(around, loss):
-    """The gradients of a loss with a wrapper of `AROUND_BOTH` around it, and without."""
-    wrapped = AROUND_BOTH[around](loss)
+    """The gradients of a loss with a wrapper of `WRAPPERS` around it, and without."""
+    wrapped = WRAPPERS[around](loss)
     return jax.jit(jax.grad(wrapped))(PARAMS), jax.jit(jax.grad(loss))(PARAMS)
 
 
@@ -122,7 +110,7 @@ def both_grads(around, loss):
 @pytest.mark.standard_promotion
 @cases(
     "loss, around",
-    spread(LOSSES, list(AROUND_BOTH)),
+    spread(LOSSES, list(WRAPPERS)),
     fast=[
         (with_custom_jvp, "autocast of scale_backward"),
         (with_print, "scale_backward"),
@@ -368,7 +356,7 @@ def looped(kind):
     reason="the loop of Equinox fails without jaxscale, too, under JAX_CUSTOM_VJP3",
 )
 @pytest.mark.standard_promotion
-@cases("around", AROUND_BOTH, fast=["scale_backward", "autocast"])
+@cases("around", WRAPPERS, fast=["scale_backward", "autocast"])
 def test_what_has_no_derivative_has_none_at_the_boundary_either(around):
     """JAX refuses a cotangent for what a batch shares, even one of zeros."""
     got, expected = both_grads(around, looped("checkpointed"))

@@ -1,4 +1,4 @@
-"""What the training step of each front end must do: those of a tree, Equinox, Linen and NNX."""
+"""Laws of the training step of each front end: of a tree, Equinox, Linen and NNX."""
 
 from itertools import product
 

@@ -304,13 +304,52 @@ def test_names_in_docstrings_resolve():
             assert resolves(inner), f"{name}: {inner}"
 
 
+# Programs that import the package, each in a process of its own.
+IMPORTS_LAZILY = """
+import sys
+import optax
+loaded_before = set(sys.modules)
+import jaxscale
+loaded = set(sys.modules)
+packages = {name.split(".")[0] for name in loaded - loaded_before}
+foreign = packages - {"jaxscale", "jax"} - set(sys.stdlib_module_names)
+assert not foreign, foreign
+assert "flax" not in loaded
+for name in ("diagnostics", "flax", "nnx", "presets"):
+    module = f"jaxscale.{name}"
+    assert name in dir(jaxscale), name
+    assert module not in loaded, module
+    assert getattr(jaxscale, name) is sys.modules[module], module
+"""
+WITHOUT_FLAX = """
+import importlib.util, pydoc, sys
+import pytest
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "flax" else find_spec(name, *rest)
+sys.modules["flax"] = None
+import jaxscale
+assert not {"flax", "nnx"} & {*jaxscale.__all__, *dir(jaxscale)}
+for statement in (
+    *("jaxscale.flax", "from jaxscale import flax", "import jaxscale.flax"),
+    *("jaxscale.nnx", "import jaxscale.nnx"),
+):
+    module = statement.split()[-1].removeprefix("jaxscale.")
+    message = f"`jaxscale.{module}` needs Flax, which is not installed: pip install flax$"
+    with pytest.raises(ImportError, match=message):
+        exec(statement)
+exec("from jaxscale import *")
+assert "four functions" in pydoc.render_doc(jaxscale)
+"""
+
+
 @pytest.mark.worlds
-@cases("program", ["imports_lazily", "without_flax"], fast=["imports_lazily"])
+@pytest.mark.parametrize(
+    "program", [IMPORTS_LAZILY, WITHOUT_FLAX], ids=["all", "no Flax"]
+)
 def test_a_program_imports_the_package(program):
-    path = ROOT / "tests" / "support" / f"{program}.py"
     # Of this checkout, whatever is installed.
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, str(path)], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
 @cases("flags", ["", "--xla_a=1", "--xla_allow_excess_precision=true"])

@@ -1,4 +1,4 @@
-"""What JAX does to functions, done to whole steps: `vmap`, `scan`, no `jit`, derivatives."""
+"""Transformations of JAX around whole steps: `vmap`, `scan`, no `jit`, derivatives."""
 
 import jax
 import jax.numpy as jnp

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations as equations
+from tables import unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -317,6 +318,65 @@ PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
     "dropout_and_keys": (dropout_and_keys, (PARAMS, X, jax.random.key(0))),
     "embedding": (embedding, (PARAMS, jnp.array([1, 3, 0]))),
 }
+
+
+def scaled_autocast(fun, dtype=jnp.float16):
+    return jaxscale.scale_backward(jaxscale.autocast(fun, dtype))
+
+
+def autocast_scaled(fun, dtype=jnp.float16):
+    return jaxscale.autocast(jaxscale.scale_backward(fun), dtype)
+
+
+WRAPPERS = {
+    "autocast": jaxscale.autocast,
+    "scale_backward": jaxscale.scale_backward,
+    "scale_backward of autocast": scaled_autocast,
+    "autocast of scale_backward": autocast_scaled,
+}
+
+
+def of_row(fun, w):
+    """A function of rows, of one of them."""
+    return lambda row: fun(row[None], w)[0]
+
+
+# What may hold a function of rows and a weight in a program.
+HOLDERS = {
+    "as it is": unchanged,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda fun: lambda x, w: jax.vmap(of_row(fun, w))(x),
+    "map": lambda fun: lambda x, w: jax.lax.map(of_row(fun, w), x),
+    "cond": lambda fun: (
+        lambda x, w: jax.lax.cond(x[0, 0] > -9, fun, lambda x, w: 0 * fun(x, w), x, w)
+    ),
+}
+
+
+def with_vjp(multiply):
+    """A product with a backward rule, as kernels come in libraries."""
+    product = jax.custom_vjp(lambda x, w: multiply(x, w))
+
+    def backward(operands, cotangent):
+        x, w = operands
+        return multiply(cotangent, w.T), multiply(x.T, cotangent)
+
+    product.defvjp(lambda x, w: (multiply(x, w), (x, w)), backward)
+    return product
+
+
+def with_jvp(multiply):
+    """A product with a rule for its derivative."""
+    product = jax.custom_jvp(lambda x, w: multiply(x, w))
+
+    @product.defjvp
+    def derive(operands, tangents):
+        x, w = operands
+        dx, dw = tangents
+        return product(x, w), multiply(dx, w) + multiply(x, dw)
+
+    return product
 
 
 def primitives(fun, *args):
