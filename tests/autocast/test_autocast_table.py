@@ -1,4 +1,4 @@
-"""Products by their shapes and types, and functions of JAX and Optax, under `autocast`."""
+"""Products by their shapes and types, and those of functions of JAX and Optax."""
 
 import inspect
 from collections.abc import Callable
@@ -20,17 +20,10 @@ import jaxscale
 pytestmark = pytest.mark.standard_promotion
 
 
-def after_exact_products(fun):
-    """A function whose inputs go through products in half precision that change no number.
-
-    It returns these as well: a product that is only compared would stay in float32.
-    """
-
-    def call(*args):
-        inputs = [x @ jnp.eye(x.shape[-1]) if is_floating(x) else x for x in args]
-        return fun(*inputs), inputs
-
-    return call
+def test_a_dot_of_vectors_may_be_larger_than_float16_holds():
+    large = jnp.full(300, 20.0)
+    with pytest.warns(UserWarning, match="no product of float32 matrices"):
+        assert jaxscale.autocast(jnp.vdot)(large, large) == 120_000
 
 
 ROWS = jnp.full((4, 300), 20.0)
@@ -251,7 +244,6 @@ CALLS = {
     "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
     "welch": (lambda x: SIGNALS.welch(x, **STFT), SIGNAL),
 }
-# Those that are products or convolutions, or are made of these and nothing narrower.
 IN_HALF = {"matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"}
 IN_HALF |= {"dot_product_attention"}
 
@@ -300,78 +292,35 @@ def is_floating(x):
     return jnp.issubdtype(getattr(x, "dtype", np.bool_), np.inexact)
 
 
-def floating(tree):
-    return list(filter(is_floating, jax.tree.leaves(tree)))
-
-
-def weighted_sum(fun):
-    """A loss of all outputs, in which no two elements count the same."""
+def sum_of_outputs(fun):
+    """A loss of all floating-point outputs."""
 
     def loss(*args):
-        total = 0
-        for x in floating(fun(*args)):
-            weights = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
-            total += jnp.sum(jnp.abs(x) * weights)
-        return total
+        outputs = filter(is_floating, jax.tree.leaves(fun(*args)))
+        return sum(jnp.sum(jnp.abs(output)) for output in outputs)
 
     return loss
 
 
-def assert_close(actual, expected, tolerance):
-    for a, b in zip(floating(actual), floating(expected), strict=True):
-        if np.isfinite(b).all():
-            largest = max(np.max(np.abs(b)), 1e-3)
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
-
-
-def times(args, magnitude):
-    return [arg * magnitude if is_floating(arg) else arg for arg in args]
-
-
-def is_in_half(name):
-    return short_name_of(name) in IN_HALF
-
-
-def tolerance_of(name):
-    """Products run in half precision, and everything else in float32."""
-    if is_in_half(name):
-        return 2**-8
-    return 1e-4
-
-
-every_function = cases(
-    "name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"]
-)
 # Some call what is deprecated, and some have no product.
-quiet = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore:`autocast` changes nothing"
-)
-
-
 @pytest.mark.worlds
-@quiet
-@every_function
-def test_functions_of_libraries_are_as_in_float32(name):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
+@cases("name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"])
+def test_products_of_library_functions_are_in_float32_forward_and_backward(name):
+    """But for functions that are products, or are made of products and nothing narrower."""
     fun, args = find_arguments(name)
-    cast = jaxscale.autocast(fun)
-    tolerance = tolerance_of(name)
-    large = times(args, 8 if is_in_half(name) else 1000)
-    for inputs in (args, large):
-        assert_close(cast(*inputs), fun(*inputs), tolerance)
-    assert is_in_half(name) == ("float16" in products(cast, *args))
-    # After products it follows them to a few roundings.
-    outputs, _ = jaxscale.autocast(after_exact_products(fun))(*args)
-    assert_close(outputs, fun(*args), 2**-8)
-
-    gradient_of_cast = jax.grad(weighted_sum(cast))
-    cast_of_gradient = jaxscale.autocast(jax.grad(weighted_sum(fun)))
+    is_in_half = short_name_of(name) in IN_HALF
+    assert is_in_half == ("float16" in products(jaxscale.autocast(fun), *args))
+    loss = sum_of_outputs(fun)
+    gradients = [jax.grad(jaxscale.autocast(loss)), jaxscale.autocast(jax.grad(loss))]
     try:
-        expected = jax.grad(weighted_sum(fun))(*args)
+        jax.eval_shape(jax.grad(loss), *args)
     except (NotImplementedError, TypeError, ValueError) as error:
         # It has no derivative, and we say so, too.
-        for gradient in (gradient_of_cast, cast_of_gradient):
+        for gradient in gradients:
             with pytest.raises(type(error)):
                 gradient(*args)
     else:
-        assert_close(gradient_of_cast(*args), expected, tolerance)
-        assert_close(cast_of_gradient(*args), expected, tolerance)
+        for gradient in gradients:
+            assert is_in_half == ("float16" in products(gradient, *args))

@@ -109,20 +109,6 @@ def named(w):
     return block(X)
 
 
-def rotate(x):
-    angles = jnp.arange(8.0)
-    first, second = jnp.split(x, 2, -1)
-    turned = jnp.concatenate([-second, first], -1)
-    return x * jnp.cos(angles) + turned * jnp.sin(angles)
-
-
-def rotated(w):
-    queries = rotate(X @ w[0])
-    keys = rotate(X @ w[1])
-    weights = jax.nn.softmax(queries @ keys.T)
-    return jnp.sum(weights @ (X @ w[2]))
-
-
 def read_by_products(w):
     x = jax.nn.relu(X @ w[0])
     first = jnp.tanh(x @ w[1])
@@ -149,7 +135,7 @@ def behind_barrier(w):
 
 
 FUNCTIONS = [in_a_jit_called_twice, stacked_by_scan, constant_of_scan, sliced_by_scan]
-FUNCTIONS += [in_remat, constant_read_only_in_scan, named, rotated]
+FUNCTIONS += [in_remat, constant_read_only_in_scan, named]
 FUNCTIONS += [read_by_products, written_in_half, cast_by_hand, behind_barrier]
 # Losses, and their arguments.
 MEETINGS = {fun.__name__: (fun, (W,)) for fun in FUNCTIONS}

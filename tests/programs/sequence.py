@@ -1,12 +1,10 @@
 """Sequences: language models, taggers, recurrent networks, state spaces, experts."""
 
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from corpus import (
     Program,
-    accuracy,
     apply_dense,
     confident_head,
     cross_entropy,
@@ -141,35 +139,6 @@ def scanned_transformer():
     return Program(loss, {"model": params, "head": head}, tokens)
 
 
-@program("haiku")
-def character_lstm():
-    """Haiku's LSTM over characters, unrolled dynamically, one-hot inputs and labels."""
-
-    def network(tokens):
-        core = hk.LSTM(24)
-        head = hk.Linear(12)
-        xs = jax.nn.one_hot(tokens[:, :-1], 12).swapaxes(0, 1)
-        start = core.initial_state(len(tokens))
-        hs, _ = hk.dynamic_unroll(core, xs, start)
-        hidden = jax.nn.relu(hk.Linear(24)(hs))
-        logits = head(hidden)
-        return logits.swapaxes(0, 1)
-
-    model = hk.without_apply_rng(hk.transform(network))
-    tokens = integers(12, 4, 7, seed=7)
-    params = model.init(jax.random.key(0), tokens)
-
-    def loss(params, tokens):
-        logits = model.apply(params, tokens)
-        log_probs = jax.nn.log_softmax(logits)
-        labels = jax.nn.one_hot(tokens[:, 1:], 12)
-        aux = {"accuracy": accuracy(logits, tokens[:, 1:])}
-        log_likelihoods = jnp.sum(labels * log_probs, axis=-1)
-        return -jnp.mean(log_likelihoods), aux
-
-    return Program(loss, params, tokens)
-
-
 @program("jax")
 def diagonal_state_space():
     """A state space with a diagonal matrix, by an associative scan, between two dense layers."""
@@ -232,33 +201,3 @@ def mixture_of_experts():
         return value + 0.01 * balance, aux | {"load": load}
 
     return Program(loss, params, batch)
-
-
-@program("jax")
-def fused_attention():
-    """`jax.nn.dot_product_attention` between the layers of a causal model."""
-    width, heads = 32, 2
-    params = {
-        "embedding": normal(16, width, seed=1),
-        "qkv": weight(width, 3 * width, seed=2),
-        "out": dense(width, width, seed=3),
-    }
-    tokens = integers(16, 2, 9, seed=4)
-
-    def features(params, tokens):
-        x = params["embedding"][tokens]
-        qkv = x @ params["qkv"]
-        q, k, v = split_heads(qkv, heads)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        y = y.reshape(x.shape)
-        return x + apply_dense(params["out"], y)
-
-    final = features(params, tokens[:, :-1])
-    params["head"] = confident_head(final, tokens[:, 1:], 16, margin=13.0)
-
-    def loss(params, tokens):
-        final = features(params, tokens[:, :-1])
-        logits = final @ params["head"]
-        return cross_entropy(logits, tokens[:, 1:])
-
-    return Program(loss, params, tokens)

@@ -22,7 +22,7 @@ ALL_ENTRIES = [*ENTRIES, DOCTOR]
 # Quick to compile, and most of them a form of their own.
 FAST = {
     "reinforcement.deep_q_learning": "train_step",
-    "physics.gaussian_process": "scale_backward, bfloat16",
+    "physics.neural_operator": "scale_backward, bfloat16",
     "quantization.quantization_aware": "nnx",
     "sequence.diagonal_state_space": "value_and_grad",
     "speech.masked_ctc": "value_and_grad, bfloat16",

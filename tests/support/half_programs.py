@@ -407,6 +407,25 @@ def products(fun, *args):
     return found
 
 
+# What may be in half precision: products, moves, and casts. What is computed again holds programs.
+NARROW = table.PRODUCTS | table.MOVES | {"convert_element_type", "jaxscale_stand_in"}
+NARROW |= {_jax.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *_jax.CALLS}
+# Loops and branches pass what products read and make. Backward, products share cotangents.
+NARROW |= {"scan", "cond", "shard_map", "add_any"}
+# These round nothing.
+NARROW |= {"neg", "select_n", "reduce_precision", "empty2"}
+
+
+def computed_in_half(fun, *args):
+    """The equations of a function that compute in half precision, and are no products."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        dtypes = {str(getattr(atom.aval, "dtype", "")) for atom in eqn.outvars}
+        if dtypes & {"float16", "bfloat16"} and _jax.operation(eqn) not in NARROW:
+            found.append(eqn)
+    return found
+
+
 def results_of_products(fun, *args):
     """The dtype that each matrix product and convolution of a function returns."""
     return [str(eqn.outvars[0].aval.dtype) for eqn in product_equations(fun, *args)]
