@@ -25,40 +25,6 @@ def test_an_index_that_is_computed_by_a_product_is_exact():
     np.testing.assert_array_equal(found, [[3000, 3001], [8000, 8001]])
 
 
-# their product is 40000, of which float16 holds no square
-BIG = jnp.full((4, 4), 100.0)
-
-
-def grow_slowly(x):
-    # What the loop carries grows by less than 2**-12, of which float16 has none beside 1.
-    factor = jnp.exp(x @ x * 2.0**-28)
-    start = x / 100.0
-    end, _ = jax.lax.scan(lambda c, _: (c * factor, None), start, length=1024)
-    return end @ jnp.eye(4)
-
-
-def apply_square(x):
-    return (x @ x).at[0].apply(jnp.square)
-
-
-def reduce_by_own_sum(x):
-    return jax.lax.reduce(x @ x, 0.0, lambda a, b: a * 1e-9 * b + a + b, (0,))
-
-
-LARGE = {
-    "last read by a product": grow_slowly,
-    # Programs that an equation holds are typed in float32.
-    "apply": apply_square,
-    "reduce": reduce_by_own_sum,
-}
-
-
-@cases("name", LARGE)
-def test_what_float16_does_not_hold_stays_in_float32(name):
-    fun = LARGE[name]
-    np.testing.assert_allclose(jaxscale.autocast(fun)(BIG), fun(BIG), rtol=1e-3)
-
-
 def test_what_only_moves_between_products_is_in_half_precision():
     def fun(w, x):
         y = x @ w

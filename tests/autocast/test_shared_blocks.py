@@ -16,6 +16,19 @@ from tables import cases, pairs, unchanged
 
 import jaxscale
 
+
+@pytest.mark.standard_promotion
+def test_a_rule_in_a_block_that_is_called_twice_is_used_twice():
+    @jax.custom_vjp
+    def tripled(x):
+        return x
+
+    tripled.defvjp(lambda x: (x, None), lambda _, cotangent: (3 * cotangent,))
+    block = jax.jit(lambda x: tripled(x) @ jnp.eye(2))
+    gradient = jax.grad(jaxscale.autocast(lambda x: jnp.sum(block(block(x)))))
+    assert gradient(jnp.ones((2, 2))).tolist() == [[9, 9], [9, 9]]
+
+
 WEIGHTS = 0.3 * normal((3, 16, 16), seed=0)
 # A square one has the shape of a weight, so that one may be taken for the other.
 SHAPES = {"fits": (16, 16), "does not fit": (8, 16)}

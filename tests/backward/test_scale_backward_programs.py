@@ -17,6 +17,18 @@ from tables import assert_same_bits, cases, spread, unchanged
 import jaxscale
 from jaxscale import scale_backward
 
+
+@pytest.mark.standard_promotion
+def test_a_loss_that_prints_has_its_gradients(capfd):
+    def loss(w):
+        half = w.astype("float16")
+        jax.debug.print("{}", half)
+        return 2.0**-30 * jnp.sum(half.astype("float32"))
+
+    gradient = jax.grad(jaxscale.scale_backward(loss))(jnp.ones(2))
+    assert gradient.tolist() == [2.0**-30, 2.0**-30]
+
+
 LABELS = jnp.arange(16) % 8
 
 

@@ -24,6 +24,12 @@ from jaxscale.diagnostics._switches import places
 pytestmark = pytest.mark.standard_promotion
 
 
+def test_a_layer_of_nnx_rounds_what_it_multiplies():
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    layer.kernel[...] = jnp.array([[1 + 2.0**-12, 0], [0, 2]])
+    assert jaxscale.autocast(layer)(jnp.ones((1, 2))).tolist() == [[1, 2]]
+
+
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 64)))
 
 

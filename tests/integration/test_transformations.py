@@ -12,6 +12,16 @@ import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_each_member_of_a_population_has_a_scale_of_its_own():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0))
+    params = jnp.ones(2)
+    _, state = jax.vmap(tx.update)(
+        jnp.array([1.0, jnp.inf]), jax.vmap(tx.init)(params), params
+    )
+    assert state.scaling.loss_scale.tolist() == [2.0**15, 2.0**14]
+
+
 DYNAMIC = POLICIES["dynamic"]
 # All numbers of this model are short binary fractions, so that its arithmetic is exact, and
 # two different compiled programs must agree on every bit. `MLP` rounds, as real ones do.
