@@ -375,6 +375,23 @@ def test_linear_solvers_run_in_float32():
     np.testing.assert_allclose(result, solver(*W[:2]), rtol=0.02, atol=0.01)
 
 
+def test_refs_are_read_and_written():
+    def fun(ref):
+        before = ref[...]
+        ref[...] = before + X @ W[0]
+        after = ref[...]
+        return after @ W[0]
+
+    ref = jax.new_ref(jnp.zeros((4, 8)))
+    plain_ref = jax.new_ref(jnp.zeros((4, 8)))
+    cast = jaxscale.autocast(fun)
+    actual = cast(ref)
+    expected = fun(plain_ref)
+    np.testing.assert_allclose(actual, expected, atol=0.01)
+    np.testing.assert_allclose(ref[...], plain_ref[...], atol=0.01)
+    assert ref[...].dtype == jnp.float32
+
+
 @cases("dtype", ["float64", "float8_e4m3fn", "half a dozen", None])
 def test_a_bad_dtype_is_named(dtype):
     message = r"`autocast\(dtype\)` must be float16 or bfloat16, or"

@@ -25,6 +25,20 @@ def test_an_index_that_is_computed_by_a_product_is_exact():
     np.testing.assert_array_equal(found, [[3000, 3001], [8000, 8001]])
 
 
+def test_programs_that_an_equation_holds_run_in_float32():
+    """Numbers that float16 does not hold: it has no square of 40000."""
+
+    def fun(x):
+        y = x @ x
+        return y.at[0].apply(jnp.square), jax.lax.reduce(
+            y, 0.0, lambda a, b: a * 1e-9 * b + a + b, (0,)
+        )
+
+    x = jnp.full((4, 4), 100.0)
+    for actual, expected in zip(jaxscale.autocast(fun)(x), fun(x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-3)
+
+
 def test_what_only_moves_between_products_is_in_half_precision():
     def fun(w, x):
         y = x @ w

@@ -94,35 +94,51 @@ def gpt2():
     return Program(loss, params, tokens)
 
 
-class Layer(nn.Module):
+UNIT = nn.initializers.normal(1.0)
+
+
+class Block(nn.Module):
+    dtype: object
+
     @nn.compact
     def __call__(self, x, mask):
-        y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, mask=mask)
-        y = nn.LayerNorm()(x)
-        y = nn.gelu(nn.Dense(64)(y))
-        return x + nn.Dense(32)(y), None
+        attention = nn.MultiHeadDotProductAttention(2, dtype=self.dtype)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        x = x + attention(h, h, mask=mask)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(64, dtype=self.dtype)(h))
+        return x + nn.Dense(32, dtype=self.dtype)(h), None
 
 
-class ScannedTransformer(nn.Module):
+class Transformer(nn.Module):
+    """Features of a language model: a head makes logits of them."""
+
+    kind: str  # whether its layers are unrolled or scanned, with or without remat
+    vocabulary: int
+    dtype: object = jnp.float32
+
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(16, 32, embedding_init=nn.initializers.normal(1.0))(tokens)
-        layers = nn.scan(
-            nn.remat(Layer, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=2,
-        )
-        x, _ = layers()(x, nn.make_causal_mask(tokens))
-        return nn.LayerNorm()(x)
+        x = nn.Embed(self.vocabulary, 32, dtype=self.dtype, embedding_init=UNIT)(tokens)
+        mask = nn.make_causal_mask(tokens)
+        is_scanned = "scanned" in self.kind
+        block = Block
+        num_blocks = 2
+        if "remat" in self.kind:
+            block = nn.remat(block, prevent_cse=not is_scanned)
+        if is_scanned:
+            axes = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast}
+            block = nn.scan(block, split_rngs={"params": True}, length=2, **axes)
+            num_blocks = 1
+        for _ in range(num_blocks):
+            x, _ = block(self.dtype)(x, mask)
+        return nn.LayerNorm(dtype=self.dtype)(x)
 
 
 @program("linen")
 def scanned_transformer():
     """Linen's layers under `nn.scan` and `nn.remat`, with a biased head and integer labels."""
-    model = ScannedTransformer()
+    model = Transformer("scanned remat", 16)
     tokens = integers(16, 2, 9, seed=2)
     params = model.init(jax.random.key(0), tokens[:, :-1])
     final = model.apply(params, tokens[:, :-1])
