@@ -48,17 +48,8 @@ def chosen_by_comparison(y):
     return jnp.where((y > BELOW_1) | ~(y > -2), 0.5, jnp.log1p(-jnp.minimum(y, 0.99)))
 
 
-def root_of_minimum(y):
-    return jnp.sqrt(1 - jnp.minimum(y, BELOW_1) ** 2)
-
-
 def smoothed(y):
     return jnp.log(jnp.abs(y) * HALF_BELOW_1 + 0.1)
-
-
-def clip_to_limits(y):
-    limits = jnp.finfo(jnp.float32)
-    return jnp.sqrt(1 - jnp.clip(y, limits.tiny, 1 - limits.eps))
 
 
 def guarded_by_an_array(y):
@@ -67,10 +58,6 @@ def guarded_by_an_array(y):
 
 def difference_from_an_offset(y):
     return (y + 288.15 - 288.0) ** 2
-
-
-def scaled_offset(y):
-    return jnp.abs(y * 15.3 + 288.15 - jnp.broadcast_to(287.7, y.shape))
 
 
 def relu_of_tiny_numbers(y):
@@ -104,12 +91,9 @@ FAMILIES = [
     log_of_minimum,
     arctanh_of_clip,
     chosen_by_comparison,
-    root_of_minimum,
     smoothed,
-    clip_to_limits,
     guarded_by_an_array,
     difference_from_an_offset,
-    scaled_offset,
     relu_of_tiny_numbers,
     relu_of_a_relu,
     beyond_the_range,
