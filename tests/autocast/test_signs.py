@@ -171,7 +171,8 @@ def test_derivatives_have_the_bits_that_they_have_with_signs_of_float32(
     if way in ("eager", "jit") and "zeros" not in inputs:
         _, (_, by_x), _ = expected
         assert by_x.any()
-    if inputs != "not finite":
+    # A batch of weights has one of numbers near 1, with which some rows leave float16.
+    if inputs != "not finite" and way not in ("left batch", "both batches"):
         assert jaxscale.all_finite(expected)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
