@@ -1,7 +1,6 @@
-"""Laws of the table of `autocast`: operation by operation, and functions of JAX and Optax."""
+"""Products by their shapes and types, and those of functions of JAX and Optax."""
 
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,121 +13,17 @@ import numpy as np
 import optax
 import pytest
 from half_programs import products
-from tables import cases, spread
+from tables import cases
 
 import jaxscale
-from jaxscale import _jax
 
 pytestmark = pytest.mark.standard_promotion
 
-# Elementwise operations whose float32 result is exact, or rounded once. (`eq_to` and others, by
-# which JAX sorts, are not in `jax.lax`; the last bits of an exponential depend on the program.)
-EXACT = {
-    *("abs", "add", "ceil", "clamp", "floor", "max", "min", "mul", "neg", "round"),
-    *("select_n", "sign", "sub", "eq", "ge", "gt", "is_finite", "le", "lt", "ne"),
-}
-assert _jax.primitives_that(_jax.Op.ELEMENTWISE) >= EXACT
-OPERATIONS = {
-    name: getattr(jax.lax, name) for name in sorted(EXACT - {"clamp", "select_n"})
-} | {
-    "clamp": lambda x, y: jax.lax.clamp(-jnp.abs(y), x, jnp.abs(y)),
-    "select_n": lambda x, y: jax.lax.select_n(x < y, x, y),
-}
-# Functions of models that saturate: what they compute of the difference from 1 cancels digits.
-TAILS = {
-    "tanh": jnp.tanh,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "log sigmoid": lambda x: jnp.log(jax.nn.sigmoid(x)),
-    "cross entropy": lambda x: -jnp.log(1 - jax.nn.sigmoid(x) + 1e-7),
-    "derivative of sigmoid": lambda x: jax.nn.sigmoid(x) * (1 - jax.nn.sigmoid(x)),
-    "squashed gaussian": lambda x: jnp.log(1 - jnp.tanh(x) ** 2 + 1e-6),
-}
 
-
-def units(x, dtype):
-    """Numbers as integers: neighbours differ by one, and all that are not normal are 0."""
-    x = np.array(x).astype(dtype)
-    x[np.isnan(x)] = np.nan  # of one sign and payload
-    bits = x.view(np.int16).astype(np.int32)
-    smallest = np.asarray(jnp.finfo(dtype).tiny, dtype).view(np.int16)
-    return np.sign(bits) * np.maximum((bits & 0x7FFF) - int(smallest), 0)
-
-
-def number_of_arguments(fun):
-    parameters = inspect.signature(fun).parameters.values()
-    return sum(parameter.default is parameter.empty for parameter in parameters)
-
-
-def normal_numbers(dtype, largest):
-    """All normal numbers of a half-precision dtype up to some size, in float32, in two columns."""
-    bits = np.arange(2**16, dtype=np.uint16)
-    numbers = bits.view(dtype).astype(np.float32)
-    sizes = np.abs(numbers)
-    is_normal = sizes >= jnp.finfo(dtype).tiny
-    return numbers[is_normal & (sizes <= largest)].reshape(-1, 2)
-
-
-def after_exact_products(fun):
-    """A function whose inputs go through products in half precision that change no number.
-
-    It returns these as well: a product that is only compared would stay in float32.
-    """
-
-    def call(*args):
-        inputs = [x @ jnp.eye(x.shape[-1]) if is_floating(x) else x for x in args]
-        return fun(*inputs), inputs
-
-    return call
-
-
-OF_TANH = ["tanh", "squashed gaussian"]
-
-
-def value_and_gradients(fun, xs):
-    """The value of a function and its gradients, if it has any. It returns other things, too."""
-    # Compiled, as what is left of 1 - tanh(x) ** 2 depends on how XLA computes tanh.
-    value, pull, _ = jax.vjp(jax.jit(fun), *xs, has_aux=True)
-    if not is_floating(value):
-        return [value]
-    return [value, *pull(jnp.ones_like(value))]
-
-
-@pytest.mark.worlds
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@cases(
-    "name, dtype",
-    spread(list(OPERATIONS | TAILS), ["float16", "bfloat16"], times=1),
-    fast=[
-        ("sigmoid", "float16"),
-        ("mul", "float16"),
-        ("select_n", "float16"),
-        ("silu", "bfloat16"),
-    ],
-)
-def test_operations_are_as_in_float32_over_the_whole_range(name, dtype):
-    if name in OF_TANH and "optimization_level=0" in os.environ["XLA_FLAGS"]:
-        pytest.skip("without LLVM, XLA computes a tanh in two ways in two programs")
-    fun = (OPERATIONS | TAILS)[name]
-    dtype = jnp.dtype(dtype)
-    largest = np.finfo(np.float32).max
-    if name in TAILS:
-        largest = 80  # beyond it, the exponentials of tails leave float32 as well
-    x = normal_numbers(dtype, largest)
-    # Various pairs of numbers.
-    xs = []
-    for i in range(number_of_arguments(fun)):
-        rolled = np.roll(x, 12345 * i)
-        xs.append(jnp.asarray(rolled))
-    cast = jaxscale.autocast(after_exact_products(fun), dtype)
-    actual = value_and_gradients(cast, xs)
-    expected = value_and_gradients(lambda *xs: (fun(*xs), xs), xs)
-    for a, b in zip(actual, expected, strict=True):
-        # Results in half precision are rounded once. A result in float32 may differ in its last
-        # bit where XLA compiles two programs differently, and so be rounded to the neighbour.
-        difference = units(a, dtype) - units(b, dtype)
-        distance = np.abs(difference)
-        assert np.max(distance) <= 1
+def test_a_dot_of_vectors_may_be_larger_than_float16_holds():
+    large = jnp.full(300, 20.0)
+    with pytest.warns(UserWarning, match="no product of float32 matrices"):
+        assert jaxscale.autocast(jnp.vdot)(large, large) == 120_000
 
 
 ROWS = jnp.full((4, 300), 20.0)
@@ -349,7 +244,6 @@ CALLS = {
     "tensorinv": (lambda a: jnp.linalg.tensorinv(a.reshape(2, 2, 4)), A),
     "welch": (lambda x: SIGNALS.welch(x, **STFT), SIGNAL),
 }
-# Those that are products or convolutions, or are made of these and nothing narrower.
 IN_HALF = {"matmul", "multi_dot", "convolve", "convolve2d", "correlate", "correlate2d"}
 IN_HALF |= {"dot_product_attention"}
 
@@ -398,78 +292,35 @@ def is_floating(x):
     return jnp.issubdtype(getattr(x, "dtype", np.bool_), np.inexact)
 
 
-def floating(tree):
-    return list(filter(is_floating, jax.tree.leaves(tree)))
-
-
-def weighted_sum(fun):
-    """A loss of all outputs, in which no two elements count the same."""
+def sum_of_outputs(fun):
+    """A loss of all floating-point outputs."""
 
     def loss(*args):
-        total = 0
-        for x in floating(fun(*args)):
-            weights = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
-            total += jnp.sum(jnp.abs(x) * weights)
-        return total
+        outputs = filter(is_floating, jax.tree.leaves(fun(*args)))
+        return sum(jnp.sum(jnp.abs(output)) for output in outputs)
 
     return loss
 
 
-def assert_close(actual, expected, tolerance):
-    for a, b in zip(floating(actual), floating(expected), strict=True):
-        if np.isfinite(b).all():
-            largest = max(np.max(np.abs(b)), 1e-3)
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
-
-
-def times(args, magnitude):
-    return [arg * magnitude if is_floating(arg) else arg for arg in args]
-
-
-def is_in_half(name):
-    return short_name_of(name) in IN_HALF
-
-
-def tolerance_of(name):
-    """Products run in half precision, and everything else in float32."""
-    if is_in_half(name):
-        return 2**-8
-    return 1e-4
-
-
-every_function = cases(
-    "name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"]
-)
 # Some call what is deprecated, and some have no product.
-quiet = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore:`autocast` changes nothing"
-)
-
-
 @pytest.mark.worlds
-@quiet
-@every_function
-def test_functions_of_libraries_are_as_in_float32(name):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
+@cases("name", FUNCTIONS, fast=["jax.numpy.linalg.matmul", "jax.numpy.linalg.pinv"])
+def test_products_of_library_functions_are_in_float32_forward_and_backward(name):
+    """But for functions that are products, or are made of products and nothing narrower."""
     fun, args = find_arguments(name)
-    cast = jaxscale.autocast(fun)
-    tolerance = tolerance_of(name)
-    large = times(args, 8 if is_in_half(name) else 1000)
-    for inputs in (args, large):
-        assert_close(cast(*inputs), fun(*inputs), tolerance)
-    assert is_in_half(name) == ("float16" in products(cast, *args))
-    # After products it follows them to a few roundings.
-    outputs, _ = jaxscale.autocast(after_exact_products(fun))(*args)
-    assert_close(outputs, fun(*args), 2**-8)
-
-    gradient_of_cast = jax.grad(weighted_sum(cast))
-    cast_of_gradient = jaxscale.autocast(jax.grad(weighted_sum(fun)))
+    is_in_half = short_name_of(name) in IN_HALF
+    assert is_in_half == ("float16" in products(jaxscale.autocast(fun), *args))
+    loss = sum_of_outputs(fun)
+    gradients = [jax.grad(jaxscale.autocast(loss)), jaxscale.autocast(jax.grad(loss))]
     try:
-        expected = jax.grad(weighted_sum(fun))(*args)
+        jax.eval_shape(jax.grad(loss), *args)
     except (NotImplementedError, TypeError, ValueError) as error:
         # It has no derivative, and we say so, too.
-        for gradient in (gradient_of_cast, cast_of_gradient):
+        for gradient in gradients:
             with pytest.raises(type(error)):
                 gradient(*args)
     else:
-        assert_close(gradient_of_cast(*args), expected, tolerance)
-        assert_close(cast_of_gradient(*args), expected, tolerance)
+        for gradient in gradients:
+            assert is_in_half == ("float16" in products(gradient, *args))

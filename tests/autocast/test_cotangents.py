@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 from additions import find_additions, find_roundings
-from half_programs import PROGRAMS, W, X, assert_near_by_norm, loss_of
+from autodiff import DERIVATIVES, FIRST_DERIVATIVES
+from half_programs import PROGRAMS, W, X, assert_near_by_norm, loss_of, with_jvp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -108,52 +109,6 @@ def named(w):
     return block(X)
 
 
-@jax.custom_vjp
-def with_own_vjp(x):
-    return jnp.sin(x) + x[::-1]
-
-
-def backward_of_own_vjp(x, cotangent):
-    return (jnp.cos(x) * cotangent + cotangent[::-1],)
-
-
-with_own_vjp.defvjp(lambda x: (with_own_vjp(x), x), backward_of_own_vjp)
-
-
-@jax.custom_jvp
-def with_own_jvp(x):
-    return x * jax.nn.sigmoid(x)
-
-
-@with_own_jvp.defjvp
-def jvp_of_own_jvp(primals, tangents):
-    (x,) = primals
-    (dx,) = tangents
-    # Not the true derivative: without this rule the gradient would be another one.
-    return with_own_jvp(x), dx * jax.nn.sigmoid(x) + dx * x
-
-
-def in_own_rules(w):
-    logits = X @ w[0]
-    by_vjp = jnp.sum(with_own_vjp(logits))
-    by_jvp = jnp.sum(with_own_jvp(logits) @ w[1])
-    return by_vjp + by_jvp - logits[:, 1].sum()
-
-
-def rotate(x):
-    angles = jnp.arange(8.0)
-    first, second = jnp.split(x, 2, -1)
-    turned = jnp.concatenate([-second, first], -1)
-    return x * jnp.cos(angles) + turned * jnp.sin(angles)
-
-
-def rotated(w):
-    queries = rotate(X @ w[0])
-    keys = rotate(X @ w[1])
-    weights = jax.nn.softmax(queries @ keys.T)
-    return jnp.sum(weights @ (X @ w[2]))
-
-
 def read_by_products(w):
     x = jax.nn.relu(X @ w[0])
     first = jnp.tanh(x @ w[1])
@@ -180,7 +135,7 @@ def behind_barrier(w):
 
 
 FUNCTIONS = [in_a_jit_called_twice, stacked_by_scan, constant_of_scan, sliced_by_scan]
-FUNCTIONS += [in_remat, constant_read_only_in_scan, named, in_own_rules, rotated]
+FUNCTIONS += [in_remat, constant_read_only_in_scan, named]
 FUNCTIONS += [read_by_products, written_in_half, cast_by_hand, behind_barrier]
 # Losses, and their arguments.
 MEETINGS = {fun.__name__: (fun, (W,)) for fun in FUNCTIONS}
@@ -332,29 +287,6 @@ def test_what_is_left_of_a_sum_is_as_with_products_in_half_by_hand(name, dtype):
     of_hand = np.linalg.norm(by_hand - exact)
     assert of_hand > 0
     assert np.linalg.norm(cast - exact) <= 1.05 * of_hand
-
-
-@cases("dtype", HALVES)
-def test_a_number_that_a_function_with_a_rule_returns_is_not_rounded(dtype):
-    """An old JAX has it as a number of Python, which has no dtype."""
-
-    @jax.custom_jvp
-    def product(x, w):
-        return x @ w, 0.1
-
-    @product.defjvp
-    def derive(primals, tangents):
-        x, w = primals
-        dx, dw = tangents
-        return product(x, w), (dx @ w + x @ dw, 0.0)
-
-    def fun(w):
-        output, number = product(X, w[0])
-        return jnp.sum(output) * 0 + jnp.sin(number), number
-
-    sine, number = jax.jit(jaxscale.autocast(fun, HALVES[dtype]))(W)
-    np.testing.assert_array_equal(number, np.float32(0.1))
-    np.testing.assert_allclose(sine, np.sin(0.1), rtol=1e-6)
 
 
 # Programs that read an array in half precision many times. Each cotangent is a small integer, which
@@ -643,57 +575,9 @@ def stays_exact(way, name, have_source, result, dtype):
     )
 
 
-def first_derivatives(fun):
-    def derivatives(*args):
-        product, pull = jax.vjp(fun, *args)
-        return product, pull(product), jax.jvp(fun, args, args)
-
-    return derivatives
-
-
-def second_derivatives(fun):
-    def squares_of_gradients(*args):
-        _, pull = jax.vjp(fun, *args)
-        ones = jnp.ones(jax.eval_shape(fun, *args).shape)
-        return sum(jnp.sum(gradient) for gradient in pull(ones))
-
-    return jax.jit(jax.grad(squares_of_gradients, (0, 1)))
-
-
-def in_batches(number):
-    """One of the arguments is a batch, along its last axis, or both are, along different ones."""
-    in_axes = [(-1, None), (None, 0), (-1, 0)][number]
-
-    def transform(fun):
-        def mapped(*args):
-            batches = []
-            for arg, axis in zip(args, in_axes, strict=True):
-                if axis is not None:
-                    arg = jnp.stack([arg, 1 - arg, arg], axis)
-                batches.append(arg)
-            run = jax.vmap(fun, in_axes)
-            return first_derivatives(run)(*batches)
-
-        return mapped
-
-    return transform
-
-
-PRODUCT_WAYS = {
-    "eager": first_derivatives,
-    "jit": lambda fun: jax.jit(first_derivatives(fun)),
-    "jit inside": lambda fun: first_derivatives(jax.jit(fun)),
-    "checkpoint": lambda fun: jax.jit(first_derivatives(jax.checkpoint(fun))),
-    "second": second_derivatives,
-    "left batch": in_batches(0),
-    "right batch": in_batches(1),
-    "both batches": in_batches(2),
-}
-
-
 @cases(
     "way, name, have_source, result, dtype",
-    pairs(*(PRODUCT_WAYS, DIMENSIONS, HAVE_SOURCE, RESULTS, HALVES), where=stays_exact),
+    pairs(*(DERIVATIVES, DIMENSIONS, HAVE_SOURCE, RESULTS, HALVES), where=stays_exact),
     fast=[
         ("jit", "matrices", (False, True), "not named", "bfloat16"),
         ("both batches", "batch", (True, True), "half", "bfloat16"),
@@ -706,7 +590,7 @@ def test_a_product_in_half_precision_has_the_derivatives_of_its_sources(
     way, name, have_source, result, dtype
 ):
     multiply, expected, args = make_product(name, have_source, result, dtype)
-    transform = PRODUCT_WAYS[way]
+    transform = DERIVATIVES[way]
     actual = transform(multiply)(*args)
     exact = transform(expected)(*args)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(exact), strict=True):
@@ -723,13 +607,10 @@ def stand_in_by_hand(half, wide):
     return wide + jax.lax.stop_gradient(half - wide)
 
 
-FIRST_ORDER = [way for way in PRODUCT_WAYS if way != "second"]
-
-
-@cases("way", FIRST_ORDER, fast=["eager", "left batch"])
+@cases("way", FIRST_DERIVATIVES, fast=["eager", "left batch"])
 def test_a_stand_in_has_the_value_of_one_array_and_the_derivative_of_another(way):
     args = integers((4, 3), 0), integers((4, 3), 1)
-    derivatives = PRODUCT_WAYS[way]
+    derivatives = FIRST_DERIVATIVES[way]
     actual = derivatives(lambda *args: stand_in(*args) ** 2)(*args)
     expected = derivatives(lambda *args: stand_in_by_hand(*args) ** 2)(*args)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
@@ -763,16 +644,7 @@ def in_a_scan(w, x):
 
 
 def in_a_derivative_rule(w, x):
-    @jax.custom_jvp
-    def product(x, w):
-        return x @ w
-
-    @product.defjvp
-    def derive(primals, tangents):
-        x, w = primals
-        dx, dw = tangents
-        return product(x, w), dx @ w + x @ dw
-
+    product = with_jvp(jnp.matmul)
     return jnp.mean(product(jnp.tanh(product(x, w[0])), w[1]) ** 2)
 
 

@@ -1,4 +1,4 @@
-"""What tracing costs, checked by counting: what is traced, and which programs are shared."""
+"""The cost of tracing, checked by counting: what is traced, and which programs are shared."""
 
 import re
 from unittest import mock

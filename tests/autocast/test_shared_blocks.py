@@ -11,10 +11,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from half_programs import assert_near_by_norm, normal
+from half_programs import assert_near_by_norm, normal, scaled_autocast, with_vjp
 from tables import cases, pairs, unchanged
 
 import jaxscale
+
+
+@pytest.mark.standard_promotion
+def test_a_rule_in_a_block_that_is_called_twice_is_used_twice():
+    @jax.custom_vjp
+    def tripled(x):
+        return x
+
+    tripled.defvjp(lambda x: (x, None), lambda _, cotangent: (3 * cotangent,))
+    block = jax.jit(lambda x: tripled(x) @ jnp.eye(2))
+    gradient = jax.grad(jaxscale.autocast(lambda x: jnp.sum(block(block(x)))))
+    assert gradient(jnp.ones((2, 2))).tolist() == [[9, 9], [9, 9]]
+
 
 WEIGHTS = 0.3 * normal((3, 16, 16), seed=0)
 # A square one has the shape of a weight, so that one may be taken for the other.
@@ -22,24 +35,12 @@ SHAPES = {"fits": (16, 16), "does not fit": (8, 16)}
 
 
 def make_ruled_layer():
-    @jax.custom_vjp
-    def multiply(x, w):
-        return x @ w
-
-    def backward(saved, cotangent):
-        x, w = saved
-        return cotangent @ w.T, x.T @ cotangent
-
-    multiply.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    multiply = with_vjp(jnp.matmul)
     return lambda w, x: jnp.tanh(multiply(x, w))
 
 
 def make_deep_layer():
     return lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w) @ w.T
-
-
-def scale_and_cast(layer):
-    return jaxscale.scale_backward(jaxscale.autocast(layer))
 
 
 class Ruled(NamedTuple):
@@ -59,11 +60,11 @@ class Ruled(NamedTuple):
 RULED = {
     "rule of a user": Ruled(make_ruled_layer, unchanged, jaxscale.autocast),
     "rule in an autocast": Ruled(make_ruled_layer, jaxscale.autocast, unchanged),
-    "scale_backward": Ruled(make_deep_layer, scale_and_cast, unchanged),
+    "scale_backward": Ruled(make_deep_layer, scaled_autocast, unchanged),
     "scale_backward in an autocast": Ruled(
         make_deep_layer, jaxscale.scale_backward, jaxscale.autocast
     ),
-    "rule in a scale_backward": Ruled(make_ruled_layer, scale_and_cast, unchanged),
+    "rule in a scale_backward": Ruled(make_ruled_layer, scaled_autocast, unchanged),
 }
 
 

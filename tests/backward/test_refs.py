@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scaled_networks import unchanged
-from tables import cases, spread
+from tables import cases, spread, unchanged
 
 import jaxscale
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from scaled_networks import HALF, SMALL, X, Y, error, unchanged
-from tables import assert_same_bits, cases
+from scaled_networks import HALF, SMALL, X, Y, error
+from tables import assert_same_bits, cases, unchanged
 
 from jaxscale import scale_backward
 

@@ -1,4 +1,4 @@
-"""What the training step of each front end must do: those of a tree, Equinox, Linen and NNX."""
+"""Laws of the training step of each front end: of a tree, Equinox, Linen and NNX."""
 
 from itertools import product
 
@@ -13,6 +13,17 @@ from tables import assert_same_bits, avals, cases, pairs, spread
 import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_a_step_moves_parameters_and_a_nan_does_not():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    step = jaxscale.train_step(lambda w, x: jnp.sum(w * x), tx)
+    w = jnp.ones(2)
+    state = tx.init(w)
+    for x, expected in (([1.0, 2.0], [0.5, 0.0]), ([1.0, jnp.nan], [0.5, 0.0])):
+        w, state, _ = step(w, state, jnp.array(x))
+        np.testing.assert_array_equal(w, expected)
+
 
 BAD = BATCHES[0].at[0, 0].set(jnp.nan)
 # At 2**40 the cotangent of each output, about scale / 64, leaves the range of float16.

@@ -184,20 +184,3 @@ def test_states_that_are_split_over_processes_are_checked_logged_and_saved():
     assert code == 0, output
     for line in SPLIT_STATES:
         assert len(re.findall(line, output)) == 2, (line, output)
-
-
-def test_the_launcher_takes_its_processes_with_it():
-    with started(2, "--steps", 20_000) as launcher:
-        start = next(line for line in launcher.stdout if "from step" in line)
-        assert "2 processes" in start
-        launcher.terminate()
-        launcher.communicate(timeout=60)
-        assert not kill_group(launcher)
-
-
-def test_where_there_is_no_cluster_it_says_what_to_do():
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "--local 2" in result.stderr

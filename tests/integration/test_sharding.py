@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from half_programs import WRAPPERS
 from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from scaled_networks import autocast_scaled, scaled_autocast
 from tables import assert_same_bits, cases, pairs, spread, step
 from training import amplified
 
@@ -250,18 +250,9 @@ def step_over_devices(way, retries):
 
 @pytest.mark.worlds
 @every_way
-def test_all_skip_together_without_retries(way):
-    once = step_over_devices(way, retries=0)
-    _, state = once(HOT_X, 2.0**24)
-    assert state.total_notfinite == 1
-    if "hook" in way:
-        _, state = once(BAD_X, 1.0)
-        assert state.total_notfinite_loss == 1
-
-
-@pytest.mark.worlds
-@every_way
-def test_all_go_round_together(way):
+def test_all_skip_together_without_retries_and_go_round_together_with_them(way):
+    _, skipped = step_over_devices(way, retries=0)(HOT_X, 2.0**24)
+    assert skipped.total_notfinite == 1
     again = step_over_devices(way, retries=30)
     params, state = again(HOT_X, 2.0**24)
     assert state.total_notfinite == 0
@@ -277,44 +268,27 @@ def test_all_go_round_together(way):
 
 @pytest.mark.worlds
 @every_way
-def test_a_bad_loss_on_one_device_is_not_repeated_on_any(way):
-    kept, state = step_over_devices(way, retries=30)(BAD_X, 2.0**24)
+@cases("retries", [0, 30], fast=[30])
+def test_a_bad_loss_on_one_device_is_not_repeated_on_any(way, retries):
+    kept, state = step_over_devices(way, retries)(BAD_X, 2.0**24)
     assert state.total_retries == 0
     assert state.total_notfinite_loss == 1
     assert_same_on_host(kept, PARAMS)
 
 
-def loss_of_bias(bias, x):
-    return loss_fn(PARAMS | {"bias": bias}, x)
-
-
-OWN_BIAS = {
-    # name: the loss, what is trained beside a bias of the device's own, and the error
-    "all differ": (
-        loss_of_bias,
-        lambda bias: bias,
-        r"train_step\(retries=3\).*'data' may.*axis_name='data'",
-    ),
-    "some differ": (
-        loss_fn,
-        lambda bias: PARAMS | {"bias": bias},
-        r"gradients vary along 'data', and that at in does not.*axis_name='data'",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OWN_BIAS)
-def test_devices_whose_parameters_differ_are_told_to_pass_the_axis(name):
-    loss, with_others, message = OWN_BIAS[name]
+def test_devices_whose_parameters_differ_are_told_to_pass_the_axis():
     tx = hot()
-    train_step = jaxscale.train_step(loss, tx, retries=3)
+
+    def loss_of_bias(bias, x):
+        return loss_fn(PARAMS | {"bias": bias}, x)
 
     def step_of_one(bias, x):
-        params = with_others(bias)
-        _, _, loss = train_step(params, tx.init(params), x)
+        step = jaxscale.train_step(loss_of_bias, tx, retries=3)
+        _, _, loss = step(bias, tx.init(bias), x)
         return loss[None]
 
     run = over_devices(step_of_one, (SHARDED, SHARDED), SHARDED)
+    message = r"train_step\(retries=3\).*'data' may.*axis_name='data'"
     with pytest.raises(ValueError, match=message):
         run(jnp.ones(8 * 32), X)
 
@@ -487,12 +461,6 @@ EXPLICIT = {
     remat_in_shard_map: REPLICATED,
     tensor_parallel: TENSOR_PARALLEL,
     resharded: TENSOR_PARALLEL,
-}
-WRAPPERS = {
-    "autocast": jaxscale.autocast,
-    "scale_backward": jaxscale.scale_backward,
-    "scale_backward of autocast": scaled_autocast,
-    "autocast of scale_backward": autocast_scaled,
 }
 
 

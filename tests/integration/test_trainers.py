@@ -1,4 +1,4 @@
-"""How public trainers call an optimizer that they were given: with what arguments, from where."""
+"""Calls of an optimizer by public trainers: with what arguments, and from where."""
 
 import functools
 
@@ -21,62 +21,39 @@ LOSSES = [1.0, 2.0, 0.5]
 INJECTED = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5, momentum=0.9)
 
 
-# How trainers call `update`.
-
-
-def with_three_arguments(tx, grads, state, params, loss):
-    return tx.update(grads, state, params)
-
-
-def with_value(tx, grads, state, params, loss):
-    return tx.update(grads, state, params, value=loss)
-
-
-def with_loss_and_others(tx, grads, state, params, loss):
-    others = {"grad_norm": jnp.linalg.norm(grads["w"]), "obj_fn": jnp.sum}
-    return tx.update(grads, state, params, loss=loss, **others)
-
-
-def by_keyword(tx, grads, state, params, loss):
-    return tx.update(updates=grads, state=state, params=params)
-
-
-def with_cast_gradients(tx, grads, state, params, loss):
-    """The trainer rounds gradients to the dtype of the parameters before it hands them over."""
-    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
-    return tx.update(grads, state, params)
-
-
+# How trainers call `update`, with gradients, state, parameters and a loss.
 WAYS = {
     "three arguments (Kauldron, big_vision, Penzai, Flax, purejaxrl)": (
-        with_three_arguments
+        lambda tx, g, s, p, loss: tx.update(g, s, p)
     ),
-    "value= (numpyro)": with_value,
-    "loss= and others (MaxText, levanter)": with_loss_and_others,
-    "all by keyword (EasyDeL)": by_keyword,
-    "cast gradients (Tunix)": with_cast_gradients,
+    "value= (numpyro)": lambda tx, g, s, p, loss: tx.update(g, s, p, value=loss),
+    "loss= and others (MaxText, levanter)": lambda tx, g, s, p, loss: tx.update(
+        g, s, p, loss=loss, grad_norm=jnp.linalg.norm(g["w"]), obj_fn=jnp.sum
+    ),
+    "all by keyword (EasyDeL)": lambda tx, g, s, p, loss: tx.update(
+        updates=g, state=s, params=p
+    ),
+    # in the dtype of the parameters
+    "cast gradients (Tunix)": lambda tx, g, s, p, loss: tx.update(
+        {"w": g["w"].astype(jnp.bfloat16)}, s, p
+    ),
 }
-SPIKES = jaxscale.SpikeRule()
 
 
 @pytest.mark.worlds
 @cases("way", WAYS, fast=["loss= and others (MaxText, levanter)"])
 def test_a_bad_step_is_skipped_and_hyperparameters_are_in_reach(way):
-    tx = jaxscale.skip_nonfinite(INJECTED, spikes=SPIKES)
+    tx = jaxscale.skip_nonfinite(INJECTED, spikes=jaxscale.SpikeRule())
     params = PARAMS
     state = tx.init(params=PARAMS)
     step = jax.jit(functools.partial(WAYS[way], tx))
     for grads, loss in zip(GRADS, LOSSES, strict=True):
-        updates, state = step(grads, state, params, loss=jnp.array(loss))
+        updates, state = step(grads, state, params, jnp.array(loss))
         params = optax.apply_updates(params, updates)
-    assert_close(params, params_of_good_steps())
+    expected, _ = run(INJECTED, GRADS[::2], params=PARAMS)
+    assert_close(params, expected)
     assert jaxscale.metrics(state)["total_notfinite"] == 1
     assert state.hyperparams["learning_rate"] == 0.5
-
-
-def params_of_good_steps():
-    params, _ = run(INJECTED, GRADS[::2], params=PARAMS)
-    return params
 
 
 def sgd_that_skips(learning_rate):

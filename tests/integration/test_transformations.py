@@ -1,16 +1,25 @@
-"""What JAX does to functions, done to whole steps: `vmap`, `scan`, no `jit`, derivatives."""
+"""Transformations of JAX around whole steps: `vmap`, `scan`, no `jit`, derivatives."""
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from scaled_networks import member
-from tables import POLICIES, assert_same_bits, avals, cases, unchanged
+from tables import POLICIES, assert_same_bits, avals, cases, member, unchanged
 from training import FACTORS, INF, MLP, NAN, X, amplified, mlp_loss, trainer, x64
 
 import jaxscale
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_each_member_of_a_population_has_a_scale_of_its_own():
+    tx = jaxscale.loss_scaled(optax.sgd(1.0))
+    params = jnp.ones(2)
+    _, state = jax.vmap(tx.update)(
+        jnp.array([1.0, jnp.inf]), jax.vmap(tx.init)(params), params
+    )
+    assert state.scaling.loss_scale.tolist() == [2.0**15, 2.0**14]
+
 
 DYNAMIC = POLICIES["dynamic"]
 # All numbers of this model are short binary fractions, so that its arithmetic is exact, and

@@ -4,10 +4,8 @@ Where a sum cancels, a summand that was rounded has lost the digits that remain,
 stops growing. The same is lost if a sum in float32 is rounded, and then read in float32 again.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
-import numpy as np
+from jaxprs import equations
 
 from jaxscale import _jax
 
@@ -62,45 +60,38 @@ MOVES = (
     "unstack",
 )
 
-# The origin of a value: it is 0, another number in the program, the result of a product, comes from
-# elsewhere, or was rounded to half precision and came from elsewhere. A value made from several has
-# the origin that is last in this list.
-ZERO, NUMBER, PRODUCT, OTHER, ROUNDED = range(5)
+# The origin of a value: a product, elsewhere, or what was rounded to half precision and
+# came from elsewhere. A value made from several has the origin that is last in this list.
+PRODUCT, OTHER, ROUNDED = range(3)
 
 
 def find_additions(program):
     """Returns the additions in half precision."""
-    return _find(program)[0]
+    found = {}
+    for eqn in equations(program):
+        if _jax.operation(eqn) in ADDITIONS and any(map(_is_half, eqn.outvars)):
+            found[_describe(eqn)] = None
+    return list(found)
 
 
 def find_roundings(program):
     """Returns the places where what was rounded to half precision is read in float32 again."""
-    return _find(program)[1]
-
-
-class _Found(NamedTuple):
-    additions: dict[str, None]
-    roundings: dict[str, None]
-
-
-def _find(program):
     jaxpr = getattr(program, "jaxpr", program)
-    found = _Found({}, {})
+    found = {}
     _walk(jaxpr, [OTHER] * len(jaxpr.invars), found)
-    return list(found.additions), list(found.roundings)
+    return list(found)
 
 
 def _walk(jaxpr, inputs, found):
-    """Returns the origins of a program's outputs, and notes what breaks a law in `found`."""
+    """Returns the origins of a program's outputs, and notes what breaks the law in `found`."""
     origins = dict.fromkeys(jaxpr.constvars, OTHER)
     origins |= zip(jaxpr.invars, inputs, strict=True)
 
     def read(atom):
-        if not hasattr(atom, "val"):
-            return origins.get(atom, OTHER)
-        if np.ndim(atom.val):
-            return OTHER
-        return NUMBER if atom.val else ZERO
+        # A number in the program is as exact as the result of a product.
+        if hasattr(atom, "val"):
+            return OTHER if jnp.ndim(atom.val) else PRODUCT
+        return origins.get(atom, OTHER)
 
     for eqn in jaxpr.eqns:
         outputs = _origins_of(eqn, [read(atom) for atom in eqn.invars], found)
@@ -125,19 +116,13 @@ def _origins_of(eqn, inputs, found):
     for origin, atom in zip(inputs, eqn.invars, strict=True):
         if _is_floating(atom):
             floating.append(origin)
-    origin = max(floating, default=ZERO)
-    if name in ADDITIONS and any(is_half):
-        # A sum with 0 is exact.
-        is_with_zero = len(floating) == 2 and ZERO in floating and "scatter" not in name
-        if origin >= PRODUCT and not is_with_zero:
-            found.additions[_describe(eqn, inputs)] = None
-            origin = PRODUCT  # so that it is noted once
-    elif name == "convert_element_type":
+    origin = max(floating, default=PRODUCT)
+    if name == "convert_element_type":
         was_half = _is_half(eqn.invars[0])
         if origin == OTHER and is_half[0] and not was_half:
             origin = ROUNDED
         elif origin == ROUNDED and was_half and not is_half[0]:
-            found.roundings[_describe(eqn, inputs)] = None
+            found[_describe(eqn)] = None
             origin = OTHER
     elif name not in MOVES and not all(is_half):
         origin = OTHER
@@ -151,7 +136,7 @@ def _origins_of_call(eqn, programs, inputs, found):
         for program in programs:
             _walk(program, [OTHER] * len(program.invars), found)
         return [OTHER] * len(eqn.outvars)
-    origins = [ZERO] * len(eqn.outvars)
+    origins = [PRODUCT] * len(eqn.outvars)
     for held in opened:
         of_inputs = [inputs[number] for number in held.inputs]
         of_outputs = _walk_turns(held, of_inputs, found)
@@ -164,7 +149,7 @@ def _walk_turns(held, inputs, found):
     """Walks through a program, of a loop until the origins of what it carries stay the same."""
     is_stable = not held.fed_back
     while not is_stable:
-        outputs = _walk(held.program.jaxpr, inputs, _Found({}, {}))
+        outputs = _walk(held.program.jaxpr, inputs, {})
         joined = list(inputs)
         for number, carried in held.fed_back:
             joined[carried] = max(joined[carried], outputs[number])
@@ -182,9 +167,7 @@ def _is_floating(atom):
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _describe(eqn, inputs):
-    words = ("0", "a number", "a product", "elsewhere", "what was rounded")
-    summands = ", ".join(words[origin] for origin in inputs)
+def _describe(eqn):
     place = "?"
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if "/programs/" in frame.file_name:
@@ -192,4 +175,4 @@ def _describe(eqn, inputs):
             place = f"{file}:{frame.line_num}"
             break
     aval = eqn.outvars[0].aval.str_short()
-    return f"{eqn.primitive.name} {aval} at {place}: from {summands}"
+    return f"{eqn.primitive.name} {aval} at {place}"

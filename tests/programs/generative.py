@@ -1,10 +1,10 @@
-"""Models that make things: an autoencoder, diffusion, an adversary."""
+"""Models that make things: an autoencoder, diffusion."""
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from corpus import Program, apply_dense, dense, integers, normal, program
+from corpus import Program, integers, normal, program
 from flax import nnx
 
 
@@ -82,36 +82,3 @@ def diffusion():
         normal(4, 6, 6, 2, seed=3),
     )
     return Program(loss, Denoiser(nnx.Rngs(0)), batch)
-
-
-@program("jax")
-def wasserstein_with_gradient_penalty():
-    """A critic whose gradient at points between the real and the fake has norm 1."""
-    params = {
-        "hidden": dense(6, 32, seed=1),
-        "middle": dense(32, 32, seed=2),
-        "out": dense(32, 1, seed=3),
-    }
-
-    def critic(params, x):
-        x = jnp.tanh(apply_dense(params["hidden"], x))
-        x = jnp.tanh(apply_dense(params["middle"], x))
-        return apply_dense(params["out"], x)[0]
-
-    def loss(params, batch):
-        real, fake, mix = batch
-        score = jax.vmap(critic, in_axes=(None, 0))
-        by_input = jax.grad(critic, argnums=1)
-        slope = jax.vmap(by_input, in_axes=(None, 0))
-        real_share = mix[:, None] * real
-        between = real_share + (1 - mix[:, None]) * fake
-        slopes = slope(params, between)
-        norms = jnp.linalg.norm(slopes, axis=-1)
-        penalty = jnp.mean((norms - 1) ** 2)
-        fake_score = score(params, fake).mean()
-        real_score = score(params, real).mean()
-        distance = fake_score - real_score
-        return distance + 10 * penalty, {}
-
-    batch = normal(8, 6, seed=4), normal(8, 6, seed=5), jnp.linspace(0, 1, 8)
-    return Program(loss, params, batch, scale=2.0**8)

@@ -1,4 +1,4 @@
-"""Graphs: attention over neighbours, and molecules."""
+"""Graphs: attention over neighbours."""
 
 import flax.linen as nn
 import jax

@@ -1,8 +1,8 @@
 """The law: how far gradients may be from those in float32, and how that is measured.
 
 The error of a leaf is the norm of its difference from float32, over the norm of the leaf in
-float32. It may be `FACTOR` times that of the reference, or `ROUNDING`. No addition in half
-precision may have a summand that comes from no product (`additions`).
+float32. It may be `FACTOR` times that of the reference, or `ROUNDING`. Nothing is added in half
+precision (`additions`).
 """
 
 import contextlib

@@ -1,9 +1,7 @@
 """Physics and equations: derivatives, solvers, fixed points, integrators."""
 
-import dataclasses
 import functools
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,23 +15,6 @@ from corpus import (
     weight,
 )
 from jax.experimental.ode import odeint
-
-
-@program("equinox")
-def laplacian_by_hessian():
-    """A Laplace equation on points, with `jax.hessian` of an Equinox network, vmapped."""
-    model = eqx.nn.MLP(2, "scalar", 16, 2, jnp.sin, key=jax.random.key(0))
-
-    def loss(model, points):
-        def laplacian(x):
-            hessian = jax.hessian(model)(x)
-            return jnp.trace(hessian)
-
-        wanted = jnp.sin(points).sum(-1)
-        error = jax.vmap(laplacian)(points) - wanted
-        return jnp.mean(error**2), {}
-
-    return Program(loss, model, normal(8, 2, seed=1))
 
 
 @program("jax")
@@ -151,62 +132,3 @@ def neural_operator():
         return jnp.mean(errors / sizes), {}
 
     return Program(loss, params, batch)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Dataset:
-    x: jax.Array
-    y: jax.Array
-
-    def __post_init__(self):
-        if self.x.ndim != 2 or self.y.shape != (len(self.x), 1):
-            raise ValueError(f"inputs {self.x.shape}, outputs {self.y.shape}")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Kernel:
-    """Parameters that insist on their shapes."""
-
-    features: jax.Array
-    bias: jax.Array
-    length: jax.Array
-    noise: jax.Array
-
-    def __post_init__(self):
-        if self.features.shape[-1:] != self.bias.shape:
-            raise ValueError(f"features {self.features.shape}, bias {self.bias.shape}")
-
-    def __call__(self, x):
-        f = jnp.tanh(x @ self.features + self.bias)
-        differences = f[:, None] - f[None]
-        exponents = -jnp.sum(differences**2, axis=-1)
-        length = jnp.exp(self.length)
-        kernel = jnp.exp(exponents / (2 * length**2))
-        noise = jnp.exp(self.noise)
-        return kernel + noise * jnp.eye(len(x))
-
-
-@program("jax")
-def gaussian_process():
-    """The marginal likelihood of a Gaussian process; parameters, data and outputs are classes."""
-    params = Kernel(
-        features=weight(3, 6, seed=1),
-        bias=normal(6, seed=2),
-        length=jnp.array(0.5),
-        noise=jnp.array(-1.0),
-    )
-
-    def loss(params, data):
-        factor = jax.scipy.linalg.cho_factor(params(data.x), lower=True)
-        weights = jax.scipy.linalg.cho_solve(factor, data.y)
-        diagonal = jnp.diag(factor[0])
-        determinant = jnp.sum(jnp.log(diagonal))
-        outputs = params(data.x) @ weights
-        smoothed = Dataset(data.x, outputs)
-        misfit = jnp.sum(data.y * weights) / 2
-        return misfit + determinant, smoothed
-
-    data = Dataset(normal(12, 3, seed=3), normal(12, 1, seed=4))
-    return Program(loss, params, data, scale=2.0**8)

@@ -1,17 +1,12 @@
 """Quantization with straight-through derivatives, and adapters of low rank."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from corpus import (
     Program,
-    apply_dense,
     cross_entropy,
-    dense,
     integers,
-    mean_squared_error,
     normal,
     program,
     two_layers,
@@ -89,69 +84,3 @@ def adapter_on_frozen_attention():
         return cross_entropy(jax.vmap(model)(x), labels)
 
     return Program(loss, model, (normal(8, 6, 16, seed=1), integers(4, 8, seed=2)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product_of_integers(multiply, x, w):
-    """A product of rows and columns on 8 bits, with the derivative of the product itself."""
-    return multiply_integers(multiply, x, w)
-
-
-def multiply_integers(multiply, x, w):
-    def quantize(x, axis):
-        scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127
-        return jnp.round(x / scale).astype(jnp.int8), scale
-
-    rows, row_scales = quantize(x, -1)
-    columns, column_scales = quantize(w, 0)
-    product = multiply(rows, columns, preferred_element_type=jnp.float32)
-    return product * row_scales * column_scales
-
-
-def _integers_forward(multiply, x, w):
-    return multiply_integers(multiply, x, w), (x, w)
-
-
-def _integers_backward(multiply, residuals, cotangent):
-    x, w = residuals
-    return cotangent @ w.T, x.T @ cotangent
-
-
-product_of_integers.defvjp(_integers_forward, _integers_backward)
-
-
-def convolve_rows(rows, columns, **options):
-    """A product of matrices, as a convolution of pixels."""
-    window = (1, 1)
-    pixels = jnp.expand_dims(rows, (1, 2))
-    kernel = jnp.expand_dims(columns, (0, 1))
-    layout = ("NHWC", "HWIO", "NHWC")
-    product = jax.lax.conv_general_dilated(
-        pixels, kernel, window, "VALID", dimension_numbers=layout, **options
-    )
-    return jnp.squeeze(product, (1, 2))
-
-
-@program("jax")
-def products_of_integers():
-    """W8A8: layers on 8-bit integers, whose sums are beyond float16, between float32 layers."""
-    ways = {
-        "dot": jax.lax.dot,
-        "matmul": jnp.matmul,
-        "einsum": functools.partial(jnp.einsum, "ij,jk->ik"),
-        "convolution": convolve_rows,
-    }
-    params = two_layers(12, 24, 3)
-    for i, name in enumerate(ways):
-        params[name] = dense(24, 24, seed=10 + i)
-
-    def loss(params, batch):
-        x, wanted = batch
-        x = jax.nn.tanh(apply_dense(params["hidden"], x))
-        for name, multiply in ways.items():
-            layer = params[name]
-            x = jax.nn.tanh(product_of_integers(multiply, x, layer["w"]) + layer["b"])
-        outputs = apply_dense(params["head"], x)
-        return mean_squared_error(outputs, wanted), {}
-
-    return Program(loss, params, (normal(16, 12, seed=3), normal(16, 3, seed=4)))

@@ -1,12 +1,10 @@
 """Sequences: language models, taggers, recurrent networks, state spaces, experts."""
 
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from corpus import (
     Program,
-    accuracy,
     apply_dense,
     confident_head,
     cross_entropy,
@@ -96,35 +94,51 @@ def gpt2():
     return Program(loss, params, tokens)
 
 
-class Layer(nn.Module):
+UNIT = nn.initializers.normal(1.0)
+
+
+class Block(nn.Module):
+    dtype: object
+
     @nn.compact
     def __call__(self, x, mask):
-        y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(y, mask=mask)
-        y = nn.LayerNorm()(x)
-        y = nn.gelu(nn.Dense(64)(y))
-        return x + nn.Dense(32)(y), None
+        attention = nn.MultiHeadDotProductAttention(2, dtype=self.dtype)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        x = x + attention(h, h, mask=mask)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(64, dtype=self.dtype)(h))
+        return x + nn.Dense(32, dtype=self.dtype)(h), None
 
 
-class ScannedTransformer(nn.Module):
+class Transformer(nn.Module):
+    """Features of a language model: a head makes logits of them."""
+
+    kind: str  # whether its layers are unrolled or scanned, with or without remat
+    vocabulary: int
+    dtype: object = jnp.float32
+
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(16, 32, embedding_init=nn.initializers.normal(1.0))(tokens)
-        layers = nn.scan(
-            nn.remat(Layer, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=2,
-        )
-        x, _ = layers()(x, nn.make_causal_mask(tokens))
-        return nn.LayerNorm()(x)
+        x = nn.Embed(self.vocabulary, 32, dtype=self.dtype, embedding_init=UNIT)(tokens)
+        mask = nn.make_causal_mask(tokens)
+        is_scanned = "scanned" in self.kind
+        block = Block
+        num_blocks = 2
+        if "remat" in self.kind:
+            block = nn.remat(block, prevent_cse=not is_scanned)
+        if is_scanned:
+            axes = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast}
+            block = nn.scan(block, split_rngs={"params": True}, length=2, **axes)
+            num_blocks = 1
+        for _ in range(num_blocks):
+            x, _ = block(self.dtype)(x, mask)
+        return nn.LayerNorm(dtype=self.dtype)(x)
 
 
 @program("linen")
 def scanned_transformer():
     """Linen's layers under `nn.scan` and `nn.remat`, with a biased head and integer labels."""
-    model = ScannedTransformer()
+    model = Transformer("scanned remat", 16)
     tokens = integers(16, 2, 9, seed=2)
     params = model.init(jax.random.key(0), tokens[:, :-1])
     final = model.apply(params, tokens[:, :-1])
@@ -139,35 +153,6 @@ def scanned_transformer():
         return cross_entropy(logits, tokens[:, 1:])
 
     return Program(loss, {"model": params, "head": head}, tokens)
-
-
-@program("haiku")
-def character_lstm():
-    """Haiku's LSTM over characters, unrolled dynamically, one-hot inputs and labels."""
-
-    def network(tokens):
-        core = hk.LSTM(24)
-        head = hk.Linear(12)
-        xs = jax.nn.one_hot(tokens[:, :-1], 12).swapaxes(0, 1)
-        start = core.initial_state(len(tokens))
-        hs, _ = hk.dynamic_unroll(core, xs, start)
-        hidden = jax.nn.relu(hk.Linear(24)(hs))
-        logits = head(hidden)
-        return logits.swapaxes(0, 1)
-
-    model = hk.without_apply_rng(hk.transform(network))
-    tokens = integers(12, 4, 7, seed=7)
-    params = model.init(jax.random.key(0), tokens)
-
-    def loss(params, tokens):
-        logits = model.apply(params, tokens)
-        log_probs = jax.nn.log_softmax(logits)
-        labels = jax.nn.one_hot(tokens[:, 1:], 12)
-        aux = {"accuracy": accuracy(logits, tokens[:, 1:])}
-        log_likelihoods = jnp.sum(labels * log_probs, axis=-1)
-        return -jnp.mean(log_likelihoods), aux
-
-    return Program(loss, params, tokens)
 
 
 @program("jax")
@@ -232,33 +217,3 @@ def mixture_of_experts():
         return value + 0.01 * balance, aux | {"load": load}
 
     return Program(loss, params, batch)
-
-
-@program("jax")
-def fused_attention():
-    """`jax.nn.dot_product_attention` between the layers of a causal model."""
-    width, heads = 32, 2
-    params = {
-        "embedding": normal(16, width, seed=1),
-        "qkv": weight(width, 3 * width, seed=2),
-        "out": dense(width, width, seed=3),
-    }
-    tokens = integers(16, 2, 9, seed=4)
-
-    def features(params, tokens):
-        x = params["embedding"][tokens]
-        qkv = x @ params["qkv"]
-        q, k, v = split_heads(qkv, heads)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        y = y.reshape(x.shape)
-        return x + apply_dense(params["out"], y)
-
-    final = features(params, tokens[:, :-1])
-    params["head"] = confident_head(final, tokens[:, 1:], 16, margin=13.0)
-
-    def loss(params, tokens):
-        final = features(params, tokens[:, :-1])
-        logits = final @ params["head"]
-        return cross_entropy(logits, tokens[:, 1:])
-
-    return Program(loss, params, tokens)

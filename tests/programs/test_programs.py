@@ -22,7 +22,7 @@ ALL_ENTRIES = [*ENTRIES, DOCTOR]
 # Quick to compile, and most of them a form of their own.
 FAST = {
     "reinforcement.deep_q_learning": "train_step",
-    "physics.gaussian_process": "scale_backward, bfloat16",
+    "physics.neural_operator": "scale_backward, bfloat16",
     "quantization.quantization_aware": "nnx",
     "sequence.diagonal_state_space": "value_and_grad",
     "speech.masked_ctc": "value_and_grad, bfloat16",
@@ -60,32 +60,6 @@ def run_by_reference(fun, *args, **options):
 
 def by_hand(x, w):
     return half(half(x) @ half(w), jnp.float32)
-
-
-@jax.custom_vjp
-def thrice(x, w):
-    """A product whose derivative by `w` is three times too large."""
-    return x @ w
-
-
-def thrice_forward(x, w):
-    return x @ w, (x, w)
-
-
-def thrice_backward(residuals, cotangent):
-    x, w = residuals
-    return cotangent @ w.T, 3 * x.T @ cotangent
-
-
-thrice.defvjp(thrice_forward, thrice_backward)
-
-
-def in_scan(x, w):
-    def turn(x, _):
-        return x @ w + 1, None
-
-    x, _ = jax.lax.scan(turn, x, None, length=2)
-    return x
 
 
 def in_cond(product):
@@ -127,25 +101,6 @@ def test_the_reference_rounds_products_wherever_they_stand_and_nothing_else():
         assert np.array_equal(output, expected[form]), form
 
 
-def gradient_of(product):
-    def loss(w):
-        return jnp.sum(jnp.tanh(product(X, w)))
-
-    return jax.grad(loss)
-
-
-@pytest.mark.worlds
-def test_the_reference_differentiates_as_by_hand():
-    gradient = run_by_reference(gradient_of(jnp.matmul), W)
-    assert np.array_equal(gradient, jax.jit(gradient_of(by_hand))(W))
-
-
-def test_the_reference_keeps_custom_rules():
-    gradient = run_by_reference(gradient_of(thrice), W)
-    expected = 3 * jax.jit(gradient_of(by_hand))(W)
-    np.testing.assert_allclose(gradient, expected, rtol=2e-3, atol=2e-3)
-
-
 def dot_of_vectors(x, w):
     return jnp.dot(x[0], w[0])
 
@@ -170,15 +125,11 @@ def product_of_integers(x, w):
     return jax.lax.dot(x, w, preferred_element_type=jnp.float32)
 
 
-def test_the_reference_leaves_products_of_integers():
-    product = run_by_reference(product_of_integers, X, W)
-    assert np.array_equal(product, jax.jit(product_of_integers)(X, W))
-    assert not np.array_equal(product, half(half(product), jnp.float32))
+LEFT = [product_of_integers, dot_of_vectors, ode, ctc, exponential]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fun", [dot_of_vectors, ode, ctc, exponential])
-def test_the_reference_leaves_dots_of_vectors_and_products_of_libraries(fun):
+@cases("fun", LEFT, fast=[product_of_integers])
+def test_the_reference_leaves_integers_dots_of_vectors_and_products_of_libraries(fun):
     assert np.array_equal(run_by_reference(fun, X, W), jax.jit(fun)(X, W))
 
 
@@ -189,42 +140,8 @@ def foreign(x, w):
     return half(x @ w) + half(x)
 
 
-def of_products(x, w):
-    one, other = half(x) @ half(w), half(x) @ half(w * 2)
-    return jnp.flip(one, 0) + half(half(other.T.T, jnp.float32))
-
-
-def over_turns(x, w):
-    """Products are added to a carry that starts as 0."""
-    return add_products(jnp.zeros((4, 8), jnp.float16), x, w)
-
-
-def over_turns_from_afar(x, w):
-    return add_products(half(x), x, w)
-
-
-def add_products(start, x, w):
-    def turn(total, _):
-        return total + half(x) @ half(w), None
-
-    total, _ = jax.lax.scan(turn, start, None, length=3)
-    return total
-
-
-def with_zeros(x, w):
-    return half(x) + jnp.zeros(x.shape, jnp.float16)
-
-
-def with_a_number(x, w):
-    return half(x) @ half(w) + jnp.float16(1), half(x) + jnp.float16(1)
-
-
 def in_a_branch(x, w):
-    return jax.lax.cond(x[0, 0] > 0, jax.jit(foreign), of_products, x, w)
-
-
-def in_float32(x, w):
-    return x @ w + x
+    return jax.lax.cond(x[0, 0] > 0, jax.jit(foreign), lambda x, w: half(x - 1), x, w)
 
 
 def rounded(x, w):
@@ -243,13 +160,8 @@ def rounded_in_a_loop(x, w):
     ("fun", "additions", "roundings"),
     [
         (foreign, 1, 0),
-        (of_products, 1, 0),
-        (over_turns, 1, 0),
-        (over_turns_from_afar, 1, 0),
-        (with_zeros, 0, 0),
-        (with_a_number, 2, 0),
-        (in_a_branch, 2, 0),
-        (in_float32, 0, 0),
+        (in_a_branch, 1, 0),
+        (jnp.matmul, 0, 0),
         (rounded, 0, 2),
         (rounded_in_a_loop, 0, 1),
     ],

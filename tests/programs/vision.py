@@ -7,12 +7,10 @@ from corpus import (
     Program,
     accuracy,
     confident_head,
-    cross_entropy,
     integers,
     normal,
     program,
 )
-from flax import nnx
 
 
 class ResidualBlock(nn.Module):
@@ -61,32 +59,3 @@ def resnet():
         return losses.mean(), (new["batch_stats"], aux)
 
     return Program(loss, params, (images, labels), state=variables["batch_stats"])
-
-
-class SmallConvNet(nnx.Module):
-    def __init__(self, rngs):
-        self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.hidden = nnx.Linear(8 * 16, 32, rngs=rngs)
-        self.head = nnx.Linear(32, 10, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.norm(self.conv(x)))
-        x = nnx.avg_pool(x, (2, 2), (2, 2))
-        x = nnx.relu(self.hidden(x.reshape(len(x), -1)))
-        return self.head(self.dropout(x))
-
-
-@program("nnx")
-def mnist():
-    """The convolutional network of Flax's tutorial, with batch statistics and dropout."""
-    model = SmallConvNet(nnx.Rngs(0))
-    images, labels = normal(8, 8, 8, 3), integers(10, 8)
-
-    def loss(model, batch):
-        images, labels = batch
-        logits = model(images)
-        return cross_entropy(logits, labels)
-
-    return Program(loss, model, (images, labels))

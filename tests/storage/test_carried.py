@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tables import assert_same_bits, cases, fused_step
 
@@ -64,15 +64,6 @@ def make(wrapper, **options):
 
 def step_of(tx):
     return functools.partial(fused_step, tx)
-
-
-def run(wrapper, number=3, params=PARAMS):
-    tx = make(wrapper)
-    state = tx.init(params)
-    step = jax.jit(step_of(tx))
-    for _ in range(number):
-        params, state = step(params, state, GRADS)
-    return params, state
 
 
 @pytest.mark.worlds
@@ -140,35 +131,17 @@ def take_steps(wrapper, params, grads):
     return params
 
 
-SPECS = {"w": P("data", "model"), "h": P("model")}
-
-
 @pytest.mark.worlds
-@cases(
-    "wrapper, kind",
-    [(name, kind) for name in WRAPPERS for kind in (AxisType.Auto, AxisType.Explicit)],
-    fast=[("remainder", AxisType.Auto), ("random", AxisType.Explicit)],
-)
-def test_parameters_that_are_split_over_devices_have_the_same_bits(wrapper, kind):
-    mesh = Mesh(DEVICES, ("data", "model"), axis_types=(kind, kind))
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    expected, _ = run(wrapper)
+@cases("wrapper", WRAPPERS, fast=["remainder"])
+def test_parameters_that_are_split_over_devices_are_not_exchanged(wrapper):
+    """But for the verdict, a few numbers. `test_sharding.py` compares the bits."""
+    mesh = Mesh(DEVICES, ("data", "model"))
+    shardings = {"w": NamedSharding(mesh, P("data", "model"))}
+    shardings["h"] = NamedSharding(mesh, P("model"))
     tx = make(wrapper)
-    if kind is AxisType.Explicit and jax.__version_info__ < (0, 12):
-        pytest.skip("axes are not Explicit by default")
-    with jax.set_mesh(mesh):
-        params = jax.device_put(PARAMS, shardings)
-        grads = jax.device_put(GRADS, shardings)
-        state = tx.init(params)
-        step = jax.jit(step_of(tx))
-        program = step.lower(params, state, grads).compile().as_text()
-        for _ in range(3):
-            params, state = step(params, state, grads)
-    assert_same_bits(jax.device_get(params), jax.device_get(expected))
-    if wrapper == "remainder":
-        beside = state.weights.remainders["w"]
-        assert beside.sharding.is_equivalent_to(shardings["w"], beside.ndim)
-    # only the verdict is exchanged, a few numbers
+    params, grads = jax.device_put((PARAMS, GRADS), (shardings, shardings))
+    step = jax.jit(step_of(tx)).lower(params, tx.init(params), grads)
+    program = step.compile().as_text()
     assert "all-gather" not in program
     assert "all-to-all" not in program
 

@@ -268,17 +268,33 @@ def words_of_steps(key, number=2):
     return words
 
 
+def keys_of_members(like):
+    return jax.vmap(lambda x: noise.make_key(0, [x]))(jnp.zeros(3))
+
+
+def keys_of_streams(like):
+    """As weights and the state of their optimizer, which both begin with the seed 0."""
+    return [noise.make_key(0, [like], stream=stream) for stream in range(3)]
+
+
 @pytest.mark.worlds
-def test_steps_arrays_and_members_draw_differently():
+@cases("keys_of", [keys_of_members, keys_of_streams], fast=[keys_of_members])
+def test_steps_arrays_members_and_users_of_a_seed_draw_differently(keys_of):
     like = jnp.zeros(2**16)
     words = []
-    for key in jax.vmap(lambda x: noise.make_key(0, [x]))(jnp.zeros(3)):
+    for key in keys_of(like):
         words += words_of_steps(key)
     arrays = [np.asarray(noise.make_noise(word, like)) for word in words]
     for first, second in combinations(arrays, 2):
         assert abs(share_of_equal_bits(first, second)) < 4.5
         # as many as among random words: 2**16 * 2**16 / 2**32
         assert np.intersect1d(first, second).size < 10
+
+
+def test_weights_and_the_state_of_their_optimizer_have_keys_of_their_own():
+    inner = jaxscale.compact_state(optax.sgd(0.1))
+    state = jaxscale.stochastic_rounding(inner).init({"w": jnp.zeros(2**16)})
+    assert (state.weights.key != state.inner_state.key).any()
 
 
 @cases("depth", [1, 2])
@@ -290,20 +306,6 @@ def test_members_of_a_population_have_keys_of_their_own(depth):
         make = jax.vmap(make)
     keys = jax.jit(make)(jnp.zeros((3,) * depth)).reshape(-1, 2)
     assert len(np.unique(np.asarray(keys), axis=0)) == 3**depth
-
-
-def test_two_users_of_a_seed_draw_differently():
-    """As weights and the state of their optimizer, which both begin with the seed 0."""
-    like = jnp.zeros(2**16)
-    words = []
-    for stream in range(3):
-        words += words_of_steps(noise.make_key(0, [like], stream=stream))
-    arrays = [np.asarray(noise.make_noise(word, like)) for word in words]
-    for first, second in combinations(arrays, 2):
-        assert abs(share_of_equal_bits(first, second)) < 4.5
-    inner = jaxscale.compact_state(optax.sgd(0.1))
-    state = jaxscale.stochastic_rounding(inner).init({"w": like})
-    assert (state.weights.key != state.inner_state.key).any()
 
 
 # Derivatives.
@@ -330,12 +332,3 @@ def test_rounding_has_the_derivative_of_a_cast(dtype, way):
     assert jax.grad(value)(x) == 3
     assert jax.jvp(value, (x,), (jnp.float32(2),))[1] == 6
     assert jax.jacfwd(value)(x) == 3
-
-
-@cases("transformation", [jax.jit, jax.vmap])
-def test_halves_are_the_same_under_a_transformation(transformation):
-    numbers = numbers_of(0x8000)
-    halves = transformation(rounding.split)(numbers)
-    expected = rounding.split(numbers)
-    for half, expected_half in zip(halves, expected, strict=True):
-        np.testing.assert_array_equal(bits_of(half), bits_of(expected_half))

@@ -1,4 +1,4 @@
-"""What was compiled in this process: an event for each compilation."""
+"""Compilations of this process: an event for each."""
 
 import jax
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations as equations
+from tables import unchanged
 
 import jaxscale
 from jaxscale import _jax
@@ -319,6 +320,65 @@ PROGRAMS = {fun.__name__: (fun, (PARAMS, X)) for fun in OF_X} | {
 }
 
 
+def scaled_autocast(fun, dtype=jnp.float16):
+    return jaxscale.scale_backward(jaxscale.autocast(fun, dtype))
+
+
+def autocast_scaled(fun, dtype=jnp.float16):
+    return jaxscale.autocast(jaxscale.scale_backward(fun), dtype)
+
+
+WRAPPERS = {
+    "autocast": jaxscale.autocast,
+    "scale_backward": jaxscale.scale_backward,
+    "scale_backward of autocast": scaled_autocast,
+    "autocast of scale_backward": autocast_scaled,
+}
+
+
+def of_row(fun, w):
+    """A function of rows, of one of them."""
+    return lambda row: fun(row[None], w)[0]
+
+
+# What may hold a function of rows and a weight in a program.
+HOLDERS = {
+    "as it is": unchanged,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda fun: lambda x, w: jax.vmap(of_row(fun, w))(x),
+    "map": lambda fun: lambda x, w: jax.lax.map(of_row(fun, w), x),
+    "cond": lambda fun: (
+        lambda x, w: jax.lax.cond(x[0, 0] > -9, fun, lambda x, w: 0 * fun(x, w), x, w)
+    ),
+}
+
+
+def with_vjp(multiply):
+    """A product with a backward rule, as kernels come in libraries."""
+    product = jax.custom_vjp(lambda x, w: multiply(x, w))
+
+    def backward(operands, cotangent):
+        x, w = operands
+        return multiply(cotangent, w.T), multiply(x.T, cotangent)
+
+    product.defvjp(lambda x, w: (multiply(x, w), (x, w)), backward)
+    return product
+
+
+def with_jvp(multiply):
+    """A product with a rule for its derivative."""
+    product = jax.custom_jvp(lambda x, w: multiply(x, w))
+
+    @product.defjvp
+    def derive(operands, tangents):
+        x, w = operands
+        dx, dw = tangents
+        return product(x, w), multiply(dx, w) + multiply(x, dw)
+
+    return product
+
+
 def primitives(fun, *args):
     """The primitives of a function, by their old names, each with its floating-point dtypes."""
     names_and_dtypes = []
@@ -344,6 +404,25 @@ def products(fun, *args):
             dtypes = [eqn.params["dtype"]]
         names = {str(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)}
         found.append(" ".join(sorted(names)))
+    return found
+
+
+# What may be in half precision: products, moves, and casts. What is computed again holds programs.
+NARROW = table.PRODUCTS | table.MOVES | {"convert_element_type", "jaxscale_stand_in"}
+NARROW |= {_jax.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *_jax.CALLS}
+# Loops and branches pass what products read and make. Backward, products share cotangents.
+NARROW |= {"scan", "cond", "shard_map", "add_any"}
+# These round nothing.
+NARROW |= {"neg", "select_n", "reduce_precision", "empty2"}
+
+
+def computed_in_half(fun, *args):
+    """The equations of a function that compute in half precision, and are no products."""
+    found = []
+    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+        dtypes = {str(getattr(atom.aval, "dtype", "")) for atom in eqn.outvars}
+        if dtypes & {"float16", "bfloat16"} and _jax.operation(eqn) not in NARROW:
+            found.append(eqn)
     return found
 
 

@@ -137,7 +137,7 @@ def mesh_of(form):
     return Mesh(devices[: 8 if "jit" in form else 2], "d", axis_types=(kind,))
 
 
-def compared(form, mesh, scale, **options):
+def compared(form, mesh, wrap, dtype=jnp.float16):
     """The error of the gradients of a form, beside those of float32, and a digest of them."""
     rng = np.random.default_rng(0)
     rows = ROWS * mesh.shape["d"]
@@ -160,8 +160,7 @@ def compared(form, mesh, scale, **options):
         # a row for each device, which all processes have gathered
         return process_allgather(grad(*args), tiled=True)
 
-    wrap = functools.partial(jaxscale.scale_backward, scale=scale, **options)
-    scaled = gradients(wrap, jnp.float16)
+    scaled = gradients(wrap, dtype)
     exact = gradients(lambda fun: fun, jnp.float32)
     if form == "inside averaged":
         assert (scaled == scaled[:1]).all()
@@ -180,5 +179,6 @@ if __name__ == "__main__":
     jax.distributed.initialize(address, int(number), int(process))
     mesh = Mesh(np.array(jax.devices()), "d")
     for name, scale in itertools.product(ACROSS, ("auto", HIGH)):
-        error, digest = compared(name, mesh, scale)
+        wrap = functools.partial(jaxscale.scale_backward, scale=scale)
+        error, digest = compared(name, mesh, wrap)
         print(f"form {name} at {scale}: error {error:.5f}, digest {digest}", flush=True)

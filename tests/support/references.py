@@ -1,4 +1,4 @@
-"""How the scale of a policy moves, in plain Python, as a reference for the real policies."""
+"""The scale of a policy in plain Python, as a reference for the real policies."""
 
 import dataclasses
 import math

@@ -2,15 +2,10 @@
 
 import functools
 
-import half_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tables import member as member
-from tables import unchanged as unchanged
-
-import jaxscale
-from jaxscale import scale_backward
+from jaxprs import equations
 
 HALF = jnp.float16
 _rng = np.random.default_rng(0)
@@ -49,22 +44,6 @@ def loss_of(model, factor=SMALL):
 REFERENCE = jax.jit(jax.grad(loss_of(net32, 1.0)))(PARAMS)
 
 
-def scaled_autocast(fun):
-    return scale_backward(jaxscale.autocast(fun))
-
-
-def autocast_scaled(fun):
-    return jaxscale.autocast(scale_backward(fun))
-
-
-AROUND_BOTH = {
-    "scale_backward": scale_backward,
-    "autocast": jaxscale.autocast,
-    "scale_backward of autocast": scaled_autocast,
-    "autocast of scale_backward": autocast_scaled,
-}
-
-
 def error(got, expected, factor=1.0):
     """The norm of a difference, of gradients that are divided by a factor, beside the norm."""
     got = _flatten(got) / factor
@@ -81,9 +60,7 @@ def _flatten(grads):
 def equations_named(name, fun, *args):
     """The equations of a name in a function."""
     program = jax.make_jaxpr(fun)(*args)
-    return [
-        eqn for eqn in half_programs.equations(program) if eqn.primitive.name == name
-    ]
+    return [eqn for eqn in equations(program) if eqn.primitive.name == name]
 
 
 def cast_and_back(x):

@@ -1,4 +1,4 @@
-"""What the laws range over: policies, inner optimizers, gradients, and ways to run."""
+"""Tables that laws range over: policies, inner optimizers, gradients, and ways to run."""
 
 import contextlib
 import functools

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scaled_networks import autocast_scaled, scaled_autocast
+from half_programs import autocast_scaled, scaled_autocast
 from tables import assert_same_bits, cases
 
 import jaxscale

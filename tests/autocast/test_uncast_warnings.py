@@ -1,4 +1,4 @@
-"""Nothing stays in float32 in silence: what `autocast` cannot change, it names."""
+"""Warnings about what `autocast` leaves in float32: nothing stays there in silence."""
 
 import functools
 import types
@@ -298,7 +298,7 @@ def line_in(function):
     """The file, the line and the name of a function whose body has one line, as pattern."""
     code = function.__code__
     name = function.__name__
-    return rf"test_unsaid\.py:{code.co_firstlineno + 1} \(in `{name}`\)"
+    return rf"test_uncast_warnings\.py:{code.co_firstlineno + 1} \(in `{name}`\)"
 
 
 NO_PRODUCT = "no product of float32 matrices"
