@@ -1,4 +1,4 @@
-"""What the pictures of histograms and runs show, and that their texts fit."""
+"""Pictures of histograms and runs."""
 
 import itertools
 import sys

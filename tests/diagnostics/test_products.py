@@ -1,4 +1,4 @@
-"""`products`: how many products run in which precision, wherever they are, and on which lines."""
+"""Counts of products by their precision, with their lines."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""`trace`: what each line of a model does to the loss and the gradients."""
+"""Effects of each line of a model on the loss and the gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,17 @@ import jaxscale
 from jaxscale import diagnostics
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_three_times_60000_overflows():
+    def loss_fn(w):
+        return (w * jnp.float16(60000)).astype(jnp.float32)
+
+    scaling = jaxscale.FixedLossScale(1.0).init()
+    report = diagnostics.trace(loss_fn, scaling)(jnp.float16(3.0))
+    assert (report.loss, report.float32_loss) == (np.inf, 180000)
+    assert "loss" in report.nonfinite_outputs
+
 
 W = normal(0, 4, 4)
 X = normal(1, 8, 4)

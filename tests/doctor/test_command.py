@@ -1,4 +1,4 @@
-"""The command: what it writes where, its exit status, and what it says about bad use."""
+"""The command: its output, files and exit status, and bad use of it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The page: that it holds everything, asks for nothing, escapes what it is given, and is brief."""
+"""The page of the doctor, as its elements and texts."""
 
 import base64
 import html.parser
@@ -93,12 +93,17 @@ def draw_page_of(exam, grads, loss_scale=1.0, shown_scale=None, **others):
     return Page(draw_page(exam, []))
 
 
-def test_a_page_of_two_findings_has_their_words(exam, no_pictures):
-    """What is quoted is code, in problems and in what is only worth knowing."""
+def test_the_report_on_a_product_with_60000_has_one_problem(doctor, no_pictures):
+    assert doctor("small:overflow").status == 1
+    shown = Page(pathlib.Path("jaxscale-doctor.html").read_text())
+    assert shown.texts["title"] == ["jaxscale doctor: small:overflow"]
+    assert "Problems found: 1." in shown.flowing
+
+
+def test_what_is_quoted_is_code(exam, no_pictures):
+    """In problems and in what is only worth knowing."""
     problem = Finding(True, "Too `large`.", ("Write `y / 2`.",))
     shown = Page(draw_page(exam, [problem, problem._replace(is_problem=False)]))
-    assert shown.texts["title"] == [f"jaxscale doctor: {exam.target}"]
-    assert "Problems found: 1." in shown.flowing
     assert [shown.texts["code"].count(words) for words in ("large", "y / 2")] == [2, 2]
 
 

@@ -1,4 +1,4 @@
-"""The doctor on a zoo of models: what is wrong with each, at which line, and what helps.
+"""The doctor on a zoo of models: verdicts, lines at fault, and cures.
 
 The models in `zoo/faulty.py` reproduce faults from public reports, which they name. Those in
 `zoo/healthy.py` look suspicious and are not, and those in `zoo/deep.py` have twelve layers. Those

@@ -1,4 +1,4 @@
-"""What the counters say, on the device and on the host."""
+"""Counters of a run on the device, and the verdicts of `check` on the host."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""How a model enters the zoo: `@faulty(...)` or `@healthy(...)` above its loss.
+"""Entries of the zoo: `@faulty(...)` or `@healthy(...)` above a loss makes a model of it.
 
 The arguments of the loss are the batch, and those by keyword alone the parameters, with their
 values as defaults. All come in half precision. A loss that takes `half`, this dtype, gets them in
