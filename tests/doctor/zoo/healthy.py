@@ -99,16 +99,15 @@ def numbers_of_a_module(half):
         power: float = 2.0
 
         def __call__(self, x):
-            y = cast(self.linear, half)(x)
             if self.rate == 0.0 and isinstance(self.power, float):
-                return jnp.tanh(y) ** self.power
-            return y * jnp.nan
+                return jnp.tanh(cast(self.linear, half)(x)) ** self.power
+            return x * jnp.nan
 
     def loss_fn(layer, x):
         return mean_square(jax.vmap(layer)(x.astype(half)) - 1)
 
-    layer = Layer(eqx.nn.Linear(3, 4, key=jax.random.key(0)), 0.0)
-    return loss_fn, layer, normal(66, 5, 3)
+    linear = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+    return loss_fn, Layer(linear, 0.0), normal(66, 5, 3)
 
 
 @healthy("LoRA: B is 0, and so are the gradients of A")
@@ -310,23 +309,21 @@ def online_softmax(x=normal(58, 6, 4), *, qkv=projections(55)):
     q, k, v = project(x, qkv)
 
     def attend(carry, block):
-        largest, total, y = carry
+        largest, sums = carry
         k, v = block
         scores = q @ k.T / 2
-        largest_of_block = jnp.max(scores, axis=-1)
-        new_largest = jax.lax.stop_gradient(jnp.maximum(largest, largest_of_block))
-        weights = jnp.exp(scores - new_largest[:, None])
-        decay = jnp.exp(largest - new_largest)
-        total = total * decay + jnp.sum(weights, axis=-1)
-        y = y * decay[:, None] + weights @ v
-        return (new_largest, total, y), None
+        new_largest = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        new_largest = jax.lax.stop_gradient(new_largest)
+        weights = jnp.exp(scores - new_largest)
+        sums = sums * jnp.exp(largest - new_largest) + weights @ v
+        return (new_largest, sums), None
 
-    lowest = jnp.full(6, -jnp.inf, x.dtype)
-    zero = jnp.zeros(6, x.dtype)
-    blocks = (k.reshape(3, 2, 4), v.reshape(3, 2, 4))
-    end, _ = jax.lax.scan(attend, (lowest, zero, jnp.zeros((6, 4), x.dtype)), blocks)
-    _, total, y = end
-    return mean_square(y / total[:, None])
+    # The last column adds up the weights.
+    v = jnp.pad(v, ((0, 0), (0, 1)), constant_values=1)
+    start = jnp.full((6, 1), -jnp.inf, x.dtype), jnp.zeros((6, 5), x.dtype)
+    blocks = k.reshape(3, 2, 4), v.reshape(3, 2, 5)
+    (_, sums), _ = jax.lax.scan(attend, start, blocks)
+    return mean_square(sums[:, :4] / sums[:, 4:])
 
 
 @healthy("routing by the largest score, with -inf for the experts that are full")

@@ -1,6 +1,6 @@
 """Small models, each for something that the doctor says, and some as it advises to write them.
 
-Of a model with a fault that is to be found in `faulty.py`, that one has what the doctor says.
+A sentence that the doctor says of a model in another file as well stands there.
 """
 
 # ruff: noqa: B008 (what a model is given are its defaults)
@@ -73,7 +73,7 @@ bad_batch = faulty(
 # Loss scales.
 
 below = faulty(
-    "input",
+    "overflow",
     says=[
         "! The largest loss scale that does not overflow on this batch is 2**-4: the default "
         "rule, which never goes below 1, will skip every step.",
