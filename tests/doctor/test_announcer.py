@@ -1,4 +1,4 @@
-"""Signs of life while the doctor works."""
+"""Signs of life: that there are some if it takes long, and where they go."""
 
 import io
 import re
