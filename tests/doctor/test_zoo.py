@@ -72,7 +72,7 @@ REPORT = r"[\w.-]+/[\w.-]+/(issues|pull)/\d+"
 # Of a model: the relative error of its worst leaf, at the loss scale where that is least.
 WRONG = 0.1  # above this it is faulty
 CLOSE = 0.05  # below this it is healthy
-SCALES = [2.0**k for k in range(-12, 42)]
+SCALES = [4.0**k for k in range(-6, 21)]
 LOSS = "[0]"
 
 
