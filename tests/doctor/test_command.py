@@ -123,7 +123,10 @@ BAD_USE = {
     "no file": ("nowhere.py:f", "The file nowhere.py does not exist."),
     "no module": ("nowhere:f", "There is no module nowhere in"),
     "no package": ("nowhere.at.all:f", "There is no module nowhere in"),
-    "no function": ("small:typo", "no function `typo` in small; it has scaled, compute,"),
+    "no function": (
+        "small:typo",
+        "no function `typo` in small; it has scaled, compute,",
+    ),
     "a value": ("small:W", "`W` in small is not a function, but float32[2]"),
     "needs arguments": ("misused:needs_arguments", "callable without arguments"),
     "returns one value": (
