@@ -89,15 +89,8 @@ def promotion(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Whether slow tests were left out, and the doctor's score."""
+    """Whether slow tests were left out."""
     if not config.option.slow:
         terminalreporter.line(
             "Slow tests and tests of pages were left out; --slow runs them."
         )
-    # Under xdist, too: properties travel with the reports.
-    for report in itertools.chain(*terminalreporter.stats.values()):
-        for key, lines in getattr(report, "user_properties", ()):
-            if key == "trial" and report.when == "call":
-                terminalreporter.section("the doctor's trial")
-                for line in lines:
-                    terminalreporter.line(line)

@@ -111,6 +111,7 @@ def test_a_float16_loss_carries_no_more_than_it_holds(size, ends):
         [jnp.float16(2.0**size)], jnp.multiply, min_scale=low, max_scale=high
     )
     assert found.passes <= 8
+    assert found.is_largest
     largest = min(high, 2.0**15, 2.0 ** (15 - size))
     if largest < min(low, 2.0**15):
         largest = None

@@ -7,12 +7,25 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from tables import cases
 
+import jaxscale
+from jaxscale import diagnostics
 from jaxscale.diagnostics._switches.backward import Backward
 from jaxscale.diagnostics._switches.board import Switchboard
 from jaxscale.diagnostics._switches.search import Search
 from jaxscale.diagnostics._switches.switches import Variant
 
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_a_third_is_0_33325195_with_its_switch_on():
+    def loss_fn(w):
+        return (w / jnp.float16(3)).astype(jnp.float32)
+
+    scaling = jaxscale.FixedLossScale(1.0).init()
+    report = diagnostics.trace(loss_fn, scaling)(jnp.float16(1.0))
+    assert report.loss == 0.333251953125
+    assert report.float32_loss == pytest.approx(1 / 3, rel=1e-6)
+
 
 HALF = jnp.float16
 # Of JAX: NumPy would round its own arrays before anything is traced.

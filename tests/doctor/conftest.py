@@ -1,4 +1,4 @@
-"""The doctor as a command, in a folder of its own with copies of the programs beside this file."""
+"""The doctor as a command, in a folder of its own with copies of the models."""
 
 import pathlib
 import re
@@ -11,7 +11,8 @@ import pytest
 from jaxscale._doctor import cli
 
 HERE = pathlib.Path(__file__).parent
-PROGRAMS = ("doctored", "advised", "misused")
+MODELS = [HERE / "misused.py", *(HERE / "zoo").glob("*.py")]
+sys.path.append(str(HERE / "zoo"))
 
 
 class Answer(NamedTuple):
@@ -29,22 +30,25 @@ class Answer(NamedTuple):
 
 @pytest.fixture
 def doctor(tmp_path, monkeypatch, capsys):
-    """Returns a function that runs the command in a temporary folder."""
+    """Returns a function that runs the command in a temporary folder.
+
+    Each model is imported anew: a function that was traced before would have lost the lines of its
+    backward rule.
+    """
     # no signs of life on a slow machine
     monkeypatch.setattr(cli, "_PATIENCE", float("inf"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in PROGRAMS:
-        shutil.copy(HERE / f"{name}.py", tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for path in MODELS:
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+        shutil.copy(path, tmp_path)
 
     def run_command(target, *options):
         status = cli.main(["doctor", str(target), *options])
         out, err = capsys.readouterr()
         return Answer(status, out, err)
 
-    yield run_command
-    for name in (*PROGRAMS, "f"):
-        sys.modules.pop(name, None)
+    return run_command
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What is no target of the doctor: functions that it cannot use, and losses that it cannot run."""
+"""Functions that are no target of the doctor, and losses that it cannot run."""
 
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from trial_entry import faulty, filled, healthy, normal
+from zoo_entries import faulty, filled, healthy, normal
 
 NUM_LAYERS = 12
 FAULTY_LAYER = "Layer_9"
@@ -215,7 +215,8 @@ def deep_conv_net(half):
     return conv_net(half, group_norm)
 
 
-@faulty("cancellation", "google/flax/issues/1491")
+# That line in float32 hardly changes the error.
+@faulty("cancellation", "google/flax/issues/1491", has_line=False)
 def deep_variance(half):
     """The variance is a difference of squares, and one convolution has a large mean."""
 

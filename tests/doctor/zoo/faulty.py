@@ -2,24 +2,23 @@
 
 # ruff: noqa: B008 (what a model is given are its defaults)
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.scipy.special import gammaln
-from trial_entry import (
+from zoo_entries import (
     array,
     cast,
     eye,
     faulty,
-    filled,
+    mean,
     mean_square,
     normal,
     ones,
     project,
     projections,
+    with_rule,
     zeros,
 )
 
@@ -35,6 +34,7 @@ OFTEN = np.zeros(6000, int)
 OFTEN[::100] = 1
 OFTEN[::90] = 2
 LARGE_KEYS = [0.02 * eye(4), 40 * eye(4), normal(2, 4, 4, scale=0.01)]
+WIDE = [normal(seed, 4, 16, scale=0.3) for seed in range(3)]
 AS_THEY_ARE = [eye(4), eye(4), normal(2, 4, 4)]
 POSITIONS = np.array([1, 1030, 2051, 2555, 3001, 3997])
 STEPS = np.array([0, 3, 1, 2])
@@ -43,7 +43,7 @@ PRODUCT = array([0.99, 0.6, 0.1, 2.9e-8])
 # Attention: masks, scores and normalizers.
 
 
-@faulty("overflow", "google/flax/issues/982", tuned=True)
+@faulty("overflow", "google/flax/issues/982", cure="mask")
 def minus_1e9(x=normal(3, 5, 4), *, qkv=projections(0)):
     """A causal mask of 0 and 1 times -1e9, which is -inf: 0 times that is NaN."""
     q, k, v = project(x, qkv)
@@ -53,7 +53,7 @@ def minus_1e9(x=normal(3, 5, 4), *, qkv=projections(0)):
     return mean_square(weights @ v)
 
 
-@faulty("input", "pytorch/pytorch/issues/41508", tuned=True)
+@faulty("input", "pytorch/pytorch/issues/41508", cure="masked row")
 def packed_padding(
     x=normal(3, 5, 4), segment=np.array([1, 1, 2, 2, 0]), *, qkv=projections(0)
 ):
@@ -67,32 +67,15 @@ def packed_padding(
 
 
 @faulty("overflow", "huggingface/diffusers/pull/1590")
-def scores_before_scaling(half):
+def scores_before_scaling(x=normal(5, 6, 4, scale=250.0), *, qkv=WIDE):
     """The product of queries and keys overflows before it is divided by the root of the width."""
-
-    class Attention(eqx.Module):
-        query: eqx.nn.Linear
-        key: eqx.nn.Linear
-        value: eqx.nn.Linear
-
-        def __call__(self, x):
-            q = jax.vmap(self.query)(x)
-            k = jax.vmap(self.key)(x)
-            v = jax.vmap(self.value)(x)
-            scores = q @ k.T  # fault
-            weights = jax.nn.softmax(scores * 16**-0.5)
-            return weights @ v
-
-    def loss_fn(model, x):
-        y = cast(model, half)(x.astype(half))
-        return mean_square(y)
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    model = Attention(*(eqx.nn.Linear(4, 16, key=key) for key in keys))
-    return loss_fn, model, normal(5, 6, 4, scale=250.0)
+    q, k, v = project(x, qkv)
+    scores = q @ k.T  # fault
+    weights = jax.nn.softmax(scores * 16**-0.5)
+    return mean_square(weights @ v)
 
 
-@faulty("overflow", "uTensor/uTensor/issues/175")
+@faulty("overflow", "uTensor/uTensor/issues/175", cure="exponential of a row")
 def softmax_without_its_maximum(x=normal(6, 5, 4, scale=2.0), *, qkv=projections(0)):
     q, k, v = project(x, qkv)
     weights = jnp.exp(q @ k.T)  # fault
@@ -111,7 +94,12 @@ def linear_attention(x=5 + normal(7, 400, 4, scale=0.5), *, qkv=LARGE_KEYS):
     return mean_square(y / (q @ normalizer)[:, None])
 
 
-@faulty("underflow", "facebookresearch/xformers/issues/96")
+@faulty(
+    "underflow",
+    "facebookresearch/xformers/issues/96",
+    cure="exponential of a row",
+    says=["`exp`, in the forward pass, gives other numbers than in float32."],
+)
 def random_features(
     x=3.2 + normal(9, 6, 4, scale=0.1),
     directions=normal(8, 4, 8, scale=0.3),
@@ -135,14 +123,22 @@ def random_features(
 # The backward pass: infinite derivatives, and rules that were written by hand.
 
 
-@faulty("backward", "pytorch/pytorch/issues/8069", tuned=True)
+@faulty(
+    "backward",
+    "pytorch/pytorch/issues/8069",
+    says=[
+        "rounds 100% of its numbers to 1 or -1",
+        "the gradients then are finite. More is not known, as nothing could be compared",
+    ],
+    never=["become 0", "to the last bit"],
+)
 def angle_between_rotations(target=ROTATIONS, *, r=normal(0, 3)):
     """The arccos of a cosine clipped at 1 - 1e-7, which is 1."""
     norm = jnp.linalg.norm(r.astype(jnp.float32))
     r = r / norm.astype(r.dtype)
     cosine = jnp.clip(target @ r, -1 + 1e-7, 1 - 1e-7)  # fault
     angle = jnp.arccos(cosine)  # fault
-    return jnp.mean(angle.astype(jnp.float32))
+    return mean(angle)
 
 
 @faulty("backward", "kornia/kornia/pull/4613")
@@ -169,65 +165,55 @@ def distances(position=ATOMS, *, w=eye(3), v=array([0.5, -0.2])):
 
 
 @faulty("cancellation", "lucidrains/vector-quantize-pytorch/issues/106")
-def codebook_distances(half):
+def codebook_distances(
+    x=12 + normal(3, 5, 4, scale=0.05), *, codes=12 + normal(2, 6, 4, scale=0.05)
+):
     """x**2 - 2 x y + y**2 of vectors close together is less than 0."""
-
-    class Quantizer(nnx.Module):
-        def __init__(self):
-            self.codes = nnx.Param(12 + normal(2, 6, 4, scale=0.05))
-
-        def __call__(self, x):
-            codes = self.codes[...].astype(half)
-            square = jnp.sum(x * x, axis=1)[:, None] - 2 * x @ codes.T  # fault
-            square = square + jnp.sum(codes * codes, axis=1)  # fault
-            d = jnp.sqrt(square)  # fault
-            losses = jax.nn.softmax(-d) * d
-            return jnp.mean(losses.astype(jnp.float32))
-
-    definition, params = nnx.split(Quantizer())
-
-    def loss_fn(params, x):
-        return nnx.merge(definition, params)(x.astype(half))
-
-    return loss_fn, params, 12 + normal(3, 5, 4, scale=0.05)
+    square = jnp.sum(x * x, axis=1)[:, None] - 2 * x @ codes.T  # fault
+    square = square + jnp.sum(codes * codes, axis=1)  # fault
+    d = jnp.sqrt(square)  # fault
+    return mean(jax.nn.softmax(-d) * d)
 
 
-@faulty("backward", "pytorch/pytorch/issues/193040", tuned=True)
+@faulty(
+    "backward",
+    "pytorch/pytorch/issues/193040",
+    says=[
+        "`div`, in the backward pass, gives inf or NaN in 33.3% of its numbers",
+        "a backward rule of its own",
+    ],
+)
 def reciprocal_in_a_rule(x=POINTS, *, w=array([[1.0, 0.3], [-0.2, 1.0]])):
     """A rule for atan2 that forms 1 / (a**2 + b**2) before it multiplies by a or b."""
-    angle = jax.custom_vjp(jnp.arctan2)
 
-    def forward(a, b):
-        return angle(a, b), (a, b)
-
-    def backward(saved, g):
-        a, b = saved
+    def backward(args, g):
+        a, b = args
         r = 1 / (a * a + b * b)
         return g * b * r, -g * a * r
 
-    angle.defvjp(forward, backward)
+    angle = with_rule(jnp.arctan2, backward)
     a, b = (x @ w).T
     return mean_square(angle(a, b))  # fault
 
 
-@faulty("backward", "tinygrad/tinygrad/pull/15363")
+@faulty(
+    "backward",
+    "tinygrad/tinygrad/pull/15363",
+    says=[
+        "1 of 2 gradients are wrong",
+        ": w is flushed to 0.",
+        "are those of float32 to the last bit",
+    ],
+)
 def count_in_a_rule(x=ones(70000), *, w=array(1.5), b=zeros(70000)):
     """A rule for the maximum that shares the gradient among 70000 equal elements."""
 
-    @jax.custom_vjp
-    def largest(x):
-        return jnp.max(x)
-
-    def forward(x):
-        y = jnp.max(x)
-        return y, (x, y)
-
-    def backward(saved, g):
-        x, y = saved
-        mask = (x == y).astype(x.dtype)
+    def backward(args, g):
+        (x,) = args
+        mask = (x == jnp.max(x)).astype(x.dtype)
         return (g * mask / jnp.sum(mask),)
 
-    largest.defvjp(forward, backward)
+    largest = with_rule(lambda x: jnp.max(x), backward)
     y = largest(x * w + b).astype(jnp.float32)  # fault
     return jnp.square(y - 3)
 
@@ -265,7 +251,15 @@ def epsilon_squared(x=normal(10, 4, 3, zero=2), *, w=normal(8, 3, 4), v=normal(9
 # Losses: logarithms, exponentials and constants that float16 cannot hold.
 
 
-@faulty("epsilon", "rwightman/efficientdet-pytorch/issues/291", tuned=True)
+@faulty(
+    "epsilon",
+    "rwightman/efficientdet-pytorch/issues/291",
+    says=[
+        "1e-08 is 0 in float16.",
+        "Compute this line in float32: that was tried",
+        "In bfloat16, with its sums, the gradients are right",
+    ],
+)
 def log_of_epsilon(x=normal(1, 6, 3), *, w=normal(0, 3, 2), b=zeros(2)):
     """The logarithm of a width of 0 plus 1e-8, which is 0."""
     width = jax.nn.relu(x @ w + b)
@@ -285,10 +279,15 @@ def clipped_probability(
     p = jax.nn.sigmoid(logits)
     p = jnp.clip(p, 1e-7, 1 - 1e-7)  # fault
     losses = y * jnp.log(p) + (1 - y) * jnp.log(1 - p)  # fault
-    return -jnp.mean(losses.astype(jnp.float32))
+    return -mean(losses)
 
 
-@faulty("epsilon", "fastino-ai/GLiNER2/pull/155", tuned=True)
+@faulty(
+    "epsilon",
+    "fastino-ai/GLiNER2/pull/155",
+    says=["0.999999 is 1 in float16"],
+    never=["In bfloat16"],
+)
 def surviving_pairs(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
     """A bound of 1 - 1e-6 is 1, and log1p(-1) is -inf: the forward pass hides it, and no more."""
     probability = jax.nn.sigmoid(x @ w + b)
@@ -298,13 +297,18 @@ def surviving_pairs(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
     return mean_square(pair - 0.5)
 
 
-@faulty("backward", "kornia/kornia/issues/918")
+@faulty(
+    "backward",
+    "kornia/kornia/issues/918",
+    cure="sigmoid",
+    says=["even without a loss scale"],
+)
 def focal_loss(x=SAMPLES, *, w=array([1.0, 2.0]), b=zeros(())):
     """The derivative of a root of 1 - p, where p is 1."""
     probability = jax.nn.sigmoid(x @ w + b)
     weight = jnp.power(1 - probability, 0.5)  # fault
     losses = weight * jnp.log(probability)
-    return -jnp.mean(losses.astype(jnp.float32))
+    return -mean(losses)
 
 
 @faulty("backward", "OpenRLHF/OpenRLHF/pull/1335")
@@ -316,7 +320,7 @@ def clipped_divergence(
     log_ratio = reference - jax.nn.log_sigmoid(x @ w)
     kl = jnp.exp(log_ratio) - 1 - log_ratio  # fault
     kl = jnp.clip(kl, -10, 10)
-    return jnp.mean(kl.astype(jnp.float32))
+    return mean(kl)
 
 
 @faulty("overflow", "qubvel-org/segmentation_models.pytorch/issues/463")
@@ -335,7 +339,7 @@ def dice(
     return 1.0 - overlap.astype(jnp.float32)
 
 
-@faulty("overflow", "pytorch/pytorch/issues/91597", tuned=True)
+@faulty("overflow", "pytorch/pytorch/issues/91597", says=["70000 is inf in float16."])
 def number_of_elements(x=normal(5, 70000), *, w=array(0.01)):
     """A sum divided by 70000, which is inf in float16: the loss is 0, and so are its gradients."""
     total = jnp.sum(jnp.abs(w * x))
@@ -343,22 +347,13 @@ def number_of_elements(x=normal(5, 70000), *, w=array(0.01)):
 
 
 @faulty("overflow", "huggingface/trl/issues/7221")
-def entropy_bonus(half):
+def entropy_bonus(
+    x=array([[0.1, 0.2], [1500.0, -1000.0]]), *, w=normal(100, 2, 3, scale=0.7)
+):
     """The logarithm of a probability is -inf, and the probability 0."""
-
-    def make_head():
-        return nnx.Linear(2, 3, dtype=half, rngs=nnx.Rngs(0))
-
-    definition, shapes = nnx.split(nnx.eval_shape(make_head))
-
-    def loss_fn(params, x):
-        head = nnx.merge(definition, params)
-        logits = head(x) * 40
-        log_p = jax.nn.log_softmax(logits)  # fault
-        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)  # fault
-        return -jnp.mean(entropy.astype(jnp.float32))
-
-    return loss_fn, filled(shapes), array([[0.1, 0.2], [1500.0, -1000.0]])
+    log_p = jax.nn.log_softmax(x @ w * 40)  # fault
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)  # fault
+    return -mean(entropy)
 
 
 @faulty("underflow", "kscalelabs/minppo/pull/19")
@@ -369,7 +364,7 @@ def gaussian_entropy(
     deviation = jnp.exp(log_std)
     variance = jnp.square(deviation + 1e-8)  # fault
     entropy = 0.5 * jnp.log(2 * jnp.pi * variance)  # fault
-    return mean_square(x @ w) - jnp.mean(entropy.astype(jnp.float32))
+    return mean_square(x @ w) - mean(entropy)
 
 
 @faulty("overflow", "scverse/scvi-tools/issues/2965")
@@ -381,7 +376,7 @@ def negative_binomial(
     theta = jnp.exp(log_theta)
     choose = gammaln(y + theta) - gammaln(theta)  # fault
     losses = y * jnp.log(mu + theta) - y * log_mu - choose
-    return jnp.mean(losses.astype(jnp.float32)) * 1e-2
+    return mean(losses) * 1e-2
 
 
 @faulty("overflow", "NVIDIA/physicsnemo-sym/pull/160")
@@ -401,7 +396,7 @@ def second_derivative(
 # Normalization: variances, norms and their epsilons.
 
 
-@faulty("overflow", "pytorch/pytorch/issues/66707", tuned=True)
+@faulty("overflow", "pytorch/pytorch/issues/66707")
 def layer_norm(
     x=normal(1, 3, 4, scale=400.0),
     y=normal(2, 3, 8),
@@ -418,7 +413,7 @@ def layer_norm(
     return mean_square(x * g + b - y)
 
 
-@faulty("epsilon", "deepspeedai/DeepSpeed/issues/581", tuned=True)
+@faulty("epsilon", "deepspeedai/DeepSpeed/issues/581")
 def constant_row(x=normal(1, 3, 4, zero=2), *, w=normal(0, 4, 8), scale=ones(8)):
     """1e-12 is 0, and a row of padding has no variance."""
     x = x @ w
@@ -428,7 +423,7 @@ def constant_row(x=normal(1, 3, 4, zero=2), *, w=normal(0, 4, 8), scale=ones(8))
     return mean_square(y - 1)
 
 
-@faulty("cancellation", "google/flax/issues/1491", tuned=True)
+@faulty("cancellation", "google/flax/issues/1491")
 def negative_variance(
     x=25.3 + normal(2, 16, 3, scale=0.03), *, scale=ones(3), bias=zeros(3)
 ):
@@ -440,7 +435,7 @@ def negative_variance(
     return mean_square(y - 1)
 
 
-@faulty("overflow", "numpy/numpy/issues/8775", tuned=True)
+@faulty("overflow", "numpy/numpy/issues/8775")
 def norm_is_inf(x=normal(8, 4, 6), *, w=normal(7, 6, scale=300.0), g=ones(())):
     """The norm of a long vector is inf, and the normalized vector 0."""
     norm = jnp.sqrt(jnp.sum(w * w))  # fault
@@ -451,7 +446,7 @@ def norm_is_inf(x=normal(8, 4, 6), *, w=normal(7, 6, scale=300.0), g=ones(())):
 # Silent faults in positions, times and counts: float16 has no odd numbers beyond 2048.
 
 
-@faulty("rounding", "EleutherAI/gpt-neox/issues/1003", tuned=True)
+@faulty("rounding", "EleutherAI/gpt-neox/issues/1003")
 def rotary(
     x=normal(2, 6, 4),
     y=normal(3, 6, 6),
@@ -472,7 +467,7 @@ def rotary(
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     scores = rotate(x @ q) @ rotate(x @ k).T
-    return jnp.mean((scores * y).astype(jnp.float32))
+    return mean(scores * y)
 
 
 @faulty("rounding", "numpy/numpy/issues/24443")
@@ -486,7 +481,7 @@ def positions_from_a_mask(
     return mean_square(y * mask[:, None] - 1)
 
 
-@faulty("accumulation", "jax-ml/jax/issues/18440", tuned=True)
+@faulty("accumulation", "jax-ml/jax/issues/18440")
 def degrees(
     x=normal(12, 4, 2), to=np.where(np.arange(6000) % 50, 0, 1), *, w=normal(11, 2, 3)
 ):
@@ -522,7 +517,7 @@ def moving_average(xs=normal(17, 8, 3), *, w=normal(15, 3, 2), v=normal(16, 2)):
 # Scans, branches, remat and experts, and gradients that are flushed.
 
 
-@faulty("flushed", "huggingface/transformers/pull/43543", tuned=True)
+@faulty("flushed", "huggingface/transformers/pull/43543")
 def auxiliary_head(
     x=normal(3, 4, 3),
     target=150 + normal(4, 4, scale=20.0),
@@ -557,19 +552,20 @@ def residual_stream(
     return mean_square(y - 1)
 
 
-@faulty("overflow", "huggingface/transformers/issues/5651", linen=True, scale=500.0)
-def dense_relu_dense(half, x=3 * normal(7, 3, 4)):
-    """The second layer of T5's feed-forward block overflows, under `nn.remat`."""
+@faulty("overflow", "huggingface/transformers/issues/5651")
+def dense_relu_dense(
+    x=3 * normal(7, 3, 4),
+    *,
+    wi=normal(100, 4, 8, scale=250.0),
+    wo=normal(101, 8, 4, scale=180.0),
+):
+    """The second layer of T5's feed-forward block overflows, under remat."""
 
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            wi = nn.Dense(8, use_bias=False, dtype=half, name="wi")
-            wo = nn.Dense(4, use_bias=False, dtype=half, name="wo")
-            h = nn.relu(wi(x))
-            return wo(h)  # fault
+    @jax.checkpoint
+    def block(x):
+        h = jax.nn.relu(x @ wi)
+        return h @ wo  # fault
 
-    block = nn.remat(Block)()
     y = block(x).astype(jnp.float32)
     largest = jnp.max(jnp.abs(y), axis=-1, keepdims=True)
     return mean_square(y / (1 + largest) - 1)
@@ -588,37 +584,30 @@ def decay_in_two_factors(
     return mean_square(y - 1)
 
 
-@faulty("overflow", "VincentStimper/normalizing-flows/issues/47")
-def affine_coupling(half):
+@faulty(
+    "overflow",
+    "VincentStimper/normalizing-flows/issues/47",
+    cure="logarithm of a sum",
+)
+def affine_coupling(
+    x=normal(14, 4, 4),
+    *,
+    first=array([[0.4, -0.2, 0.3, 8.0], [0.1, 0.5, -0.4, 5.0]]),
+    last=1e-6 * normal(13, 2, 4),
+):
     """The exponential of an unbounded scale, twice in a row."""
-
-    def likelihood(layers, z):
-        total = jnp.zeros((), half)
-        for layer in layers:
-            shift, log_scale = jnp.split(layer(z[:2]), 2)
-            moved = z[2:] * jnp.exp(log_scale) + shift  # fault
-            z = jnp.concatenate([moved, z[:2]])
-            total = total + jnp.sum(log_scale)
-        largest = jnp.max(jnp.abs(z.astype(jnp.float32)))
-        return jnp.log1p(largest) - total.astype(jnp.float32)
-
-    def loss_fn(layers, x):
-        layers = cast(layers, half)
-        of_batch = jax.vmap(likelihood, in_axes=(None, 0))
-        return jnp.mean(of_batch(layers, x.astype(half)))
-
-    first_key, last_key = jax.random.split(jax.random.key(3), 2)
-    first = eqx.nn.Linear(2, 4, key=first_key)
-    last = eqx.nn.Linear(2, 4, key=last_key)
-    last = jax.tree.map(lambda w: w * 1e-6, last)
-    # One input has the direction in which the scale is largest.
-    row = first.weight[3]
-    x = jnp.asarray(normal(14, 4, 4))
-    x = x.at[1, :2].set(row * 12 / jnp.sum(jnp.square(row)))
-    return loss_fn, [first, last], x
+    total = 0
+    z = x
+    for layer in (first, last):
+        shift, log_scale = jnp.split(z[:, :2] @ layer, 2, axis=1)
+        moved = z[:, 2:] * jnp.exp(log_scale) + shift  # fault
+        z = jnp.concatenate([moved, z[:, :2]], axis=1)
+        total = total + jnp.sum(log_scale)
+    largest = jnp.max(jnp.abs(z.astype(jnp.float32)), axis=1)
+    return jnp.mean(jnp.log1p(largest)) - total.astype(jnp.float32)
 
 
-@faulty("input", "jax-ml/jax/issues/9839", tuned=True, linen=True)
+@faulty("input", "jax-ml/jax/issues/9839", linen=True, cure="index")
 def token_out_of_range(half, tokens=np.array([[0, 1, 5], [2, 6, 3]])):
     """A token beyond the vocabulary: its embedding is NaN."""
     x = nn.Embed(6, 4, dtype=half)(tokens)  # fault

@@ -1,17 +1,20 @@
-"""How a model enters the doctor's trial: `@faulty(...)` or `@healthy(...)` above its loss.
+"""Entries of the zoo: `@faulty(...)` or `@healthy(...)` above a loss makes a model of it.
 
 The arguments of the loss are the batch, and those by keyword alone the parameters, with their
 values as defaults. All come in half precision. A loss that takes `half`, this dtype, gets them in
 float32 and casts them by itself, and one that takes nothing else returns `loss_fn, params, batch`.
 With `linen=True` a loss is the body of a Flax module, which makes its own parameters.
 
-Each line that ends in `# fault` is a line that the doctor should point to. What enters is a
-function of `half`: with float32 it returns the twin that says what the gradients should be.
+Each line that ends in `# fault` is a line that the doctor should point to; so is one that ends in
+`# line`, in a healthy model. What enters is a function of `half`: with float32 it returns the twin
+that says what the gradients should be.
 """
 
 import functools
+import importlib
 import inspect
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -28,60 +31,92 @@ KINDS = {
     "accumulation": "a sum that stops growing",
     "backward": "a backward pass that overflows or divides by 0 after a good forward pass",
     "flushed": "a gradient that becomes 0 at every loss scale that fits",
-    "input": "masks, labels or indices that fail in float32 as well",
+    "compiled": "what XLA rewrites, so that only the compiled program is wrong",
+    "input": "masks, labels, indices or other numbers that fail in float32 as well",
 }
 
 
 class Entry(NamedTuple):
-    """What is known of a model of the trial."""
+    """What is known of a model, and what the doctor says of it."""
 
     kind: str  # one of `KINDS`, or `""` if the model is healthy
     # the public report of this fault, or what looks suspicious in a healthy model
     source: str
-    tuned: bool = False  # whether the doctor may be tuned on it; the others only count
     # In the paths of leaves whose gradients are 0 but for rounding, in float32 as well.
     noise: str = ""
     linen: bool = False  # whether the loss is the body of a Flax module
-    scale: float = 1.0  # by which the parameters of such a body are multiplied
+    has_line: bool = True  # whether the doctor names the marked line, if there is one
+    cure: str = ""  # better than a cast, by its name in the doctor's table of cures
+    says: Sequence[str] = ()
+    never: Sequence[str] = ()
 
     @property
     def is_faulty(self):
         return bool(self.kind)
 
 
-def faulty(kind, report, **others):
-    entry = Entry(kind, f"https://github.com/{report}", **others)
-    return lambda loss: _enter(loss, entry)
+def faulty(kind, report="", **others):
+    return enter(Entry(kind, report, **others))
 
 
 def healthy(looks, **others):
-    entry = Entry("", looks, **others)
-    return lambda loss: _enter(loss, entry)
+    return enter(Entry("", looks, **others))
 
 
-def _enter(loss, entry):
-    params, batch = loss.__kwdefaults__, loss.__defaults__
-    names = inspect.signature(loss).parameters
+def enter(entry):
+    """Returns a decorator that makes a model of a loss."""
 
-    def model(half=jnp.float16):
-        if not batch:
-            return loss(half)
-        if entry.linen:
-            return _in_a_module(functools.partial(loss, half), batch, entry.scale)
-        if "half" in names:
-            return lambda params, batch: loss(half, *batch, **params), params, batch
-        return lambda p, batch: loss(*cast(batch, half), **cast(p, half)), params, batch
+    def make_model(loss):
+        names = inspect.signature(loss).parameters
+        params = loss.__kwdefaults__
+        batch = loss.__defaults__
 
-    lines, first = inspect.getsourcelines(loss)
-    model.entry = entry
-    model.faults = []
-    for number, line in enumerate(lines, first):
-        if line.endswith("# fault\n"):
-            model.faults.append(number)
-    return model
+        def model(half=jnp.float16):
+            if not batch:
+                return loss(half)
+            if entry.linen:
+                return _in_a_module(functools.partial(loss, half), batch)
+            if "half" in names:
+                return lambda p, batch: loss(half, *batch, **p), params, batch
+            return lambda p, b: loss(*cast(b, half), **cast(p, half)), params, batch
+
+        model.entry = entry
+        model.loss = loss
+        model.lines = find_marked_lines(loss)
+        return model
+
+    return make_model
 
 
-def _in_a_module(body, batch, scale):
+def cure_of(model):
+    """Returns what enters a loss as healthy, on the parameters and the batch of a faulty one."""
+
+    def enter_loss(loss):
+        loss.__defaults__ = model.loss.__defaults__
+        loss.__kwdefaults__ = model.loss.__kwdefaults__
+        return healthy("what the doctor advises")(loss)
+
+    return enter_loss
+
+
+def find_marked_lines(function):
+    """Returns the numbers of the lines that the doctor should point to."""
+    lines, first = inspect.getsourcelines(function)
+    marks = ("# fault\n", "# line\n")
+    return [number for number, line in enumerate(lines, first) if line.endswith(marks)]
+
+
+def load_models(*modules):
+    """Returns the models of some files, by the names that the doctor takes."""
+    models = {}
+    for module in modules:
+        for name, value in vars(importlib.import_module(module)).items():
+            if hasattr(value, "entry"):
+                models[f"{module}:{name}"] = value
+    return models
+
+
+def _in_a_module(body, batch):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, *batch):
@@ -90,7 +125,7 @@ def _in_a_module(body, batch, scale):
     keys = {name: jax.random.key(i) for i, name in enumerate(["params", "dropout"])}
     # With numbers of its own: compiling initializers takes time.
     others = filled(jax.eval_shape(Net().init, keys, *batch))
-    params = jax.tree.map(lambda w: w * scale, others.pop("params"))
+    params = others.pop("params")
 
     def loss_fn(params, batch):
         variables = {"params": params} | others
@@ -120,8 +155,14 @@ def projections(seed):
 
 def project(x, qkv):
     """Queries, keys and values of some vectors."""
-    to_queries, to_keys, to_values = qkv
-    return x @ to_queries, x @ to_keys, x @ to_values
+    return [x @ w for w in qkv]
+
+
+def with_rule(fun, backward):
+    """A function with a backward rule of its own, of its arguments and the cotangent."""
+    function = jax.custom_vjp(fun)
+    function.defvjp(lambda *args: (fun(*args), args), backward)
+    return function
 
 
 def filled(shapes):
@@ -148,6 +189,12 @@ def cast(tree, dtype):
     return jax.tree.map(cast_leaf, tree)
 
 
+# Harmless losses, in float32.
+
+
+def mean(x):
+    return jnp.mean(x.astype(jnp.float32))
+
+
 def mean_square(x):
-    """A harmless loss, in float32."""
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
