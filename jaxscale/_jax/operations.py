@@ -20,6 +20,9 @@ class Op(enum.Flag):
     PASSES_ON = enum.auto()
     ARITHMETIC = enum.auto()  # combines two numbers, as an operator of Python does
     ADDS = enum.auto()
+    # Adds or multiplies many numbers in the format of its result, so that a narrow one loses more
+    # than rounding afterwards shows.
+    ACCUMULATES = enum.auto()
     SUBTRACTS = enum.auto()
     MULTIPLIES = enum.auto()
     DIVIDES = enum.auto()
@@ -104,7 +107,7 @@ _ROWS = {
     | Op.KEEPS_NOTHING
     | Op.STOPS_TANGENTS: "stop_gradient",
     # One number of many:
-    _REDUCE | Op.ADDS | Op.KEEPS_NOTHING: "reduce_sum",
+    _REDUCE | Op.ADDS | Op.KEEPS_NOTHING | Op.ACCUMULATES: "reduce_sum",
     _REDUCE | Op.PASSES_ON: "reduce_max reduce_min",
     _REDUCE: "argmax argmin reduce_and reduce_or",
     # Moves of whole arrays, which XLA makes a part of what reads them:
@@ -124,13 +127,12 @@ _ROWS = {
     Op.PASSES_ON | Op.RETURNS_INPUTS: "optimization_barrier",
     Op.ON_REFS: "new_ref get swap addupdate",
     Op.ON_REFS | Op.ENDS_REF: "freeze free_ref",
-    Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
-    Op.MULTIPLIES: "cumprod",
+    Op.REDUCTION | Op.MULTIPLIES | Op.ACCUMULATES: "reduce_prod",
+    Op.MULTIPLIES | Op.ACCUMULATES: "cumprod",
+    Op.ACCUMULATES: "scatter-add cumsum reduce_window_sum select_and_scatter_add",
     Op.READS_BITS: "bitcast_convert_type",
     Op.RANDOM: "random_bits rng_bit_generator",
-    Op.OTHER: """
-        sort cummax cummin empty_ref
-        scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
+    Op.OTHER: "sort cummax cummin empty_ref iota",
     Op.POOLING: "reduce_window_max",
     # What holds jaxprs, and is in no form that `equation_forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",

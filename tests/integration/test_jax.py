@@ -62,7 +62,6 @@ MAY_NAME_PRIMITIVES = {
     "_storage/noise.py": "`threefry2x32` is an implementation of keys",
     "_trees/gradient_leaves.py": "`name` is an attribute",
     "diagnostics/_plot.py": "`log` is a scale of Matplotlib",
-    "diagnostics/_switches/interpreter.py": "names what adds up in the format of its result",
     "diagnostics/_switches/evaluate.py": "names the functions of two kinds of `scatter`",
     "diagnostics/_switches/places.py": "says which primitive an operator of Python is",
     "presets/_rule.py": "`clamp` is a policy's",

@@ -32,7 +32,7 @@ from ..._jax import (
     primitives_that,
     scope_path,
 )
-from .needs import Around
+from .equations import Around
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
@@ -162,8 +162,11 @@ class Constants:
         """Returns a context inside of which numbers that are rounded to 0 or inf are noted."""
         return np.errstate(over="call", under="call", call=self._note)
 
-    def exact(self, eqn: JaxprEqn, around: Around, position: int) -> float | None:
-        """Returns the number that an input of an equation was made of, if it became 0, 1 or inf."""
+    def exact(self, eqn: JaxprEqn, line: Line, position: int) -> float | None:
+        """Returns the number that an input was rounded from, if it is 0, 1 or inf now.
+
+        `line` is the line that the equation is from.
+        """
         atom = eqn.invars[position]
         if not isinstance(atom, Literal):
             return None
@@ -172,7 +175,6 @@ class Constants:
         if not is_floating_number:
             return None
         name = eqn.primitive.name
-        line = find_line(eqn, around)
         if np.abs(value) == 1 and name in _ARITHMETIC | _COMPARISONS:
             numbers = _read_operands(line, name, position)
             # What stands there as it is was not rounded.

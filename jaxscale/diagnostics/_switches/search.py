@@ -13,7 +13,7 @@ import numpy as np
 
 from .board import Outcome, Switchboard
 from .notes import Numbers
-from .operations import Place
+from .operations import Place, places_at
 from .places import Line
 from .switches import ALL_LIMITS, NO_LIMITS, PLAIN, Limits, Variant
 
@@ -110,7 +110,7 @@ class Search:
 
     @functools.cached_property
     def shaken(self) -> Outcome:
-        return self.board.evaluate(1.0, [], variant=Variant(is_shaken=True))
+        return self.board.evaluate(1.0, [], is_shaken=True)
 
     def error_at(
         self, loss_scale: float, factors: Sequence[float] = _FACTORS
@@ -224,11 +224,9 @@ class Search:
         self, place: Place, loss_scale: float, on: Collection[Place] | None = None
     ) -> Numbers:
         """Returns the numbers at a place as the model is written, or with other places `on`."""
-        variant = Variant(measured=frozenset([place]))
         if on is None:
             on = self.board.places
-        outcome = self.board.evaluate(loss_scale, on, variant=variant)
-        return outcome.numbers[place]
+        return self.board.measure(place, loss_scale, on)
 
     def find_first_birth(self, loss_scale: float) -> Place | None:
         """Returns the first operations that make inf or NaN as the model is written."""
@@ -263,8 +261,7 @@ class Search:
         return Birth(first, self.measure(first, 1.0, []), is_enough(places))
 
     def _places(self, lines: Collection[Line]) -> list[Place]:
-        chosen = set(lines)
-        return [place for place in self.board.places if place.line in chosen]
+        return places_at(self.board.places, lines)
 
     def _without(self, lines: Collection[Line]) -> list[Line]:
         return [line for line in self.lines if line not in lines]
