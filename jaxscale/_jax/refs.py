@@ -7,7 +7,14 @@ import jax.core
 from jax._src.state.discharge import discharge_state
 
 from .jaxpr_types import Atom
-from .jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, closed, walk_program, without_constants
+from .jaxprs import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    closed,
+    walk_program,
+    without_constants,
+)
 
 # What a function may be given that is traced. A ref is not a `jax.Array`.
 TRACED: Any = (jax.Array, jax.Ref)

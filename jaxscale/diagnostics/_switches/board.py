@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -180,5 +179,10 @@ def _shake(x: Any, rng: np.random.Generator) -> Any:
         return x
     # Each by itself: one sign for all would cancel in a quotient, as in a softmax.
     change = rng.choice(np.array([-_SHAKE, _SHAKE], np.float32), np.shape(x))
-    is_whole = (jnp.abs(x) < _WHOLE) & (jnp.floor(x) == x)
-    return jnp.where(is_whole, x, x * (1 + change)).astype(x.dtype)
+    # By NumPy: JAX would compile each operation for each shape.
+    values = np.asarray(x)
+    is_whole = (np.abs(values) < _WHOLE) & (np.floor(values) == values)
+    shaken = np.where(is_whole, values, values * (1 + change)).astype(values.dtype)
+    if getattr(x, "committed", False):
+        return jax.device_put(shaken, x.sharding)
+    return shaken
