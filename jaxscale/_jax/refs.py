@@ -28,8 +28,8 @@ def is_ref(atom: Atom) -> bool:
 def without_refs(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     """Returns a jaxpr in which refs are the arrays that they hold, and its constants.
 
-    It takes the constants as its first inputs. JAX compiles a program with refs in this form. Further
-    outputs are what refs of the constants hold in the end.
+    It takes the constants as its first inputs. JAX compiles programs with refs in this form.
+    Further outputs are what refs of the constants hold in the end.
     """
     jaxpr, consts = without_constants(program)
     if not any(_has_refs(eqn) for eqn in walk_program(program)):

@@ -88,7 +88,7 @@ class Backward:
             return {
                 "loss": output.loss,
                 **_name_inexact("aux", output.aux),
-                **_name_gradients(grads),
+                **_name_inexact(OF_GRADIENT, grads, leaf_name),
             }
 
         self.constants = constants or Constants()
@@ -104,21 +104,15 @@ class Backward:
         )
 
 
-def _name_inexact(name: str, tree: Any) -> dict[str, Any]:
-    """Returns the floating-point and complex arrays of a tree, by their paths."""
+def _name_inexact(
+    name: str, tree: Any, name_leaf: Callable[[Any], str] = jax.tree_util.keystr
+) -> dict[str, Any]:
+    """Returns the floating-point and complex arrays of a tree, by their paths after a name."""
     arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_array(leaf) and is_inexact_leaf(leaf):
-            arrays[name + jax.tree_util.keystr(path)] = leaf
+            arrays[name + name_leaf(path)] = leaf
     return arrays
-
-
-def _name_gradients(grads: Any) -> dict[str, Any]:
-    named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if is_array(leaf) and is_inexact_leaf(leaf):
-            named[OF_GRADIENT + leaf_name(path)] = leaf
-    return named
 
 
 def is_finite(leaf: Any) -> bool:

@@ -33,7 +33,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[An
     taken = []
     for x, atom in zip(inputs, eqn.invars, strict=True):
         if is_half(dtype_of_atom(atom)):
-            x = _cast(x, dtype or dtype_of_atom(atom))
+            x = jax.lax.convert_element_type(x, dtype or dtype_of_atom(atom))
         taken.append(x)
     if dtype is None or not _has_half(eqn):
         return _jax.bind(eqn, taken)
@@ -73,12 +73,6 @@ def _scatter(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> Any:
         key: value for key, value in params.items() if not key.startswith("update_")
     }
     return scatter(*inputs, **options)
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    if dtype_of(value) == dtype:
-        return value
-    return jax.lax.convert_element_type(value, dtype)
 
 
 def widen(value: Any) -> Any:

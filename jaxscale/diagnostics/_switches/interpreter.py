@@ -149,11 +149,11 @@ class Run:
         runs = [functools.partial(run, each) for each in held]
         match _jax.form_of(eqn):
             case Form.SCAN:
-                outputs = _scan(eqn, *runs, inputs)
+                outputs = _scan(eqn, runs[0], inputs)
             case Form.WHILE:
-                if held[0].outputs:  # the test has none
-                    runs.reverse()
-                outputs = _loop(eqn, *runs, inputs)
+                # The test has no outputs of its own.
+                test, body = reversed(runs) if held[0].outputs else runs
+                outputs = _loop(eqn, test, body, inputs)
             case Form.BRANCHES:
                 outputs = lax.switch(inputs[0], runs, *inputs[1:])
             case Form.SHARD_MAP:

@@ -62,45 +62,41 @@ def count_numbers(inputs: Iterable[Any], wide: Any, narrow: Any) -> Any:
         lowest = jnp.minimum(lowest, jnp.min(x, where=is_finite, initial=jnp.inf))
     magnitude = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
     is_below_one = (magnitude < 1) & (magnitude > 0)
-    numbers = Numbers(
-        largest=jnp.max(magnitude, initial=0),
-        largest_input=highest,
-        least_input=lowest,
-        total=wide.size,
-        bad=jnp.sum(~jnp.isfinite(narrow)),
-        bad_in_float32=jnp.sum(~jnp.isfinite(wide)),
-        nonzero=jnp.sum(magnitude > 0),
-        flushed=jnp.sum((narrow == 0) & (magnitude > 0)),
-        below_one=jnp.sum(is_below_one),
-        saturated=jnp.sum(is_below_one & (jnp.abs(narrow) == 1)),
-        given=sum(jnp.sum(~is_finite) for is_finite in are_finite),
-    )
-    return jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
+    fields = {
+        "largest": jnp.max(magnitude, initial=0),
+        "largest_input": highest,
+        "least_input": lowest,
+        "total": wide.size,
+        "bad": jnp.sum(~jnp.isfinite(narrow)),
+        "bad_in_float32": jnp.sum(~jnp.isfinite(wide)),
+        "nonzero": jnp.sum(magnitude > 0),
+        "flushed": jnp.sum((narrow == 0) & (magnitude > 0)),
+        "below_one": jnp.sum(is_below_one),
+        "saturated": jnp.sum(is_below_one & (jnp.abs(narrow) == 1)),
+        "given": sum(jnp.sum(~is_finite) for is_finite in are_finite),
+    }
+    numbers = [jnp.asarray(fields[name], jnp.float32) for name in Numbers._fields]
+    return jnp.stack(numbers)
 
 
 def makes_bad(inputs: Iterable[Any], outputs: Iterable[Any]) -> Any:
     """Returns whether inf or NaN is made of finite numbers, or NaN of infinities, as `bool[]`."""
+    return lax.gt(_find_worst(outputs), _find_worst(inputs))
+
+
+def _find_worst(values: Iterable[Any]) -> Any:
+    """Returns 2 if there is NaN, 1 if there is inf, and else 0, as `i32[]`."""
     # Of `lax`: each function of `jax.numpy` would be a call of its own, and be traced as such.
-    had_bad, had_nan = _find_bad(inputs)
-    has_bad, has_nan = _find_bad(outputs)
-    makes_bad = lax.bitwise_and(has_bad, lax.bitwise_not(had_bad))
-    makes_nan = lax.bitwise_and(has_nan, lax.bitwise_not(had_nan))
-    return lax.bitwise_or(makes_bad, makes_nan)
-
-
-def _find_bad(values: Iterable[Any]) -> tuple[Any, Any]:
-    """Returns whether there is inf or NaN, and whether there is NaN."""
-    is_bad = np.zeros((), bool)
-    is_nan = np.zeros((), bool)
+    largest: Any = np.float32(0)
     for value in values:
-        if not np.size(value) or not is_floating(value):
-            continue
-        value = jnp.asarray(value)
-        largest = lax.reduce_max(lax.abs(value), range(value.ndim))
-        is_finite = lax.lt(largest, np.asarray(np.inf, value.dtype))
-        is_bad = lax.bitwise_or(is_bad, lax.bitwise_not(is_finite))
-        is_nan = lax.bitwise_or(is_nan, lax.ne(largest, largest))
-    return is_bad, is_nan
+        if np.size(value) and is_floating(value):
+            value = lax.convert_element_type(value, np.float32)
+            largest = lax.max(
+                largest, lax.reduce_max(lax.abs(value), range(value.ndim))
+            )
+    is_bad = lax.bitwise_not(lax.is_finite(largest))
+    is_nan = lax.ne(largest, largest)
+    return lax.add(*(lax.convert_element_type(x, np.int32) for x in (is_bad, is_nan)))
 
 
 def is_floating(x: Any) -> bool:
