@@ -55,8 +55,6 @@ class Op(enum.Flag):
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
     ON_REFS = enum.auto()
-    # Ends the life of a ref. What it returns is what the ref held.
-    ENDS_REF = enum.auto()
     # Holds jaxprs that are written for the precision that they have: a kernel, or an algorithm of
     # JAX's own.
     KERNEL = enum.auto()
@@ -125,8 +123,7 @@ _ROWS = {
     # What is computed once:
     Op.PASSES_ON: "reduce_precision",
     Op.PASSES_ON | Op.RETURNS_INPUTS: "optimization_barrier",
-    Op.ON_REFS: "new_ref get swap addupdate",
-    Op.ON_REFS | Op.ENDS_REF: "freeze free_ref",
+    Op.ON_REFS: "new_ref get swap addupdate freeze free_ref",
     Op.REDUCTION | Op.MULTIPLIES | Op.ACCUMULATES: "reduce_prod",
     Op.MULTIPLIES | Op.ACCUMULATES: "cumprod",
     Op.ACCUMULATES: "scatter-add cumsum reduce_window_sum select_and_scatter_add",

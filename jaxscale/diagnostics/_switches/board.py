@@ -124,6 +124,7 @@ class Switchboard:
         if is_shaken:
             rng = np.random.default_rng(0)
             consts = [_shake(x, rng) for x in consts]
+        self._noted.clear()
         with jax.debug_nans(False), jax.debug_infs(False):
             outputs = self._programs[variant](
                 consts, np.float32(loss_scale), switches, np.array(limits)
@@ -142,7 +143,6 @@ class Switchboard:
                 numbers[place] = numbers[place].add(np.asarray(noted).tolist())
             elif noted:
                 births.add(place)
-        self._noted.clear()
         in_order = tuple(place for place in self.places if place in births)
         return outcome._replace(births=in_order, numbers=numbers)
 
