@@ -114,7 +114,8 @@ class Search:
 
     @functools.cached_property
     def shaken(self) -> Outcome:
-        return self.board.evaluate(1.0, [], is_shaken=True)
+        # No power of two, so that the backward pass rounds others even if all arguments are whole.
+        return self.board.evaluate(1.1, [], is_shaken=True)
 
     def error_at(
         self, loss_scale: float, factors: Sequence[float] = _FACTORS
