@@ -137,6 +137,16 @@ def test_noise_is_what_float32_rounds():
     assert 2.0**-25 < noise < 2.0**-20
 
 
+def test_shaking_changes_arguments_but_no_positions():
+    def loss_fn(w, positions):
+        return mean_square(w[positions.astype(int)])
+
+    search = Search(make_board(loss_fn, W, jnp.array([3.0, 1.0, 2.0])))
+    assert search.shaken.loss != search.exact.loss
+    (noise,) = search.noise.values()
+    assert noise < 2.0**-20
+
+
 def test_what_should_be_zero_is_noise_if_all_arguments_are_whole_too():
     def loss_fn(params):
         # A softmax does not see what is added to all of its arguments.
