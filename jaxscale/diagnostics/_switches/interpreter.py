@@ -87,10 +87,8 @@ class Run:
         with context(eqn):
             outputs = self._compute(operation, inputs, rounding)
         outputs = [rounding.clean(x) for x in outputs]
-        can_make_bad = eqn.primitive.name not in _MOVES and any(
-            map(is_floating, outputs)
-        )
-        if self._variant.notes_births and can_make_bad:
+        if self._variant.notes_births and any(map(is_floating, outputs)):
+            # What only moves numbers, too: for an index out of range it may fill in NaN.
             self._tell(place, makes_bad(inputs, outputs))
         return outputs
 
