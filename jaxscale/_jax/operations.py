@@ -20,6 +20,9 @@ class Op(enum.Flag):
     PASSES_ON = enum.auto()
     ARITHMETIC = enum.auto()  # combines two numbers, as an operator of Python does
     ADDS = enum.auto()
+    # Adds or multiplies many numbers in the format of its result, so that a narrow one loses more
+    # than rounding afterwards shows.
+    ACCUMULATES = enum.auto()
     SUBTRACTS = enum.auto()
     MULTIPLIES = enum.auto()
     DIVIDES = enum.auto()
@@ -52,8 +55,6 @@ class Op(enum.Flag):
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
     ON_REFS = enum.auto()
-    # Ends the life of a ref. What it returns is what the ref held.
-    ENDS_REF = enum.auto()
     # Holds jaxprs that are written for the precision that they have: a kernel, or an algorithm of
     # JAX's own.
     KERNEL = enum.auto()
@@ -104,7 +105,7 @@ _ROWS = {
     | Op.KEEPS_NOTHING
     | Op.STOPS_TANGENTS: "stop_gradient",
     # One number of many:
-    _REDUCE | Op.ADDS | Op.KEEPS_NOTHING: "reduce_sum",
+    _REDUCE | Op.ADDS | Op.KEEPS_NOTHING | Op.ACCUMULATES: "reduce_sum",
     _REDUCE | Op.PASSES_ON: "reduce_max reduce_min",
     _REDUCE: "argmax argmin reduce_and reduce_or",
     # Moves of whole arrays, which XLA makes a part of what reads them:
@@ -122,15 +123,13 @@ _ROWS = {
     # What is computed once:
     Op.PASSES_ON: "reduce_precision",
     Op.PASSES_ON | Op.RETURNS_INPUTS: "optimization_barrier",
-    Op.ON_REFS: "new_ref get swap addupdate",
-    Op.ON_REFS | Op.ENDS_REF: "freeze free_ref",
-    Op.REDUCTION | Op.MULTIPLIES: "reduce_prod",
-    Op.MULTIPLIES: "cumprod",
+    Op.ON_REFS: "new_ref get swap addupdate freeze free_ref",
+    Op.REDUCTION | Op.MULTIPLIES | Op.ACCUMULATES: "reduce_prod",
+    Op.MULTIPLIES | Op.ACCUMULATES: "cumprod",
+    Op.ACCUMULATES: "scatter-add cumsum reduce_window_sum select_and_scatter_add",
     Op.READS_BITS: "bitcast_convert_type",
     Op.RANDOM: "random_bits rng_bit_generator",
-    Op.OTHER: """
-        sort cummax cummin empty_ref
-        scatter-add cumsum reduce_window_sum select_and_scatter_add iota""",
+    Op.OTHER: "sort cummax cummin empty_ref iota",
     Op.POOLING: "reduce_window_max",
     # What holds jaxprs, and is in no form that `equation_forms.py` has:
     Op.ALGORITHM: "custom_linear_solve",

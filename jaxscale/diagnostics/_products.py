@@ -15,7 +15,7 @@ from .._jax import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat import Flat
 from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call
-from ._switches.needs import Around
+from ._switches.equations import Around
 from ._switches.places import find_line
 
 _HALF = ("float16", "bfloat16")

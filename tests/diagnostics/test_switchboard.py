@@ -150,6 +150,28 @@ def test_noise_is_what_float32_rounds():
     assert 2.0**-25 < noise < 2.0**-20
 
 
+def test_shaking_changes_arguments_but_no_positions():
+    def loss_fn(w, positions):
+        return mean_square(w[positions.astype(int)])
+
+    search = Search(make_board(loss_fn, W, jnp.arange(32.0) % 4))
+    assert search.shaken.loss != search.exact.loss
+    (noise,) = search.noise.values()
+    assert noise < 2.0**-20
+
+
+def test_what_should_be_zero_is_noise_if_all_arguments_are_whole_too():
+    def loss_fn(params):
+        # A softmax does not see what is added to all of its arguments.
+        x = jax.nn.softmax(params["w"] * jnp.arange(4.0) + params["bias"])
+        return mean_square(x.astype(HALF))
+
+    params = {"w": jnp.float32(1), "bias": jnp.float32(1)}
+    noise = Search(make_board(loss_fn, params)).noise
+    assert noise["bias"] > 0.3
+    assert noise["w"] < 1e-5
+
+
 def number_in_a_call(x):
     return jnp.minimum(x, 1 - 1e-4)
 

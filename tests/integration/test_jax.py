@@ -62,7 +62,6 @@ MAY_NAME_PRIMITIVES = {
     "_storage/noise.py": "`threefry2x32` is an implementation of keys",
     "_trees/gradient_leaves.py": "`name` is an attribute",
     "diagnostics/_plot.py": "`log` is a scale of Matplotlib",
-    "diagnostics/_switches/interpreter.py": "names what adds up in the format of its result",
     "diagnostics/_switches/evaluate.py": "names the functions of two kinds of `scatter`",
     "diagnostics/_switches/places.py": "says which primitive an operator of Python is",
     "presets/_rule.py": "`clamp` is a policy's",
@@ -367,6 +366,27 @@ def test_an_equation_is_opened_with_what_its_programs_read_and_return(name):
 
 COLUMNS = np.arange(4.0, dtype=np.float32)
 WITH_CONSTANT = jax.make_jaxpr(lambda x: x * COLUMNS)(X)
+
+
+def test_a_program_without_refs_does_the_same_at_the_same_lines():
+    ref = jax.new_ref(X)
+
+    def add_rows(x):
+        def body(total, row):
+            ref[0] += row
+            return total + jnp.sum(ref[...]), None
+
+        return jax.lax.scan(body, 0.0, x)[0]
+
+    jaxpr, consts = _jax.without_refs(jax.make_jaxpr(add_rows)(X))
+    total, *_ = _jax.jaxpr_as_fun(_jax.closed(jaxpr))(*consts, X)
+    sums = np.sum(X) + np.cumsum(np.sum(X, axis=1))
+    np.testing.assert_allclose(total, np.sum(sums), rtol=1e-6)
+    for eqn in _jax.walk_program(jaxpr):
+        assert not any(map(_jax.is_ref, (*eqn.invars, *eqn.outvars)))
+        if eqn.primitive.name in ("add", "reduce_sum", "scan"):
+            files = [file for file, *_ in _jax.frames(eqn)]
+            assert __file__ in files or eqn.outvars[0].aval.dtype == np.int32
 
 
 def test_programs_give_their_constants():

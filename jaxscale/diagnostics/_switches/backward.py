@@ -9,12 +9,12 @@ import numpy as np
 
 from ..._gradients.scaled import divide
 from ..._gradients.value_and_grad import seed_cotangent, unpack_output
+from ..._jax import without_refs
 from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
 from ..._trees.gradient_leaves import leaf_name
 from ..._trees.leaf import is_inexact_leaf
 from .._formats import describe, is_array
-from .needs import BACKWARD, FORWARD
 from .places import Constants
 
 OF_GRADIENT = "grads "  # begins the name of an output that is a gradient
@@ -55,9 +55,9 @@ class Backward:
     `constants` are the numbers of the source that were rounded when `fun` was traced before.
 
     Attributes:
-      closed: the program, in which the arguments are constants.
-      names: the names of its outputs.
-      needs: whether each output is of the forward pass or the backward pass.
+      jaxpr: the program. It takes its constants, which the arguments are among, and the loss scale.
+      consts: its constants.
+      names: the names of its outputs. Those of gradients begin with `OF_GRADIENT`.
       constants: the numbers of the source that were rounded.
       nonfinite_arguments: the names of the arguments that hold inf or NaN.
     """
@@ -88,43 +88,31 @@ class Backward:
             return {
                 "loss": output.loss,
                 **_name_inexact("aux", output.aux),
-                **_name_gradients(grads),
+                **_name_inexact(OF_GRADIENT, grads, leaf_name),
             }
 
         self.constants = constants or Constants()
         # The arguments are constants of the jaxpr, so that a leaf that is not an array is kept.
         with self.constants.notice():
             make_jaxpr = jax.make_jaxpr(compute_named, return_shape=True)
-            self.closed, shapes = make_jaxpr(jnp.float32(1))
+            closed, shapes = make_jaxpr(jnp.float32(1))
+        self.jaxpr, self.consts = without_refs(closed)
         self.names = sorted(shapes)  # in the order in which a dictionary is flattened
-        self.needs = tuple(map(_find_need, self.names))
         arguments = _name_inexact("args", args) | _name_inexact("kwargs", fun_kwargs)
         self.nonfinite_arguments = tuple(
             name for name, leaf in arguments.items() if not is_finite(leaf)
         )
 
 
-def _find_need(name: str) -> int:
-    if name.startswith(OF_GRADIENT):
-        return BACKWARD
-    return FORWARD
-
-
-def _name_inexact(name: str, tree: Any) -> dict[str, Any]:
-    """Returns the floating-point and complex arrays of a tree, by their paths."""
+def _name_inexact(
+    name: str, tree: Any, name_leaf: Callable[[Any], str] = jax.tree_util.keystr
+) -> dict[str, Any]:
+    """Returns the floating-point and complex arrays of a tree, by their paths after a name."""
     arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_array(leaf) and is_inexact_leaf(leaf):
-            arrays[name + jax.tree_util.keystr(path)] = leaf
+            arrays[name + name_leaf(path)] = leaf
     return arrays
-
-
-def _name_gradients(grads: Any) -> dict[str, Any]:
-    named = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if is_array(leaf) and is_inexact_leaf(leaf):
-            named[OF_GRADIENT + leaf_name(path)] = leaf
-    return named
 
 
 def is_finite(leaf: Any) -> bool:

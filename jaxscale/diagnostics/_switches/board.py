@@ -4,7 +4,7 @@ Every half-precision value is carried in float32. An equation whose result is ha
 computed in float32, and its result is rounded where the switch of its place is on. So one program
 evaluates any set of lines in half precision, at any loss scale: none of them is the truth, all of
 them is the model. At lines to blame each kind of operation has a switch, and each limit of the
-format. Refs are carried as the arrays that they hold.
+format.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,13 +14,16 @@ import jax
 import numpy as np
 from jax import lax
 
-from ..._jax import is_ref
 from .backward import OF_GRADIENT, Backward, compile_fast
+from .evaluate import widen
 from .interpreter import Run
-from .notes import Numbers
-from .operations import Operations, Place
+from .notes import Numbers, is_floating
+from .operations import Operations, Place, places_at
 from .places import Line
-from .switches import ALL_LIMITS, PLAIN, Limits, Variant, list_noted, switch_of
+from .switches import ALL_LIMITS, PLAIN, Limits, Variant
+
+_SHAKE = 2.0**-22  # a few times what float32 rounds by
+_WHOLE = 2.0**24  # float32 holds all whole numbers up to here
 
 
 class Outcome(NamedTuple):
@@ -81,18 +84,23 @@ class Switchboard:
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
+        self._consts = list(map(widen, backward.consts))
         self.operations = Operations(backward)
         self.places = self.operations.places
-        self.rounding = [p for p in self.places if p in self.operations.dtypes]
         last: dict[Line, None] = {}
-        for place in self.rounding:
+        for place in self._list_rounding():
             last.pop(place.line, None)
             last[place.line] = None
         self.lines = list(last)
         self._programs: dict[Variant, Callable[..., Any]] = {}
+        self._noted: list[tuple[Place, Any]] = []
+
+    def _list_rounding(self) -> list[Place]:
+        return [place for place in self.places if place in self.operations.dtypes]
 
     def places_of(self, lines: Collection[Line]) -> list[Place]:
-        return [place for place in self.rounding if place.line in lines]
+        """Returns the places at some lines at which something is rounded."""
+        return places_at(self._list_rounding(), lines)
 
     def evaluate(
         self,
@@ -100,48 +108,81 @@ class Switchboard:
         on: Collection[Place],
         limits: Limits = ALL_LIMITS,
         variant: Variant = PLAIN,
+        *,
+        is_shaken: bool = False,
     ) -> Outcome:
-        """Evaluates with these places in half precision, and all others in float32."""
+        """Evaluates with these places in half precision, and all others in float32.
+
+        If it is shaken, all arguments change by as little as float32 rounds, so that each number
+        is rounded in another way.
+        """
         if variant not in self._programs:
             self._programs[variant] = self._compile(variant)
-        chosen = {switch_of(place, variant) for place in on}
+        chosen = set(map(variant.switch_of, on))
         switches = np.array([s in chosen for s in self._list_switches(variant)], bool)
-        closed = self._backward.closed
-        consts = [
-            const[...] if is_ref(var) else const
-            for const, var in zip(closed.consts, closed.jaxpr.constvars, strict=True)
-        ]
+        consts = self._consts
+        if is_shaken:
+            rng = np.random.default_rng(0)
+            consts = [_shake(x, rng) for x in consts]
+        self._noted.clear()
         with jax.debug_nans(False), jax.debug_infs(False):
-            outputs, notes = jax.device_get(
-                self._programs[variant](
-                    consts, np.float32(loss_scale), switches, np.array(limits)
-                )
+            outputs = self._programs[variant](
+                consts, np.float32(loss_scale), switches, np.array(limits)
             )
-        named = dict(zip(self._backward.names, outputs, strict=True))
-        births = []
-        numbers = {}
-        for place, note in zip(list_noted(self.places, variant), notes, strict=True):
-            if place in variant.measured:
-                numbers[place] = Numbers(*note.largest, *note.sums)._replace(
-                    least_input=-note.largest[2]
-                )
-            elif note.sums.any():
-                births.append(place)
-        return Outcome(named, tuple(births), numbers)
+            outputs = jax.device_get(outputs)
+        named = dict(zip(self._backward.names, outputs, strict=False))
+        return self._read_notes(Outcome(named, (), {}), variant)
+
+    def _read_notes(self, outcome: Outcome, variant: Variant) -> Outcome:
+        """Adds what was noted meanwhile."""
+        jax.effects_barrier()
+        births = set()
+        numbers = dict.fromkeys(variant.limited, Numbers())
+        for place, noted in self._noted:
+            if place in numbers:
+                numbers[place] = numbers[place].add(np.asarray(noted).tolist())
+            elif noted:
+                births.add(place)
+        in_order = tuple(place for place in self.places if place in births)
+        return outcome._replace(births=in_order, numbers=numbers)
+
+    def measure(
+        self, place: Place, loss_scale: float, on: Collection[Place]
+    ) -> Numbers:
+        """Returns the numbers at a place, by a program that was compiled before if one has them."""
+        variant = Variant(limited=frozenset([place]))
+        for compiled in self._programs:
+            if place in compiled.limited:
+                variant = compiled
+        return self.evaluate(loss_scale, on, variant=variant).numbers[place]
 
     def _list_switches(self, variant: Variant) -> list[Place | Line]:
-        return list(dict.fromkeys(switch_of(place, variant) for place in self.places))
+        return list(dict.fromkeys(map(variant.switch_of, self.places)))
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
-        backward = self._backward
+        def note(place: Place, noted: Any) -> None:
+            self._noted.append((place, noted))
 
         def compute(consts: Any, loss_scale: Any, switches: Any, limits: Any) -> Any:
             on = {}
             for i, switch in enumerate(self._list_switches(variant)):
                 on[switch] = lax.index_in_dim(switches, i, keepdims=False)
-            run = Run(self.operations, on, Limits(*limits), variant)
-            inputs = [*consts, loss_scale]
-            outputs = run.run(backward.closed.jaxpr, inputs, backward.needs, ())
-            return outputs, run.list_notes()
+            run = Run(self.operations, on, Limits(*limits), variant, note)
+            return run.run(self._backward.jaxpr, [*consts, loss_scale])
 
         return compile_fast(compute, xla_allow_excess_precision=False)
+
+
+def _shake(x: Any, rng: np.random.Generator) -> Any:
+    """Returns numbers changed by little, each by itself, but for whole ones, such as positions."""
+    if not is_floating(x):
+        return x
+    # Each by itself: one sign for all would cancel in a quotient, as in a softmax.
+    change = rng.choice(np.array([-_SHAKE, _SHAKE], np.float32), np.shape(x))
+    # By NumPy: JAX would compile each operation for each shape.
+    values = np.asarray(x)
+    is_whole = (np.abs(values) < _WHOLE) & (np.floor(values) == values)
+    shaken = np.where(is_whole, values, values * (1 + change)).astype(values.dtype)
+    if getattr(x, "committed", False):
+        return jax.device_put(shaken, x.sharding)
+    return shaken

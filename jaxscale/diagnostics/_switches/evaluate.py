@@ -1,7 +1,4 @@
-"""One equation run by itself: as it is written, or in another format.
-
-What refs hold is copied first, so that an equation can run again and again.
-"""
+"""One equation run by itself: as it is written, or in another format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _jax
-from ..._jax import JaxprEqn, Op, is_half, is_ref, primitives_that
-from .needs import results
+from ..._jax import JaxprEqn, Op, is_half, primitives_that
 
-_ON_REFS = primitives_that(Op.ON_REFS)
 _READ_BITS = primitives_that(Op.READS_BITS)
 _SCATTERS = {
     "scatter": jax.lax.scatter,
@@ -27,21 +22,21 @@ class IncomparableError(Exception):
 
 
 def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[Any]:
-    """Returns the results of an equation as arrays: its outputs, then what its refs hold.
+    """Returns the outputs of an equation.
 
     Half precision is as it is written, or has another `dtype`. Inputs are cast to that.
 
     Raises:
-      IncomparableError: if it has no results in that dtype.
+      IncomparableError: if it has no outputs in that dtype.
     """
     dtype = None if dtype is None else np.dtype(dtype)
     taken = []
     for x, atom in zip(inputs, eqn.invars, strict=True):
         if is_half(dtype_of_atom(atom)):
-            x = _cast(x, dtype or dtype_of_atom(atom))
+            x = jax.lax.convert_element_type(x, dtype or dtype_of_atom(atom))
         taken.append(x)
-    if dtype is None:
-        return _bind(eqn, taken, None)
+    if dtype is None or not _has_half(eqn):
+        return _jax.bind(eqn, taken)
     name = eqn.primitive.name
     params = {}
     for key, value in eqn.params.items():
@@ -54,7 +49,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[An
         if name in _SCATTERS:
             outputs = [_scatter(name, taken, params)]
         else:
-            outputs = _bind(eqn, taken, params)
+            outputs = _jax.bind(eqn, taken, params)
     # What JAX and XLA raise where an operation does not take the format.
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(name) from error
@@ -64,38 +59,8 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[An
     return outputs
 
 
-def _bind(
-    eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
-) -> list[Any]:
-    has_refs = any(map(is_ref, results(eqn)))
-
-    def bind(*inputs: Any) -> list[Any]:
-        return _bind_copies(eqn, inputs, params)
-
-    if has_refs and eqn.primitive.name not in _ON_REFS:
-        # others, such as a kernel, take refs only in `jit`
-        return jax.jit(bind)(*inputs)
-    return bind(*inputs)
-
-
-def _bind_copies(
-    eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None
-) -> list[Any]:
-    """Runs an equation on new refs that hold copies, and returns its results as arrays."""
-    args = []
-    refs = []
-    for atom, value in zip(eqn.invars, inputs, strict=True):
-        if is_ref(atom):
-            value = jax.new_ref(jnp.asarray(value))
-            refs.append(value)
-        args.append(value)
-    outputs = _jax.bind(eqn, args, params)
-    arrays = []
-    for atom, value in zip(results(eqn), [*outputs, *refs], strict=True):
-        if is_ref(atom):
-            value = value[...]
-        arrays.append(value)
-    return arrays
+def _has_half(eqn: JaxprEqn) -> bool:
+    return any(is_half(dtype_of_atom(atom)) for atom in (*eqn.invars, *eqn.outvars))
 
 
 def _scatter(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -108,12 +73,6 @@ def _scatter(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> Any:
         key: value for key, value in params.items() if not key.startswith("update_")
     }
     return scatter(*inputs, **options)
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    if dtype_of(value) == dtype:
-        return value
-    return jax.lax.convert_element_type(value, dtype)
 
 
 def widen(value: Any) -> Any:

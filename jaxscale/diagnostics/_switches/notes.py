@@ -1,7 +1,8 @@
 """Notes of a program: the numbers at a place, and whether inf or NaN is made there."""
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,90 +32,71 @@ class Numbers(NamedTuple):
     largest: float = 0.0
     largest_input: float = -math.inf
     least_input: float = math.inf
-    total: int = 0
-    bad: int = 0
-    bad_in_float32: int = 0
-    nonzero: int = 0
-    flushed: int = 0
-    below_one: int = 0
-    saturated: int = 0
-    given: int = 0
+    total: float = 0
+    bad: float = 0
+    bad_in_float32: float = 0
+    nonzero: float = 0
+    flushed: float = 0
+    below_one: float = 0
+    saturated: float = 0
+    given: float = 0
+
+    def add(self, more: Sequence[float]) -> "Numbers":
+        """Returns these numbers together with others, given in the same order."""
+        return Numbers(
+            max(self.largest, more[0]),
+            max(self.largest_input, more[1]),
+            min(self.least_input, more[2]),
+            *map(operator.add, self[3:], more[3:]),
+        )
 
 
-class Note(NamedTuple):
-    """What is noted at a place: numbers whose largest counts, and numbers that add up."""
-
-    largest: Any
-    sums: Any
-
-    def add(self, other: "Note") -> "Note":
-        largest = lax.max(self.largest, other.largest)
-        return Note(largest, lax.add(self.sums, other.sums))
-
-
-NUM_LARGEST = 3
-NUM_SUMS = len(Numbers._fields) - NUM_LARGEST
-
-
-def add_all(notes: Sequence[Note], more: Sequence[Note]) -> list[Note]:
-    return [one.add(other) for one, other in zip(notes, more, strict=True)]
-
-
-def count_numbers(operands: Sequence[Any], wide: Any, narrow: Any) -> Note:
+def count_numbers(inputs: Iterable[Any], wide: Any, narrow: Any) -> Any:
+    """Returns the fields of `Numbers` for an array in float32, and as it is rounded."""
+    operands = list(filter(is_floating, inputs))
+    are_finite = list(map(jnp.isfinite, operands))
+    highest: Any = -jnp.inf
+    lowest: Any = jnp.inf
+    for x, is_finite in zip(operands, are_finite, strict=True):
+        highest = jnp.maximum(highest, jnp.max(x, where=is_finite, initial=-jnp.inf))
+        lowest = jnp.minimum(lowest, jnp.min(x, where=is_finite, initial=jnp.inf))
     magnitude = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0)
-    largest_input = -jnp.inf
-    least_input = jnp.inf
-    num_given = 0
-    for operand in operands:
-        if not operand.size:
-            continue
-        is_finite = jnp.isfinite(operand)
-        highest = jnp.max(jnp.where(is_finite, operand, -jnp.inf))
-        lowest = jnp.min(jnp.where(is_finite, operand, jnp.inf))
-        largest_input = jnp.maximum(largest_input, highest.astype(jnp.float32))
-        least_input = jnp.minimum(least_input, lowest.astype(jnp.float32))
-        num_given += jnp.sum(~is_finite)
     is_below_one = (magnitude < 1) & (magnitude > 0)
-    counts = [
-        wide.size,
-        jnp.sum(~jnp.isfinite(narrow)),
-        jnp.sum(~jnp.isfinite(wide)),
-        jnp.sum(magnitude > 0),
-        jnp.sum((narrow == 0) & (magnitude > 0)),
-        jnp.sum(is_below_one),
-        jnp.sum(is_below_one & (jnp.abs(narrow) == 1)),
-        num_given,
-    ]
-    largest = [jnp.max(magnitude), largest_input, -least_input]
-    return Note(
-        jnp.stack([jnp.asarray(x, jnp.float32) for x in largest]),
-        jnp.stack([jnp.asarray(x, jnp.float32) for x in counts]),
-    )
+    fields = {
+        "largest": jnp.max(magnitude, initial=0),
+        "largest_input": highest,
+        "least_input": lowest,
+        "total": wide.size,
+        "bad": jnp.sum(~jnp.isfinite(narrow)),
+        "bad_in_float32": jnp.sum(~jnp.isfinite(wide)),
+        "nonzero": jnp.sum(magnitude > 0),
+        "flushed": jnp.sum((narrow == 0) & (magnitude > 0)),
+        "below_one": jnp.sum(is_below_one),
+        "saturated": jnp.sum(is_below_one & (jnp.abs(narrow) == 1)),
+        "given": sum(jnp.sum(~is_finite) for is_finite in are_finite),
+    }
+    numbers = [jnp.asarray(fields[name], jnp.float32) for name in Numbers._fields]
+    return jnp.stack(numbers)
 
 
-def makes_bad(inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def makes_bad(inputs: Iterable[Any], outputs: Iterable[Any]) -> Any:
     """Returns whether inf or NaN is made of finite numbers, or NaN of infinities, as `bool[]`."""
+    return lax.gt(_find_worst(outputs), _find_worst(inputs))
+
+
+def _find_worst(values: Iterable[Any]) -> Any:
+    """Returns 2 if there is NaN, 1 if there is inf, and else 0, as `i32[]`."""
     # Of `lax`: each function of `jax.numpy` would be a call of its own, and be traced as such.
-    had_bad, had_nan = _find_bad(inputs)
-    has_bad, has_nan = _find_bad(outputs)
-    makes_bad = lax.bitwise_and(has_bad, lax.bitwise_not(had_bad))
-    makes_nan = lax.bitwise_and(has_nan, lax.bitwise_not(had_nan))
-    return lax.bitwise_or(makes_bad, makes_nan)
-
-
-def _find_bad(values: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns whether there is inf or NaN, and whether there is NaN."""
-    is_bad = np.zeros((), bool)
-    is_nan = np.zeros((), bool)
+    largest: Any = np.float32(0)
     for value in values:
-        if not hasattr(value, "dtype") or not np.size(value) or not is_floating(value):
-            continue
-        value = jnp.asarray(value)
-        largest = lax.reduce_max(lax.abs(value), range(value.ndim))
-        is_finite = lax.lt(largest, np.asarray(np.inf, value.dtype))
-        is_bad = lax.bitwise_or(is_bad, lax.bitwise_not(is_finite))
-        is_nan = lax.bitwise_or(is_nan, lax.ne(largest, largest))
-    return is_bad, is_nan
+        if np.size(value) and is_floating(value):
+            value = lax.convert_element_type(value, np.float32)
+            largest = lax.max(
+                largest, lax.reduce_max(lax.abs(value), range(value.ndim))
+            )
+    is_bad = lax.bitwise_not(lax.is_finite(largest))
+    is_nan = lax.ne(largest, largest)
+    return lax.add(*(lax.convert_element_type(x, np.int32) for x in (is_bad, is_nan)))
 
 
 def is_floating(x: Any) -> bool:

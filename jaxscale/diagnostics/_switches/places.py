@@ -32,7 +32,7 @@ from ..._jax import (
     primitives_that,
     scope_path,
 )
-from .needs import Around
+from .equations import Around
 
 # Packages whose frames are left out: the user's model called them.
 _LIBRARIES = (
@@ -97,30 +97,22 @@ class Line(NamedTuple):
 NO_LINE = Line("", 0, "")
 
 
-def lines(eqn: JaxprEqn, around: Around) -> list[Line]:
-    """Returns the user's lines for an equation and the calls around it, innermost first.
+def find_line(eqn: JaxprEqn, around: Around) -> Line:
+    """Returns the innermost line of the user for an equation and the calls around it.
 
-    Lines of other installed packages are left out, unless there are no others.
+    Lines of other installed packages count if there are no others. Without any it is `NO_LINE`.
     """
-    users_lines = []
-    lines_of_packages = []
+    line_of_package = NO_LINE
     for outer in (eqn, *reversed(around)):
         for frame in frames(outer):
             line = Line(frame.file, frame.line, frame.function)
             if not is_users_file(frame.file):
                 continue
-            if _is_installed(frame.file):
-                lines_of_packages.append(line)
-            else:
-                users_lines.append(line)
-    return users_lines or lines_of_packages
-
-
-def find_line(eqn: JaxprEqn, around: Around) -> Line:
-    """Returns the innermost line of the user for an equation, or `NO_LINE`."""
-    for line in lines(eqn, around):
-        return line
-    return NO_LINE
+            if not _is_installed(frame.file):
+                return line
+            if line_of_package == NO_LINE:
+                line_of_package = line
+    return line_of_package
 
 
 def find_layer(eqn: JaxprEqn, around: Around) -> str:
@@ -162,8 +154,11 @@ class Constants:
         """Returns a context inside of which numbers that are rounded to 0 or inf are noted."""
         return np.errstate(over="call", under="call", call=self._note)
 
-    def exact(self, eqn: JaxprEqn, around: Around, position: int) -> float | None:
-        """Returns the number that an input of an equation was made of, if it became 0, 1 or inf."""
+    def exact(self, eqn: JaxprEqn, line: Line, position: int) -> float | None:
+        """Returns the number that an input was rounded from, if it is 0, 1 or inf now.
+
+        `line` is the line that the equation is from.
+        """
         atom = eqn.invars[position]
         if not isinstance(atom, Literal):
             return None
@@ -172,7 +167,6 @@ class Constants:
         if not is_floating_number:
             return None
         name = eqn.primitive.name
-        line = find_line(eqn, around)
         if np.abs(value) == 1 and name in _ARITHMETIC | _COMPARISONS:
             numbers = _read_operands(line, name, position)
             # What stands there as it is was not rounded.
@@ -186,7 +180,10 @@ class Constants:
         """Notes the numbers in the expression that called JAX, for the user's line around it."""
         del kind, flag
         frame = caller_of_jax()
-        numbers = () if frame is None else _operands(*expression_of(frame))
+        numbers = []
+        if frame is not None:
+            text, variables = expression_of(frame)
+            numbers = _list_numbers(_parse(text), variables)
         while frame is not None and not is_users_file(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
@@ -205,49 +202,39 @@ def _find_rounded(numbers: Sequence[float], value: np.ndarray) -> float | None:
     return None
 
 
-def _operands(text: str, variables: Mapping[str, Any]) -> list[float]:
-    """Returns the numbers that an operation takes, whose source this is, as far as it can be read.
+def _list_numbers(tree: ast.AST, variables: Mapping[str, Any]) -> list[float]:
+    """Returns the numbers in some source, as far as they can be read.
 
-    Parts of operands are left out: they were computed before.
+    A sum such as `1 - 1e-7` is one number, and so is a variable that has one.
     """
-    nodes = list(ast.iter_child_nodes(_parse(text)))
-    if nodes and isinstance(nodes[0], ast.Expr):
-        nodes = list(ast.iter_child_nodes(nodes[0].value))
     numbers = []
-    for node in nodes:
-        if isinstance(node, (ast.keyword, ast.List, ast.Tuple)):
-            nodes += ast.iter_child_nodes(node)
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
         number = _read_number(node, variables)
-        if number is not None:
+        if number is None:
+            waiting += ast.iter_child_nodes(node)
+        else:
             numbers.append(number)
     return numbers
 
 
 def _read_operands(line: Line, name: str, position: int) -> list[float]:
-    """Returns the numbers that may be an operand of an operation in a line, as far as it is read.
+    """Returns the numbers that may be an operand of an operation in a line.
 
-    Of an operator they are those on its side, of a function all in the line. A sum such as
-    `1 - 1e-7` is one number, and so is a variable that has one.
+    Of an operator they are those on its side, of a function all in the line.
     """
     variables = _read_variables(line)
-    nodes = list(ast.walk(_parse(line.text)))
-    operators = [
-        node
-        for node in nodes
+    tree = _parse(line.text)
+    operands = [
+        (node.left, node.right)[position]
+        for node in ast.walk(tree)
         if isinstance(node, ast.BinOp) and _PRIMITIVES.get(type(node.op)) == name
     ]
-    waiting: list[ast.AST] = [(node.left, node.right)[position] for node in operators]
-    if not operators:
-        waiting = nodes[:1]
-    numbers = []
-    while waiting:
-        node = waiting.pop()
-        number = _read_number(node, variables)
-        if number is not None:
-            numbers.append(number)
-        elif not operators:
-            waiting += ast.iter_child_nodes(node)
-    return numbers
+    if not operands:
+        return _list_numbers(tree, variables)
+    numbers = [_read_number(operand, variables) for operand in operands]
+    return [number for number in numbers if number is not None]
 
 
 @functools.cache
@@ -289,18 +276,11 @@ def _parse(text: str) -> ast.AST:
 def _read_number(node: ast.AST, variables: Mapping[str, Any]) -> float | None:
     """Returns the number that an expression is, or `None` for what is no number or not known."""
     try:
-        return float(_number(node, variables))
+        value = _read_value(node, variables)
+        is_number = isinstance(value, (float, int, np.floating, np.integer))
+        return float(value) if is_number and not isinstance(value, bool) else None
     except Exception:  # whatever the user's classes raise, and arithmetic
         return None
-
-
-def _number(node: ast.AST, variables: Mapping[str, Any]) -> Any:
-    value = _read_value(node, variables)
-    if isinstance(value, bool) or not isinstance(
-        value, (float, int, np.floating, np.integer)
-    ):
-        raise TypeError
-    return value
 
 
 def _read_value(node: ast.AST, variables: Mapping[str, Any]) -> Any:
@@ -319,9 +299,9 @@ def _read_value(node: ast.AST, variables: Mapping[str, Any]) -> Any:
         case ast.Subscript(value=owner, slice=index):
             value = _read_value(owner, variables)[_read_value(index, variables)]
         case ast.UnaryOp(op=op, operand=operand):
-            value = _OPERATORS[type(op)](_number(operand, variables))
+            value = _OPERATORS[type(op)](_read_number(operand, variables))
         case ast.BinOp(left=left, op=op, right=right):
-            numbers = _number(left, variables), _number(right, variables)
+            numbers = _read_number(left, variables), _read_number(right, variables)
             value = _OPERATORS[type(op)](*numbers)
     # Of an array only what its type says, such as its size: the rest would be traced again.
     return jax.typeof(value) if isinstance(value, jax.Array) else value

@@ -13,7 +13,7 @@ import numpy as np
 
 from .board import Outcome, Switchboard
 from .notes import Numbers
-from .operations import Place
+from .operations import Place, places_at
 from .places import Line
 from .switches import ALL_LIMITS, NO_LIMITS, PLAIN, Limits, Variant
 
@@ -103,6 +103,10 @@ class Search:
                 certain[name] = error
         return certain
 
+    def worst_error(self, grads: Mapping[str, np.ndarray]) -> float:
+        """Returns the largest error of the gradients that are more than noise."""
+        return max(self.errors(grads).values(), default=0.0)
+
     @functools.cached_property
     def noise(self) -> dict[str, float]:
         """By how much each gradient changes when float32 is shaken."""
@@ -110,7 +114,8 @@ class Search:
 
     @functools.cached_property
     def shaken(self) -> Outcome:
-        return self.board.evaluate(1.0, [], variant=Variant(is_shaken=True))
+        # No power of two, so that the backward pass rounds others even if all arguments are whole.
+        return self.board.evaluate(1.1, [], is_shaken=True)
 
     def error_at(
         self, loss_scale: float, factors: Sequence[float] = _FACTORS
@@ -125,8 +130,7 @@ class Search:
                 outcome = self.board.evaluate(loss_scale * factor, on, limits, variant)
                 is_loss_finite = math.isfinite(outcome.loss)
                 if outcome.has_finite_grads and is_loss_finite:
-                    errors = self.errors(outcome.grads)
-                    least = min(least, max(errors.values(), default=0.0))
+                    least = min(least, self.worst_error(outcome.grads))
                 if least <= CLOSE or (factor >= 1 and not is_loss_finite):
                     break
             return least
@@ -157,14 +161,14 @@ class Search:
         """
         chosen: list[Line] = []
         while len(chosen) < min(most, len(self.lines)):
-            others = self._without(chosen)
-            error = error_of(self._places(others))
+            error = error_of(self.places_without(chosen))
             if error <= CLOSE:
                 break
+            others = [line for line in self.lines if line not in chosen]
             chosen.append(self._find_next(error_of, others, error))
         for line in list(chosen):
             fewer = [other for other in chosen if other != line]
-            if fewer and error_of(self._places(self._without(fewer))) <= CLOSE:
+            if fewer and error_of(self.places_without(fewer)) <= CLOSE:
                 chosen = fewer
         return chosen
 
@@ -175,7 +179,7 @@ class Search:
         if error_of(self.board.places) <= CLOSE:
             return None
         lines = self.find_lines(error_of, most)
-        others = self._places(self._without(lines))
+        others = self.places_without(lines)
         error = error_of(others)
         variant = Variant(limited=frozenset(self._places(lines)))
         found = {}  # of each line: how much harm it does alone, and at which place
@@ -224,11 +228,9 @@ class Search:
         self, place: Place, loss_scale: float, on: Collection[Place] | None = None
     ) -> Numbers:
         """Returns the numbers at a place as the model is written, or with other places `on`."""
-        variant = Variant(measured=frozenset([place]))
         if on is None:
             on = self.board.places
-        outcome = self.board.evaluate(loss_scale, on, variant=variant)
-        return outcome.numbers[place]
+        return self.board.measure(place, loss_scale, on)
 
     def find_first_birth(self, loss_scale: float) -> Place | None:
         """Returns the first operations that make inf or NaN as the model is written."""
@@ -263,11 +265,11 @@ class Search:
         return Birth(first, self.measure(first, 1.0, []), is_enough(places))
 
     def _places(self, lines: Collection[Line]) -> list[Place]:
-        chosen = set(lines)
-        return [place for place in self.board.places if place.line in chosen]
+        return places_at(self.board.places, lines)
 
-    def _without(self, lines: Collection[Line]) -> list[Line]:
-        return [line for line in self.lines if line not in lines]
+    def places_without(self, lines: Collection[Line]) -> list[Place]:
+        """Returns all places but those at some lines."""
+        return [place for place in self.board.places if place.line not in lines]
 
 
 def _is_most(part: float, error: float) -> bool:

@@ -217,14 +217,13 @@ def _describe(
 ) -> TracedLine:
     places = [place for place in search.board.places if place.line == line]
     alone = search.board.evaluate(loss_scale, places)
-    error = max(search.errors(alone.grads).values(), default=0.0)
     layers = [place.layer for place in places if place.layer]
     operations = dict.fromkeys(place.primitive for place in places)
     return TracedLine(
         **line.fields(),
         layers=tuple(dict.fromkeys(layers)),
         operations=tuple(operations),
-        error=error,
+        error=search.worst_error(alone.grads),
         loss_error=find_error(alone.loss, search.exact.loss),
         is_to_blame=is_to_blame,
     )
