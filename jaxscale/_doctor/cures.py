@@ -300,7 +300,7 @@ def find_mean(search: Search) -> Sum | None:
 def list_sums(operations: Operations) -> Iterator[Sum]:
     """Yields the sums that the loss is made of, if it is linear in them."""
     waiting: list[tuple[EquationKey, float, tuple[EquationKey, ...]]]
-    waiting = [(key, 1.0, ()) for key in operations.loss]
+    waiting = [(key, 1.0, ()) for key in operations.makers["loss"]]
     while waiting:
         key, weight, after = waiting.pop()
         if key in after:

@@ -8,24 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.api import autocast
 from .._jax import (
     ClosedJaxpr,
-    Jaxpr,
     Op,
     backward_rule,
     does,
     has_narrow_range,
     holds_half,
-    programs,
     walk_program,
 )
-from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._histogram import find_shares_by_leaf, shares
 from ..diagnostics._leaves import table
 from ..diagnostics._switches.backward import Backward
 from ..diagnostics._switches.board import Switchboard
-from ..diagnostics._switches.places import Around, find_line
+from ..diagnostics._switches.operations import Operations
+from ..diagnostics._switches.places import find_line
 from ..diagnostics._switches.search import Search
 from .announcer import Announce, announce_nothing
 from .compiled import BackwardTrial, CompiledBackward
@@ -38,7 +35,7 @@ from .gradients import (
 )
 from .start import find_start
 from .sums_of_gradients import count_summands
-from .target import Target, TargetError, error_line
+from .target import Target
 
 # The largest gradient at the largest loss scale is below this if something else limits the scale.
 _FULL = 2.0**12
@@ -62,13 +59,13 @@ def examine(
     """
     loss_as_written = None
     if dtype is not None:
-        loss_as_written = CompiledBackward(target).compute_loss()
-        target = target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))
-    compiled = CompiledBackward(target)
-    program = _trace_loss(compiled, target.name, dtype)
+        loss_as_written = float(jax.jit(target.loss_fn)(*target.args))
+        target = target.under_autocast(dtype)
+    program = target.program
     dtypes = _find_dtypes(program)
 
     announce("compiling the backward pass")
+    compiled = CompiledBackward(target)
     loss = float(compiled.differentiate(1.0).loss)
     calibration = None
     largest_scale = None
@@ -104,7 +101,7 @@ def examine(
         loss_as_written=loss_as_written,
         dtypes=tuple(sorted(map(str, dtypes))),
         dtypes_of_parameters=_name_dtypes(target.params),
-        sums_of_gradients=count_summands(program, _name_leaves(target.params)),
+        sums_of_gradients=(),
         backward_rules=_find_backward_rules(program),
         loss_scale=traced_scale,
         shown_scale=shown_scale,
@@ -121,7 +118,7 @@ def examine(
         constants=(),
         not_entered=(),
         check=Check(),
-        half_draws=tuple(dict.fromkeys(_find_half_draws(program, ()))),
+        half_draws=(),
         zero=(),
         leaves=table(count_leaves(traced_grads.tree), loss_scale=traced_scale),
         histogram=histogram,
@@ -135,24 +132,6 @@ def examine(
 
 def _name_dtypes(tree: Any) -> tuple[str, ...]:
     return tuple(sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)}))
-
-
-def _name_leaves(tree: Any) -> list[str]:
-    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _trace_loss(
-    compiled: CompiledBackward, name: str, dtype: str | None
-) -> ClosedJaxpr:
-    try:
-        return jax.make_jaxpr(compiled.loss_of)(*compiled.args)
-    except Exception as error:
-        if dtype is None:
-            raise
-        # As it is written, the loss was run before.
-        raise TargetError(
-            f"`jaxscale.autocast` raised on the loss of {name}: {error_line(error)}"
-        ) from error
 
 
 def _name_nonfinite(loss: float, grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:
@@ -184,9 +163,7 @@ class _Lookout:
         self._announce("putting a switch at each line")
         target = self._target
         args = (target.params, target.batch)
-        backward = Backward(
-            target.loss_fn, args, {}, target.constants, has_aux=target.has_aux
-        )
+        backward = Backward(target.run, args, {}, target.constants, has_aux=True)
         search = Search(Switchboard(backward))
         outputs = search.as_written(exam.loss_scale).outputs
         others = [
@@ -203,6 +180,8 @@ class _Lookout:
             nonfinite_outputs=(*exam.nonfinite_outputs, *others),
             constants=tuple(operations.constants.values()),
             not_entered=tuple(sorted(operations.not_entered)),
+            sums_of_gradients=count_summands(operations, target.params),
+            half_draws=tuple(dict.fromkeys(_find_half_draws(operations))),
         )
         checker = Checker(search, exam.largest_scale)
         if not (exam.is_quick and not exam.nonfinite_outputs):
@@ -256,21 +235,19 @@ def _find_dtypes(program: ClosedJaxpr) -> set[Any]:
     return dtypes
 
 
-def _find_half_draws(
-    program: Jaxpr | ClosedJaxpr, around: Around
-) -> Iterator[tuple[str, str]]:
+def _find_half_draws(operations: Operations) -> Iterator[tuple[str, str]]:
     """Yields the dtype and the line of each draw of random numbers in half precision.
 
     JAX makes them of random bits, in one program.
     """
-    draws = any(Op.RANDOM in does(eqn.primitive.name) for eqn in program.eqns)
-    for eqn in program.eqns:
-        if draws and Op.READS_BITS in does(eqn.primitive.name):
-            made: Any = eqn.outvars[0].aval
-            if holds_half(made):
-                yield str(made.dtype), find_line(eqn, around).where
-        for inner in programs(eqn):
-            yield from _find_half_draws(inner, (*around, eqn))
+    draws = set()  # programs, by the equations that hold them
+    for key, operation in operations.by_key.items():
+        op = does(operation.eqn.primitive.name)
+        made: Any = operation.eqn.outvars[0].aval
+        if Op.RANDOM in op:
+            draws.add(key[:-1])
+        elif Op.READS_BITS in op and holds_half(made) and key[:-1] in draws:
+            yield str(made.dtype), operation.place.line.where
 
 
 def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:

@@ -11,13 +11,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
+from .._autocast.api import autocast
+from .._jax import ClosedJaxpr, jaxpr_as_fun
 from .._trees.gradient_leaves import leaf_name, list_gradients, only_gradients
 from .._trees.leaf import dtype_of, is_array_like, is_python_number
 from .._trees.nnx_objects import without_untrained
@@ -38,21 +40,68 @@ class TargetError(ValueError):
 class Target(NamedTuple):
     """A loss, and what it is examined on.
 
+    The function is traced once, and what it does is evaluated from then on: to trace a model takes
+    long, and the doctor compiles it in several ways.
+
     Attributes:
       name: the target, as named on the command line.
-      loss_fn: takes `params` and `batch`, and returns the loss, or a pair that begins with it.
       params: the floating and complex arrays, on the device, with `None` for other leaves.
       batch: arrays on the device, and other leaves as they are.
-      has_aux: whether `loss_fn` returns a pair.
-      constants: the numbers of the source that were rounded when `loss_fn` was first traced.
+      constants: the numbers of the source that were rounded when the loss function was traced.
+      program: computes the loss and the auxiliary output of the leaves of `args`.
+      outputs: the tree of these outputs, of which only arrays are kept.
     """
 
     name: str
-    loss_fn: Callable[[optax.Params, Any], Any]
     params: optax.Params
     batch: Any
-    has_aux: bool
     constants: Constants
+    program: ClosedJaxpr
+    outputs: PyTreeDef
+
+    @property
+    def args(self) -> tuple[optax.Params, Any]:
+        """The parameters, and the arrays of the batch: compiled programs take no others."""
+        return self.params, jax.tree.map(_keep_array, self.batch)
+
+    @property
+    def has_aux(self) -> bool:
+        return self.outputs.num_leaves > 1
+
+    def run(self, params: optax.Params, batch: Any) -> Any:
+        """Returns the loss and the auxiliary output."""
+        leaves = jax.tree.leaves((params, jax.tree.map(_keep_array, batch)))
+        return self.outputs.unflatten(jaxpr_as_fun(self.program)(*leaves))
+
+    def loss_fn(self, params: optax.Params, batch: Any) -> jax.Array:
+        loss, _ = self.run(params, batch)
+        return loss
+
+    def under_autocast(self, dtype: str) -> Self:
+        """Returns the target with its loss under `jaxscale.autocast`."""
+        try:
+            program, outputs = _trace(autocast(self.run, dtype=dtype), self.args)
+        except Exception as error:
+            raise TargetError(
+                f"`jaxscale.autocast` raised on the loss of {self.name}: {error_line(error)}"
+            ) from error
+        return self._replace(program=program, outputs=outputs)
+
+
+def _trace(
+    fun: Callable[..., Any], args: tuple[optax.Params, Any]
+) -> tuple[ClosedJaxpr, PyTreeDef]:
+    """Returns the arrays that a function computes as a jaxpr, and the tree of these."""
+    structure = jax.tree.structure(None)
+
+    def list_arrays(*args: Any) -> list[Any]:
+        nonlocal structure
+        # The classes of an auxiliary output would refuse the shapes that `make_jaxpr` returns.
+        arrays, structure = jax.tree.flatten(jax.tree.map(_keep_array, fun(*args)))
+        return arrays
+
+    program = jax.make_jaxpr(list_arrays)(*args)
+    return program, structure
 
 
 def load(name: str) -> Target:
@@ -154,39 +203,31 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
     batch = jax.tree.map(_put_on_device, batch)
 
     trained, restore = _take_gradients(params)
+    args = (trained, jax.tree.map(_keep_array, batch))
 
-    def loss_of_gradients(trained: optax.Params, batch: Any) -> Any:
+    def compute(trained: optax.Params, arrays: Any) -> tuple[Any, Any]:
         # Modules hold functions and counters as well, which have no derivative.
-        return loss_fn(restore(trained), batch)
-
-    has_aux = False
-
-    def compute_loss(trained: optax.Params) -> Any:
-        nonlocal has_aux
-        output = loss_of_gradients(trained, batch)
-        has_aux = isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0])
-        loss = output
-        if has_aux:
-            loss = output[0]
-        if not _is_loss(loss):
+        output = loss_fn(restore(trained), combine(arrays, batch))
+        if isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0]):
+            return output
+        if not _is_loss(output):
             raise TargetError(
                 f"The loss function of {call} must return one floating number, or a pair that "
-                f"begins with one, got {describe(loss)}. Reduce it, for example with `.mean()`."
+                f"begins with one, got {describe(output)}. Reduce it, for example with `.mean()`."
             )
-        return loss
+        return jnp.asarray(output), None
 
     constants = Constants()
-    what = f"The loss function of {call}"
-    _trace(compute_loss, trained, constants, failure=f"{what} failed")
-
-    def list_derivatives(trained: optax.Params) -> list[Any]:
-        # A class may look at its children, and would refuse the shapes that stand for them here.
-        return jax.tree.leaves(jax.grad(compute_loss)(trained))
-
-    _trace(
-        list_derivatives, trained, constants, failure=f"{what} cannot be differentiated"
-    )
-    return Target(name, loss_of_gradients, trained, batch, has_aux, constants)
+    try:
+        with constants.notice():
+            program, outputs = _trace(compute, args)
+    except TargetError:
+        raise
+    except Exception as error:
+        raise TargetError(
+            f"The loss function of {call} failed: {error_line(error)}"
+        ) from error
+    return Target(name, trained, batch, constants, program, outputs)
 
 
 def _check_params(call: str, params: Any) -> None:
@@ -252,20 +293,10 @@ def _put_on_device(leaf: Any) -> Any:
     return leaf
 
 
-def _trace(
-    function: Callable[[optax.Params], Any],
-    params: optax.Params,
-    constants: Constants,
-    failure: str,
-) -> None:
-    """Traces a function and notes its constants, or raises an error that begins with `failure`."""
-    try:
-        with constants.notice():
-            jax.eval_shape(function, params)
-    except TargetError:
-        raise
-    except Exception as error:
-        raise TargetError(f"{failure}: {error_line(error)}") from error
+def _keep_array(leaf: Any) -> Any:
+    if is_array(leaf):
+        return leaf
+    return None
 
 
 def _is_loss(value: Any) -> bool:

@@ -54,11 +54,13 @@ class Operation(NamedTuple):
       eqn: the equation.
       place: where it comes from.
       makers: of each input, the operations that may have made it.
+      around: the equations that hold it.
     """
 
     eqn: JaxprEqn
     place: Place
     makers: tuple[Keys, ...]
+    around: Around = ()
 
     @property
     def is_scalar(self) -> bool:
@@ -82,7 +84,7 @@ class Operations:
       places: the places of all equations, in the order in which they last run.
       dtypes: the half-precision format of the results at a place, if there is one.
       by_key: the operations, in the order in which they run.
-      loss: the operations that may have made the loss.
+      makers: the operations that may have made each output, by its name.
       constants: the numbers of the source that were rounded.
       not_entered: the names of what holds programs that cannot be opened.
     """
@@ -99,7 +101,7 @@ class Operations:
         jaxpr = backward.closed.jaxpr
         inputs = [_NOTHING] * len(jaxpr.invars)
         outputs = self._look_at(jaxpr, backward.needs, (), inputs)
-        self.loss = outputs[backward.names.index("loss")]
+        self.makers = dict(zip(backward.names, outputs, strict=True))
         self.places = list(self._order)
 
     def needed(self, jaxpr: Jaxpr, needs: Needs) -> list[tuple[JaxprEqn, Needs]]:
@@ -164,7 +166,7 @@ class Operations:
         for position in range(len(eqn.invars)):
             self._note_constant(eqn, around, position, place)
         key = key_of(eqn, around)
-        self.by_key[key] = Operation(eqn, place, tuple(made_of))
+        self.by_key[key] = Operation(eqn, place, tuple(made_of), around)
         return [frozenset([key])] * len(eqn.outvars)
 
     def _note_constant(
