@@ -6,12 +6,12 @@ in a program in which some operations are not rounded, which is what the cure co
 
 import math
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._jax import Literal, Op, primitives_that
+from .._jax import Literal, Op, does, primitives_that
 from ..diagnostics._switches.needs import EquationKey
 from ..diagnostics._switches.operations import Operation, Operations
 from ..diagnostics._switches.places import Line
@@ -67,26 +67,45 @@ _MASK = r"mask|-\s*1e\d|finfo"
 _OF_NEGATIVE_OPERANDS = ("log", "sqrt", "rsqrt", "log1p", "pow")
 _INDEXED = ("gather", "dynamic_slice", "scatter")
 
+_ADDS = primitives_that(Op.ADDS)
+_DIVIDES = primitives_that(Op.DIVIDES)
 _EXPONENTIALS = primitives_that(Op.EXPONENTIAL)
 _LOGARITHMS = primitives_that(Op.LOGARITHM)
-_SIGMOIDS = primitives_that(Op.SIGMOID)
-_DIVIDES = primitives_that(Op.DIVIDES)
-_MULTIPLIES = primitives_that(Op.MULTIPLIES)
-_ADDS = primitives_that(Op.ADDS)
 _SUBTRACTS = primitives_that(Op.SUBTRACTS) - {"neg"}
 _PRODUCTS_OF_TWO = primitives_that(Op.MULTIPLIES | Op.ELEMENTWISE)
 _SUMS = primitives_that(Op.ADDS | Op.REDUCTION)
 _MOVES = primitives_that(Op.PASSES_ON) | primitives_that(Op.MOVE) | {"neg"}
-_EXTREMES = primitives_that(Op.PASSES_ON | Op.REDUCTION)
 _LINEAR = _MOVES | _ADDS | _SUBTRACTS
 _SELECTS = primitives_that(Op.SELECTS)
 _ELEMENTS = primitives_that(Op.ELEMENTWISE) | _MOVES
 # What may lie between an exponential and the logarithm of what is made of it.
 _BETWEEN = (
-    _LINEAR | _MULTIPLIES | _DIVIDES | _SUMS | primitives_that(Op.PRODUCT)
+    _LINEAR
+    | primitives_that(Op.MULTIPLIES)
+    | _DIVIDES
+    | _SUMS
+    | primitives_that(Op.PRODUCT)
 ) - primitives_that(Op.LIMITS)
 _MANY = 64  # a sum of this many numbers, each with its full weight, is worth a word
 _MANY_FACTORS = 4  # products in a row: more than a formula has
+
+# What lies before a logarithm or a quotient may have these traits, by what is there.
+_TRAITS = {
+    "exponential": _EXPONENTIALS,
+    "sigmoid": primitives_that(Op.SIGMOID),
+    "sum": _SUMS | primitives_that(Op.PRODUCT),
+    "difference": _SUBTRACTS,
+}
+# By what ends it, and by the traits that it has and does not have: the cure. The first row counts.
+_ROWS = [
+    (_DIVIDES, "exponential sum below", "shifted", "exponential of a row"),
+    (_LOGARITHMS, "product", "", "product"),
+    (_LOGARITHMS, "sigmoid", "", "sigmoid"),
+    (_LOGARITHMS, "exponential quotient", "sum", "sigmoid"),
+    (_LOGARITHMS, "exponential quotient", "difference", "softmax"),
+    (_LOGARITHMS, "exponential sum", "difference other", "logarithm of a sum"),
+    (_LOGARITHMS, "exponential", "difference other", "exponential"),
+]
 
 
 class Sum(NamedTuple):
@@ -171,84 +190,77 @@ def _list_regions(
     These are the operations from an exponential, or from a product, to the logarithm or the
     quotient of what is made of it, of which one is to blame.
     """
+    blamed = {*blame.lines, blame.place.line}
     found: dict[str, tuple[set[EquationKey], set[Line]]] = {}
-    for operation in operations.by_key.values():
-        if operation.place.is_backward:
+    for end in operations.by_key.values():
+        primitive = end.eqn.primitive.name
+        if end.place.is_backward or primitive not in _LOGARITHMS | _DIVIDES:
             continue
-        name, region = _name_region(operations, operation)
+        region = _walk_back(operations, frozenset().union(*end.makers), _BETWEEN)
+        traits = _find_traits(operations, end, region)
         lines = {operations.by_key[key].place.line for key in region}
-        if name and lines & {*blame.lines, blame.place.line}:
-            keys, all_lines = found.setdefault(name, (set(), set()))
-            keys |= region
-            all_lines |= {*lines, operation.place.line}
+        for ends, has, has_not, name in _ROWS:
+            is_like = traits >= {*has.split()} and not traits & {*has_not.split()}
+            if primitive in ends and is_like:
+                if lines & blamed:
+                    keys, all_lines = found.setdefault(name, (set(), set()))
+                    keys.update(region)
+                    all_lines |= {*lines, end.place.line}
+                break
     for name, (keys, lines) in found.items():
         yield name, keys, lines
 
 
-def _name_region(
-    operations: Operations, end: Operation
-) -> tuple[str, set[EquationKey]]:
-    """Returns the cure that an operation may need, and what lies before it."""
-    primitive = end.eqn.primitive.name
-    if primitive not in _LOGARITHMS | _DIVIDES:
-        return "", set()
-    region = set(_walk_back(operations, frozenset().union(*end.makers), _BETWEEN))
-    names = {operations.by_key[key].eqn.primitive.name for key in region}
-    has_sum = bool(names & (_SUMS | primitives_that(Op.PRODUCT)))
-    has_exponential = bool(names & _EXPONENTIALS)
-    if primitive in _DIVIDES:
-        divided_by = _walk_back(operations, end.makers[1], _BETWEEN)
-        exponentials = [
-            operations.by_key[key]
-            for key in divided_by
-            if operations.by_key[key].eqn.primitive.name in _EXPONENTIALS
-        ]
-        is_shifted = any(_is_shifted(operations, each) for each in exponentials)
-        if has_sum and exponentials and not is_shifted:
-            return "exponential of a row", region
-        return "", set()
+def _find_traits(
+    operations: Operations, end: Operation, region: Collection[EquationKey]
+) -> set[str]:
+    """Returns what lies before a logarithm or a quotient, in the words of `_ROWS`."""
+    names = _names(operations, region)
+    traits = {trait for trait, known in _TRAITS.items() if names & known}
+    if names - _BETWEEN - _EXPONENTIALS:
+        traits.add("other")
     if _count_products(operations, region) >= _MANY_FACTORS:
-        return "product", region
-    is_quotient = any(
-        operations.by_key[key].makers[1]
-        for key in region
-        if operations.by_key[key].eqn.primitive.name in _DIVIDES
-    )
-    if names & _SIGMOIDS or (has_exponential and is_quotient and not has_sum):
-        return "sigmoid", region
-    if names & _SUBTRACTS:
-        return "", set()
-    if has_exponential and is_quotient:
-        return "softmax", region
-    if not has_exponential or names - _BETWEEN - _EXPONENTIALS:
-        return "", set()
-    return "logarithm of a sum" if has_sum else "exponential", region
+        traits.add("product")
+    for key in region:
+        quotient = operations.by_key[key]
+        if quotient.eqn.primitive.name in _DIVIDES and quotient.makers[1]:
+            traits.add("quotient")
+    for key in _walk_back(operations, end.makers[-1], _BETWEEN):
+        exponential = operations.by_key[key]
+        if exponential.eqn.primitive.name in _EXPONENTIALS:
+            traits.add("below")
+            if _is_shifted(operations, exponential):
+                traits.add("shifted")
+    return traits
+
+
+def _names(operations: Operations, keys: Collection[EquationKey]) -> set[str]:
+    return {operations.by_key[key].eqn.primitive.name for key in keys}
 
 
 def _is_shifted(operations: Operations, exponential: Operation) -> bool:
     """Returns whether a maximum was subtracted from an exponent."""
-    before = _walk_back(operations, exponential.makers[0], _MOVES)
-    for key in before:
+    for key in _walk_back(operations, exponential.makers[0], _MOVES):
         difference = operations.by_key[key]
         if difference.eqn.primitive.name in _SUBTRACTS:
             subtracted = _walk_back(operations, difference.makers[1], _MOVES)
-            names = {operations.by_key[k].eqn.primitive.name for k in subtracted}
-            return bool(names & _EXTREMES)
+            extremes = primitives_that(Op.PASSES_ON | Op.REDUCTION)
+            return bool(_names(operations, subtracted) & extremes)
     return False
 
 
-def _count_products(operations: Operations, region: Set[EquationKey]) -> int:
+def _count_products(operations: Operations, region: Collection[EquationKey]) -> int:
     """Returns how many factors a product has at least, as far as that shows."""
     count = 0
     for key in region:
         operation = operations.by_key[key]
-        name = operation.eqn.primitive.name
+        op = does(operation.eqn.primitive.name)
+        if Op.MULTIPLIES not in op:
+            continue
         is_carried = any(key in makers for makers in operation.makers)
-        if name in _MULTIPLIES - _PRODUCTS_OF_TWO or (
-            name in _PRODUCTS_OF_TWO and is_carried
-        ):
+        if is_carried or Op.ELEMENTWISE not in op:  # in a loop, or of a whole axis
             return _MANY_FACTORS
-        count += name in _PRODUCTS_OF_TWO and all(operation.makers)
+        count += all(operation.makers)
     return count
 
 

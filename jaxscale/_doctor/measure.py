@@ -125,7 +125,7 @@ def examine(
         shares=shares(histogram, loss_scale=shown_scale),
         layers=find_shares_by_leaf(histograms, round(math.log2(shown_scale))),
     )
-    exam = _Lookout(target, compiled, announce).complete(exam)
+    exam = _look_for_lines(exam, target, compiled, announce)
     zero = _find_zero_leaves(exam.check.grads or best.by_name)
     return exam._replace(zero=zero)
 
@@ -142,80 +142,66 @@ def _name_nonfinite(loss: float, grads: Mapping[str, np.ndarray]) -> tuple[str, 
     return tuple(names)
 
 
-class _Lookout:
-    """Looks for the lines at which numbers are lost, and adds to an exam what that shows.
+def _look_for_lines(
+    exam: Exam, target: Target, compiled: CompiledBackward, announce: Announce
+) -> Exam:
+    """Adds to an exam what only switches can show: the lines at which numbers are lost.
 
-    `compiled` is the same pass as the model runs it. `announce` is told what is done next.
+    `compiled` is the same pass as the model runs it.
     """
-
-    def __init__(
-        self, target: Target, compiled: CompiledBackward, announce: Announce
-    ) -> None:
-        self._target = target
-        self._compiled = compiled
-        self._announce = announce
-
-    def complete(self, exam: Exam) -> Exam:
-        """Adds all that only switches can show."""
-        is_bad = exam.nonfinite_outputs or exam.overflows_at or self._target.has_aux
-        if exam.is_quick and not is_bad:
-            return exam
-        self._announce("putting a switch at each line")
-        target = self._target
-        args = (target.params, target.batch)
-        backward = Backward(target.run, args, {}, target.constants, has_aux=True)
-        search = Search(Switchboard(backward))
-        outputs = search.as_written(exam.loss_scale).outputs
-        others = [
-            name
-            for name, output in outputs.items()
-            if name.startswith("aux") and not np.isfinite(output).all()
-        ]
-        arguments = [
-            name.replace("args[0]", "params") for name in backward.nonfinite_arguments
-        ]
-        operations = search.board.operations
-        exam = exam._replace(
-            nonfinite_arguments=tuple(n.replace("args[1]", "batch") for n in arguments),
-            nonfinite_outputs=(*exam.nonfinite_outputs, *others),
-            constants=tuple(operations.constants.values()),
-            not_entered=tuple(sorted(operations.not_entered)),
-            sums_of_gradients=count_summands(operations, target.params),
-            half_draws=tuple(dict.fromkeys(_find_half_draws(operations))),
-        )
-        checker = Checker(search, exam.largest_scale)
-        if not (exam.is_quick and not exam.nonfinite_outputs):
-            exam = exam._replace(check=self._check(exam, checker))
-        if exam.overflows_at is None or exam.nonfinite_outputs:
-            return exam
-        self._announce("looking for what limits the loss scale")
-        exam = exam._replace(ceiling=checker.find_ceiling(exam.overflows_at))
-        if exam.is_quick:
-            return exam
-        return exam._replace(relief=self._find_relief(exam, search))
-
-    def _check(self, exam: Exam, checker: Checker) -> Check:
-        if exam.nonfinite_arguments and exam.nonfinite_outputs:
-            return Check()
-        self._announce("comparing with float32, and looking for lines at fault")
+    is_bad = exam.nonfinite_outputs or exam.overflows_at or target.has_aux
+    if exam.is_quick and not is_bad:
+        return exam
+    announce("putting a switch at each line")
+    args = (target.params, target.batch)
+    backward = Backward(target.run, args, {}, target.constants, has_aux=True)
+    search = Search(Switchboard(backward))
+    operations = search.board.operations
+    written = search.as_written(exam.loss_scale)
+    bad_aux = [name for name in written.nonfinite if name.startswith("aux")]
+    exam = exam._replace(
+        nonfinite_arguments=tuple(map(_rename, backward.nonfinite_arguments)),
+        nonfinite_outputs=(*exam.nonfinite_outputs, *bad_aux),
+        constants=tuple(operations.constants.values()),
+        not_entered=tuple(sorted(operations.not_entered)),
+        sums_of_gradients=count_summands(operations, target.params),
+        half_draws=tuple(dict.fromkeys(_find_half_draws(operations))),
+    )
+    checker = Checker(search, exam.largest_scale)
+    can_check = not (exam.nonfinite_arguments and exam.nonfinite_outputs)
+    if can_check and (exam.nonfinite_outputs or not exam.is_quick):
+        announce("comparing with float32, and looking for lines at fault")
         scale = max(exam.loss_scale, exam.best_scale)
-        compiled = self._compiled.find_gradients(scale).by_name
-        return checker.check(exam.loss_scale, compiled, not exam.blames_autocast)
+        grads = compiled.find_gradients(scale).by_name
+        is_mask = not exam.blames_autocast
+        exam = exam._replace(check=checker.check(exam.loss_scale, grads, is_mask))
+    if exam.overflows_at is None or exam.nonfinite_outputs:
+        return exam
+    announce("looking for what limits the loss scale")
+    exam = exam._replace(ceiling=checker.find_ceiling(exam.overflows_at))
+    if exam.is_quick:
+        return exam
+    return exam._replace(relief=_find_relief(exam, search))
 
-    def _find_relief(self, exam: Exam, search: Search) -> Relief | None:
-        """Returns which lines in float32 let a higher loss scale fit, if one would be better."""
-        would_help = exam.is_limited or exam.best_scale < 1
-        ceiling = exam.ceiling
-        if ceiling is None or not ceiling.where or not would_help:
-            return None
-        higher = max(exam.best_scale * _HIGHER, 1.0)
-        error_of = search.overflows_at(higher)
-        lines = search.find_lines(error_of, _MOST_LINES_OF_RELIEF)
-        others = [p for p in search.board.places if p.line not in lines]
-        if error_of(others):
-            return None
-        lines.sort(key=lambda line: line.where != ceiling.where)
-        return Relief(higher, tuple(line.where for line in lines))
+
+def _rename(argument: str) -> str:
+    return argument.replace("args[0]", "params").replace("args[1]", "batch")
+
+
+def _find_relief(exam: Exam, search: Search) -> Relief | None:
+    """Returns which lines in float32 let a higher loss scale fit, if one would be better."""
+    would_help = exam.is_limited or exam.best_scale < 1
+    ceiling = exam.ceiling
+    if ceiling is None or not ceiling.where or not would_help:
+        return None
+    higher = max(exam.best_scale * _HIGHER, 1.0)
+    error_of = search.overflows_at(higher)
+    lines = search.find_lines(error_of, _MOST_LINES_OF_RELIEF)
+    others = [p for p in search.board.places if p.line not in lines]
+    if error_of(others):
+        return None
+    lines.sort(key=lambda line: line.where != ceiling.where)
+    return Relief(higher, tuple(line.where for line in lines))
 
 
 def _find_zero_leaves(grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:

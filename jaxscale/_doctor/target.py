@@ -3,13 +3,14 @@
 What it returns is checked without running the loss, so that bad use ends in one sentence.
 """
 
+import collections
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +21,7 @@ from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
 from .._autocast.api import autocast
 from .._jax import ClosedJaxpr, jaxpr_as_fun
-from .._trees.gradient_leaves import leaf_name, list_gradients, only_gradients
+from .._trees.gradient_leaves import leaf_name, list_gradients
 from .._trees.leaf import dtype_of, is_array_like, is_python_number
 from .._trees.nnx_objects import without_untrained
 from .._trees.params import combine
@@ -45,7 +46,7 @@ class Target(NamedTuple):
 
     Attributes:
       name: the target, as named on the command line.
-      params: the floating and complex arrays, on the device, with `None` for other leaves.
+      params: the floating and complex arrays, on the device, by the names of their leaves.
       batch: arrays on the device, and other leaves as they are.
       constants: the numbers of the source that were rounded when the loss function was traced.
       program: computes the loss and the auxiliary output of the leaves of `args`.
@@ -53,7 +54,7 @@ class Target(NamedTuple):
     """
 
     name: str
-    params: optax.Params
+    params: dict[str, Any]
     batch: Any
     constants: Constants
     program: ClosedJaxpr
@@ -241,41 +242,25 @@ def _check_params(call: str, params: Any) -> None:
 
 def _take_gradients(
     params: optax.Params,
-) -> tuple[optax.Params, Callable[[optax.Params], optax.Params]]:
+) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], optax.Params]]:
     """Returns the leaves of parameters that have gradients, and what makes parameters of others.
 
-    They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
-    that, they come in a dict, by their names.
+    They come by their names, as a class may look at its children, and refuse others.
     """
     params_of_model = without_untrained(params)
     if not list_gradients(params_of_model):
         params_of_model = params
-    try:
-        trained = only_gradients(_leave_out_numbers(params_of_model))
-        return trained, lambda trained: combine(trained, params)
-    except Exception:  # whatever the class raises
-        pairs, structure = jax.tree_util.tree_flatten_with_path(params)
-
-    def restore(trained: Any) -> optax.Params:
-        leaves = [trained.get(leaf_name(path), leaf) for path, leaf in pairs]
-        return structure.unflatten(leaves)
-
-    trained = {}
+    trained = collections.OrderedDict()  # JAX would sort others
     for path, leaf in list_gradients(params_of_model):
         if not _is_number_of_module(path, leaf):
             trained[leaf_name(path)] = leaf
+    pairs, structure = jax.tree_util.tree_flatten_with_path(params)
+
+    def restore(trained: Mapping[str, Any]) -> optax.Params:
+        leaves = [trained.get(leaf_name(path), leaf) for path, leaf in pairs]
+        return structure.unflatten(leaves)
+
     return trained, restore
-
-
-def _leave_out_numbers(params: optax.Params) -> optax.Params:
-    """Returns parameters with `None` for the Python numbers of modules, such as a dropout rate."""
-
-    def keep_others(path: KeyPath, leaf: Any) -> Any:
-        if _is_number_of_module(path, leaf):
-            return None
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(keep_others, params)
 
 
 def _is_number_of_module(path: KeyPath, leaf: Any) -> bool:

@@ -15,7 +15,7 @@ from tables import cases
 from traced_losses import faulty_lines
 
 import jaxscale
-from jaxscale._doctor import cli, compiled, measure
+from jaxscale._doctor import cli, compiled, target
 from jaxscale._doctor.exam import Relief
 from jaxscale._doctor.faults import Fault
 from jaxscale._doctor.finding import Finding
@@ -300,7 +300,7 @@ def test_what_autocast_raises_is_told_in_a_sentence(doctor, monkeypatch):
 
         return fail
 
-    monkeypatch.setattr(measure, "autocast", autocast)
+    monkeypatch.setattr(target, "autocast", autocast)
     answer = doctor("doctored:wide", "--autocast", "float16", "--quick")
     assert_is_one_sentence(
         answer, "`jaxscale.autocast` raised on the loss of doctored:wide"
