@@ -59,7 +59,6 @@ class CompiledBackward:
         # As if each operation ran by itself, which is how the trace runs it.
         self._backward = compile_fast(backward, xla_allow_excess_precision=False)
         self._gradients: dict[float, Gradients] = {}
-        self._num_tried = 0
         try:
             self._backward.trace(init_state(1.0), *target.args)
         except Exception as error:
@@ -82,7 +81,6 @@ class CompiledBackward:
         """Returns the largest loss scale that does not overflow on the batch."""
 
         def try_scale(exponent: int, batch: None) -> tuple[jax.Array, bool]:
-            self._num_tried += 1
             backward_pass = self.differentiate(2.0**exponent)
             return backward_pass.loss, bool(backward_pass.is_finite)
 
@@ -118,6 +116,3 @@ class CompiledBackward:
             is_divided=any(report.is_divided for report in reports),
             is_lost=any(report.is_lost for report in reports),
         )
-
-    def how_far(self) -> str:
-        return f"{self._num_tried} tried"

@@ -72,7 +72,7 @@ def examine(
     overflows = False
     trial = BackwardTrial()
     if any(map(has_narrow_range, dtypes)) and math.isfinite(loss):
-        announce("looking for the largest loss scale that fits", compiled.how_far)
+        announce("looking for the largest loss scale that fits")
         calibration = compiled.calibrate()
         # a dynamic scale ends near it, wherever it started
         largest_scale = calibration.init_scale
