@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._backward.passes import PassReport, observer
 from .._backward.scale_backward import scale_backward
@@ -11,7 +12,6 @@ from .._gradients.verdict import all_finite
 from .._state.scale import LossScaleState, init_state
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._switches.backward import compile_fast
-from .gradients import Gradients
 from .target import Target, TargetError, error_line
 
 # Exponents of the loss scales to try, and how many to try at most.
@@ -24,7 +24,7 @@ class BackwardPass(NamedTuple):
     """What one pass gives, on the device."""
 
     loss: jax.Array
-    grads: Any  # the unscaled gradients
+    grads: dict[str, jax.Array]  # the unscaled gradients
     is_finite: jax.Array  # bool[], of the gradients
 
 
@@ -58,7 +58,7 @@ class CompiledBackward:
         self._target = target
         # As if each operation ran by itself, which is how the trace runs it.
         self._backward = compile_fast(backward, xla_allow_excess_precision=False)
-        self._gradients: dict[float, Gradients] = {}
+        self._gradients: dict[float, dict[str, np.ndarray]] = {}
         try:
             self._backward.trace(init_state(1.0), *target.args)
         except Exception as error:
@@ -70,11 +70,11 @@ class CompiledBackward:
     def differentiate(self, loss_scale: float) -> BackwardPass:
         return self._backward(init_state(loss_scale), *self._target.args)
 
-    def find_gradients(self, loss_scale: float) -> Gradients:
-        """Returns the gradients at a loss scale, which are computed once for each."""
+    def find_gradients(self, loss_scale: float) -> dict[str, np.ndarray]:
+        """Returns the gradients at a loss scale by their names, computed once for each."""
         if loss_scale not in self._gradients:
             grads = self.differentiate(loss_scale).grads
-            self._gradients[loss_scale] = Gradients.from_tree(grads)
+            self._gradients[loss_scale] = jax.device_get(grads)
         return self._gradients[loss_scale]
 
     def calibrate(self) -> Calibration:

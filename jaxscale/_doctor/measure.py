@@ -32,6 +32,7 @@ from .gradients import (
     add_histograms,
     compare_gradients,
     count_leaves,
+    find_largest,
 )
 from .start import find_start
 from .sums_of_gradients import count_summands
@@ -85,13 +86,14 @@ def examine(
     shown_scale = loss_scale or 1.0
     best_scale = largest_scale or traced_scale
     best = compiled.find_gradients(best_scale)
-    histograms = count_leaves(best.tree)
+    largest = find_largest(best)
+    histograms = count_leaves(best)
     histogram = add_histograms(histograms)
     traced_grads = compiled.find_gradients(traced_scale)
     comparison = None
     if largest_scale is not None and shown_scale < largest_scale:
         shown_grads = compiled.find_gradients(shown_scale)
-        comparison = compare_gradients(shown_grads.by_name, best.by_name)
+        comparison = compare_gradients(shown_grads, best)
     exam = Exam(
         target=target.name,
         autocast=dtype or "",
@@ -108,25 +110,25 @@ def examine(
         calibration=calibration,
         start=find_start(largest_scale),
         trial=trial,
-        largest=best.largest,
-        is_limited=overflows and 0 < best.largest * best_scale < _FULL,
+        largest=largest,
+        is_limited=overflows and 0 < largest * best_scale < _FULL,
         ceiling=None,
         relief=None,
         comparison=comparison,
         nonfinite_arguments=(),
-        nonfinite_outputs=_name_nonfinite(loss, traced_grads.by_name),
+        nonfinite_outputs=_name_nonfinite(loss, traced_grads),
         constants=(),
         not_entered=(),
         check=Check(),
         half_draws=(),
         zero=(),
-        leaves=table(count_leaves(traced_grads.tree), loss_scale=traced_scale),
+        leaves=table(count_leaves(traced_grads), loss_scale=traced_scale),
         histogram=histogram,
         shares=shares(histogram, loss_scale=shown_scale),
         layers=find_shares_by_leaf(histograms, round(math.log2(shown_scale))),
     )
     exam = _look_for_lines(exam, target, compiled, announce)
-    zero = _find_zero_leaves(exam.check.grads or best.by_name)
+    zero = _find_zero_leaves(exam.check.grads or best)
     return exam._replace(zero=zero)
 
 
@@ -149,12 +151,9 @@ def _look_for_lines(
 
     `compiled` is the same pass as the model runs it.
     """
-    is_bad = exam.nonfinite_outputs or exam.overflows_at or target.has_aux
-    if exam.is_quick and not is_bad:
-        return exam
     announce("putting a switch at each line")
     args = (target.params, target.batch)
-    backward = Backward(target.run, args, {}, target.constants, has_aux=True)
+    backward = Backward(target.fun, args, {}, target.constants, has_aux=True)
     search = Search(Switchboard(backward))
     operations = search.board.operations
     written = search.as_written(exam.loss_scale)
@@ -172,7 +171,7 @@ def _look_for_lines(
     if can_check and (exam.nonfinite_outputs or not exam.is_quick):
         announce("comparing with float32, and looking for lines at fault")
         scale = max(exam.loss_scale, exam.best_scale)
-        grads = compiled.find_gradients(scale).by_name
+        grads = compiled.find_gradients(scale)
         is_mask = not exam.blames_autocast
         exam = exam._replace(check=checker.check(exam.loss_scale, grads, is_mask))
     if exam.overflows_at is None or exam.nonfinite_outputs:

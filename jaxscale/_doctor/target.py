@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
+from jax.tree_util import GetAttrKey, KeyPath
 
 from .._autocast.api import autocast
 from .._jax import ClosedJaxpr, jaxpr_as_fun
@@ -41,68 +41,57 @@ class TargetError(ValueError):
 class Target(NamedTuple):
     """A loss, and what it is examined on.
 
-    The function is traced once, and what it does is evaluated from then on: to trace a model takes
-    long, and the doctor compiles it in several ways.
+    To trace a model takes long, so `loss_fn` evaluates what was traced once. Where each line of the
+    model counts, `fun` is traced anew: evaluated, a backward rule is at the line that calls it.
 
     Attributes:
       name: the target, as named on the command line.
+      fun: takes parameters and a batch, and returns the loss and the auxiliary output, or `None`.
       params: the floating and complex arrays, on the device, by the names of their leaves.
       batch: arrays on the device, and other leaves as they are.
-      constants: the numbers of the source that were rounded when the loss function was traced.
-      program: computes the loss and the auxiliary output of the leaves of `args`.
-      outputs: the tree of these outputs, of which only arrays are kept.
+      constants: the numbers of the source that were rounded when `fun` was first traced.
+      program: the loss, computed of the leaves of `args`.
     """
 
     name: str
+    fun: Callable[[optax.Params, Any], tuple[jax.Array, Any]]
     params: dict[str, Any]
     batch: Any
     constants: Constants
     program: ClosedJaxpr
-    outputs: PyTreeDef
 
     @property
     def args(self) -> tuple[optax.Params, Any]:
         """The parameters, and the arrays of the batch: compiled programs take no others."""
-        return self.params, jax.tree.map(_keep_array, self.batch)
-
-    @property
-    def has_aux(self) -> bool:
-        return self.outputs.num_leaves > 1
-
-    def run(self, params: optax.Params, batch: Any) -> Any:
-        """Returns the loss and the auxiliary output."""
-        leaves = jax.tree.leaves((params, jax.tree.map(_keep_array, batch)))
-        return self.outputs.unflatten(jaxpr_as_fun(self.program)(*leaves))
+        return self.params, _keep_arrays(self.batch)
 
     def loss_fn(self, params: optax.Params, batch: Any) -> jax.Array:
-        loss, _ = self.run(params, batch)
+        leaves = jax.tree.leaves((params, _keep_arrays(batch)))
+        (loss,) = jaxpr_as_fun(self.program)(*leaves)
         return loss
 
     def under_autocast(self, dtype: str) -> Self:
         """Returns the target with its loss under `jaxscale.autocast`."""
+        fun = autocast(self.fun, dtype=dtype)
         try:
-            program, outputs = _trace(autocast(self.run, dtype=dtype), self.args)
+            program = _trace(fun, self.params, self.batch)
         except Exception as error:
             raise TargetError(
                 f"`jaxscale.autocast` raised on the loss of {self.name}: {error_line(error)}"
             ) from error
-        return self._replace(program=program, outputs=outputs)
+        return self._replace(fun=fun, program=program)
 
 
 def _trace(
-    fun: Callable[..., Any], args: tuple[optax.Params, Any]
-) -> tuple[ClosedJaxpr, PyTreeDef]:
-    """Returns the arrays that a function computes as a jaxpr, and the tree of these."""
-    structure = jax.tree.structure(None)
+    fun: Callable[[optax.Params, Any], tuple[jax.Array, Any]],
+    params: optax.Params,
+    batch: Any,
+) -> ClosedJaxpr:
+    def loss_of(params: optax.Params, arrays: Any) -> jax.Array:
+        loss, _ = fun(params, combine(arrays, batch))
+        return loss
 
-    def list_arrays(*args: Any) -> list[Any]:
-        nonlocal structure
-        # The classes of an auxiliary output would refuse the shapes that `make_jaxpr` returns.
-        arrays, structure = jax.tree.flatten(jax.tree.map(_keep_array, fun(*args)))
-        return arrays
-
-    program = jax.make_jaxpr(list_arrays)(*args)
-    return program, structure
+    return jax.make_jaxpr(loss_of)(params, _keep_arrays(batch))
 
 
 def load(name: str) -> Target:
@@ -204,31 +193,30 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
     batch = jax.tree.map(_put_on_device, batch)
 
     trained, restore = _take_gradients(params)
-    args = (trained, jax.tree.map(_keep_array, batch))
 
-    def compute(trained: optax.Params, arrays: Any) -> tuple[Any, Any]:
+    def fun(trained: optax.Params, batch: Any) -> tuple[Any, Any]:
         # Modules hold functions and counters as well, which have no derivative.
-        output = loss_fn(restore(trained), combine(arrays, batch))
+        output = loss_fn(restore(trained), batch)
         if isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0]):
             return output
-        if not _is_loss(output):
-            raise TargetError(
-                f"The loss function of {call} must return one floating number, or a pair that "
-                f"begins with one, got {describe(output)}. Reduce it, for example with `.mean()`."
-            )
-        return jnp.asarray(output), None
+        if _is_loss(output):
+            return output, None
+        raise TargetError(
+            f"The loss function of {call} must return one floating number, or a pair that begins "
+            f"with one, got {describe(output)}. Reduce it, for example with `.mean()`."
+        )
 
     constants = Constants()
     try:
         with constants.notice():
-            program, outputs = _trace(compute, args)
+            program = _trace(fun, trained, batch)
     except TargetError:
         raise
     except Exception as error:
         raise TargetError(
             f"The loss function of {call} failed: {error_line(error)}"
         ) from error
-    return Target(name, trained, batch, constants, program, outputs)
+    return Target(name, fun, trained, batch, constants, program)
 
 
 def _check_params(call: str, params: Any) -> None:
@@ -278,10 +266,9 @@ def _put_on_device(leaf: Any) -> Any:
     return leaf
 
 
-def _keep_array(leaf: Any) -> Any:
-    if is_array(leaf):
-        return leaf
-    return None
+def _keep_arrays(batch: Any) -> Any:
+    """Returns a batch with `None` for all leaves that are no arrays."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, batch)
 
 
 def _is_loss(value: Any) -> bool:
