@@ -57,6 +57,7 @@ class CompiledBackward:
 
         self._target = target
         # As if each operation ran by itself, which is how the trace runs it.
+        self._backward: Any
         self._backward = compile_fast(backward, xla_allow_excess_precision=False)
         self._gradients: dict[float, dict[str, np.ndarray]] = {}
         try:

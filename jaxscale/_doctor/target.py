@@ -54,18 +54,18 @@ class Target(NamedTuple):
     """
 
     name: str
-    fun: Callable[[optax.Params, Any], tuple[jax.Array, Any]]
+    fun: Callable[[dict[str, Any], Any], tuple[jax.Array, Any]]
     params: dict[str, Any]
     batch: Any
     constants: Constants
     program: ClosedJaxpr
 
     @property
-    def args(self) -> tuple[optax.Params, Any]:
+    def args(self) -> tuple[dict[str, Any], Any]:
         """The parameters, and the arrays of the batch: compiled programs take no others."""
         return self.params, _keep_arrays(self.batch)
 
-    def loss_fn(self, params: optax.Params, batch: Any) -> jax.Array:
+    def loss_fn(self, params: dict[str, Any], batch: Any) -> jax.Array:
         leaves = jax.tree.leaves((params, _keep_arrays(batch)))
         (loss,) = jaxpr_as_fun(self.program)(*leaves)
         return loss
@@ -83,11 +83,13 @@ class Target(NamedTuple):
 
 
 def _trace(
-    fun: Callable[[optax.Params, Any], tuple[jax.Array, Any]],
-    params: optax.Params,
+    fun: Callable[[dict[str, Any], Any], tuple[jax.Array, Any]],
+    params: dict[str, Any],
     batch: Any,
 ) -> ClosedJaxpr:
-    def loss_of(params: optax.Params, arrays: Any) -> jax.Array:
+    """Returns the loss as a program of its parameters and the arrays of its batch."""
+
+    def loss_of(params: dict[str, Any], arrays: Any) -> jax.Array:
         loss, _ = fun(params, combine(arrays, batch))
         return loss
 
@@ -194,7 +196,7 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
 
     trained, restore = _take_gradients(params)
 
-    def fun(trained: optax.Params, batch: Any) -> tuple[Any, Any]:
+    def fun(trained: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
         # Modules hold functions and counters as well, which have no derivative.
         output = loss_fn(restore(trained), batch)
         if isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0]):
