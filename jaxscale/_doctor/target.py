@@ -179,15 +179,16 @@ def _say_no_function(module: ModuleType, place: str, name: str) -> str:
 
 def _check_returned(name: str, call: str, returned: Any) -> Target:
     """Returns what a function returned as a target, or raises an error that names the `call`."""
+    what = ""
     if not isinstance(returned, tuple):
-        raise TargetError(f"{call} returned {describe(returned)}. {_SHAPE}")
-    if len(returned) != 3:
-        raise TargetError(f"{call} returned {len(returned)} values. {_SHAPE}")
+        what = describe(returned)
+    elif len(returned) != 3:
+        what = f"{len(returned)} values"
+    elif not callable(returned[0]):
+        what = f"{describe(returned[0])} instead of a loss function"
+    if what:
+        raise TargetError(f"{call} returned {what}. {_SHAPE}")
     loss_fn, params, batch = returned
-    if not callable(loss_fn):
-        raise TargetError(
-            f"{call} returned {describe(loss_fn)} instead of a loss function. {_SHAPE}"
-        )
     _check_params(call, params)
     # On the device, as in a compiled step. NumPy would compute with NumPy arrays, and nothing could
     # be traced.
