@@ -74,7 +74,6 @@ def _find_results(options: argparse.Namespace) -> _Results:
         target = load(options.target)
         missing = "" if options.quick else say_missing()
         if missing:
-            announcer.clear()
             print(f"jaxscale doctor: {missing}", file=sys.stderr)
         exam = _examine(target, loss_scale, options.autocast, announcer, options.quick)
         findings = diagnose(exam)

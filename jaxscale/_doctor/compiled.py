@@ -3,18 +3,16 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._backward.passes import PassReport, observer
 from .._backward.scale_backward import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import LossScaleState, init_state
-from .._trees.params import combine
 from ..diagnostics._calibrate import Calibration, Search
-from ..diagnostics._formats import is_array
 from ..diagnostics._switches.backward import compile_fast
-from .gradients import Gradients
-from .target import Target, error_line
+from .target import Target, TargetError, error_line
 
 # Exponents of the loss scales to try, and how many to try at most.
 _LEAST_EXPONENT = -14
@@ -26,7 +24,7 @@ class BackwardPass(NamedTuple):
     """What one pass gives, on the device."""
 
     loss: jax.Array
-    grads: Any  # the unscaled gradients
+    grads: dict[str, jax.Array]  # the unscaled gradients
     is_finite: jax.Array  # bool[], of the gradients
 
 
@@ -50,46 +48,40 @@ class BackwardTrial(NamedTuple):
 
 
 class CompiledBackward:
-    """The backward pass of a target: `loss_of` is its loss as a function of `args`."""
+    """The backward pass of a target."""
 
     def __init__(self, target: Target) -> None:
-        def loss_of(params: Any, arrays: Any) -> jax.Array:
-            # Compiled programs take arrays. Everything else in a batch stays as it is.
-            output = target.loss_fn(params, combine(arrays, target.batch))
-            if target.has_aux:
-                return output[0]
-            return output
-
         def backward(state: LossScaleState, params: Any, arrays: Any) -> BackwardPass:
-            loss, grads = value_and_grad(loss_of, state)(params, arrays)
+            loss, grads = value_and_grad(target.loss_fn, state)(params, arrays)
             return BackwardPass(loss, grads, all_finite(grads))
 
-        arrays = jax.tree.map(_keep_array, target.batch)
-        self.loss_of = loss_of
-        self.args = (target.params, arrays)
+        self._target = target
         # As if each operation ran by itself, which is how the trace runs it.
+        self._backward: Any
         self._backward = compile_fast(backward, xla_allow_excess_precision=False)
-        self._gradients: dict[float, Gradients] = {}
-        self._num_tried = 0
-
-    def compute_loss(self) -> float:
-        return float(jax.jit(self.loss_of)(*self.args))
+        self._gradients: dict[float, dict[str, np.ndarray]] = {}
+        try:
+            self._backward.trace(init_state(1.0), *target.args)
+        except Exception as error:
+            raise TargetError(
+                f"The loss function of {target.name} cannot be differentiated: "
+                f"{error_line(error)}"
+            ) from error
 
     def differentiate(self, loss_scale: float) -> BackwardPass:
-        return self._backward(init_state(loss_scale), *self.args)
+        return self._backward(init_state(loss_scale), *self._target.args)
 
-    def find_gradients(self, loss_scale: float) -> Gradients:
-        """Returns the gradients at a loss scale, which are computed once for each."""
+    def find_gradients(self, loss_scale: float) -> dict[str, np.ndarray]:
+        """Returns the gradients at a loss scale by their names, computed once for each."""
         if loss_scale not in self._gradients:
             grads = self.differentiate(loss_scale).grads
-            self._gradients[loss_scale] = Gradients.from_tree(grads)
+            self._gradients[loss_scale] = jax.device_get(grads)
         return self._gradients[loss_scale]
 
     def calibrate(self) -> Calibration:
         """Returns the largest loss scale that does not overflow on the batch."""
 
         def try_scale(exponent: int, batch: None) -> tuple[jax.Array, bool]:
-            self._num_tried += 1
             backward_pass = self.differentiate(2.0**exponent)
             return backward_pass.loss, bool(backward_pass.is_finite)
 
@@ -102,7 +94,7 @@ class CompiledBackward:
         reports: list[PassReport] = []
 
         def are_gradients_finite(*args: Any) -> jax.Array:
-            scaled = scale_backward(self.loss_of)
+            scaled = scale_backward(self._target.loss_fn)
             _, grads = value_and_grad(scaled, init_state(1.0))(*args)
             return all_finite(grads)
 
@@ -111,7 +103,7 @@ class CompiledBackward:
             compiled = compile_fast(
                 are_gradients_finite, xla_allow_excess_precision=False
             )
-            is_enough = bool(compiled(*self.args))
+            is_enough = bool(compiled(*self._target.args))
             jax.effects_barrier()
         except Exception as error:  # whatever it is: the exam can do without
             return BackwardTrial(scale_backward_raised=error_line(error))
@@ -125,12 +117,3 @@ class CompiledBackward:
             is_divided=any(report.is_divided for report in reports),
             is_lost=any(report.is_lost for report in reports),
         )
-
-    def how_far(self) -> str:
-        return f"{self._num_tried} tried"
-
-
-def _keep_array(leaf: Any) -> Any:
-    if is_array(leaf):
-        return leaf
-    return None

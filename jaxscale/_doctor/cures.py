@@ -6,12 +6,12 @@ in a program in which some operations are not rounded, which is what the cure co
 
 import math
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._jax import Literal, Op, primitives_that
+from .._jax import Literal, Op, does, primitives_that
 from ..diagnostics._switches.equations import EquationKey
 from ..diagnostics._switches.operations import Operation, Operations
 from ..diagnostics._switches.places import Line
@@ -67,26 +67,47 @@ _MASK = r"mask|-\s*1e\d|finfo"
 _OF_NEGATIVE_OPERANDS = ("log", "sqrt", "rsqrt", "log1p", "pow")
 _INDEXED = ("gather", "dynamic_slice", "scatter")
 
+_ADDS = primitives_that(Op.ADDS)
+_DIVIDES = primitives_that(Op.DIVIDES)
 _EXPONENTIALS = primitives_that(Op.EXPONENTIAL)
 _LOGARITHMS = primitives_that(Op.LOGARITHM)
-_SIGMOIDS = primitives_that(Op.SIGMOID)
-_DIVIDES = primitives_that(Op.DIVIDES)
-_MULTIPLIES = primitives_that(Op.MULTIPLIES)
-_ADDS = primitives_that(Op.ADDS)
 _SUBTRACTS = primitives_that(Op.SUBTRACTS) - {"neg"}
 _PRODUCTS_OF_TWO = primitives_that(Op.MULTIPLIES | Op.ELEMENTWISE)
 _SUMS = primitives_that(Op.ADDS | Op.REDUCTION)
 _MOVES = primitives_that(Op.PASSES_ON) | primitives_that(Op.MOVE) | {"neg"}
-_EXTREMES = primitives_that(Op.PASSES_ON | Op.REDUCTION)
 _LINEAR = _MOVES | _ADDS | _SUBTRACTS
+_EXTREMES = primitives_that(Op.PASSES_ON | Op.REDUCTION)
 _SELECTS = primitives_that(Op.SELECTS)
 _ELEMENTS = primitives_that(Op.ELEMENTWISE) | _MOVES
 # What may lie between an exponential and the logarithm of what is made of it.
 _BETWEEN = (
-    _LINEAR | _MULTIPLIES | _DIVIDES | _SUMS | primitives_that(Op.PRODUCT)
+    _LINEAR
+    | primitives_that(Op.MULTIPLIES)
+    | _DIVIDES
+    | _SUMS
+    | primitives_that(Op.PRODUCT)
 ) - primitives_that(Op.LIMITS)
 _MANY = 64  # a sum of this many numbers, each with its full weight, is worth a word
+_FLOAT16_RANGE = 2.0**16
 _MANY_FACTORS = 4  # products in a row: more than a formula has
+
+# What lies before a logarithm or a quotient may have these traits, by what is there.
+_TRAITS = {
+    "exponential": _EXPONENTIALS,
+    "sigmoid": primitives_that(Op.SIGMOID),
+    "sum": _SUMS | primitives_that(Op.PRODUCT),
+    "difference": _SUBTRACTS,
+}
+# By what ends it, and by the traits that it has and does not have: the cure. The first row counts.
+_ROWS = [
+    (_DIVIDES, "exponential sum below", "shifted", "exponential of a row"),
+    (_LOGARITHMS, "product", "", "product"),
+    (_LOGARITHMS, "sigmoid", "", "sigmoid"),
+    (_LOGARITHMS, "exponential quotient", "sum", "sigmoid"),
+    (_LOGARITHMS, "exponential quotient", "difference", "softmax"),
+    (_LOGARITHMS, "exponential sum", "difference other", "logarithm of a sum"),
+    (_LOGARITHMS, "exponential", "difference other", "exponential"),
+]
 
 
 class Sum(NamedTuple):
@@ -94,7 +115,6 @@ class Sum(NamedTuple):
 
     where: str  # file and line, or `""`
     size: int  # how many numbers are added up
-    weight: float  # the loss is this times the sum: of a mean, one over the size
     path: tuple[EquationKey, ...]  # the operations from the loss to the sum
 
 
@@ -153,10 +173,10 @@ def _is_left_out(search: Search, birth: Birth) -> bool:
     for operation in operations.by_key.values():
         if operation.place.primitive not in _SELECTS or operation.place.is_backward:
             continue
-        for makers in operation.makers[1:]:
-            for key in _walk_back(operations, makers, _ELEMENTS):
-                if operations.by_key[key].place.line == birth.place.line:
-                    return True
+        chosen = frozenset().union(*operation.makers[1:])
+        made_of = _walk_back(operations, chosen, _ELEMENTS)
+        if birth.place.line in {part.place.line for part in made_of.values()}:
+            return True
     return False
 
 
@@ -172,102 +192,94 @@ def _list_regions(
     quotient of what is made of it, of which one is to blame.
     """
     found: dict[str, tuple[set[EquationKey], set[Line]]] = {}
-    for operation in operations.by_key.values():
-        if operation.place.is_backward:
+    for end in operations.by_key.values():
+        primitive = end.place.primitive
+        if end.place.is_backward or primitive not in _LOGARITHMS | _DIVIDES:
             continue
-        name, region = _name_region(operations, operation)
-        lines = {operations.by_key[key].place.line for key in region}
+        region = _walk_back(operations, frozenset().union(*end.makers), _BETWEEN)
+        name = _name_cure(primitive, _find_traits(operations, end, region))
+        lines = {operation.place.line for operation in region.values()}
         if name and lines & {*blame.lines, blame.place.line}:
             keys, all_lines = found.setdefault(name, (set(), set()))
-            keys |= region
-            all_lines |= {*lines, operation.place.line}
+            keys.update(region)
+            all_lines |= {*lines, end.place.line}
     for name, (keys, lines) in found.items():
         yield name, keys, lines
 
 
-def _name_region(
-    operations: Operations, end: Operation
-) -> tuple[str, set[EquationKey]]:
-    """Returns the cure that an operation may need, and what lies before it."""
-    primitive = end.eqn.primitive.name
-    if primitive not in _LOGARITHMS | _DIVIDES:
-        return "", set()
-    region = set(_walk_back(operations, frozenset().union(*end.makers), _BETWEEN))
-    names = {operations.by_key[key].eqn.primitive.name for key in region}
-    has_sum = bool(names & (_SUMS | primitives_that(Op.PRODUCT)))
-    has_exponential = bool(names & _EXPONENTIALS)
-    if primitive in _DIVIDES:
-        divided_by = _walk_back(operations, end.makers[1], _BETWEEN)
-        exponentials = [
-            operations.by_key[key]
-            for key in divided_by
-            if operations.by_key[key].eqn.primitive.name in _EXPONENTIALS
-        ]
-        is_shifted = any(_is_shifted(operations, each) for each in exponentials)
-        if has_sum and exponentials and not is_shifted:
-            return "exponential of a row", region
-        return "", set()
-    if _count_products(operations, region) >= _MANY_FACTORS:
-        return "product", region
-    is_quotient = any(
-        operations.by_key[key].makers[1]
-        for key in region
-        if operations.by_key[key].eqn.primitive.name in _DIVIDES
-    )
-    if names & _SIGMOIDS or (has_exponential and is_quotient and not has_sum):
-        return "sigmoid", region
-    if names & _SUBTRACTS:
-        return "", set()
-    if has_exponential and is_quotient:
-        return "softmax", region
-    if not has_exponential or names - _BETWEEN - _EXPONENTIALS:
-        return "", set()
-    return "logarithm of a sum" if has_sum else "exponential", region
+def _name_cure(primitive: str, traits: Set[str]) -> str:
+    """Returns what a logarithm or a quotient needs, by what lies before it."""
+    for ends, has, has_not, name in _ROWS:
+        is_like = traits >= {*has.split()} and not traits & {*has_not.split()}
+        if primitive in ends and is_like:
+            return name
+    return ""
+
+
+def _find_traits(
+    operations: Operations, end: Operation, region: Mapping[EquationKey, Operation]
+) -> set[str]:
+    """Returns what lies before a logarithm or a quotient, in the words of `_ROWS`."""
+    names = _names(region)
+    traits = {trait for trait, known in _TRAITS.items() if names & known}
+    if names - _BETWEEN - _EXPONENTIALS:
+        traits.add("other")
+    if _count_products(region) >= _MANY_FACTORS:
+        traits.add("product")
+    for quotient in region.values():
+        if quotient.place.primitive in _DIVIDES and quotient.makers[1]:
+            traits.add("quotient")
+    for operation in _walk_back(operations, end.makers[-1], _BETWEEN).values():
+        if operation.place.primitive in _EXPONENTIALS:
+            traits.add("below")
+            if _is_shifted(operations, operation):
+                traits.add("shifted")
+    return traits
+
+
+def _names(region: Mapping[EquationKey, Operation]) -> set[str]:
+    return {operation.place.primitive for operation in region.values()}
 
 
 def _is_shifted(operations: Operations, exponential: Operation) -> bool:
     """Returns whether a maximum was subtracted from an exponent."""
-    before = _walk_back(operations, exponential.makers[0], _MOVES)
-    for key in before:
-        difference = operations.by_key[key]
-        if difference.eqn.primitive.name in _SUBTRACTS:
+    for difference in _walk_back(operations, exponential.makers[0], _MOVES).values():
+        if difference.place.primitive in _SUBTRACTS:
             subtracted = _walk_back(operations, difference.makers[1], _MOVES)
-            names = {operations.by_key[k].eqn.primitive.name for k in subtracted}
-            return bool(names & _EXTREMES)
+            return bool(_names(subtracted) & _EXTREMES)
     return False
 
 
-def _count_products(operations: Operations, region: Set[EquationKey]) -> int:
+def _count_products(region: Mapping[EquationKey, Operation]) -> int:
     """Returns how many factors a product has at least, as far as that shows."""
     count = 0
-    for key in region:
-        operation = operations.by_key[key]
-        name = operation.eqn.primitive.name
+    for key, operation in region.items():
+        op = does(operation.place.primitive)
+        if Op.MULTIPLIES not in op:
+            continue
         is_carried = any(key in makers for makers in operation.makers)
-        if name in _MULTIPLIES - _PRODUCTS_OF_TWO or (
-            name in _PRODUCTS_OF_TWO and is_carried
-        ):
+        if is_carried or Op.ELEMENTWISE not in op:  # in a loop, or of a whole axis
             return _MANY_FACTORS
-        count += name in _PRODUCTS_OF_TWO and all(operation.makers)
+        count += all(operation.makers)
     return count
 
 
 def _walk_back(
     operations: Operations, keys: frozenset[EquationKey], through: Set[str]
-) -> list[EquationKey]:
+) -> dict[EquationKey, Operation]:
     """Returns operations, their makers, and the makers of those that are in `through`."""
     waiting = list(keys)
-    visited: dict[EquationKey, None] = {}
+    visited: dict[EquationKey, Operation] = {}
     while waiting:
         key = waiting.pop()
         if key in visited:
             continue
-        visited[key] = None
         operation = operations.by_key[key]
-        if operation.eqn.primitive.name in through:
+        visited[key] = operation
+        if operation.place.primitive in through:
             for makers in operation.makers:
                 waiting += makers
-    return list(visited)
+    return visited
 
 
 # The sums that the loss is made of.
@@ -275,73 +287,53 @@ def _walk_back(
 
 def find_mean(search: Search) -> Sum | None:
     """Returns the largest sum in the loss whose mean gives finite and right gradients."""
-    board = search.board
-    sums = [
-        total
-        for total in list_sums(board.operations)
-        if total.weight * total.size >= _MANY
-    ]
+    sums = _list_sums(search.board.operations)
     for total in sorted(sums, key=lambda total: -total.size):
-        if abs(search.exact.loss) / total.size > float(np.finfo(np.float16).max):
+        if abs(search.exact.loss) / total.size >= _FLOAT16_RANGE:
             continue
-        variant = Variant(unrounded=frozenset(total.path))
         # The gradients of a mean are those of the sum at a loss scale smaller by its size. What is
         # flushed without a loss scale may be right with one.
-        for loss_scale in (1 / total.size, 1.0):
-            outcome = board.evaluate(loss_scale, board.places, variant=variant)
-            at_mean = board.evaluate(1 / total.size, board.places, variant=variant)
-            if not outcome.has_finite_grads or not at_mean.has_finite_grads:
-                continue
-            if max(search.errors(outcome.grads).values(), default=0.0) <= CLOSE:
-                return total
+        error_of = search.error_at(1 / total.size, factors=[1.0, total.size])
+        variant = Variant(unrounded=frozenset(total.path))
+        if error_of(search.board.places, variant=variant) <= CLOSE:
+            return total
     return None
 
 
-def list_sums(operations: Operations) -> Iterator[Sum]:
-    """Yields the sums that the loss is made of, if it is linear in them."""
+def _list_sums(operations: Operations) -> Iterator[Sum]:
+    """Yields the sums of many numbers that the loss is made of, if it is linear in them."""
+    # Operations, what the loss is times the numbers there, and the operations after them.
     waiting: list[tuple[EquationKey, float, tuple[EquationKey, ...]]]
-    waiting = [(key, 1.0, ()) for key in operations.loss]
+    waiting = [(key, 1.0, ()) for key in operations.makers["loss"]]
     while waiting:
         key, weight, after = waiting.pop()
         if key in after:
             continue
         path = (*after, key)
         operation = operations.by_key[key]
-        eqn = operation.eqn
-        if eqn.primitive.name in _SUMS:
-            size = _size(eqn.invars[0]) // max(_size(eqn.outvars[0]), 1)
-            yield Sum(operation.place.line.where, size, weight, path)
-        for maker, its_weight in _find_terms(operation, weight):
-            waiting.append((maker, its_weight, path))
+        if operation.place.primitive in _SUMS:
+            summands: Any = operation.eqn.invars[0].aval
+            sums: Any = operation.eqn.outvars[0].aval
+            size = summands.size // max(sums.size, 1)
+            if weight * size >= _MANY:
+                yield Sum(operation.place.line.where, size, path)
+        for makers, factor in _find_terms(operation):
+            waiting += [(maker, weight * factor, path) for maker in makers]
 
 
-def _find_terms(
-    operation: Operation, weight: float
-) -> Iterator[tuple[EquationKey, float]]:
-    """Yields what made the numbers that an operation is linear in, and how often each counts."""
-    name = operation.eqn.primitive.name
+def _find_terms(operation: Operation) -> list[tuple[Set[EquationKey], float]]:
+    """Returns what made the numbers that an operation is linear in, and how often each counts."""
+    name = operation.place.primitive
     if name in _LINEAR:
-        for makers in operation.makers:
-            for maker in makers:
-                yield maker, weight
-    if name not in _DIVIDES | _PRODUCTS_OF_TWO:
-        return
-    first, second = map(_read_number, operation.eqn.invars)
-    by_first, by_second = operation.makers
-    if second and name in _DIVIDES:
-        weight /= second
-    elif second:
-        weight *= second
-    elif first and name in _PRODUCTS_OF_TWO:
-        by_first, weight = by_second, weight * first
-    else:
-        return
-    for maker in by_first:
-        yield maker, weight
-
-
-def _size(atom: Any) -> int:
-    return atom.aval.size
+        return [(makers, 1.0) for makers in operation.makers]
+    if name in _DIVIDES | _PRODUCTS_OF_TWO:
+        first, second = map(_read_number, operation.eqn.invars)
+        by_first, by_second = operation.makers
+        if second:
+            return [(by_first, 1 / second if name in _DIVIDES else second)]
+        if first and name in _PRODUCTS_OF_TWO:
+            return [(by_second, first)]
+    return []
 
 
 def _read_number(atom: Any) -> float:

@@ -70,8 +70,7 @@ class Exam(NamedTuple):
         NaN.
       nonfinite_outputs: which of the loss, the auxiliary output and the gradients do so, at
         `loss_scale`.
-      constants: the numbers of the source that a format rounds to 0, 1 or inf. They are looked for
-        unless an exam is quick and finds nothing.
+      constants: the numbers of the source that a format rounds to 0, 1 or inf.
       not_entered: the names of operations that hold others which were not looked at.
       check: the comparison of the gradients with float32, at `loss_scale` or at the largest scale
         if that is higher, and what helps if they are wrong. Nothing is compared in a quick exam, or

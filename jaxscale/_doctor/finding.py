@@ -50,12 +50,8 @@ def has_problem(findings: Sequence[Finding]) -> bool:
 
 
 def _read_source(file: str, line: int) -> tuple[tuple[int, str], ...]:
-    """Returns a line and those around it."""
-    file = os.path.abspath(file)
+    """Returns a line and those around it, with their numbers."""
+    lines = linecache.getlines(os.path.abspath(file))
     first = max(line - _NUM_AROUND, 1)
-    last = min(line + _NUM_AROUND, len(linecache.getlines(file)))
-    source = []
-    for number in range(first, last + 1):
-        text = linecache.getline(file, number).rstrip("\n")
-        source.append((number, text))
-    return tuple(source)
+    texts = [text.rstrip("\n") for text in lines[first - 1 : line + _NUM_AROUND]]
+    return tuple(enumerate(texts, first))

@@ -3,37 +3,22 @@
 import functools
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
-from .._trees.gradient_leaves import leaf_name, replace_gradients
+from .._trees.gradient_leaves import replace_gradients
 from ..diagnostics._histogram import Histogram, histogram
 from ..diagnostics._switches.search import find_error
 
 _ROW_LENGTH = 2**15
 
 
-class Gradients(NamedTuple):
-    """The gradients of one pass."""
-
-    tree: optax.Updates  # as the pass returned them
-    by_name: dict[str, np.ndarray]  # its leaves, on the host
-
-    @classmethod
-    def from_tree(cls, tree: optax.Updates) -> Self:
-        by_name = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            by_name[leaf_name(path)] = np.asarray(leaf)
-        return cls(tree, by_name)
-
-    @property
-    def largest(self) -> float:
-        """The largest magnitude."""
-        leaves = self.by_name.values()
-        return max(float(np.abs(leaf).max(initial=0)) for leaf in leaves)
+def find_largest(grads: Mapping[str, np.ndarray]) -> float:
+    """Returns the largest magnitude of a gradient."""
+    return max(float(np.abs(leaf).max(initial=0)) for leaf in grads.values())
 
 
 class LeafError(NamedTuple):

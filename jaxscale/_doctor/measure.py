@@ -8,24 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._autocast.api import autocast
 from .._jax import (
     ClosedJaxpr,
-    Jaxpr,
     Op,
     backward_rule,
     does,
     has_narrow_range,
     holds_half,
-    programs,
     walk_program,
 )
-from .._trees.gradient_leaves import leaf_name
 from ..diagnostics._histogram import find_shares_by_leaf, shares
 from ..diagnostics._leaves import table
 from ..diagnostics._switches.backward import Backward
 from ..diagnostics._switches.board import Switchboard
-from ..diagnostics._switches.places import Around, find_line
+from ..diagnostics._switches.operations import Operations
+from ..diagnostics._switches.places import find_line
 from ..diagnostics._switches.search import Search
 from .announcer import Announce, announce_nothing
 from .compiled import BackwardTrial, CompiledBackward
@@ -35,10 +32,11 @@ from .gradients import (
     add_histograms,
     compare_gradients,
     count_leaves,
+    find_largest,
 )
 from .start import find_start
 from .sums_of_gradients import count_summands
-from .target import Target, TargetError, error_line
+from .target import Target
 
 # The largest gradient at the largest loss scale is below this if something else limits the scale.
 _FULL = 2.0**12
@@ -62,20 +60,20 @@ def examine(
     """
     loss_as_written = None
     if dtype is not None:
-        loss_as_written = CompiledBackward(target).compute_loss()
-        target = target._replace(loss_fn=autocast(target.loss_fn, dtype=dtype))
-    compiled = CompiledBackward(target)
-    program = _trace_loss(compiled, target.name, dtype)
+        loss_as_written = float(jax.jit(target.loss_fn)(*target.args))
+        target = target.under_autocast(dtype)
+    program = target.program
     dtypes = _find_dtypes(program)
 
     announce("compiling the backward pass")
+    compiled = CompiledBackward(target)
     loss = float(compiled.differentiate(1.0).loss)
     calibration = None
     largest_scale = None
     overflows = False
     trial = BackwardTrial()
     if any(map(has_narrow_range, dtypes)) and math.isfinite(loss):
-        announce("looking for the largest loss scale that fits", compiled.how_far)
+        announce("looking for the largest loss scale that fits")
         calibration = compiled.calibrate()
         # a dynamic scale ends near it, wherever it started
         largest_scale = calibration.init_scale
@@ -88,13 +86,14 @@ def examine(
     shown_scale = loss_scale or 1.0
     best_scale = largest_scale or traced_scale
     best = compiled.find_gradients(best_scale)
-    histograms = count_leaves(best.tree)
+    largest = find_largest(best)
+    histograms = count_leaves(best)
     histogram = add_histograms(histograms)
     traced_grads = compiled.find_gradients(traced_scale)
     comparison = None
     if largest_scale is not None and shown_scale < largest_scale:
         shown_grads = compiled.find_gradients(shown_scale)
-        comparison = compare_gradients(shown_grads.by_name, best.by_name)
+        comparison = compare_gradients(shown_grads, best)
     exam = Exam(
         target=target.name,
         autocast=dtype or "",
@@ -104,55 +103,37 @@ def examine(
         loss_as_written=loss_as_written,
         dtypes=tuple(sorted(map(str, dtypes))),
         dtypes_of_parameters=_name_dtypes(target.params),
-        sums_of_gradients=count_summands(program, _name_leaves(target.params)),
+        sums_of_gradients=(),
         backward_rules=_find_backward_rules(program),
         loss_scale=traced_scale,
         shown_scale=shown_scale,
         calibration=calibration,
         start=find_start(largest_scale),
         trial=trial,
-        largest=best.largest,
-        is_limited=overflows and 0 < best.largest * best_scale < _FULL,
+        largest=largest,
+        is_limited=overflows and 0 < largest * best_scale < _FULL,
         ceiling=None,
         relief=None,
         comparison=comparison,
         nonfinite_arguments=(),
-        nonfinite_outputs=_name_nonfinite(loss, traced_grads.by_name),
+        nonfinite_outputs=_name_nonfinite(loss, traced_grads),
         constants=(),
         not_entered=(),
         check=Check(),
-        half_draws=tuple(dict.fromkeys(_find_half_draws(program, ()))),
+        half_draws=(),
         zero=(),
-        leaves=table(count_leaves(traced_grads.tree), loss_scale=traced_scale),
+        leaves=table(count_leaves(traced_grads), loss_scale=traced_scale),
         histogram=histogram,
         shares=shares(histogram, loss_scale=shown_scale),
         layers=find_shares_by_leaf(histograms, round(math.log2(shown_scale))),
     )
-    exam = _Lookout(target, compiled, announce).complete(exam)
-    zero = _find_zero_leaves(exam.check.grads or best.by_name)
+    exam = _look_for_lines(exam, target, compiled, announce)
+    zero = _find_zero_leaves(exam.check.grads or best)
     return exam._replace(zero=zero)
 
 
 def _name_dtypes(tree: Any) -> tuple[str, ...]:
     return tuple(sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)}))
-
-
-def _name_leaves(tree: Any) -> list[str]:
-    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _trace_loss(
-    compiled: CompiledBackward, name: str, dtype: str | None
-) -> ClosedJaxpr:
-    try:
-        return jax.make_jaxpr(compiled.loss_of)(*compiled.args)
-    except Exception as error:
-        if dtype is None:
-            raise
-        # As it is written, the loss was run before.
-        raise TargetError(
-            f"`jaxscale.autocast` raised on the loss of {name}: {error_line(error)}"
-        ) from error
 
 
 def _name_nonfinite(loss: float, grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:
@@ -163,80 +144,63 @@ def _name_nonfinite(loss: float, grads: Mapping[str, np.ndarray]) -> tuple[str, 
     return tuple(names)
 
 
-class _Lookout:
-    """Looks for the lines at which numbers are lost, and adds to an exam what that shows.
+def _look_for_lines(
+    exam: Exam, target: Target, compiled: CompiledBackward, announce: Announce
+) -> Exam:
+    """Adds to an exam what only switches can show: the lines at which numbers are lost.
 
-    `compiled` is the same pass as the model runs it. `announce` is told what is done next.
+    `compiled` is the same pass as the model runs it.
     """
-
-    def __init__(
-        self, target: Target, compiled: CompiledBackward, announce: Announce
-    ) -> None:
-        self._target = target
-        self._compiled = compiled
-        self._announce = announce
-
-    def complete(self, exam: Exam) -> Exam:
-        """Adds all that only switches can show."""
-        is_bad = exam.nonfinite_outputs or exam.overflows_at or self._target.has_aux
-        if exam.is_quick and not is_bad:
-            return exam
-        self._announce("putting a switch at each line")
-        target = self._target
-        args = (target.params, target.batch)
-        backward = Backward(
-            target.loss_fn, args, {}, target.constants, has_aux=target.has_aux
-        )
-        search = Search(Switchboard(backward))
-        outputs = search.as_written(exam.loss_scale).outputs
-        others = [
-            name
-            for name, output in outputs.items()
-            if name.startswith("aux") and not np.isfinite(output).all()
-        ]
-        arguments = [
-            name.replace("args[0]", "params") for name in backward.nonfinite_arguments
-        ]
-        operations = search.board.operations
-        exam = exam._replace(
-            nonfinite_arguments=tuple(n.replace("args[1]", "batch") for n in arguments),
-            nonfinite_outputs=(*exam.nonfinite_outputs, *others),
-            constants=tuple(operations.constants.values()),
-            not_entered=tuple(sorted(operations.not_entered)),
-        )
-        checker = Checker(search, exam.largest_scale)
-        if not (exam.is_quick and not exam.nonfinite_outputs):
-            exam = exam._replace(check=self._check(exam, checker))
-        if exam.overflows_at is None or exam.nonfinite_outputs:
-            return exam
-        self._announce("looking for what limits the loss scale")
-        exam = exam._replace(ceiling=checker.find_ceiling(exam.overflows_at))
-        if exam.is_quick:
-            return exam
-        return exam._replace(relief=self._find_relief(exam, search))
-
-    def _check(self, exam: Exam, checker: Checker) -> Check:
-        if exam.nonfinite_arguments and exam.nonfinite_outputs:
-            return Check()
-        self._announce("comparing with float32, and looking for lines at fault")
+    announce("putting a switch at each line")
+    args = (target.params, target.batch)
+    backward = Backward(target.fun, args, {}, target.constants, has_aux=True)
+    search = Search(Switchboard(backward))
+    operations = search.board.operations
+    written = search.as_written(exam.loss_scale)
+    bad_aux = [name for name in written.nonfinite if name.startswith("aux")]
+    exam = exam._replace(
+        nonfinite_arguments=tuple(map(_rename, backward.nonfinite_arguments)),
+        nonfinite_outputs=(*exam.nonfinite_outputs, *bad_aux),
+        constants=tuple(operations.constants.values()),
+        not_entered=tuple(sorted(operations.not_entered)),
+        sums_of_gradients=count_summands(operations, target.params),
+        half_draws=tuple(dict.fromkeys(_find_half_draws(operations))),
+    )
+    checker = Checker(search, exam.largest_scale)
+    can_check = not (exam.nonfinite_arguments and exam.nonfinite_outputs)
+    if can_check and (exam.nonfinite_outputs or not exam.is_quick):
+        announce("comparing with float32, and looking for lines at fault")
         scale = max(exam.loss_scale, exam.best_scale)
-        compiled = self._compiled.find_gradients(scale).by_name
-        return checker.check(exam.loss_scale, compiled, not exam.blames_autocast)
+        grads = compiled.find_gradients(scale)
+        is_mask = not exam.blames_autocast
+        exam = exam._replace(check=checker.check(exam.loss_scale, grads, is_mask))
+    if exam.overflows_at is None or exam.nonfinite_outputs:
+        return exam
+    announce("looking for what limits the loss scale")
+    exam = exam._replace(ceiling=checker.find_ceiling(exam.overflows_at))
+    if exam.is_quick:
+        return exam
+    return exam._replace(relief=_find_relief(exam, search))
 
-    def _find_relief(self, exam: Exam, search: Search) -> Relief | None:
-        """Returns which lines in float32 let a higher loss scale fit, if one would be better."""
-        would_help = exam.is_limited or exam.best_scale < 1
-        ceiling = exam.ceiling
-        if ceiling is None or not ceiling.where or not would_help:
-            return None
-        higher = max(exam.best_scale * _HIGHER, 1.0)
-        error_of = search.overflows_at(higher)
-        lines = search.find_lines(error_of, _MOST_LINES_OF_RELIEF)
-        others = [p for p in search.board.places if p.line not in lines]
-        if error_of(others):
-            return None
-        lines.sort(key=lambda line: line.where != ceiling.where)
-        return Relief(higher, tuple(line.where for line in lines))
+
+def _rename(argument: str) -> str:
+    return argument.replace("args[0]", "params").replace("args[1]", "batch")
+
+
+def _find_relief(exam: Exam, search: Search) -> Relief | None:
+    """Returns which lines in float32 let a higher loss scale fit, if one would be better."""
+    would_help = exam.is_limited or exam.best_scale < 1
+    ceiling = exam.ceiling
+    if ceiling is None or not ceiling.where or not would_help:
+        return None
+    higher = max(exam.best_scale * _HIGHER, 1.0)
+    error_of = search.overflows_at(higher)
+    lines = search.find_lines(error_of, _MOST_LINES_OF_RELIEF)
+    others = [p for p in search.board.places if p.line not in lines]
+    if error_of(others):
+        return None
+    lines.sort(key=lambda line: line.where != ceiling.where)
+    return Relief(higher, tuple(line.where for line in lines))
 
 
 def _find_zero_leaves(grads: Mapping[str, np.ndarray]) -> tuple[str, ...]:
@@ -256,21 +220,19 @@ def _find_dtypes(program: ClosedJaxpr) -> set[Any]:
     return dtypes
 
 
-def _find_half_draws(
-    program: Jaxpr | ClosedJaxpr, around: Around
-) -> Iterator[tuple[str, str]]:
+def _find_half_draws(operations: Operations) -> Iterator[tuple[str, str]]:
     """Yields the dtype and the line of each draw of random numbers in half precision.
 
     JAX makes them of random bits, in one program.
     """
-    draws = any(Op.RANDOM in does(eqn.primitive.name) for eqn in program.eqns)
-    for eqn in program.eqns:
-        if draws and Op.READS_BITS in does(eqn.primitive.name):
-            made: Any = eqn.outvars[0].aval
-            if holds_half(made):
-                yield str(made.dtype), find_line(eqn, around).where
-        for inner in programs(eqn):
-            yield from _find_half_draws(inner, (*around, eqn))
+    draws = set()  # programs, by the equations that hold them
+    for key, operation in operations.by_key.items():
+        op = does(operation.eqn.primitive.name)
+        made: Any = operation.eqn.outvars[0].aval
+        if Op.RANDOM in op:
+            draws.add(key[:-1])
+        elif Op.READS_BITS in op and holds_half(made) and key[:-1] in draws:
+            yield str(made.dtype), operation.place.line.where
 
 
 def _find_backward_rules(program: ClosedJaxpr) -> dict[str, str]:

@@ -51,34 +51,28 @@ def find_scale(exam: Exam) -> Iterator[Finding]:
         yield make_finding(
             f"The doctor can only say whether the model needs a loss scale once {reason}."
         )
-    elif start.skipped is None:
-        yield _find_scale_below_one(exam, start)
-    elif exam.comparison is None:
-        details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
-        yield make_finding(_judge_largest_scale(exam, start), *details)
     else:
-        yield make_finding(
-            _judge_scale(exam, exam.comparison),
-            _judge_largest_scale(exam, start),
-            *_judge_room(exam),
-            *_say_how_to_start(exam, start),
-            *_say_limit(exam),
-            is_problem=needs_scale(exam) and not exam.is_auto,
-        )
+        yield _find_start(exam, start)
 
 
-def _find_scale_below_one(exam: Exam, start: Start) -> Finding:
-    details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
-    place: Fault | str | None = exam.ceiling
-    size = exam.check.mean
-    if size and exam.check.mean_at:
-        place = exam.check.mean_at
-        details.insert(0, say_mean(size, f", at {place}"))
-    elif size:
-        details.insert(0, say_mean(size, ""))
-    # Where a scale of 1 was asked for, what it overflows is a problem already.
-    is_problem = not exam.nonfinite_outputs
+def _find_start(exam: Exam, start: Start) -> Finding:
+    """Notes which scale fits, whether a lower one would do, and how to start training."""
     title = _judge_largest_scale(exam, start)
+    details = [*_say_how_to_start(exam, start), *_say_limit(exam)]
+    place: Fault | str | None = None
+    is_problem = False
+    if start.skipped is None:
+        # Where a scale of 1 was asked for, what it overflows is a problem already.
+        is_problem = not exam.nonfinite_outputs
+        place = exam.ceiling
+        if exam.check.mean:
+            at = exam.check.mean_at
+            place = at or place
+            details.insert(0, say_mean(exam.check.mean, f", at {at}" if at else ""))
+    elif exam.comparison is not None:
+        details = [title, *_judge_room(exam), *details]
+        title = _judge_scale(exam, exam.comparison)
+        is_problem = needs_scale(exam) and not exam.is_auto
     return make_finding(title, *details, is_problem=is_problem, place=place)
 
 

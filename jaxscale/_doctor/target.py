@@ -3,22 +3,25 @@
 What it returns is checked without running the loss, so that bad use ends in one sentence.
 """
 
+import collections
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey, KeyPath
 
-from .._trees.gradient_leaves import leaf_name, list_gradients, only_gradients
+from .._autocast.api import autocast
+from .._jax import ClosedJaxpr, jaxpr_as_fun
+from .._trees.gradient_leaves import leaf_name, list_gradients
 from .._trees.leaf import dtype_of, is_array_like, is_python_number
 from .._trees.nnx_objects import without_untrained
 from .._trees.params import combine
@@ -38,21 +41,59 @@ class TargetError(ValueError):
 class Target(NamedTuple):
     """A loss, and what it is examined on.
 
+    To trace a model takes long, so `loss_fn` evaluates what was traced once. Where each line of the
+    model counts, `fun` is traced anew: evaluated, a backward rule is at the line that calls it.
+
     Attributes:
       name: the target, as named on the command line.
-      loss_fn: takes `params` and `batch`, and returns the loss, or a pair that begins with it.
-      params: the floating and complex arrays, on the device, with `None` for other leaves.
+      fun: takes parameters and a batch, and returns the loss and the auxiliary output, or `None`.
+      params: the floating and complex arrays, on the device, by the names of their leaves.
       batch: arrays on the device, and other leaves as they are.
-      has_aux: whether `loss_fn` returns a pair.
-      constants: the numbers of the source that were rounded when `loss_fn` was first traced.
+      constants: the numbers of the source that were rounded when `fun` was first traced.
+      program: the loss, computed of the leaves of `args`.
     """
 
     name: str
-    loss_fn: Callable[[optax.Params, Any], Any]
-    params: optax.Params
+    fun: Callable[[dict[str, Any], Any], tuple[jax.Array, Any]]
+    params: dict[str, Any]
     batch: Any
-    has_aux: bool
     constants: Constants
+    program: ClosedJaxpr
+
+    @property
+    def args(self) -> tuple[dict[str, Any], Any]:
+        """The parameters, and the arrays of the batch: compiled programs take no others."""
+        return self.params, _keep_arrays(self.batch)
+
+    def loss_fn(self, params: dict[str, Any], batch: Any) -> jax.Array:
+        leaves = jax.tree.leaves((params, _keep_arrays(batch)))
+        (loss,) = jaxpr_as_fun(self.program)(*leaves)
+        return loss
+
+    def under_autocast(self, dtype: str) -> Self:
+        """Returns the target with its loss under `jaxscale.autocast`."""
+        fun = autocast(self.fun, dtype=dtype)
+        try:
+            program = _trace(fun, self.params, self.batch)
+        except Exception as error:
+            raise TargetError(
+                f"`jaxscale.autocast` raised on the loss of {self.name}: {error_line(error)}"
+            ) from error
+        return self._replace(fun=fun, program=program)
+
+
+def _trace(
+    fun: Callable[[dict[str, Any], Any], tuple[jax.Array, Any]],
+    params: dict[str, Any],
+    batch: Any,
+) -> ClosedJaxpr:
+    """Returns the loss as a program of its parameters and the arrays of its batch."""
+
+    def loss_of(params: dict[str, Any], arrays: Any) -> jax.Array:
+        loss, _ = fun(params, combine(arrays, batch))
+        return loss
+
+    return jax.make_jaxpr(loss_of)(params, _keep_arrays(batch))
 
 
 def load(name: str) -> Target:
@@ -138,15 +179,16 @@ def _say_no_function(module: ModuleType, place: str, name: str) -> str:
 
 def _check_returned(name: str, call: str, returned: Any) -> Target:
     """Returns what a function returned as a target, or raises an error that names the `call`."""
+    what = ""
     if not isinstance(returned, tuple):
-        raise TargetError(f"{call} returned {describe(returned)}. {_SHAPE}")
-    if len(returned) != 3:
-        raise TargetError(f"{call} returned {len(returned)} values. {_SHAPE}")
+        what = describe(returned)
+    elif len(returned) != 3:
+        what = f"{len(returned)} values"
+    elif not callable(returned[0]):
+        what = f"{describe(returned[0])} instead of a loss function"
+    if what:
+        raise TargetError(f"{call} returned {what}. {_SHAPE}")
     loss_fn, params, batch = returned
-    if not callable(loss_fn):
-        raise TargetError(
-            f"{call} returned {describe(loss_fn)} instead of a loss function. {_SHAPE}"
-        )
     _check_params(call, params)
     # On the device, as in a compiled step. NumPy would compute with NumPy arrays, and nothing could
     # be traced.
@@ -155,38 +197,29 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
 
     trained, restore = _take_gradients(params)
 
-    def loss_of_gradients(trained: optax.Params, batch: Any) -> Any:
+    def fun(trained: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
         # Modules hold functions and counters as well, which have no derivative.
-        return loss_fn(restore(trained), batch)
-
-    has_aux = False
-
-    def compute_loss(trained: optax.Params) -> Any:
-        nonlocal has_aux
-        output = loss_of_gradients(trained, batch)
-        has_aux = isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0])
-        loss = output
-        if has_aux:
-            loss = output[0]
-        if not _is_loss(loss):
-            raise TargetError(
-                f"The loss function of {call} must return one floating number, or a pair that "
-                f"begins with one, got {describe(loss)}. Reduce it, for example with `.mean()`."
-            )
-        return loss
+        output = loss_fn(restore(trained), batch)
+        if isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0]):
+            return output
+        if _is_loss(output):
+            return output, None
+        raise TargetError(
+            f"The loss function of {call} must return one floating number, or a pair that begins "
+            f"with one, got {describe(output)}. Reduce it, for example with `.mean()`."
+        )
 
     constants = Constants()
-    what = f"The loss function of {call}"
-    _trace(compute_loss, trained, constants, failure=f"{what} failed")
-
-    def list_derivatives(trained: optax.Params) -> list[Any]:
-        # A class may look at its children, and would refuse the shapes that stand for them here.
-        return jax.tree.leaves(jax.grad(compute_loss)(trained))
-
-    _trace(
-        list_derivatives, trained, constants, failure=f"{what} cannot be differentiated"
-    )
-    return Target(name, loss_of_gradients, trained, batch, has_aux, constants)
+    try:
+        with constants.notice():
+            program = _trace(fun, trained, batch)
+    except TargetError:
+        raise
+    except Exception as error:
+        raise TargetError(
+            f"The loss function of {call} failed: {error_line(error)}"
+        ) from error
+    return Target(name, fun, trained, batch, constants, program)
 
 
 def _check_params(call: str, params: Any) -> None:
@@ -200,41 +233,25 @@ def _check_params(call: str, params: Any) -> None:
 
 def _take_gradients(
     params: optax.Params,
-) -> tuple[optax.Params, Callable[[optax.Params], optax.Params]]:
+) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], optax.Params]]:
     """Returns the leaves of parameters that have gradients, and what makes parameters of others.
 
-    They come in the tree of the parameters, with `None` for other leaves. If a class in it refuses
-    that, they come in a dict, by their names.
+    They come by their names, as a class may look at its children, and refuse others.
     """
     params_of_model = without_untrained(params)
     if not list_gradients(params_of_model):
         params_of_model = params
-    try:
-        trained = only_gradients(_leave_out_numbers(params_of_model))
-        return trained, lambda trained: combine(trained, params)
-    except Exception:  # whatever the class raises
-        pairs, structure = jax.tree_util.tree_flatten_with_path(params)
-
-    def restore(trained: Any) -> optax.Params:
-        leaves = [trained.get(leaf_name(path), leaf) for path, leaf in pairs]
-        return structure.unflatten(leaves)
-
-    trained = {}
+    trained = collections.OrderedDict()  # JAX would sort others
     for path, leaf in list_gradients(params_of_model):
         if not _is_number_of_module(path, leaf):
             trained[leaf_name(path)] = leaf
+    pairs, structure = jax.tree_util.tree_flatten_with_path(params)
+
+    def restore(trained: Mapping[str, Any]) -> optax.Params:
+        leaves = [trained.get(leaf_name(path), leaf) for path, leaf in pairs]
+        return structure.unflatten(leaves)
+
     return trained, restore
-
-
-def _leave_out_numbers(params: optax.Params) -> optax.Params:
-    """Returns parameters with `None` for the Python numbers of modules, such as a dropout rate."""
-
-    def keep_others(path: KeyPath, leaf: Any) -> Any:
-        if _is_number_of_module(path, leaf):
-            return None
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(keep_others, params)
 
 
 def _is_number_of_module(path: KeyPath, leaf: Any) -> bool:
@@ -252,20 +269,9 @@ def _put_on_device(leaf: Any) -> Any:
     return leaf
 
 
-def _trace(
-    function: Callable[[optax.Params], Any],
-    params: optax.Params,
-    constants: Constants,
-    failure: str,
-) -> None:
-    """Traces a function and notes its constants, or raises an error that begins with `failure`."""
-    try:
-        with constants.notice():
-            jax.eval_shape(function, params)
-    except TargetError:
-        raise
-    except Exception as error:
-        raise TargetError(f"{failure}: {error_line(error)}") from error
+def _keep_arrays(batch: Any) -> Any:
+    """Returns a batch with `None` for all leaves that are no arrays."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, batch)
 
 
 def _is_loss(value: Any) -> bool:

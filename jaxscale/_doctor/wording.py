@@ -27,16 +27,9 @@ def name_operation(operation: str, direction: str) -> str:
 
 def join_lines(lines: Sequence[str], where: str, here: str) -> str:
     """Returns files and lines in words, with the word `here` for the one just named, `where`."""
-    names = []
-    for line in lines:
-        if line == where:
-            names.append(here)
-        else:
-            names.append(line)
-    *others, last = names
-    if not others:
-        return last
-    return f"{', '.join(others)} and {last}"
+    names = [here if line == where else line for line in lines]
+    others = ", ".join(names[:-1])
+    return " and ".join(filter(None, [others, names[-1]]))
 
 
 def say_rounded(constant: Rounded) -> str:

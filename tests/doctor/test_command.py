@@ -13,7 +13,7 @@ from tables import cases
 from traced_losses import faulty_lines
 
 import jaxscale
-from jaxscale._doctor import cli, compiled, measure
+from jaxscale._doctor import cli, compiled, target
 from jaxscale._doctor.exam import Relief
 from jaxscale._doctor.faults import Fault
 from jaxscale._doctor.finding import Finding
@@ -264,7 +264,7 @@ def test_what_scale_backward_raises_is_told_beside_all_else(
 
 
 def test_what_autocast_raises_is_told_in_a_sentence(doctor, monkeypatch):
-    monkeypatch.setattr(measure, "autocast", failing(ValueError("it cannot")))
+    monkeypatch.setattr(target, "autocast", failing(ValueError("it cannot")))
     answer = doctor("small:wide", "--autocast", "float16", "--quick")
     says = "`jaxscale.autocast` raised on the loss of small:wide: ValueError: it cannot"
     assert_is_one_sentence(answer, says)

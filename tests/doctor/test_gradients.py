@@ -1,17 +1,16 @@
 """Gradients on the host: counted as `jaxscale.diagnostics` counts them."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tables import assert_same_bits
 
 from jaxscale import diagnostics
 from jaxscale._doctor.gradients import (
-    Gradients,
     add_histograms,
     compare_gradients,
     count_leaves,
+    find_largest,
 )
 
 pytestmark = pytest.mark.standard_promotion
@@ -50,5 +49,5 @@ def test_numbers_are_counted_as_on_the_device():
 
 
 def test_the_largest_gradient_may_be_complex_or_negative():
-    tree = {"a": jnp.array([1.0, -2.0]), "b": jnp.array([3 + 4j]), "c": jnp.zeros(0)}
-    assert Gradients.from_tree(tree).largest == 5
+    grads = {"a": np.array([1.0, -2.0]), "b": np.array([3 + 4j]), "c": np.zeros(0)}
+    assert find_largest(grads) == 5

@@ -43,6 +43,7 @@ class Operation(NamedTuple):
       eqn: the equation.
       place: where it comes from.
       makers: of each input, the operations that may have made it.
+      around: the equations that hold it.
       exact: of each input, the number that JAX rounded to it before it traced the equation, or
         `None`.
     """
@@ -50,6 +51,7 @@ class Operation(NamedTuple):
     eqn: JaxprEqn
     place: Place
     makers: tuple[Keys, ...]
+    around: Around
     exact: tuple[float | None, ...]
 
     @property
@@ -76,7 +78,7 @@ class Operations:
       by_key: the needed operations, in the order in which they run.
       places: their places, in the order in which they last run.
       dtypes: the half-precision format of the results at a place, if there is one.
-      loss: the operations that may have made the loss.
+      makers: the operations that may have made each output, by its name.
       constants: the numbers of the source that were rounded.
       not_entered: the names of what holds programs that cannot be opened.
     """
@@ -87,11 +89,11 @@ class Operations:
         self.opened: dict[EquationKey, list[Held]] = {}
         jaxpr = backward.jaxpr
         outputs = self._walk(jaxpr, (), [_NOTHING] * len(jaxpr.invars))
-        makers = dict(zip(backward.names, outputs, strict=False))
-        of_loss = [keys for n, keys in makers.items() if not n.startswith(OF_GRADIENT)]
+        made = dict(zip(backward.names, outputs, strict=False))
+        of_loss = [keys for n, keys in made.items() if not n.startswith(OF_GRADIENT)]
         forward = self._trace_back(of_loss)
-        self.needed = self._trace_back(makers.values())
-        self.loss = self._leave_out_opened(makers["loss"])
+        self.needed = self._trace_back(made.values())
+        self.makers = {n: self._leave_out_opened(keys) for n, keys in made.items()}
         self.by_key: dict[EquationKey, Operation] = {}
         self.dtypes: dict[Place, str] = {}
         self.constants: dict[Any, Rounded] = {}
@@ -191,7 +193,7 @@ class Operations:
             if number is not None:
                 self._note_constant(atom, line, number)
         makers = map(self._leave_out_opened, made_of)
-        self.by_key[key] = Operation(eqn, place, tuple(makers), tuple(exact))
+        self.by_key[key] = Operation(eqn, place, tuple(makers), around, tuple(exact))
 
     def _note_constant(self, literal: Any, line: Line, exact: float) -> None:
         dtype = str(dtype_of_atom(literal))
