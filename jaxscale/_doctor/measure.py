@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._autocast.api import autocast
-from .._jax import (
+from .._jaxprs import (
     ClosedJaxpr,
     Jaxpr,
     Op,

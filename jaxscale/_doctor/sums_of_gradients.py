@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._jax import (
+from .._jaxprs import (
     ClosedJaxpr,
     Form,
     Jaxpr,

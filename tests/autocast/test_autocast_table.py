@@ -17,7 +17,7 @@ from half_programs import products
 from tables import cases, spread
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -27,7 +27,7 @@ EXACT = {
     *("abs", "add", "ceil", "clamp", "floor", "max", "min", "mul", "neg", "round"),
     *("select_n", "sign", "sub", "eq", "ge", "gt", "is_finite", "le", "lt", "ne"),
 }
-assert _jax.primitives_that(_jax.Op.ELEMENTWISE) >= EXACT
+assert _jaxprs.primitives_that(_jaxprs.Op.ELEMENTWISE) >= EXACT
 OPERATIONS = {
     name: getattr(jax.lax, name) for name in sorted(EXACT - {"clamp", "select_n"})
 } | {

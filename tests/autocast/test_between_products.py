@@ -13,7 +13,7 @@ from half_programs import equations
 from tables import cases, pairs
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 from jaxscale._autocast import table
 
 pytestmark = pytest.mark.standard_promotion
@@ -215,7 +215,7 @@ def test_between_products_nothing_is_rounded(family, form, dtype, entry):
 
 # What may be in half precision: products, moves, and casts. What is computed again holds programs.
 NARROW = table.PRODUCTS | table.MOVES | {"convert_element_type", "jaxscale_stand_in"}
-NARROW |= {_jax.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *_jax.CALLS}
+NARROW |= {_jaxprs.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *_jaxprs.CALLS}
 # Loops and branches pass what products read and make. Backward, products share cotangents.
 NARROW |= {"scan", "cond", "add_any"}
 
@@ -228,7 +228,7 @@ NARROW |= {"scan", "cond", "add_any"}
 def test_only_products_and_moves_are_in_half_precision(family, form):
     gradient = jax.grad(jaxscale.autocast(loss_of(family, form, as_written)))
     for eqn in equations(jax.make_jaxpr(gradient)(WEIGHTS, ROWS)):
-        if _jax.operation(eqn) not in NARROW:
+        if _jaxprs.operation(eqn) not in NARROW:
             dtypes = {getattr(atom.aval, "dtype", None) for atom in eqn.outvars}
             assert jnp.float16 not in dtypes, eqn
 

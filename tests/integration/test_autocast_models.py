@@ -19,7 +19,7 @@ from jaxprs import residual_bytes
 from tables import cases, unchanged
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 from jaxscale._autocast import table
 from jaxscale.diagnostics._switches import places
 
@@ -119,7 +119,7 @@ class Operation(NamedTuple):
 
 def walk_operations(jaxpr, around=()):
     for eqn in jaxpr.eqns:
-        for inner in _jax.programs(eqn):
+        for inner in _jaxprs.programs(eqn):
             yield from walk_operations(inner, (*around, eqn))
         if eqn.primitive.name in PLACED:
             line = str(places.find_line(eqn, around))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale import _jax
+from jaxscale import _jaxprs
 
 HALF = ("float16", "bfloat16")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -110,14 +110,14 @@ def _walk(jaxpr, inputs, found):
 
 def _origins_of(eqn, inputs, found):
     name = eqn.primitive.name
-    programs = [_jax.closed(program).jaxpr for program in _jax.programs(eqn)]
+    programs = [_jaxprs.closed(program).jaxpr for program in _jaxprs.programs(eqn)]
     if programs:
         return _origins_of_call(eqn, programs, inputs, found)
     if name in PRODUCTS:
         return [PRODUCT]
     if name == "optimization_barrier":  # each output is one of the inputs
         return inputs
-    if _jax.is_stand_in(eqn):
+    if _jaxprs.is_stand_in(eqn):
         return inputs[:1]
     is_half = [_is_half(atom) for atom in eqn.outvars]
     # Indices and masks do not count: numbers do not come from them.
@@ -145,7 +145,7 @@ def _origins_of(eqn, inputs, found):
 
 
 def _origins_of_call(eqn, programs, inputs, found):
-    opened = _jax.open_equation(eqn)
+    opened = _jaxprs.open_equation(eqn)
     if not opened:
         # The form is not known: nothing is taken for a product.
         for program in programs:

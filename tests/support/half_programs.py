@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import equations as equations
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 from jaxscale._autocast import table
 
 
@@ -328,7 +328,7 @@ def primitives(fun, *args):
             dtype = getattr(atom.aval, "dtype", np.bool_)
             if jnp.issubdtype(dtype, jnp.inexact):
                 dtypes.add(str(dtype))
-        names_and_dtypes.append((_jax.operation(eqn), dtypes))
+        names_and_dtypes.append((_jaxprs.operation(eqn), dtypes))
     return names_and_dtypes
 
 
@@ -355,7 +355,7 @@ def results_of_products(fun, *args):
 def product_equations(fun, *args):
     """The matrix products and convolutions of a function."""
     eqns = equations(jax.make_jaxpr(fun)(*args))
-    return [eqn for eqn in eqns if _jax.operation(eqn) in table.PRODUCTS]
+    return [eqn for eqn in eqns if _jaxprs.operation(eqn) in table.PRODUCTS]
 
 
 def loss_of(fun):

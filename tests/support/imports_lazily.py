@@ -16,6 +16,12 @@ packages = {name.split(".")[0] for name in loaded - loaded_before}
 foreign = packages - {"jaxscale", "jax"} - set(sys.stdlib_module_names)
 assert not foreign, foreign
 assert "flax" not in loaded
+# what rewrites programs
+for name in ("_autocast", "_backward", "_boundary", "_jaxprs"):
+    assert f"jaxscale.{name}" not in loaded, name
+assert "autocast" in dir(jaxscale)
+assert callable(jaxscale.autocast)
+assert "jaxscale._jaxprs" in sys.modules
 for name in ("diagnostics", "flax", "nnx", "presets"):
     module = f"jaxscale.{name}"
     assert name in dir(jaxscale), name

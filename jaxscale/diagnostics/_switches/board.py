@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ..._jax import is_ref
+from ..._jaxprs import is_ref
 from .backward import OF_GRADIENT, Backward, compile_fast
 from .interpreter import Run
 from .notes import Numbers

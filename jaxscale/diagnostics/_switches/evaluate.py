@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _jax
-from ..._jax import JaxprEqn, Op, is_half, is_ref, primitives_that
+from ... import _jaxprs
+from ..._jaxprs import JaxprEqn, Op, is_half, is_ref, primitives_that
 from .needs import results
 
 _ON_REFS = primitives_that(Op.ON_REFS)
@@ -89,7 +89,7 @@ def _bind_copies(
             value = jax.new_ref(jnp.asarray(value))
             refs.append(value)
         args.append(value)
-    outputs = _jax.bind(eqn, args, params)
+    outputs = _jaxprs.bind(eqn, args, params)
     arrays = []
     for atom, value in zip(results(eqn), [*outputs, *refs], strict=True):
         if is_ref(atom):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ... import _jax
-from ..._jax import (
+from ... import _jaxprs
+from ..._jaxprs import (
     Form,
     Held,
     Jaxpr,
@@ -198,7 +198,7 @@ class Run:
             program = held.program
             return self.run(program.jaxpr, [*program.consts, *args], inner, around)
 
-        match _jax.form_of(eqn):
+        match _jaxprs.form_of(eqn):
             case Form.SCAN:
                 return self._scan(eqn, inputs, functools.partial(run, 0))
             case Form.WHILE:
@@ -228,7 +228,7 @@ class Run:
     def _scan(
         self, eqn: JaxprEqn, inputs: Sequence[Any], body: Callable[..., list[Any]]
     ) -> list[Any]:
-        loop = _jax.scan(eqn)
+        loop = _jaxprs.scan(eqn)
         variables = loop.body.jaxpr.invars
         is_held = [is_ref(var) for var in variables]
         consts, carries, slices = split(list(inputs), loop.consts, loop.carries)
@@ -261,7 +261,7 @@ class Run:
     def _while(
         self, eqn: JaxprEqn, inputs: Sequence[Any], run: Callable[..., list[Any]]
     ) -> list[Any]:
-        loop = _jax.while_loop(eqn)
+        loop = _jaxprs.while_loop(eqn)
         names = [name for name in eqn.params if name in ("cond_jaxpr", "body_jaxpr")]
         test_number = names.index("cond_jaxpr")
         tested, consts, carries = split(
@@ -294,7 +294,7 @@ class Run:
     def _map(
         self, eqn: JaxprEqn, inputs: Sequence[Any], run: Callable[..., list[Any]]
     ) -> list[Any]:
-        mapped = _jax.mapped(eqn)
+        mapped = _jaxprs.mapped(eqn)
         names = list(self._on)
         switches = jnp.stack(list(self._on.values()))
         outside = self._on, self._limits

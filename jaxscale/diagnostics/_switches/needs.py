@@ -10,9 +10,9 @@ import collections
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ... import _jax
+from ... import _jaxprs
 from ..._autocast.table import OPAQUE
-from ..._jax import (
+from ..._jaxprs import (
     Form,
     Held,
     Jaxpr,
@@ -47,11 +47,11 @@ def hides_equations(eqn: JaxprEqn) -> bool:
 
     The function of a `scatter` or a reduction is one operation.
     """
-    if _jax.operation(eqn) in _jax.FORMS.keys() | OPAQUE:
+    if _jaxprs.operation(eqn) in _jaxprs.FORMS.keys() | OPAQUE:
         return True
-    programs = list(_jax.programs(eqn))
+    programs = list(_jaxprs.programs(eqn))
     if not programs:
-        return _jax.reaches_program(eqn)
+        return _jaxprs.reaches_program(eqn)
     return any(len(program.eqns) > 1 for program in programs)
 
 
@@ -107,7 +107,7 @@ class Analysis:
 
     def _find_inner_needs(self, eqn: JaxprEqn, held: Held, needs: Needs) -> Needs:
         jaxpr = held.program.jaxpr
-        if _jax.form_of(eqn) is Form.WHILE:
+        if _jaxprs.form_of(eqn) is Form.WHILE:
             # What is carried decides how often it runs, so all of it is needed alike.
             return (unite(needs),) * len(results(jaxpr))
         refs = [i for i, var in enumerate(jaxpr.invars) if is_ref(var)]

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ... import _jax
-from ..._jax import (
+from ... import _jaxprs
+from ..._jaxprs import (
     Held,
     Jaxpr,
     JaxprEqn,
@@ -116,7 +116,7 @@ class Operations:
         return self._analysis.open(eqn, needs)
 
     def place_of(self, eqn: JaxprEqn, needs: Needs, around: Around) -> Place:
-        tracebacks = tuple(_jax.traceback_of(e) for e in (eqn, *around))
+        tracebacks = tuple(_jaxprs.traceback_of(e) for e in (eqn, *around))
         if tracebacks not in self._lines:
             self._lines[tracebacks] = find_line(eqn, around)
         is_backward = not unite(needs) & FORWARD
