@@ -16,6 +16,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from ._trees.pytrees import Grads, ScaleState
+
 try:
     from flax.training import train_state
 except ModuleNotFoundError as error:
@@ -102,8 +104,8 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self,
         *,
-        grads: Any,
-        value: Any = None,
+        grads: Grads,
+        value: object = None,
         always_replace: Collection[str] = (),
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -274,7 +276,7 @@ def train_step(
         plan.check_retries(own)
         fields = state._other_fields()
 
-        def backward(scaling: Any) -> Pass:
+        def backward(scaling: ScaleState) -> Pass:
             if not has_state:
                 return plan.differentiate(scaling, state.params, *args, **kwargs)
             # A copy, as the loss function may change it.

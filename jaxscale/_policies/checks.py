@@ -4,7 +4,6 @@ Those of arguments that others have as well are in `_trees/checks.py`.
 """
 
 import numbers
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ check_backoff_factor = limited(
 )
 
 
-def check_largest(call: str, value: Any) -> jax.Array:
+def check_largest(call: str, value: object) -> jax.Array:
     """Returns the argument `largest` of a call as an `f32[]` array, or raises a `TypeError`."""
     dtype = getattr(value, "dtype", float if isinstance(value, numbers.Real) else None)
     is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
