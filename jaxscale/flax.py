@@ -29,10 +29,10 @@ except ModuleNotFoundError as error:
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.backward_pass import Pass
-from ._step.bare import as_optimizer
-from ._step.matching import check_gradients
-from ._step.plan import MadeStep, StepPlan, apply_pass
+from ._step.bare_optimizer import as_optimizer
+from ._step.matching_trees import check_gradients
 from ._step.retry import is_traced
+from ._step.step_plan import MadeStep, StepPlan, apply_pass
 from ._step.train_step import name_step
 from ._trees.casts import cast_like
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT

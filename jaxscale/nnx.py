@@ -30,9 +30,9 @@ from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
 from ._step.backward_pass import Pass
-from ._step.bare import as_optimizer
-from ._step.plan import StepPlan
+from ._step.bare_optimizer import as_optimizer
 from ._step.retry import is_traced
+from ._step.step_plan import StepPlan
 from ._step.train_step import name_step
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.overwrites import replace_finite

@@ -28,7 +28,7 @@ from .._jaxprs import (
     primitives_of,
     source,
 )
-from .._trees.flat import Flat
+from .._trees.flat_functions import Flat
 from .cast_products import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .environment import Environment

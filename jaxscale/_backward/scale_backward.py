@@ -15,8 +15,8 @@ from jax.tree_util import Partial
 from .. import _jaxprs
 from .._boundary import NO_FORWARD, check_cotangent, mark_boundary, traced_for
 from .._jaxprs import ArrayLike, AxisNames, Flags, SymbolicTangents
-from .._trees.checks import int32, normal_float32
-from .._trees.flat import Flat, array_names
+from .._trees.arguments import int32, normal_float32
+from .._trees.flat_functions import Flat, array_names
 from .._trees.nnx_objects import wrap_call
 from .backward_plan import plan_for
 from .passes import Options

@@ -16,7 +16,7 @@ from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
 from .._trees.casts import widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
 from .._trees.pytrees import PyTree, ScaleState
 from .scaled import Scaled, representable
 

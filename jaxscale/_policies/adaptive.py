@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._state.scale import AdaptiveState
-from .._trees.checks import finite_number, int32, limited, power_of_two
+from .._trees.arguments import finite_number, int32, limited, power_of_two
 from .._trees.numbers import (
     EXPONENT_BIAS,
     MANTISSA_BITS,

@@ -14,10 +14,10 @@ from .._gradients.verdict import largest as largest_of
 from .._jax import AxisNames
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState
-from .._trees.checks import Check, check_fields, normal_float32, scalar_bool
+from .._trees.arguments import Check, check_fields, normal_float32, scalar_bool
 from .._trees.numbers import SMALLEST_NORMAL
 from .._trees.pytrees import Grads, ScaleState
-from .checks import check_largest
+from .factors import check_largest
 
 
 class LossScale(abc.ABC):

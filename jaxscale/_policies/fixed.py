@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._jax import AxisNames
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, UnitLossScaleState
-from .._trees.checks import check_fields, limited, normal_float32, scalar_bool
+from .._trees.arguments import check_fields, limited, normal_float32, scalar_bool
 from .._trees.pytrees import Grads, ScaleState
 from .base import LossScale, new_state
 

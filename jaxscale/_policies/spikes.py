@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .._state.optimizer import SPIKE_WINDOWS, SpikeState
-from .._trees.checks import check_fields, finite_number, int32, limited
+from .._trees.arguments import check_fields, finite_number, int32, limited
 from .._trees.numbers import increment, increment_if
 from .._trees.selection import tree_where
 from .base import new_state

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from .._trees.leaf import NumberKind, kind_of
+from .._trees.leaves import NumberKind, kind_of
 from .._trees.pytrees import PyTree
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from .._trees.grammar import list_some
-from .._trees.leaf import check_in_reach
+from .._trees.leaves import check_in_reach
 from .._trees.pytrees import PyTree, ScaleState
 from .nodes import children_of, is_own_state, rebuild
 from .optimizer import SPIKE_WINDOWS, SpikeState

@@ -26,7 +26,7 @@ from .._policies.base import adjust_scale
 from .._state.optimizer import LossScaledState
 from .._trees.casts import cast_like, common_sharding, placed, widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_inexact_leaf
+from .._trees.leaves import is_inexact_leaf
 from .._trees.overwrites import (
     holds_overwrites,
     overwrite,
@@ -44,7 +44,7 @@ from .judges import Judge, Vote
 from .options import Options
 from .report import report_skip
 from .skip import choose, make_or_keep, minus_zeros
-from .unread import leave_out_unread
+from .unread_gradients import leave_out_unread
 
 
 class Finish(NamedTuple):

@@ -12,10 +12,10 @@ from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
-from .._trees.checks import describe_value
+from .._trees.arguments import describe_value
 from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import with_article
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
 from .._trees.pytrees import OptState, PyTree
 from .call_update import takes_any
 

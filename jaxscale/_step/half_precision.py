@@ -13,7 +13,7 @@ import optax
 
 from .._storage.compact import CompactOptimizer
 from .._storage.weights import MasterWeights, Rounded, StochasticRounding, Weights
-from .._trees.checks import int32, one_of
+from .._trees.arguments import int32, one_of
 from .._trees.pytrees import OptState
 from .call_update import call_update
 from .checks import as_transformation

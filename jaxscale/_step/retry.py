@@ -15,7 +15,7 @@ from .._gradients.facts import Facts
 from .._jax import varying
 from .._policies.base import LossScale, adjust_scale
 from .._trees.casts import blank
-from .._trees.flat import Traced
+from .._trees.flat_functions import Traced
 from .._trees.pytrees import PyTree, ScaleState
 from .._trees.selection import tree_where
 from .backward_pass import Pass, Retries

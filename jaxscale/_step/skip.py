@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from .._jax import vary, varying
 from .._trees.casts import aval_of, common_sharding, filled, placed
-from .._trees.flat import Traced
+from .._trees.flat_functions import Traced
 from .._trees.gradient_leaves import map_gradients
 from .._trees.pytrees import Leaf, PyTree
 from .._trees.selection import tree_where

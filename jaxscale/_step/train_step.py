@@ -13,9 +13,9 @@ import optax
 from .._trees.pytrees import ScaleState
 from .._trees.selection import select_new
 from .backward_pass import Pass
-from .bare import as_optimizer, possible_states
-from .plan import StepPlan
+from .bare_optimizer import as_optimizer, possible_states
 from .retry import is_traced
+from .step_plan import StepPlan
 from .wrapped_optimizer import find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")

@@ -16,7 +16,7 @@ from .._policies import read_loss_scale
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
-from .._trees.checks import int32, positive
+from .._trees.arguments import int32, positive
 from .._trees.grammar import with_article
 from .checks import as_transformation
 from .window import Window

@@ -18,7 +18,7 @@ from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
 from .._trees.casts import cast
 from .._trees.gradient_leaves import is_overwrite, leaf_name
-from .._trees.leaf import dtype_of, is_inexact_leaf
+from .._trees.leaves import dtype_of, is_inexact_leaf
 from .._trees.numbers import increment, increment_if
 from .._trees.pytrees import Grads, Leaf, OptState, PyTree
 from .._trees.selection import tree_where

@@ -10,14 +10,14 @@ from .._gradients.scaled import Scaled
 from .._state.optimizer import LossScaledState, MultiStepsState
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
 from .._trees.overwrites import holds_overwrites, without_overwrites
 from .._trees.pytrees import OptState, Params
 from . import checks
 from .advance import NEW_PARAMS, UPDATES, advance
 from .backward_pass import Pass
 from .counters import start_state
-from .matching import (
+from .matching_trees import (
     TreeTypes,
     are_half,
     check_gradients,

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from .._jax import ShapedArray, vary, varying
-from .leaf import dtype_of, is_array_like, is_weak
+from .leaves import dtype_of, is_array_like, is_weak
 from .pytrees import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")

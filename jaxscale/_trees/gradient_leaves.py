@@ -11,7 +11,7 @@ import jax
 from jax.tree_util import KeyPath
 
 from .._jax import varying
-from .leaf import is_inexact_leaf
+from .leaves import is_inexact_leaf
 from .pytrees import PyTree
 
 # The collection of state that travels as a gradient, where Flax and Transformer Engine keep the

@@ -10,7 +10,7 @@ from jax.tree_util import KeyPath
 
 from .casts import cast, widen
 from .gradient_leaves import is_overwrite
-from .leaf import dtype_of, is_inexact_leaf
+from .leaves import dtype_of, is_inexact_leaf
 from .pytrees import Leaf, PyTree
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .casts import cast, widen
-from .leaf import dtype_of, is_array_like, is_inexact_leaf
+from .leaves import dtype_of, is_array_like, is_inexact_leaf
 from .pytrees import Leaf, Params
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike, DTypeLike
 
+from .arguments import scalar_bool
 from .casts import cast, common_sharding, placed
-from .checks import scalar_bool
-from .leaf import dtype_of, is_array_like, is_equal, is_python_number, is_weak
+from .leaves import dtype_of, is_array_like, is_equal, is_python_number, is_weak
 from .pytrees import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._policies.base import LossScale, new_state
-from .._policies.checks import check_growth_factor
 from .._policies.dynamic import DynamicLossScale
+from .._policies.factors import check_growth_factor
 from .._state.scale import LossScaleState
-from .._trees.checks import int32, normal_float32, one_of
+from .._trees.arguments import int32, normal_float32, one_of
 from .._trees.numbers import LARGEST, SMALLEST_NORMAL
 from .._trees.pytrees import ScaleState
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._trees.checks import int32, normal_float32
+from .._trees.arguments import int32, normal_float32
 from ._rule import (
     NO_MAX,
     NO_MIN,

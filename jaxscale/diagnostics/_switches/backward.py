@@ -12,7 +12,7 @@ from ..._gradients.value_and_grad import seed_cotangent, unpack_output
 from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
 from ..._trees.gradient_leaves import leaf_name
-from ..._trees.leaf import is_inexact_leaf
+from ..._trees.leaves import is_inexact_leaf
 from .._formats import describe, is_array
 from .needs import BACKWARD, FORWARD
 from .places import Constants

@@ -10,7 +10,7 @@ from .._state.storage import CompactState
 from .._storage.rounding import HALF_DTYPES
 from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import list_some
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
 from .._trees.pytrees import OptState, Params, PyTree
 
 

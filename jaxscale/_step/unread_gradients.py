@@ -18,14 +18,14 @@ import optax
 from .._gradients.scaled import Scaled
 from .._jax import without_unused
 from .._trees.casts import widen
-from .._trees.flat import Flat
+from .._trees.flat_functions import Flat
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_inexact_leaf
+from .._trees.leaves import is_inexact_leaf
 from .._trees.overwrites import holds_overwrites
 from .._trees.pytrees import OptState
 from .backward_pass import Pass
 from .call_update import call_update
-from .matching import types_of
+from .matching_trees import types_of
 from .options import Options
 
 

@@ -19,17 +19,17 @@ from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
 from .._jax import AxisNames, collective_axes, is_told_apart
 from .._state.optimizer import WINDOW_STATES, LossScaledState
+from .._trees.arguments import int32
 from .._trees.casts import cast, widen
-from .._trees.checks import int32
-from .._trees.flat import Traced
+from .._trees.flat_functions import Traced
 from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
-from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
+from .._trees.leaves import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.params import combine, trained_params
 from .._trees.pytrees import Leaf, OptState, ScaleState
 from .advance import judge_pass
 from .backward_pass import Pass
-from .bare import BareOptimizer, holds_loss_scaled, say_inside
+from .bare_optimizer import BareOptimizer, holds_loss_scaled, say_inside
 from .call_update import NO_ARGS
 from .checks import is_pair
 from .retry import repeat_backward

@@ -1,6 +1,6 @@
 """Checks of what policies take: their factors, and what a step has found in the gradients.
 
-Those of arguments that others have as well are in `_trees/checks.py`.
+Those of arguments that others have as well are in `_trees/arguments.py`.
 """
 
 import numbers
@@ -8,7 +8,7 @@ import numbers
 import jax
 import jax.numpy as jnp
 
-from .._trees.checks import describe_value, finite_number, limited
+from .._trees.arguments import describe_value, finite_number, limited
 
 check_growth_factor = limited(
     finite_number,

@@ -21,7 +21,7 @@ from .backward_pass import Pass
 from .call_update import call_update
 from .checks import as_transformation
 from .counters import start_state
-from .matching import TreeTypes, types_of
+from .matching_trees import TreeTypes, types_of
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 
