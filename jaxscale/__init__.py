@@ -79,8 +79,6 @@ import importlib as _importlib
 import importlib.util as _util
 import typing as _typing
 
-from ._autocast.api import autocast, full_precision, half_precision
-from ._backward.scale_backward import scale_backward
 from ._gradients.scaled import scale, unscale
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._gradients.verdict import all_finite
@@ -130,14 +128,28 @@ if _typing.TYPE_CHECKING:
     from . import flax as flax
     from . import nnx as nnx
     from . import presets as presets
+    from ._autocast.api import autocast as autocast
+    from ._autocast.api import full_precision as full_precision
+    from ._autocast.api import half_precision as half_precision
+    from ._backward.scale_backward import scale_backward as scale_backward
 # hidden from type checkers, which would take any name for one that `__getattr__` knows
 else:
+    _MODULES = ("diagnostics", "flax", "nnx", "presets")
+    # What rewrites programs, which a training step does without, and where it is.
+    _FUNCTIONS = {
+        "autocast": "._autocast.api",
+        "full_precision": "._autocast.api",
+        "half_precision": "._autocast.api",
+        "scale_backward": "._backward.scale_backward",
+    }
 
     def __getattr__(name):
-        """Returns a module that is imported when it is first used, so that the core stays light."""
-        if name not in ("diagnostics", "flax", "nnx", "presets"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return _importlib.import_module(f".{name}", __name__)
+        """Returns what is imported when it is first used, so that the core stays light."""
+        if name in _MODULES:
+            return _importlib.import_module(f".{name}", __name__)
+        if name in _FUNCTIONS:
+            return getattr(_importlib.import_module(_FUNCTIONS[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
         """Returns the public names, those of modules that are not imported yet among them."""

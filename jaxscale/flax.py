@@ -16,6 +16,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from ._trees.pytrees import Grads, ScaleState
+
 try:
     from flax.training import train_state
 except ModuleNotFoundError as error:
@@ -27,10 +29,10 @@ except ModuleNotFoundError as error:
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.backward_pass import Pass
-from ._step.bare import as_optimizer
-from ._step.matching import check_gradients
-from ._step.plan import MadeStep, StepPlan, apply_pass
+from ._step.bare_optimizer import as_optimizer
+from ._step.matching_trees import check_gradients
 from ._step.retry import is_traced
+from ._step.step_plan import MadeStep, StepPlan, apply_pass
 from ._step.train_step import name_step
 from ._trees.casts import cast_like
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
@@ -102,8 +104,8 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self,
         *,
-        grads: Any,
-        value: Any = None,
+        grads: Grads,
+        value: object = None,
         always_replace: Collection[str] = (),
         extra_args: Mapping[str, Any] | None = None,
         **kwargs: Any,
@@ -274,7 +276,7 @@ def train_step(
         plan.check_retries(own)
         fields = state._other_fields()
 
-        def backward(scaling: Any) -> Pass:
+        def backward(scaling: ScaleState) -> Pass:
             if not has_state:
                 return plan.differentiate(scaling, state.params, *args, **kwargs)
             # A copy, as the loss function may change it.

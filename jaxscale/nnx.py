@@ -14,6 +14,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import KeyPath
+
+from ._trees.pytrees import Leaf, ScaleState
 
 try:
     from flax import nnx
@@ -27,9 +30,9 @@ from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
 from ._step.backward_pass import Pass
-from ._step.bare import as_optimizer
-from ._step.plan import StepPlan
+from ._step.bare_optimizer import as_optimizer
 from ._step.retry import is_traced
+from ._step.step_plan import StepPlan
 from ._step.train_step import name_step
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.overwrites import replace_finite
@@ -125,7 +128,7 @@ def train_step(
     )
 
     # `nnx.value_and_grad` accepts no keyword-only arguments.
-    def positional_loss(model: Any, args: Any, kwargs: Any) -> Any:
+    def positional_loss(model: object, args: tuple[Any, ...], kwargs: Any) -> Any:
         return plan.call_loss(model, *args, **kwargs)
 
     is_kept = nnx.filterlib.to_predicate(keep)
@@ -165,7 +168,7 @@ def train_step(
         )
         leaves, treedef = jax.tree.flatten(state_before)
 
-        def backward(scaling: Any) -> Pass:
+        def backward(scaling: ScaleState) -> Pass:
             # A copy, made where the pass is traced: NNX lets a variable change only there.
             copy = nnx.merge(graphdef, treedef.unflatten(leaves))
             model, args, kwargs = objects.put_back(copy)
@@ -213,7 +216,7 @@ class _Objects(NamedTuple):
     put_back: Callable[[Any], Any]
 
 
-def _take_objects(model: nnx.Module, args: Any, kwargs: Any) -> _Objects:
+def _take_objects(model: nnx.Module, args: tuple[Any, ...], kwargs: Any) -> _Objects:
     """Takes the NNX objects out of the arguments of a step, and says how to put copies back."""
     is_object = nnx.graph.is_graph_node
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
@@ -242,7 +245,7 @@ def _check_argnums(call: str, argnums: Any, wrt: Any) -> None:
         )
 
 
-def _is_overwrite(path: Any, variable: Any) -> bool:
+def _is_overwrite(path: KeyPath, variable: object) -> bool:
     """Returns whether what is returned as the gradient of a variable is its next value."""
     return OVERWRITE_WITH_GRADIENT in (base.__name__ for base in type(variable).__mro__)
 
@@ -307,7 +310,7 @@ def _apply_after(
     nnx.update(model, nnx.from_flat_state(changed))
 
 
-def _with_value(variable: Any, value: Any) -> Any:
+def _with_value(variable: object, value: object) -> Any:
     """Returns a variable of a state with another value.
 
     A value alone would not do: if that is a dictionary, NNX takes it for a part of the state.
@@ -323,12 +326,12 @@ def _read_variables(model: nnx.Module) -> dict[Any, Any]:
 
 
 def _select_named(
-    select: Callable[[Any, Any], Any], path: Any, new: Any, old: Any
+    select: Callable[[Any, Any], Any], path: KeyPath, new: Leaf, old: Leaf
 ) -> Any:
     """Calls `select` with two values under the name of their variable, for its messages."""
     name = _join_path(path)
     return select({name: new}, {name: old})[name]
 
 
-def _join_path(path: Any) -> str:
+def _join_path(path: KeyPath) -> str:
     return ".".join(map(str, path))

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from .._jax import (
+from .._jaxprs import (
     Atom,
     ClosedJaxpr,
     Jaxpr,

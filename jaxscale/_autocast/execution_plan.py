@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._jax import (
+from .._jaxprs import (
     DIVISIBLE,
     Flags,
     Jaxpr,

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from .. import _jax
+from .. import _jaxprs
 from .._boundary import TracedFor, traced_for
-from .._jax import (
+from .._jaxprs import (
     ClosedJaxpr,
     Form,
     JaxprEqn,
@@ -28,7 +28,7 @@ from .._jax import (
     primitives_of,
     source,
 )
-from .._trees.flat import Flat
+from .._trees.flat_functions import Flat
 from .cast_products import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .environment import Environment
@@ -155,7 +155,7 @@ class Autocast:
         known = site.exact
         exact = find_exact(closed, known.inputs, known.outputs)
         site = site._replace(exact=exact)
-        with _jax.naming_the_line("autocast(fun)", _WAY_OUT):
+        with _jaxprs.naming_the_line("autocast(fun)", _WAY_OUT):
             return self.run(closed, args, site)
 
     def _run_part(self, env: Environment, part: Part) -> Iterable[tuple[Any, Any]]:
@@ -248,6 +248,6 @@ def _may_want_half_precision(error: Exception) -> bool:
     """Returns whether `half_precision` may be the way out of an error of the user's function."""
     if _NOTE in getattr(error, "__notes__", ()):
         return False
-    return _jax.names_precision(error) and not _jax.passed_through(
+    return _jaxprs.names_precision(error) and not _jaxprs.passed_through(
         error, "half_precision_fun"
     )

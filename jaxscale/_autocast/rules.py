@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .._jax import (
+from .._jaxprs import (
     ArrayLike,
     JaxprEqn,
     Literal,

@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .. import _jax
+from .. import _jaxprs
 from .._autocast.product_owner import outermost
-from .._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
+from .._jaxprs import Atom, ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
 from .half_finder import HalfFinder
 from .jaxpr_parts import Crossing, Part, Split, Step, find_divisible, is_mapped, refs_of
 
@@ -190,14 +190,14 @@ def _list_shared(head: Sequence[Step], tail: Sequence[Step]) -> list[Step]:
 
 def _may_loop(eqn: JaxprEqn) -> bool:
     """Returns whether an equation holds a jaxpr, and is not just a call of it."""
-    return any(programs(eqn)) and not _jax.is_divisible(eqn)
+    return any(programs(eqn)) and not _jaxprs.is_divisible(eqn)
 
 
 _holds_loop = Search(_may_loop)
 
 
 def _is_inexact(var: Atom) -> bool:
-    return _jax.holds_inexact(var.aval)
+    return _jaxprs.holds_inexact(var.aval)
 
 
 def _list_computed(steps: Sequence[Step]) -> list[Any]:

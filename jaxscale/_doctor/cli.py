@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import __version__
-from .._trees.checks import power_of_two
+from .._trees.arguments import power_of_two
 from .announcer import Announce, Announcer
 from .diagnosis import diagnose, say_setting, say_verdict
 from .exam import Exam

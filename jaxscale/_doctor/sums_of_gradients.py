@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from .._jax import (
+from .._jaxprs import (
     Form,
     Literal,
     Op,
@@ -23,7 +23,7 @@ from .._jax import (
     scan,
 )
 from .._trees.gradient_leaves import leaf_name, list_gradients
-from .._trees.leaf import dtype_of
+from .._trees.leaves import dtype_of
 from ..diagnostics._switches.backward import OF_GRADIENT
 from ..diagnostics._switches.equations import EquationKey
 from ..diagnostics._switches.operations import Keys, Operation, Operations

@@ -20,9 +20,9 @@ import optax
 from jax.tree_util import GetAttrKey, KeyPath
 
 from .._autocast.api import autocast
-from .._jax import ClosedJaxpr, jaxpr_as_fun
+from .._jaxprs import ClosedJaxpr, jaxpr_as_fun
 from .._trees.gradient_leaves import leaf_name, list_gradients
-from .._trees.leaf import dtype_of, is_array_like, is_python_number
+from .._trees.leaves import dtype_of, is_array_like, is_python_number
 from .._trees.nnx_objects import without_untrained
 from .._trees.params import combine
 from ..diagnostics._formats import describe, is_array

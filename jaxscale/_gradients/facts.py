@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from .._jax import AxisNames
 from .._trees.gradient_leaves import (
     leaf_name,
     list_gradients,
@@ -19,6 +21,7 @@ from .._trees.gradient_leaves import (
     replace_gradients,
 )
 from .._trees.numbers import float_bits, float_of_bits
+from .._trees.pytrees import Grads, PyTree
 from .._trees.selection import tree_where
 from .reduction import nans_are_errors, reduce_gradients, reduce_sizes
 from .scaled import Scaled
@@ -55,8 +58,8 @@ class Facts(NamedTuple):
 
 def find_facts(
     grads: Scaled,
-    loss: Any,
-    axis_name: Any,
+    loss: ArrayLike | None,
+    axis_name: AxisNames,
     before_hook: Scaled | None,
     questions: Questions,
 ) -> Facts:
@@ -131,7 +134,7 @@ def _norm_bits(squares: jax.Array) -> jax.Array:
     return float_bits(jnp.where(norm >= 0, norm, jnp.nan))
 
 
-def global_norm(grads: Any, axis_name: Any) -> jax.Array:
+def global_norm(grads: Grads, axis_name: AxisNames) -> jax.Array:
     """Returns the norm of gradients that all devices along `axis_name` agree on."""
     reduction = reduce_gradients(grads, squares=True)
     squares = reduction.squares(axis_names(axis_name))
@@ -143,7 +146,7 @@ def shown_norm(norm: jax.Array) -> jax.Array:
     return jnp.where(norm >= 0, norm, jnp.inf).astype(jnp.float32)
 
 
-def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
+def clip_by_global_norm(grads: Grads, norm: jax.Array, max_norm: float) -> Any:
     """Scales gradients of a known norm down to `max_norm` if that is less.
 
     The rule is that of `optax.clip_by_global_norm`, but with one factor, as XLA treats a division
@@ -164,7 +167,7 @@ def clip_by_global_norm(grads: Any, norm: jax.Array, max_norm: float) -> Any:
 # Flags of leaves.
 
 
-def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
+def flags_by_leaf(tree: PyTree, finite: Sequence[jax.Array] | None = None) -> Any:
     """Returns a tree like `tree` with a `bool[]` for each gradient and `None` elsewhere.
 
     A flag is set if its leaf is not `finite`. Without `finite` no flag is set. The tree has the
@@ -182,7 +185,7 @@ def flags_by_leaf(tree: Any, finite: Sequence[jax.Array] | None = None) -> Any:
     return replace_gradients(tree, [~flag for flag in finite])
 
 
-def last_flags(old: Any, new: Any, grads_finite: jax.Array) -> Any:
+def last_flags(old: PyTree, new: PyTree, grads_finite: jax.Array) -> Any:
     """Returns the new flags if the gradients overflowed, otherwise the old ones."""
 
     def choose(old_flag: Any, new_flag: Any) -> Any:
@@ -195,13 +198,13 @@ def last_flags(old: Any, new: Any, grads_finite: jax.Array) -> Any:
     return jax.tree.map(choose, old, new, is_leaf=lambda flag: flag is None)
 
 
-def named_flags(flags: Any) -> dict[str, Any]:
+def named_flags(flags: PyTree) -> dict[str, Any]:
     """Returns the flags under the paths of their leaves: `params/Dense_0/kernel`."""
     pairs = jax.tree_util.tree_leaves_with_path(flags)
     return {leaf_name(path): flag for path, flag in pairs}
 
 
-def flagged_paths(flags: Any) -> list[str]:
+def flagged_paths(flags: PyTree) -> list[str]:
     """Returns the paths of the flags that are set, on the host, in any member of a population."""
     named = named_flags(jax.device_get(flags))
     return [name for name, flag in named.items() if np.any(flag)]

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
-from .._jax import sum_over_devices, varying
+from .._jax import ShapedArray, sum_over_devices, varying
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import list_gradients
 from .._trees.numbers import INFINITY_BITS, float_bits
+from .._trees.pytrees import Leaf
 from .scaled import Scaled, representable
 
 # From this many elements on, a leaf is large: reading it takes longer than starting its kernel.
@@ -95,7 +97,7 @@ class Reduction(NamedTuple):
             total = jnp.add(total, sum_over_devices(part, shared_axes))
         return total
 
-    def _of_kind(self, kind: Any) -> list[jax.Array]:
+    def _of_kind(self, kind: DTypeLike) -> list[jax.Array]:
         return [number for number in self.numbers if jnp.issubdtype(number.dtype, kind)]
 
 
@@ -158,7 +160,7 @@ def _groups(tree: optax.Updates, by_leaf: bool) -> list[list[Any]]:
     return groups
 
 
-def _is_placed(aval: Any) -> bool:
+def _is_placed(aval: ShapedArray) -> bool:
     """Returns whether arrays of one type are known to lie on the same devices in the same way.
 
     Otherwise only XLA knows, and combining two of them might send one between devices.
@@ -170,7 +172,7 @@ def _is_placed(aval: Any) -> bool:
     return mesh.size == 1 or AxisType.Auto not in mesh.axis_types
 
 
-def _is_large(leaf: Any) -> bool:
+def _is_large(leaf: Leaf) -> bool:
     size = jnp.size(leaf)  # may be a symbol in `jax.export`
     return isinstance(size, int) and size >= _LARGE
 

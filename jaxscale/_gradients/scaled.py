@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
 from .._trees.casts import widen, widened
 from .._trees.gradient_leaves import map_gradients
+from .._trees.pytrees import Grads, PyTree, ScaleState
 
 
-def scale(state: Any, tree: Any) -> Any:
+def scale(state: ScaleState, tree: PyTree) -> Any:
     """Returns a tree multiplied by the loss scale.
 
     This is for scaling a loss by hand; `jaxscale.value_and_grad` does it for you.
@@ -43,7 +45,7 @@ def scale(state: Any, tree: Any) -> Any:
     return multiply(tree, state.loss_scale)
 
 
-def unscale(state: Any, tree: Any) -> Any:
+def unscale(state: ScaleState, tree: PyTree) -> Any:
     """Returns a tree divided by the loss scale.
 
     Pass the state with which the gradients were scaled, not the updated one.
@@ -72,14 +74,14 @@ def unscale(state: Any, tree: Any) -> Any:
     return divide(tree, state.loss_scale)
 
 
-def multiply(tree: Any, factor: jax.Array) -> Any:
+def multiply(tree: PyTree, factor: jax.Array) -> Any:
     """Returns a tree with its gradients multiplied by a scale, in float32 or wider."""
     return _map_with_number(
         jax.lax.mul, tree, lambda dtype: representable(factor, dtype)
     )
 
 
-def divide(tree: Any, divisor: jax.Array) -> Any:
+def divide(tree: PyTree, divisor: jax.Array) -> Any:
     """Returns a tree with its gradients divided by a scale, in float32 or wider."""
     return _map_with_number(
         jax.lax.div, tree, lambda dtype: representable(divisor, dtype)
@@ -107,7 +109,7 @@ class Scaled:
             return self.grads
         return divide(self.grads, self.divisor)
 
-    def times_reciprocal(self, grads: Any) -> Any:
+    def times_reciprocal(self, grads: Grads) -> Any:
         """Returns `grads`, which may be zeros in the place of these, times the reciprocal.
 
         XLA itself divides in this way. But it treats a written division as expensive, and would
@@ -122,7 +124,7 @@ class Scaled:
 
 
 def _map_with_number(
-    op: Callable[[Any, Any], jax.Array], tree: Any, number: Callable[[Any], Any]
+    op: Callable[[Any, Any], jax.Array], tree: PyTree, number: Callable[[Any], Any]
 ) -> Any:
     """Applies `op` to each gradient in a tree and to the number for its dtype."""
     number_of = functools.cache(number)
@@ -130,7 +132,7 @@ def _map_with_number(
 
 
 def _apply(
-    op: Callable[[Any, Any], jax.Array], leaf: Any, number: jax.Array
+    op: Callable[[Any, Any], jax.Array], leaf: object, number: jax.Array
 ) -> jax.Array:
     leaf = widen(leaf)
     if jnp.iscomplexobj(leaf):
@@ -141,7 +143,7 @@ def _apply(
     return op(leaf, number)
 
 
-def representable(loss_scale: jax.Array, dtype: Any) -> jax.Array:
+def representable(loss_scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Returns a loss scale as a number of a dtype, safe to multiply and to divide by.
 
     For a complex dtype the number has the dtype of its parts.

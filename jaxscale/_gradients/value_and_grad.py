@@ -10,12 +10,14 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
 from .._trees.casts import widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
+from .._trees.pytrees import PyTree, ScaleState
 from .scaled import Scaled, representable
 
 _Args = ParamSpec("_Args")
@@ -41,7 +43,7 @@ class TransformOutput(NamedTuple):
 @overload
 def value_and_grad(
     fun: Callable[_Args, Any],
-    scaling: Any,
+    scaling: PyTree,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: Literal[False] = False,
@@ -50,7 +52,7 @@ def value_and_grad(
 @overload
 def value_and_grad(
     fun: Callable[_Args, tuple[Any, _Aux]],
-    scaling: Any,
+    scaling: PyTree,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: Literal[True],
@@ -59,7 +61,7 @@ def value_and_grad(
 @overload
 def value_and_grad(
     fun: Callable[_Args, Any],
-    scaling: Any,
+    scaling: PyTree,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: bool,
@@ -67,7 +69,7 @@ def value_and_grad(
 ) -> Callable[_Args, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
-    scaling: Any,
+    scaling: PyTree,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
@@ -137,7 +139,7 @@ def value_and_grad(
 @overload
 def grad(
     fun: Callable[_Args, tuple[Any, _Aux]],
-    scaling: Any,
+    scaling: PyTree,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: Literal[True],
@@ -146,7 +148,7 @@ def grad(
 @overload
 def grad(
     fun: Callable[_Args, Any],
-    scaling: Any,
+    scaling: PyTree,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
@@ -154,7 +156,7 @@ def grad(
 ) -> Callable[_Args, Any]: ...
 def grad(
     fun: Callable[..., Any],
-    scaling: Any,
+    scaling: PyTree,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
@@ -203,7 +205,7 @@ def grad(
 def scale_transform(
     call: str,
     fun: Callable[..., Any],
-    state: Any,
+    state: ScaleState,
     has_aux: bool,
     transform: Callable[..., Any],
     kwargs: Mapping[str, Any],
@@ -230,14 +232,18 @@ def scale_transform(
 
 
 def seed_cotangent(
-    call: str, fun: Callable[..., Any], state: Any, has_aux: bool, name: str = "fun"
+    call: str,
+    fun: Callable[..., Any],
+    state: ScaleState,
+    has_aux: bool,
+    name: str = "fun",
 ) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
     """Returns `fun` with a scaled cotangent, and a function that makes its seed one number."""
     scale: Any = None
     if state is not None and not isinstance(state, UnitLossScaleState):
         scale = state.loss_scale
 
-    def make_seed(dtype: Any) -> jax.Array:
+    def make_seed(dtype: DTypeLike) -> jax.Array:
         return representable(jax.lax.stop_gradient(scale), dtype)
 
     @functools.wraps(fun)
@@ -258,7 +264,7 @@ def seed_cotangent(
     return seeded, reduce_seed
 
 
-def unpack_output(call: str, output: Any) -> TransformOutput:
+def unpack_output(call: str, output: object) -> TransformOutput:
     """Names the parts of what a transform returned, or raises a `TypeError` for another form."""
     like = "value_and_grad"
     form = "(loss, grads), and with has_aux=True ((loss, aux), grads)"
@@ -284,7 +290,9 @@ def unpack_output(call: str, output: Any) -> TransformOutput:
     )
 
 
-def _split(call: str, name: str, output: Any, has_aux: bool) -> tuple[jax.Array, Any]:
+def _split(
+    call: str, name: str, output: object, has_aux: bool
+) -> tuple[jax.Array, Any]:
     """Returns the loss as an array, and the auxiliary output, or raises a `TypeError`."""
     aux = None
     if has_aux:

@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._jax import axes_to_agree_along, sum_over_devices
+from .._jax import AxisNames, axes_to_agree_along, sum_over_devices
 from .._trees.casts import cast, widen
 from .._trees.numbers import float_of_bits
+from .._trees.pytrees import PyTree
 from .reduction import reduce_gradients, reduce_sizes
 from .scaled import Scaled
 
 
-def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
+def all_finite(tree: PyTree, *, axis_name: AxisNames = None) -> jax.Array:
     """Returns whether every gradient in a tree is finite.
 
     Args:
@@ -43,7 +44,7 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     return finite_on_all
 
 
-def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
+def largest(grads: Scaled, axis_name: AxisNames = None) -> jax.Array | None:
     """Returns the largest absolute value among gradients, unscaled, an `f32[]`, or `None`.
 
     Of complex gradients, real and imaginary parts count. The result is inf or NaN exactly if a
@@ -55,7 +56,9 @@ def largest(grads: Scaled, axis_name: Any = None) -> jax.Array | None:
     return agree_on_size(reduction.largest_bits(), axis_name)
 
 
-def agree_on_least(numbers: Sequence[jax.Array], axis_name: Any) -> Sequence[jax.Array]:
+def agree_on_least(
+    numbers: Sequence[jax.Array], axis_name: AxisNames
+) -> Sequence[jax.Array]:
     """Returns the least of each flag or integer along `axis_name`, found in one message."""
     if axis_name is None:
         return numbers
@@ -82,7 +85,7 @@ def no_such_axis(call: str, what: str) -> NameError:
     )
 
 
-def axis_names(axis_name: Any) -> tuple[Hashable, ...]:
+def axis_names(axis_name: AxisNames) -> tuple[Hashable, ...]:
     """Returns the names in an `axis_name`, which is one, a tuple of several, or `None`."""
     if axis_name is None:
         return ()
@@ -91,7 +94,7 @@ def axis_names(axis_name: Any) -> tuple[Hashable, ...]:
     return (axis_name,)
 
 
-def agree_on_size(bits: jax.Array, axis_name: Any) -> jax.Array:
+def agree_on_size(bits: jax.Array, axis_name: AxisNames) -> jax.Array:
     """Returns the largest of a size, or of each in an array, on all devices along `axis_name`.
 
     A size of this device comes as the bits of a float, and is returned as that float.

@@ -1,34 +1,13 @@
-"""Everything that depends on the version of JAX or on its internals, and nothing else does.
+"""JAX, as far as its versions differ or its internals are read: what a training step needs of it.
 
-Traced jaxprs are public in JAX, but the parameters of their equations are not: names and forms
-move between versions. They are read in this folder alone, and each entry says which versions have
-which form. `tests/integration/test_jax.py` tests each of these assumptions by name, so that a new
-version of JAX which breaks one is told from a fault of jaxscale.
+`_jaxprs` has the rest, which reads and rewrites programs. No other folder depends on the version
+of JAX or on its internals. `tests/integration/test_jax.py` tests each assumption by name, so that a
+new version of JAX which breaks one is told from a fault of jaxscale.
 """
 
-from .barriers import *
-from .binding import *
-from .calls import *
-from .control_flow import *
-from .derivatives import *
 from .dtypes import *
-from .equation_forms import *
-from .half_products import *
-from .held_jaxprs import *
-from .hidden_jaxprs import *
-from .hijax import *
-from .jaxpr_search import *
 from .jaxpr_types import *
 from .jaxprs import *
-from .kept_rules import *
 from .mesh_axes import *
-from .operations import *
-from .products import *
 from .python_frames import *
-from .recomputed import *
 from .refs import *
-from .remat import *
-from .shared_derivatives import *
-from .source_lines import *
-from .stand_ins import *
-from .transform_errors import *

@@ -2,13 +2,16 @@
 
 import itertools
 import linecache
+import os
 import sys
 from collections import ChainMap
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from .source_lines import is_of_jax
+import jax
+
+_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 def is_called_by_jax() -> bool:
@@ -45,3 +48,8 @@ def expression_of(frame: FrameType) -> tuple[str, Mapping[str, Any]]:
         source[-1] = source[-1].encode()[:end].decode(errors="replace")
         source[0] = source[0].encode()[start:].decode(errors="replace")
     return " ".join(map(str.strip, source)), variables
+
+
+def is_of_jax(file: str) -> bool:
+    """Returns whether a file is one of JAX."""
+    return file.startswith(_FOLDER)

@@ -1,7 +1,6 @@
 """The policies: how a loss scale starts and how it moves, and the short forms of them."""
 
 import numbers
-from typing import Any
 
 from .adaptive import AdaptiveLossScale
 from .base import LossScale
@@ -10,7 +9,7 @@ from .fixed import FixedLossScale, NoOpLossScale
 from .spikes import SpikeRule
 
 
-def as_loss_scale(spec: Any) -> LossScale:
+def as_loss_scale(spec: object) -> LossScale:
     """Returns the policy that a short form stands for.
 
     Args:
@@ -31,7 +30,7 @@ def as_loss_scale(spec: Any) -> LossScale:
     return read_loss_scale("as_loss_scale", spec)
 
 
-def read_loss_scale(call: str, spec: Any) -> LossScale:
+def read_loss_scale(call: str, spec: object) -> LossScale:
     """Returns what `as_loss_scale` does, with errors in the name of `call`."""
     if spec is None:
         return NoOpLossScale()

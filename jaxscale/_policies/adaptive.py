@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from .._state.scale import AdaptiveState
-from .._trees.checks import finite_number, int32, limited, power_of_two
+from .._trees.arguments import finite_number, int32, limited, power_of_two
 from .._trees.numbers import (
     EXPONENT_BIAS,
     MANTISSA_BITS,
@@ -27,6 +28,7 @@ from .._trees.numbers import (
     float_of_bits,
     increment,
 )
+from .._trees.pytrees import ScaleState
 from .._trees.selection import tree_where
 from .base import CheckedLossScale, new_state
 
@@ -43,7 +45,7 @@ _CREST_ROOM = 3 * _BINADE
 _FALLS = (1, 8, 16)
 
 
-def _check_scale(call: str, name: str, scale: Any) -> float:
+def _check_scale(call: str, name: str, scale: ArrayLike) -> float:
     return 2.0 ** power_of_two(call, name, scale)
 
 
@@ -188,7 +190,7 @@ class AdaptiveLossScale(CheckedLossScale):
         )
 
     def _move(
-        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+        self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
         size = jnp.zeros(()) if largest is None else largest
         # Zero does not count as seen. Nor do subnormal numbers: some devices flush them to zero and

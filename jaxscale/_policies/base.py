@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
+from .._jax import AxisNames
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState
-from .._trees.checks import Check, check_fields, normal_float32, scalar_bool
+from .._trees.arguments import Check, check_fields, normal_float32, scalar_bool
 from .._trees.numbers import SMALLEST_NORMAL
-from .checks import check_largest
+from .._trees.pytrees import Grads, ScaleState
+from .factors import check_largest
 
 
 class LossScale(abc.ABC):
@@ -80,7 +82,7 @@ class LossScale(abc.ABC):
         """
 
     def update(
-        self, state: LossScaleState, grads: Any, *, axis_name: Any = None
+        self, state: LossScaleState, grads: Grads, *, axis_name: AxisNames = None
     ) -> tuple[LossScaleState, jax.Array]:
         """Returns the state of the next step, and whether to apply the gradients.
 
@@ -107,7 +109,7 @@ class LossScale(abc.ABC):
             grads_finite = jax.lax.is_finite(largest)
         return adjust_scale(self, state, grads_finite, largest), grads_finite
 
-    def hold(self, state: Any) -> Any:
+    def hold(self, state: ScaleState) -> Any:
         """Returns a state with a scale that this policy may have, if a restored one is not such.
 
         A policy of the user's own keeps what it gets, as its range is not known.
@@ -129,7 +131,10 @@ class LossScale(abc.ABC):
 
 
 def adjust_scale(
-    policy: LossScale, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+    policy: LossScale,
+    state: ScaleState,
+    grads_finite: jax.Array,
+    largest: jax.Array | None,
 ) -> Any:
     """Calls `policy.adjust`, with the largest gradient only if the policy needs that."""
     if policy.needs_largest:
@@ -181,7 +186,7 @@ class CheckedLossScale(LossScale):
         state = check_policy_state(call, state, self._state_type)
         return self._move(self.hold(state), grads_finite, largest)
 
-    def hold(self, state: Any) -> Any:
+    def hold(self, state: ScaleState) -> Any:
         """Returns a state whose scale is between the bounds.
 
         A state may come from a checkpoint of another scaler, whose scale had run away. A scale of
@@ -198,12 +203,12 @@ class CheckedLossScale(LossScale):
 
     @abc.abstractmethod
     def _move(
-        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+        self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
         """Returns the next state, given one that is checked and whose scale is in range."""
 
 
-def new_state(kind: Any, **numbers: float) -> Any:
+def new_state(kind: type, **numbers: float) -> Any:
     """Returns an initial state: floats become `f32[]`, integers `i32[]`.
 
     Counters that are not named start at 0. Each number is in a buffer of its own: a state that

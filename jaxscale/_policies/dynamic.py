@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from .._state.scale import LossScaleState
-from .._trees.checks import int32
+from .._trees.arguments import int32
 from .._trees.numbers import increment
+from .._trees.pytrees import ScaleState
 from .base import CheckedLossScale, new_state
-from .checks import check_backoff_factor, check_growth_factor
+from .factors import check_backoff_factor, check_growth_factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class DynamicLossScale(CheckedLossScale):
         )
 
     def _move(
-        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+        self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
         streak = increment(state.growth_tracker)
         grows = grads_finite & (streak >= self.growth_interval)

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jax import AxisNames
 from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, UnitLossScaleState
-from .._trees.checks import check_fields, limited, normal_float32, scalar_bool
+from .._trees.arguments import check_fields, limited, normal_float32, scalar_bool
+from .._trees.pytrees import Grads, ScaleState
 from .base import LossScale, new_state
 
 _check_scale = limited(
@@ -64,7 +66,7 @@ class FixedLossScale(LossScale):
         return self.hold(check_policy_state(call, state, LossScaleState))
 
     def update(
-        self, state: LossScaleState, grads: Any, *, axis_name: Any = None
+        self, state: LossScaleState, grads: Grads, *, axis_name: AxisNames = None
     ) -> tuple[LossScaleState, jax.Array]:
         """Returns `state` with this scale, and `True`: always apply the gradients."""
         state = check_policy_state(
@@ -72,7 +74,7 @@ class FixedLossScale(LossScale):
         )
         return self.hold(state), jnp.array(True)
 
-    def hold(self, state: Any) -> Any:
+    def hold(self, state: ScaleState) -> Any:
         """Returns a state with this scale in the place of another, as a resumed run may have.
 
         A subclass with an `adjust` of its own moves the scale, so it keeps what the state has.

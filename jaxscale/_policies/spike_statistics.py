@@ -5,10 +5,11 @@ could overflow: after a single 1e30 the deviation would be inf, and nothing woul
 that value has left the window.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._trees.numbers import (
     EXPONENT_BIAS,
@@ -32,7 +33,7 @@ class Statistics(NamedTuple):
     inverse_unit: jax.Array  # f32[]
 
 
-def min_relative_std(dtype: Any) -> float:
+def min_relative_std(dtype: DTypeLike) -> float:
     """Returns the least relative standard deviation that values of a dtype are taken to have."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return _MIN_RELATIVE_STD

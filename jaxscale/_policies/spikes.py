@@ -8,13 +8,13 @@ value then enters the window, clipped if it is far out, so that one spike does n
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from .._state.optimizer import SPIKE_WINDOWS, SpikeState
-from .._trees.checks import check_fields, finite_number, int32, limited
+from .._trees.arguments import check_fields, finite_number, int32, limited
 from .._trees.numbers import increment, increment_if
 from .._trees.selection import tree_where
 from .base import new_state
@@ -144,7 +144,11 @@ class SpikeRule:
         )
 
     def judge(
-        self, state: SpikeState, loss: Any, grad_norm: Any, finite: Any
+        self,
+        state: SpikeState,
+        loss: ArrayLike | None,
+        grad_norm: ArrayLike,
+        finite: ArrayLike,
     ) -> tuple[jax.Array, SpikeState]:
         """Judges whether a step is a spike, and returns that with the next state.
 
@@ -208,7 +212,7 @@ class SpikeRule:
     def _judge_value(
         self,
         kind: str,
-        value: Any,
+        value: object,
         state: SpikeState,
         spike_limit: jax.Array,
     ) -> tuple[jax.Array, SpikeState]:
@@ -290,7 +294,7 @@ def _clip_entry(
     return jnp.where(is_clipped, clipped * statistics.unit, value)
 
 
-def check_spikes(call: str, spikes: Any) -> SpikeRule | None:
+def check_spikes(call: str, spikes: object) -> SpikeRule | None:
     """Returns the argument `spikes` of a call, or raises a `TypeError` if it is not a rule."""
     if spikes is None or isinstance(spikes, SpikeRule):
         return spikes

@@ -10,10 +10,10 @@ import optax
 
 from .._state.find import is_loss_scaled
 from .._state.optimizer import WINDOW_STATES
-from .._step.bare import holds_loss_scaled, possible_states
+from .._step.bare_optimizer import holds_loss_scaled, possible_states
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.gradient_leaves import leaf_name
-from .._trees.leaf import is_inexact_leaf, parts_in_reach
+from .._trees.leaves import is_inexact_leaf, parts_in_reach
 
 
 def is_inside_of_another(tree: Any, tx: Any) -> bool:

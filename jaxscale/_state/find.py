@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._trees.pytrees import Grads, PyTree
 from .optimizer import LossScaledState, SpikeState
 from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
 from .storage import WeightsState
@@ -20,17 +21,17 @@ from .storage import WeightsState
 _TELLING_FIELDS = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
 
 
-def is_loss_scaled(node: Any) -> bool:
+def is_loss_scaled(node: object) -> bool:
     """Returns whether a node of a tree is a `LossScaledState`."""
     return isinstance(node, LossScaledState)
 
 
-def is_scaling(node: Any) -> bool:
+def is_scaling(node: object) -> bool:
     """Returns whether a node of a tree is, or directly holds, a loss scale state."""
     return is_loss_scaled(node) or is_policy_state(node)
 
 
-def restore_types(tree: Any) -> Any:
+def restore_types(tree: PyTree) -> Any:
     """Turns mappings that Flax NNX made of states back into states.
 
     `nnx.state(optimizer)` and `nnx.split(optimizer)` make mappings of named tuples.
@@ -39,7 +40,7 @@ def restore_types(tree: Any) -> Any:
     if any(map(is_scaling, nodes)):
         return tree
 
-    def restore(node: Any) -> Any:
+    def restore(node: PyTree) -> Any:
         if _is_mapping_of_state(node):
             return _restore_state(node)
         return node
@@ -47,7 +48,7 @@ def restore_types(tree: Any) -> Any:
     return jax.tree.map(restore, tree, is_leaf=_is_mapping_of_state)
 
 
-def _is_mapping_of_state(node: Any) -> bool:
+def _is_mapping_of_state(node: object) -> bool:
     return isinstance(node, Mapping) and set(node) >= _TELLING_FIELDS
 
 
@@ -65,7 +66,7 @@ def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
     )
 
 
-def _restore_tuple(kind: Any, mapping: Mapping[str, Any] | None) -> Any:
+def _restore_tuple(kind: type, mapping: Mapping[str, Any] | None) -> Any:
     """Makes a named tuple of its fields, if there are any.
 
     A field that is left out, as it is empty, is `None`.
@@ -88,7 +89,7 @@ def _restore_scaling(fields: Mapping[str, Any]) -> Any:
     return stand_in(**fields)
 
 
-def find_scale_state(call: str, tree: Any) -> Any:
+def find_scale_state(call: str, tree: PyTree) -> Any:
     """Returns the one loss scale state in a tree, as arrays.
 
     The `scaling` of a `LossScaledState` may be of any type; other states need a mark.
@@ -99,12 +100,12 @@ def find_scale_state(call: str, tree: Any) -> Any:
     return jax.tree.map(jnp.asarray, unwrap(state))
 
 
-def find_optimizer_state(call: str, tree: Any) -> LossScaledState:
+def find_optimizer_state(call: str, tree: PyTree) -> LossScaledState:
     """Returns the one `LossScaledState` in a tree."""
     return find_one(call, tree, is_loss_scaled, "`LossScaledState`")
 
 
-def find_scale(call: str, argument: str, tree: Any) -> Any:
+def find_scale(call: str, argument: str, tree: PyTree) -> Any:
     """Returns the one loss scale state in a tree, of one training run, as arrays."""
     state = find_scale_state(call, tree)
     check_alone(f"{call}({argument})", state)
@@ -112,7 +113,7 @@ def find_scale(call: str, argument: str, tree: Any) -> Any:
 
 
 def check_policy_state(
-    call: str, state: Any, kind: type = object, grads: Any = None
+    call: str, state: PyTree, kind: type = object, grads: Grads = None
 ) -> Any:
     """Returns the state that a policy was given, as arrays, or raises a `TypeError`.
 
@@ -142,7 +143,7 @@ def check_policy_state(
     )
 
 
-def check_alone(argument: str, state: Any) -> None:
+def check_alone(argument: str, state: PyTree) -> None:
     """Raises a `ValueError` if a state is that of several members of a population."""
     shape = jnp.shape(getattr(state, "loss_scale", 0.0))
     if shape != ():
@@ -152,7 +153,7 @@ def check_alone(argument: str, state: Any) -> None:
         )
 
 
-def find_one(call: str, tree: Any, matches: Callable[[Any], bool], what: str) -> Any:
+def find_one(call: str, tree: PyTree, matches: Callable[[Any], bool], what: str) -> Any:
     """Returns the one node of a tree that `matches`, or raises a `ValueError`."""
     places = []
     nodes = []
@@ -172,7 +173,7 @@ def find_one(call: str, tree: Any, matches: Callable[[Any], bool], what: str) ->
     )
 
 
-def _suggest_state(tree: Any) -> str:
+def _suggest_state(tree: PyTree) -> str:
     """Returns what to pass instead of a tree without a state."""
     if hasattr(tree, "init"):
         return "It makes states and is not one itself: pass what its `init` returned."

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 
-def children_of(node: Any) -> dict[str, Any] | None:
+def children_of(node: object) -> dict[str, Any] | None:
     """Returns the children of a node by name, `None` for a leaf."""
     if jax.tree_util.all_leaves([node]):
         return None
@@ -14,20 +14,20 @@ def children_of(node: Any) -> dict[str, Any] | None:
     return {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
 
 
-def rebuild(node: Any, children: list[Any]) -> Any:
+def rebuild(node: object, children: list[Any]) -> Any:
     """Returns a node with other children."""
     _, structure = _flatten_once(node)
     return structure.unflatten(children)
 
 
-def _flatten_once(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten_once(node: object) -> tuple[list[tuple[Any, Any]], Any]:
     """Returns the children of a node, each with its path, and the structure around them."""
     return jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda child: child is not node
     )
 
 
-def is_own_state(node: Any) -> bool:
+def is_own_state(node: object) -> bool:
     """Returns whether a node is a state of jaxscale."""
     # Only named tuples: a `TrainState` is also jaxscale's own, but its fields have no defaults.
     if hasattr(node, "_fields"):

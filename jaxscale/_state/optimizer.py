@@ -90,7 +90,7 @@ class LossScaledState(NamedTuple):
         return injected[0].hyperparams
 
 
-def _has_hyperparams(node: Any) -> bool:
+def _has_hyperparams(node: object) -> bool:
     return "hyperparams" in getattr(node, "_fields", ())
 
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
-from .._trees.leaf import NumberKind, kind_of
+from .._trees.leaves import NumberKind, kind_of
+from .._trees.pytrees import PyTree
 
 
 def place_of(argument: str, path: str) -> str:
@@ -15,7 +17,7 @@ def place_of(argument: str, path: str) -> str:
     return f"`{call}({argument})` at {path or '/'}"
 
 
-def fill(target: Any, number: Any) -> Any:
+def fill(target: PyTree, number: ArrayLike) -> Any:
     """Returns an array that is filled with a number, if the target is only a type."""
     if not is_abstract(target):
         return target
@@ -27,11 +29,11 @@ def _is_key(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def is_abstract(leaf: Any) -> bool:
+def is_abstract(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _find_key_impl(target: Any) -> Any:
+def _find_key_impl(target: PyTree) -> Any:
     if not is_abstract(target):
         return jax.random.key_impl(target)
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
@@ -43,7 +45,7 @@ def _find_key_impl(target: Any) -> Any:
     )
 
 
-def check_number(place: str, leaf: Any) -> Any:
+def check_number(place: str, leaf: object) -> Any:
     """Returns a leaf that is an array or a number; for a typed key its data."""
     accepted = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     if not isinstance(leaf, accepted) or isinstance(leaf, Tracer):
@@ -56,7 +58,7 @@ def check_number(place: str, leaf: Any) -> Any:
     return leaf
 
 
-def _check_target(place: str, target: Any) -> Any:
+def _check_target(place: str, target: PyTree) -> Any:
     """Returns what has the shape and the dtype of the numbers of a target's leaf."""
     if not is_abstract(target):
         return check_number(place, target)
@@ -65,7 +67,7 @@ def _check_target(place: str, target: Any) -> Any:
     return target
 
 
-def restore_leaf(path: str, target: Any, leaf: Any, rounds: bool) -> Any:
+def restore_leaf(path: str, target: PyTree, leaf: object, rounds: bool) -> Any:
     """Returns the numbers of a leaf with the type, shape, dtype and sharding of `target`."""
     place = place_of("state_dict", path)
     like = _check_target(place_of("target", path), target)
@@ -94,7 +96,7 @@ def restore_leaf(path: str, target: Any, leaf: Any, rounds: bool) -> Any:
     return jax.device_put(array, sharding)
 
 
-def _weak_like(target: Any) -> jax.Array:
+def _weak_like(target: PyTree) -> jax.Array:
     """Returns an array of a weak type, which a copy would not keep."""
     if not is_abstract(target):
         return target

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._trees.pytrees import Leaf, PyTree
+
 
 class LossScaleState(NamedTuple):
     """The state that a loss scale carries from one step to the next.
@@ -79,7 +81,7 @@ def init_state(loss_scale: float) -> LossScaleState:
     )
 
 
-def is_policy_state(node: Any) -> bool:
+def is_policy_state(node: object) -> bool:
     """Returns whether a node of a tree is the state of a policy, by the mark of its type.
 
     A field called `loss_scale` proves nothing: parameters, carries and logs also have them.
@@ -88,15 +90,15 @@ def is_policy_state(node: Any) -> bool:
     return is_marked and hasattr(node, "_fields")
 
 
-def is_wrapped(node: Any) -> bool:
+def is_wrapped(node: object) -> bool:
     """Returns whether a node is a variable around an array, as in an optimizer of Flax NNX."""
     return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
 
 
-def unwrap(tree: Any) -> Any:
+def unwrap(tree: PyTree) -> Any:
     """Returns a tree with arrays in the place of the variables around them."""
 
-    def get_array(leaf: Any) -> Any:
+    def get_array(leaf: Leaf) -> Any:
         if is_wrapped(leaf):
             return leaf.__jax_array__()
         return leaf

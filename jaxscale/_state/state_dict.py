@@ -12,7 +12,8 @@ import numpy as np
 import optax
 
 from .._trees.grammar import list_some
-from .._trees.leaf import check_in_reach
+from .._trees.leaves import check_in_reach
+from .._trees.pytrees import PyTree, ScaleState
 from .nodes import children_of, is_own_state, rebuild
 from .optimizer import SPIKE_WINDOWS, SpikeState
 from .saved_numbers import check_number, fill, is_abstract, place_of, restore_leaf
@@ -32,7 +33,7 @@ _REQUIRED = ("inner_state", "inner_opt_state", "counted")
 _MOST_PATHS = 5
 
 
-def to_state_dict(tree: Any) -> dict[str, Any]:
+def to_state_dict(tree: PyTree) -> dict[str, Any]:
     """Returns a tree as nested dicts of NumPy arrays, with a version. Waits for the device.
 
     Args:
@@ -63,11 +64,11 @@ def to_state_dict(tree: Any) -> dict[str, Any]:
     return {"version": version} | _save("", _arrays("to_state_dict(tree)", tree))
 
 
-def _is_weights(node: Any) -> bool:
+def _is_weights(node: object) -> bool:
     return isinstance(node, WeightsState)
 
 
-def _save(path: str, node: Any) -> Any:
+def _save(path: str, node: object) -> Any:
     """Returns a node as nested dicts of NumPy arrays."""
     if node is None:
         return None
@@ -80,7 +81,7 @@ def _save(path: str, node: Any) -> Any:
     return {name: _save(f"{path}/{name}", child) for name, child in children.items()}
 
 
-def from_state_dict(target: Any, state_dict: Any) -> Any:
+def from_state_dict(target: PyTree, state_dict: PyTree) -> Any:
     """Returns a tree like `target` with the numbers of a dictionary.
 
     Args:
@@ -158,7 +159,7 @@ class _Unmatched(NamedTuple):
 
 
 def _restore(
-    path: str, node: Any, saved: Any, unmatched: _Unmatched, rounds: bool = False
+    path: str, node: object, saved: PyTree, unmatched: _Unmatched, rounds: bool = False
 ) -> Any:
     """Returns a node of the target with the numbers that were saved of it.
 
@@ -218,7 +219,7 @@ def _restore(
     return rebuild(node, restored)
 
 
-def _take_default(node: Any, name: str, child: Any) -> Any:
+def _take_default(node: object, name: str, child: object) -> Any:
     """Returns a child of one of our states that was not saved.
 
     It is that of the target or, where that has only types, the default of the field.
@@ -305,7 +306,7 @@ def _check_all_matched(unmatched: _Unmatched) -> None:
     )
 
 
-def _check_has_numbers(tree: Any) -> None:
+def _check_has_numbers(tree: PyTree) -> None:
     """Raises a `ValueError` if a restored tree has types where nothing was saved."""
     paths = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -319,7 +320,7 @@ def _check_has_numbers(tree: Any) -> None:
         )
 
 
-def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
+def _scaled_nothing(scaling: ScaleState, state: dict[str, Any]) -> bool:
     """Returns whether a saved scale of 1 is that of a run that scaled nothing.
 
     `skip_nonfinite`, and a fixed scale of 1, save such a scale. One that came down to 1 looks the
@@ -337,7 +338,7 @@ def _scaled_nothing(scaling: Any, state: dict[str, Any]) -> bool:
     return not np.any((num_bad > num_bad_losses) & ~is_applied)
 
 
-def _find_number(fields: dict[str, Any], name: str, default: Any = None) -> Any:
+def _find_number(fields: dict[str, Any], name: str, default: PyTree = None) -> Any:
     """Returns the number of a saved field as an array, whatever variable is around it."""
     leaves = jax.tree.leaves(fields.get(name)) or jax.tree.leaves(default)
     if not leaves:
@@ -345,7 +346,7 @@ def _find_number(fields: dict[str, Any], name: str, default: Any = None) -> Any:
     return np.asarray(leaves[0])
 
 
-def _is_empty(node: Any) -> bool:
+def _is_empty(node: object) -> bool:
     return not jax.tree.leaves(node)
 
 
@@ -366,7 +367,7 @@ def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
         values[count_name] = count
 
 
-def _arrays(argument: str, tree: Any) -> Any:
+def _arrays(argument: str, tree: PyTree) -> Any:
     """Returns an argument without variables around its arrays, or an error if it is no state."""
     if isinstance(tree, optax.GradientTransformation):
         raise TypeError(

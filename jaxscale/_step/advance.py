@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from .._gradients.facts import (
     Facts,
@@ -25,7 +26,7 @@ from .._policies.base import adjust_scale
 from .._state.optimizer import LossScaledState
 from .._trees.casts import cast_like, common_sharding, placed, widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_inexact_leaf
+from .._trees.leaves import is_inexact_leaf
 from .._trees.overwrites import (
     holds_overwrites,
     overwrite,
@@ -33,6 +34,7 @@ from .._trees.overwrites import (
     without_overwrites,
 )
 from .._trees.params import apply_updates
+from .._trees.pytrees import OptState, PyTree
 from .._trees.selection import tree_where
 from . import checks
 from .backward_pass import Pass
@@ -42,7 +44,7 @@ from .judges import Judge, Vote
 from .options import Options
 from .report import report_skip
 from .skip import choose, make_or_keep, minus_zeros
-from .unread import leave_out_unread
+from .unread_gradients import leave_out_unread
 
 
 class Finish(NamedTuple):
@@ -87,7 +89,11 @@ class _InnerStep:
     weights: Any
 
     def make(
-        self, grads: optax.Updates, opt_state: Any, loss: Any, norm: Any
+        self,
+        grads: optax.Updates,
+        opt_state: OptState,
+        loss: ArrayLike | None,
+        norm: Any,
     ) -> tuple[Any, optax.Updates, _Kept]:
         """Makes the step: returns its outcome, the updates, and what to go on with.
 
@@ -131,7 +137,7 @@ class _InnerStep:
             norm = shown_norm(norm)
         return outcome, updates, _Kept(new_state, weights, norm, None)
 
-    def _check_copies(self, what: str, new: Any, old: Any) -> None:
+    def _check_copies(self, what: str, new: PyTree, old: PyTree) -> None:
         own = self.own
         checks.check_copies_stay_equal(own.call, what, new, old, own.axis_name)
 
@@ -187,7 +193,7 @@ def advance(
         rest = jax.tree.leaves(kept)
         return [*finish.keep(params, like[: len(like) - len(rest)]), *rest]
 
-    def make(operand: Any) -> tuple[Any, _Kept]:
+    def make(operand: PyTree) -> tuple[Any, _Kept]:
         stored, norm = operand
         outcome, updates, made = inner_step.make(
             ready.gradients_of(stored), ready.opt_state, ready.loss, norm
@@ -285,14 +291,14 @@ def judge_pass(
     return run._replace(facts=facts, before_hook=None)
 
 
-def _without_old_infs(new_tree: Any, old_tree: Any) -> Any:
+def _without_old_infs(new_tree: PyTree, old_tree: PyTree) -> Any:
     """Returns new arrays with zeros where the old ones were not finite already.
 
     An optimizer may start from an inf, as `optax.contrib.reduce_on_plateau` does, and a parameter
     that is not trained may be a mask of -inf.
     """
 
-    def without_old(new: Any, old: Any) -> Any:
+    def without_old(new: PyTree, old: PyTree) -> Any:
         if not is_inexact_leaf(new):
             return new
         new = placed(new, common_sharding(old, new))

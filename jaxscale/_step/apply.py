@@ -7,10 +7,10 @@ import optax
 from .._gradients.scaled import Scaled
 from .._trees.selection import select_new
 from .backward_pass import Pass
-from .bare import as_optimizer
+from .bare_optimizer import as_optimizer
 from .checks import is_pair
-from .matching import check_gradients
-from .plan import apply_pass
+from .matching_trees import check_gradients
+from .step_plan import apply_pass
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")

@@ -7,15 +7,17 @@ from typing import Any
 
 import optax
 
+from .._trees.pytrees import OptState
+
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 def call_update(
     tx: optax.GradientTransformationExtraArgs,
     grads: optax.Updates,
-    opt_state: Any,
+    opt_state: OptState,
     params: optax.Params | None,
-    value: Any,
+    value: object,
     extra_args: Mapping[str, Any],
 ) -> tuple[optax.Updates, Any]:
     """Calls `tx.update`, with the loss under each name that it takes: `value` or `loss`."""
@@ -31,7 +33,9 @@ def takes_any(function: Callable[..., Any]) -> bool:
 
 
 def _with_loss(
-    tx: optax.GradientTransformationExtraArgs, value: Any, extra_args: Mapping[str, Any]
+    tx: optax.GradientTransformationExtraArgs,
+    value: object,
+    extra_args: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """Adds the loss to arguments, but only where `tx.update` takes it: others would raise."""
     parameters = inspect.signature(tx.update).parameters

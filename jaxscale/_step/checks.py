@@ -7,24 +7,27 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.verdict import axis_names
-from .._jax import varying
+from .._jax import AxisNames, varying
 from .._policies.base import LossScale
 from .._state.find import check_alone, is_loss_scaled
 from .._state.optimizer import LossScaledState
 from .._state.scale import is_wrapped, unwrap
-from .._trees.checks import describe_value
+from .._trees.arguments import describe_value
 from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import with_article
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
+from .._trees.pytrees import OptState, PyTree
 from .call_update import takes_any
 
 
-def is_pair(value: Any) -> bool:
+def is_pair(value: object) -> bool:
     """Returns whether a value is a tuple of two."""
     return isinstance(value, tuple) and len(value) == 2
 
 
-def as_transformation(argument: str, tx: Any) -> optax.GradientTransformationExtraArgs:
+def as_transformation(
+    argument: str, tx: object
+) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that takes extra arguments, or raises a `TypeError` if it is not one."""
     # has `init` and `update`, but is not one itself
     if isinstance(tx, optax.MultiSteps):
@@ -46,7 +49,7 @@ def as_transformation(argument: str, tx: Any) -> optax.GradientTransformationExt
 
 
 def check_state(
-    argument: str, state: Any, policy: LossScale, order: str
+    argument: str, state: OptState, policy: LossScale, order: str
 ) -> LossScaledState:
     """Returns the state that a step was given, as arrays, or raises an error.
 
@@ -74,7 +77,7 @@ def check_state(
     return state
 
 
-def _way_to_state(state: Any, order: str) -> str:
+def _way_to_state(state: OptState, order: str) -> str:
     """Returns what to pass instead of something that is not a `LossScaledState`."""
     if hasattr(state, "opt_state"):
         return "Pass its `opt_state`, or use the step of `jaxscale.flax` or `jaxscale.nnx`."
@@ -101,7 +104,7 @@ def check_loss(call: str, value: Any) -> None:
 
 
 def check_devices_agree(
-    call: str, grads: optax.Updates, value: Any, axis_name: Any
+    call: str, grads: optax.Updates, value: object, axis_name: AxisNames
 ) -> None:
     """Raises a `ValueError` if devices with copies of one parameter may skip by themselves.
 
@@ -139,7 +142,7 @@ def check_devices_agree(
 
 
 def check_copies_stay_equal(
-    call: str, what: str, new: Any, old: Any, axis_name: Any
+    call: str, what: str, new: PyTree, old: PyTree, axis_name: AxisNames
 ) -> None:
     """Raises a `ValueError` if a step makes copies differ among the devices that make it together.
 
@@ -165,7 +168,7 @@ def check_copies_stay_equal(
             )
 
 
-def check_state_kept(call: str, new_state: Any, opt_state: Any) -> None:
+def check_state_kept(call: str, new_state: OptState, opt_state: OptState) -> None:
     """Raises a `ValueError` if a step changed the structure of the state inside."""
     before = jax.tree.structure(opt_state)
     after = jax.tree.structure(new_state)
@@ -178,7 +181,7 @@ def check_state_kept(call: str, new_state: Any, opt_state: Any) -> None:
         )
 
 
-def check_clips_the_mean(call: str, inner_state: Any) -> None:
+def check_clips_the_mean(call: str, inner_state: OptState) -> None:
     """Raises a `ValueError` if each micro-batch would be clipped, and not their mean."""
     for node in jax.tree.leaves(inner_state, is_leaf=_accumulates):
         if _accumulates(node):
@@ -191,11 +194,11 @@ def check_clips_the_mean(call: str, inner_state: Any) -> None:
             )
 
 
-def _accumulates(node: Any) -> bool:
+def _accumulates(node: object) -> bool:
     return isinstance(node, optax.MultiStepsState | optax.ApplyEvery)
 
 
-def check_not_nested(call: str, inner_state: Any) -> None:
+def check_not_nested(call: str, inner_state: OptState) -> None:
     """Raises a `ValueError` if an optimizer is wrapped that is already wrapped further inside."""
     for path, node in jax.tree_util.tree_leaves_with_path(
         inner_state, is_leaf=is_loss_scaled

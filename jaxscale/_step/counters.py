@@ -1,13 +1,12 @@
 """The counters of a step: what happened, so that nothing has to wait for the host."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from .._gradients.facts import Facts
 from .._state.optimizer import LossScaledState
 from .._trees.numbers import increment, increment_if
+from .._trees.pytrees import OptState, ScaleState
 from .backward_pass import Retries
 
 # The first steps, in which a scale comes down from its start: their falls do not count.
@@ -16,7 +15,7 @@ _FIRST_STEPS = 25
 _MEMORY = 1000.0
 
 
-def start_state(scaling: Any, inner_state: Any) -> LossScaledState:
+def start_state(scaling: ScaleState, inner_state: OptState) -> LossScaledState:
     """Returns a first state: nothing has happened yet."""
     # Each counter in a buffer of its own, as a donated state may hold none twice.
     return LossScaledState(
@@ -40,7 +39,7 @@ def count_step(
     facts: Facts,
     applied: jax.Array,
     updates_finite: jax.Array,
-    scaling: Any,
+    scaling: ScaleState,
     retries: Retries | None,
 ) -> LossScaledState:
     """Counts one more step, after which the scale state is `scaling`.
@@ -96,7 +95,7 @@ def _count_retries(
 def _count_backoffs(
     state: LossScaledState,
     grads_finite: jax.Array,
-    scaling: Any,
+    scaling: ScaleState,
     retries: Retries | None,
 ) -> jax.Array:
     """Returns `backoff_count` after the scale moved: one fall a step, none after growth.

@@ -13,7 +13,8 @@ import optax
 
 from .._storage.compact import CompactOptimizer
 from .._storage.weights import MasterWeights, Rounded, StochasticRounding, Weights
-from .._trees.checks import int32, one_of
+from .._trees.arguments import int32, one_of
+from .._trees.pytrees import OptState
 from .call_update import call_update
 from .checks import as_transformation
 from .transformations import rewrap, wrap
@@ -211,10 +212,10 @@ def compact_state(
 
     def update(
         updates: optax.Updates,
-        state: Any,
+        state: OptState,
         params: optax.Params | None = None,
         *,
-        value: Any = None,
+        value: object = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         return call_update(taken, updates, state, params, value, extra_args)
@@ -227,7 +228,7 @@ def compact_state(
     return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
 
 
-def _check_seed(call: str, seed: Any) -> Any:
+def _check_seed(call: str, seed: object) -> Any:
     """Returns a seed as a Python int or as an integer of JAX, or raises an error.
 
     The values of JAX's integers are not known where they are traced, and so are not looked at.
@@ -243,7 +244,7 @@ def _check_seed(call: str, seed: Any) -> Any:
 
 
 def _keep(
-    call: str, inner: Any, weights: Weights
+    call: str, inner: object, weights: Weights
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that keeps its half-precision parameters in a way of their own."""
     optimizer = wrap(call, inner)

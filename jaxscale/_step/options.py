@@ -11,7 +11,7 @@ from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._storage.weights import Rounded, Weights
 from .judges import FiniteJudge, Judge, SpikeJudge
-from .matching import TreeTypes
+from .matching_trees import TreeTypes
 from .window import EachStep, Window
 
 

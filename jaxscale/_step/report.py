@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from .._gradients.facts import named_flags
 from .._jax import axes_of_devices, varying
 from .._state.optimizer import WINDOW_STATES, LossScaledState
 from .._state.scale import UnitLossScaleState, unwrap
+from .._trees.pytrees import PyTree, ScaleState
 
 # The fields of a `LossScaledState` that are not counters.
 _PARTS = {
@@ -34,7 +36,9 @@ _WINDOWS = {"losses", "grad_norms", "loss_count", "norm_count", "cooldown"}
 _OF_SCALE = {"backoff_count", "total_retries", "total_exhausted"}
 
 
-def numbers_of(scaling: Any, state: LossScaledState | None = None) -> dict[str, Any]:
+def numbers_of(
+    scaling: ScaleState, state: LossScaledState | None = None
+) -> dict[str, Any]:
     """Returns what `jaxscale.metrics` shows of a loss scale and of its optimizer, by name.
 
     All numbers are finite: a log as JSON has no inf. The largest number stands for it.
@@ -43,7 +47,9 @@ def numbers_of(scaling: Any, state: LossScaledState | None = None) -> dict[str, 
     return {name: _make_finite(unwrap(value)) for name, value in values.items()}
 
 
-def list_numbers(scaling: Any, state: LossScaledState | None = None) -> dict[str, Any]:
+def list_numbers(
+    scaling: ScaleState, state: LossScaledState | None = None
+) -> dict[str, Any]:
     """Returns the same numbers as the states have them, some of them in variables."""
     values = _fields_of_scale(scaling)
     if state is not None:
@@ -51,13 +57,13 @@ def list_numbers(scaling: Any, state: LossScaledState | None = None) -> dict[str
     return values
 
 
-def _fields_of_scale(scaling: Any) -> dict[str, Any]:
+def _fields_of_scale(scaling: ScaleState) -> dict[str, Any]:
     if isinstance(scaling, UnitLossScaleState):
         return {"loss_scale": scaling.loss_scale}
     return scaling._asdict()
 
 
-def _make_finite(number: Any) -> jax.Array:
+def _make_finite(number: ArrayLike) -> jax.Array:
     number = jnp.asarray(number)
     if not jnp.issubdtype(number.dtype, jnp.inexact):
         return number
@@ -136,7 +142,7 @@ def _make_reporter(
     """
 
     @jax.custom_batching.custom_vmap
-    def report(skipped: Any, is_first: Any, numbers: Any) -> None:
+    def report(skipped: jax.Array, is_first: jax.Array, numbers: Any) -> None:
         def call() -> None:
             jax.debug.callback(call_host, skipped, numbers)
 
@@ -144,7 +150,11 @@ def _make_reporter(
 
     @report.def_vmap
     def report_population(
-        size: int, batched: Any, skipped: Any, is_first: Any, numbers: Any
+        size: int,
+        batched: PyTree,
+        skipped: jax.Array,
+        is_first: jax.Array,
+        numbers: Any,
     ) -> tuple[None, None]:
         skipped_batched, _, numbers_batched = batched
 

@@ -15,7 +15,8 @@ from .._gradients.facts import Facts
 from .._jax import varying
 from .._policies.base import LossScale, adjust_scale
 from .._trees.casts import blank
-from .._trees.flat import Traced
+from .._trees.flat_functions import Traced
+from .._trees.pytrees import PyTree, ScaleState
 from .._trees.selection import tree_where
 from .backward_pass import Pass, Retries
 
@@ -43,7 +44,7 @@ def repeat_backward(
     call: str,
     policy: LossScale,
     backward: Callable[[Any], Pass],
-    scaling: Any,
+    scaling: ScaleState,
     retries: int,
     *,
     traced: bool,
@@ -56,7 +57,7 @@ def repeat_backward(
     then the step goes on with the scale state of the first.
     """
 
-    def try_pass(scaling: Any, number: jax.Array) -> _Attempt:
+    def try_pass(scaling: ScaleState, number: jax.Array) -> _Attempt:
         run = backward(scaling)
         facts: Any = run.facts  # known for every optimizer whose scale moves
         overflow = facts.loss_finite & ~facts.grads_finite & (number < retries)
@@ -102,11 +103,11 @@ def _repeat_in_program(
     def attempt_of(arrays: list[Any]) -> _Attempt:
         return program.restored(arrays)
 
-    def is_due(carry: Any) -> jax.Array:
+    def is_due(carry: PyTree) -> jax.Array:
         _, arrays = carry
         return attempt_of(arrays).again
 
-    def make_pass(carry: Any) -> Any:
+    def make_pass(carry: PyTree) -> Any:
         number, arrays = carry
         arrays = program.call_flat(attempt_of(arrays).scaling, number)
         # Strict promotion adds no bool to an integer.
@@ -130,7 +131,11 @@ def is_traced(*inputs: Any) -> bool:
 
 
 def _lower_scale(
-    policy: LossScale, scaling: Any, overflow: jax.Array, facts: Facts, traced: bool
+    policy: LossScale,
+    scaling: ScaleState,
+    overflow: jax.Array,
+    facts: Facts,
+    traced: bool,
 ) -> Any:
     """Lowers the scale after an overflow, if the policy ever does; otherwise it stays."""
 
@@ -150,7 +155,7 @@ def _lower_scale(
     return now.scaling
 
 
-def _is_lower(state: Any, than: Any) -> jax.Array:
+def _is_lower(state: ScaleState, than: ScaleState) -> jax.Array:
     """Returns whether a scale is lower than another. One that is NaN is higher than any number."""
     # A checkpoint of another scaler may have NaN, which the policy replaces.
     is_replaced = jnp.isnan(than.loss_scale) & ~jnp.isnan(state.loss_scale)

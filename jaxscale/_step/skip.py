@@ -14,8 +14,9 @@ from jax.core import Tracer
 
 from .._jax import vary, varying
 from .._trees.casts import aval_of, common_sharding, filled, placed
-from .._trees.flat import Traced
+from .._trees.flat_functions import Traced
 from .._trees.gradient_leaves import map_gradients
+from .._trees.pytrees import Leaf, PyTree
 from .._trees.selection import tree_where
 
 # Returns the leaves that are kept in the place of those of a result. These are arrays or types.
@@ -23,7 +24,7 @@ Keep = Callable[[list[Any]], list[Any]]
 
 
 def make_or_keep(
-    due: jax.Array, make: Callable[[Any], Any], operand: Any, keep: Keep
+    due: jax.Array, make: Callable[[Any], Any], operand: PyTree, keep: Keep
 ) -> Any:
     """Returns `make(operand)` if a step is due, and otherwise what is kept in its place.
 
@@ -86,12 +87,12 @@ def minus_zeros(like: list[Any]) -> list[Any]:
     return updates
 
 
-def _zeros_unless(due: jax.Array, operand: Any) -> Any:
+def _zeros_unless(due: jax.Array, operand: PyTree) -> Any:
     """Returns an operand, or zeros in the place of its gradients if no step is due."""
     return tree_where(due, operand, map_gradients(jnp.zeros_like, operand))
 
 
-def _vary(leaf: Any, axes: frozenset[Any]) -> Any:
+def _vary(leaf: Leaf, axes: frozenset[Any]) -> Any:
     if axes:
         return vary(leaf, axes)
     return leaf

@@ -10,11 +10,12 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
+from .._trees.pytrees import ScaleState
 from .._trees.selection import select_new
 from .backward_pass import Pass
-from .bare import as_optimizer, possible_states
-from .plan import StepPlan
+from .bare_optimizer import as_optimizer, possible_states
 from .retry import is_traced
+from .step_plan import StepPlan
 from .wrapped_optimizer import find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")
@@ -224,7 +225,7 @@ def train_step(
         # Equinox invalidates a state that was replaced, so each reader gets a copy.
         leaves, treedef = jax.tree.flatten(carried)
 
-        def backward(scaling: Any) -> Pass:
+        def backward(scaling: ScaleState) -> Pass:
             copy = treedef.unflatten(leaves)
             return plan.differentiate(scaling, params, *copy, *args, **loss_kwargs)
 

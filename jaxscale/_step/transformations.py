@@ -11,11 +11,12 @@ from typing import Any, Literal
 import jax
 import optax
 
+from .._jax import AxisNames
 from .._policies import read_loss_scale
 from .._policies.base import LossScale
 from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
-from .._trees.checks import int32, positive
+from .._trees.arguments import int32, positive
 from .._trees.grammar import with_article
 from .checks import as_transformation
 from .window import Window
@@ -26,7 +27,7 @@ def loss_scaled(
     inner: optax.GradientTransformation,
     loss_scale: LossScale | float | Literal["dynamic", "adaptive"] | None = "dynamic",
     *,
-    axis_name: Any = None,
+    axis_name: AxisNames = None,
     max_norm: float | None = None,
     skip_nonfinite: bool = True,
     check_updates: bool = False,
@@ -148,7 +149,7 @@ def loss_scaled(
 def _wrap_scaled(
     call: str,
     inner: optax.GradientTransformation,
-    loss_scale: Any,
+    loss_scale: object,
     *,
     skips: bool = True,
     **options: Any,
@@ -196,7 +197,7 @@ def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
-    axis_name: Any = None,
+    axis_name: AxisNames = None,
     max_norm: float | None = None,
     check_updates: bool = False,
     track_leaves: bool = False,
@@ -311,7 +312,7 @@ def multi_steps(
     return rewrap(optimizer, "multi_steps", window=window)
 
 
-def wrap(call: str, inner: Any) -> WrappedOptimizer:
+def wrap(call: str, inner: object) -> WrappedOptimizer:
     """Returns the optimizer that is wrapped already, or wraps one, without any scaling."""
     optimizer = find_wrapped_optimizer(inner)
     if optimizer is not None:

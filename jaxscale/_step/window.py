@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
 from .._trees.casts import cast
 from .._trees.gradient_leaves import is_overwrite, leaf_name
-from .._trees.leaf import dtype_of, is_inexact_leaf
+from .._trees.leaves import dtype_of, is_inexact_leaf
 from .._trees.numbers import increment, increment_if
+from .._trees.pytrees import Grads, Leaf, OptState, PyTree
 from .._trees.selection import tree_where
 
 
@@ -39,16 +42,20 @@ class EachStep:
 
     averages = False
 
-    def open(self, params: optax.Params, opt_state: Any) -> Any:
+    def open(self, params: optax.Params, opt_state: OptState) -> Any:
         return opt_state
 
     def add(
-        self, opt_state: Any, grads: Scaled, loss: Any, good: jax.Array
+        self,
+        opt_state: OptState,
+        grads: Scaled,
+        loss: ArrayLike | None,
+        good: jax.Array,
     ) -> tuple[Any, Ready]:
         ready = Ready(good, opt_state, grads.grads, grads.times_reciprocal, loss)
         return opt_state, ready
 
-    def close(self, window: Any, opt_state: Any, stepped: jax.Array) -> Any:
+    def close(self, window: PyTree, opt_state: OptState, stepped: jax.Array) -> Any:
         return opt_state
 
 
@@ -64,7 +71,7 @@ class Window:
 
     averages = True  # whether gradients are means of several micro-batches
 
-    def open(self, params: optax.Params, opt_state: Any) -> MultiStepsState:
+    def open(self, params: optax.Params, opt_state: OptState) -> MultiStepsState:
         """Returns the first window, which is empty."""
         # Each in a buffer of its own, as a donated state may hold none twice.
         return MultiStepsState(
@@ -78,7 +85,11 @@ class Window:
         )
 
     def add(
-        self, state: MultiStepsState, grads: Scaled, loss: Any, good: jax.Array
+        self,
+        state: MultiStepsState,
+        grads: Scaled,
+        loss: ArrayLike | None,
+        good: jax.Array,
     ) -> tuple[MultiStepsState, Ready]:
         """Adds a micro-batch: returns the window with it, and what a step is made from."""
         new_grads = grads.divided
@@ -86,13 +97,13 @@ class Window:
         # Sums go on being divided by what they began with, if the length is another by now.
         divisor = jnp.where(state.divisor == 0, length, state.divisor)
 
-        def add_to_sum(acc: jax.Array, leaf: Any) -> jax.Array:
+        def add_to_sum(acc: jax.Array, leaf: object) -> jax.Array:
             # Divide first, so that a sum overflows only by rounding; this is exact if the length
             # is a power of two. Select, as a gradient that does not count may be NaN.
             share = saturate(cast(leaf, acc.dtype)) / divisor.astype(acc.dtype)
             return jnp.where(good, saturate(acc + share), acc)
 
-        def accumulate(path: Any, acc: Any, leaf: Any) -> Any:
+        def accumulate(path: KeyPath, acc: Leaf, leaf: object) -> Any:
             if acc is None:
                 return None
             if leaf is None:
@@ -121,7 +132,7 @@ class Window:
             state = state._replace(acc_value=add_to_sum(state.acc_value, loss))
             loss = saturate(state.acc_value * ratio)
 
-        def find_mean(path: Any, acc: Any, grad: Any) -> Any:
+        def find_mean(path: KeyPath, acc: Leaf, grad: Leaf) -> Any:
             if acc is None:
                 return grad
             if is_overwrite(path):
@@ -138,7 +149,7 @@ class Window:
         return state, ready
 
     def close(
-        self, state: MultiStepsState, opt_state: Any, stepped: jax.Array
+        self, state: MultiStepsState, opt_state: OptState, stepped: jax.Array
     ) -> MultiStepsState:
         """Returns the next window: this one, or an empty one if it is full."""
         full = state.mini_step >= self._find_length(state)
@@ -171,10 +182,10 @@ def saturate(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -largest, largest)
 
 
-def _empty_sums(tree: Any) -> Any:
+def _empty_sums(tree: PyTree) -> Any:
     """Returns the sums of no gradients, and maxima of no values, each in a buffer of its own."""
 
-    def empty(path: Any, leaf: Any) -> Any:
+    def empty(path: KeyPath, leaf: Leaf) -> Any:
         if not is_inexact_leaf(leaf):
             return None
         leaf = cast(leaf, dtype_of(leaf))  # strongly typed, as it is after a step
@@ -185,7 +196,7 @@ def _empty_sums(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(empty, tree)
 
 
-def _map_sums(fun: Callable[[Any, Any, Any], Any], sums: Any, grads: Any) -> Any:
+def _map_sums(fun: Callable[[Any, Any, Any], Any], sums: PyTree, grads: Grads) -> Any:
     """Maps `fun(path, sum, gradient)` over all leaves, `None` among them."""
     return jax.tree_util.tree_map_with_path(
         fun, sums, grads, is_leaf=lambda leaf: leaf is None

@@ -10,13 +10,14 @@ from .._gradients.scaled import Scaled
 from .._state.optimizer import LossScaledState, MultiStepsState
 from .._trees.casts import cast_like, widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
 from .._trees.overwrites import holds_overwrites, without_overwrites
+from .._trees.pytrees import OptState, Params
 from . import checks
 from .advance import NEW_PARAMS, UPDATES, advance
 from .backward_pass import Pass
 from .counters import start_state
-from .matching import (
+from .matching_trees import (
     TreeTypes,
     are_half,
     check_gradients,
@@ -66,10 +67,10 @@ class WrappedOptimizer(Options):
     def update(
         self,
         updates: optax.Updates,
-        state: Any,
+        state: OptState,
         params: optax.Params | None = None,
         *,
-        value: Any = None,
+        value: object = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         call = f"{self.call}(...).update"
@@ -91,13 +92,13 @@ class WrappedOptimizer(Options):
         return advance(self, run, state, params, extra_args, UPDATES)
 
     def apply(
-        self, run: Pass, state: LossScaledState, params: Any, extra_args: Any
+        self, run: Pass, state: LossScaledState, params: Params, extra_args: Any
     ) -> tuple[Any, LossScaledState]:
         """Applies a backward pass: returns the new parameters and the state."""
         self._check_moments(state, params)
         return advance(self, run, state, params, extra_args, NEW_PARAMS)
 
-    def enter(self, argument: str, state: Any, order: str) -> LossScaledState:
+    def enter(self, argument: str, state: OptState, order: str) -> LossScaledState:
         """Checks that an argument is the state of a step, and returns it as arrays.
 
         A scale that this policy never has, as another may leave it, is replaced: that of a fixed
@@ -139,7 +140,7 @@ class WrappedOptimizer(Options):
         self,
         argument: str,
         state: LossScaledState,
-        params: Any,
+        params: Params,
         way_out: str = _MADE_BY_INIT,
     ) -> None:
         """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
@@ -157,7 +158,7 @@ class WrappedOptimizer(Options):
                 f"`tx.init(params)` {difference}. {way_out}"
             )
 
-    def _check_moments(self, state: LossScaledState, params: Any) -> None:
+    def _check_moments(self, state: LossScaledState, params: Params) -> None:
         """Raises a `ValueError` if moments are narrower than this optimizer makes them."""
         if params is not None and are_half(params):
             check_not_narrower(state.inner_state, self.expected_types(params))
@@ -193,7 +194,7 @@ class WrappedOptimizer(Options):
             )
 
 
-def find_wrapped_optimizer(tx: Any) -> WrappedOptimizer | None:
+def find_wrapped_optimizer(tx: object) -> WrappedOptimizer | None:
     """Returns the `WrappedOptimizer` behind a transformation, or `None` if there is none."""
     # A transformation is a named tuple. That of `loss_scaled` holds the bound method
     # `WrappedOptimizer.update`, and so does each copy of it.

@@ -23,7 +23,7 @@ from .._state.find import is_loss_scaled
 from .._state.storage import CompactState
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
 from . import rounding
 from .noise import draw_words, make_key, make_noise, split_key
 from .param_leaves import flatten, read_mask

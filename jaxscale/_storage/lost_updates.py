@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, tree_leaves_with_path
 
-from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
+from .._trees.leaves import dtype_of, is_array_like, is_inexact_leaf
 from .rounding import HALF_DTYPES
 
 # Half of the distance between two numbers, in percent of the larger and of the smaller one.

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 
 from .._state.storage import WeightsState
-from .._trees.checks import describe_value
+from .._trees.arguments import describe_value
 from .._trees.gradient_leaves import leaf_name
-from .._trees.leaf import dtype_of, is_array_like
+from .._trees.leaves import dtype_of, is_array_like
 from .rounding import BFLOAT16
 from .storage_formats import PLAIN, REMAINDER, StorageFormat
 

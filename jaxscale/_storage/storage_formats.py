@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .._jax import ArrayLike
 from .._trees.casts import cast, common_sharding, placed, widen
-from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
+from .._trees.leaves import dtype_of, is_array_like, is_inexact_leaf
 from . import rounding
 from .noise import make_noise
 from .rounding import Halves

@@ -11,7 +11,8 @@ import jax
 from jax.tree_util import KeyPath
 
 from .._jax import varying
-from .leaf import is_inexact_leaf
+from .leaves import is_inexact_leaf
+from .pytrees import PyTree
 
 # The collection of state that travels as a gradient, where Flax and Transformer Engine keep the
 # statistics of FP8. What a backward pass returns for such a leaf is not a slope but its next value,
@@ -28,7 +29,7 @@ def is_overwrite(path: KeyPath) -> bool:
     return False
 
 
-def _is_gradient(path: KeyPath, leaf: Any) -> bool:
+def _is_gradient(path: KeyPath, leaf: object) -> bool:
     return is_inexact_leaf(leaf) and not is_overwrite(path)
 
 
@@ -37,10 +38,10 @@ def leaf_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the root"
 
 
-def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
+def map_gradients(fun: Callable[[Any], Any], tree: PyTree) -> Any:
     """Applies `fun` to the leaves of a tree that are gradients."""
 
-    def apply(path: KeyPath, leaf: Any) -> Any:
+    def apply(path: KeyPath, leaf: object) -> Any:
         if _is_gradient(path, leaf):
             return fun(leaf)
         return leaf
@@ -48,22 +49,22 @@ def map_gradients(fun: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(apply, tree)
 
 
-def only_gradients(tree: Any) -> Any:
+def only_gradients(tree: PyTree) -> Any:
     """Returns `tree` with `None` for every leaf that is not a gradient."""
 
-    def keep_gradient(path: KeyPath, leaf: Any) -> Any:
+    def keep_gradient(path: KeyPath, leaf: object) -> Any:
         return leaf if _is_gradient(path, leaf) else None
 
     return jax.tree_util.tree_map_with_path(keep_gradient, tree)
 
 
-def list_gradients(tree: Any) -> list[tuple[KeyPath, Any]]:
+def list_gradients(tree: PyTree) -> list[tuple[KeyPath, Any]]:
     """Returns the gradients in a tree, each with its path."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return [(path, leaf) for path, leaf in pairs if _is_gradient(path, leaf)]
 
 
-def replace_gradients(tree: Any, values: Iterable[Any]) -> Any:
+def replace_gradients(tree: PyTree, values: Iterable[Any]) -> Any:
     """Returns `tree` with other values in the place of its gradients, and `None` elsewhere.
 
     A class may look at its children, and refuse what is not an array of the shape that it knows.
@@ -72,7 +73,7 @@ def replace_gradients(tree: Any, values: Iterable[Any]) -> Any:
     values = list(values)
     remaining = iter(values)
 
-    def replace(path: KeyPath, leaf: Any) -> Any:
+    def replace(path: KeyPath, leaf: object) -> Any:
         return next(remaining) if _is_gradient(path, leaf) else None
 
     try:
@@ -82,7 +83,7 @@ def replace_gradients(tree: Any, values: Iterable[Any]) -> Any:
         return dict(zip(names, values, strict=True))
 
 
-def varying_axes(tree: Any) -> set[Any]:
+def varying_axes(tree: PyTree) -> set[Any]:
     """Returns the mesh axes along which gradients in a tree may differ, as `varying` does."""
     axes: set[Any] = set()
     for _, leaf in list_gradients(tree):

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from .pytrees import PyTree
+
 # Names this use of NNX, which keeps track of objects that several arguments share.
 _TAG = "jaxscale"
 
@@ -40,12 +42,12 @@ def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def holds_objects(tree: Any) -> bool:
+def holds_objects(tree: PyTree) -> bool:
     """Returns whether there are objects of NNX in a tree."""
     return "flax.nnx" in sys.modules and len(_list_objects(tree)) > 0
 
 
-def _list_objects(tree: Any) -> list[Any]:
+def _list_objects(tree: PyTree) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=_is_object)
     return list(filter(_is_object, leaves))
 
@@ -64,7 +66,7 @@ def call_with_objects(
     if not all(map(_may_change, _list_objects((args, kwargs)))):
         return _call_beside_objects(call, fun, args, kwargs)
 
-    def call_pure(nodes: Any) -> Any:
+    def call_pure(nodes: PyTree) -> Any:
         inner_args, inner_kwargs = nnx.from_tree(nodes, ctxtag=_TAG, is_inner=True)
         output = fun(*inner_args, **inner_kwargs)
         objects = _list_objects((inner_args, inner_kwargs))
@@ -101,7 +103,7 @@ def _call_beside_objects(
     return call(call_with_leaves, (others,), {})
 
 
-def _may_change(node: Any) -> bool:
+def _may_change(node: object) -> bool:
     """Returns whether all variables of an object are of this level of tracing."""
     nnx: Any = sys.modules["flax.nnx"]
     if isinstance(node, nnx.Variable):
@@ -118,16 +120,16 @@ def _may_change(node: Any) -> bool:
     return True
 
 
-def without_untrained(tree: Any) -> Any:
+def without_untrained(tree: PyTree) -> Any:
     """Returns a tree with `None` for what variables of NNX hold that are no `nnx.Param`."""
     if not holds_objects(tree):
         return tree
     nnx: Any = sys.modules["flax.nnx"]
 
-    def is_variable(node: Any) -> bool:
+    def is_variable(node: object) -> bool:
         return isinstance(node, nnx.Variable)
 
-    def keep_params(node: Any) -> Any:
+    def keep_params(node: object) -> Any:
         if not is_variable(node) or isinstance(node, nnx.Param):
             return node
         return jax.tree.map(lambda leaf: None, node)
@@ -135,6 +137,6 @@ def without_untrained(tree: Any) -> Any:
     return jax.tree.map(keep_params, tree, is_leaf=is_variable)
 
 
-def _is_object(node: Any) -> bool:
+def _is_object(node: object) -> bool:
     nnx: Any = sys.modules["flax.nnx"]
     return isinstance(node, (nnx.Pytree, nnx.Variable))

@@ -17,7 +17,7 @@ from .. import _jax
 
 @contextlib.contextmanager
 def keeping_outer_variables(
-    call: str, fun: Callable[..., Any], args: Any
+    call: str, fun: Callable[..., Any], args: tuple[Any, ...]
 ) -> Iterator[None]:
     """Inside of this context, a function is traced that must not write into a module around it.
 
@@ -52,7 +52,7 @@ def keeping_outer_variables(
             )
 
 
-def _find_outer(fun: Any) -> Iterator[tuple[str, Any]]:
+def _find_outer(fun: object) -> Iterator[tuple[str, Any]]:
     """Yields a library, and the variables of a module of it that is being called."""
     linen: Any = sys.modules.get("flax.linen")
     if linen is not None:

@@ -10,16 +10,17 @@ from jax.tree_util import KeyPath
 
 from .casts import cast, widen
 from .gradient_leaves import is_overwrite
-from .leaf import dtype_of, is_inexact_leaf
+from .leaves import dtype_of, is_inexact_leaf
+from .pytrees import Leaf, PyTree
 
 
-def holds_overwrites(tree: Any) -> bool:
+def holds_overwrites(tree: PyTree) -> bool:
     """Returns whether a tree has leaves that their gradients replace."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     return any(is_overwrite(path) for path, _ in pairs)
 
 
-def without_overwrites(tree: Any) -> Any:
+def without_overwrites(tree: PyTree) -> Any:
     """Returns a tree with an empty node in the place of each leaf that its gradient replaces."""
     return _map_overwrites(lambda leaf: optax.MaskedNode(), tree)
 
@@ -27,7 +28,7 @@ def without_overwrites(tree: Any) -> Any:
 def zero_overwrites(grads: optax.Updates) -> optax.Updates:
     """Returns gradients with zeros in the place of values that replace a leaf."""
 
-    def zero(grad: Any) -> Any:
+    def zero(grad: Leaf) -> Any:
         return jnp.zeros_like(grad) if is_inexact_leaf(grad) else grad
 
     return _map_overwrites(zero, grads)
@@ -38,7 +39,7 @@ def overwrite(
 ) -> optax.Params:
     """Replaces those leaves in the outcome of a step by their gradients that are finite."""
 
-    def replace(_: Any, new: Any, old: Any) -> Any:
+    def replace(_: object, new: Leaf, old: Leaf) -> Any:
         return replace_finite(new, old)
 
     return _map_overwrites(replace, outcome, grads, params)
@@ -53,7 +54,7 @@ def overwriting_updates(
     is, and never 0 if the new value is not 0.
     """
 
-    def find_difference(_: Any, new: Any, old: Any) -> Any:
+    def find_difference(_: object, new: Leaf, old: Leaf) -> Any:
         if not is_inexact_leaf(old) or not is_inexact_leaf(new):
             return new
         wide_new = widen(replace_finite(new, old))
@@ -67,10 +68,10 @@ def overwriting_updates(
     return _map_overwrites(find_difference, updates, grads, params)
 
 
-def _map_overwrites(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
+def _map_overwrites(fun: Callable[..., Any], tree: PyTree, *others: Any) -> Any:
     """Applies `fun` to those leaves of a tree, and to what is in their places in others."""
 
-    def apply(path: KeyPath, leaf: Any, *beside: Any) -> Any:
+    def apply(path: KeyPath, leaf: object, *beside: Any) -> Any:
         return fun(leaf, *beside) if is_overwrite(path) else leaf
 
     return jax.tree_util.tree_map_with_path(
@@ -78,7 +79,7 @@ def _map_overwrites(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
     )
 
 
-def replace_finite(new: Any, old: Any) -> Any:
+def replace_finite(new: Leaf, old: Leaf) -> Any:
     """Returns the next value of a leaf: the new one where it is finite, otherwise the old one."""
     if not is_inexact_leaf(old) or not is_inexact_leaf(new):
         return old  # integers and keys, with `float0` gradients

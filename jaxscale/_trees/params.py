@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from .casts import cast, widen
-from .leaf import dtype_of, is_array_like, is_inexact_leaf
+from .leaves import dtype_of, is_array_like, is_inexact_leaf
+from .pytrees import Leaf, Params
 
 
 def trained_params(params: optax.Params, grads: optax.Updates) -> optax.Params:
@@ -40,24 +41,24 @@ def combine(trained: optax.Params, params: optax.Params) -> optax.Params:
     if not any(map(_is_none, jax.tree.leaves(trained, is_leaf=_is_none))):
         return trained
 
-    def fill(leaf: Any, other: Any) -> Any:
+    def fill(leaf: object, other: Leaf) -> Any:
         return other if leaf is None else leaf
 
     return jax.tree.map(fill, trained, params, is_leaf=_is_none)
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def apply_updates(params: Any, updates: optax.Updates) -> Any:
+def apply_updates(params: Params, updates: optax.Updates) -> Any:
     """Adds updates to parameters as `optax.apply_updates` does, for every kind of leaf.
 
     The sum is taken in float32 or wider and rounded once. A leaf without a gradient stays as it is:
     its update is `None`, or a `float0`, as for integers and typed keys.
     """
 
-    def add(param: Any, update: Any) -> Any:
+    def add(param: Leaf, update: Leaf) -> Any:
         if update is None or not is_array_like(param):
             return param
         if dtype_of(update) == jax.dtypes.float0:
@@ -68,7 +69,7 @@ def apply_updates(params: Any, updates: optax.Updates) -> Any:
     return jax.tree.map(add, params, updates, is_leaf=_is_none)
 
 
-def cast_updates(params: Any, updates: optax.Updates) -> optax.Updates:
+def cast_updates(params: Params, updates: optax.Updates) -> optax.Updates:
     """Casts updates to dtypes that `optax.apply_updates` can add to the parameters.
 
     JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
@@ -76,7 +77,7 @@ def cast_updates(params: Any, updates: optax.Updates) -> optax.Updates:
     if jax.tree.structure(updates) != jax.tree.structure(params):
         return updates
 
-    def make_addable(update: Any, param: Any) -> Any:
+    def make_addable(update: Leaf, param: Leaf) -> Any:
         if update is None or not is_inexact_leaf(param):
             return update
         dtype = dtype_of(param)

@@ -5,17 +5,19 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
+from jax.typing import ArrayLike, DTypeLike
 
+from .arguments import scalar_bool
 from .casts import cast, common_sharding, placed
-from .checks import scalar_bool
-from .leaf import dtype_of, is_array_like, is_equal, is_python_number, is_weak
+from .leaves import dtype_of, is_array_like, is_equal, is_python_number, is_weak
+from .pytrees import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")
 
 _WAY_OUT = "Cast one to the other's dtype, or the step would compile anew."
 
 
-def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
+def tree_where(pred: ArrayLike, on_true: _Tree, on_false: _Tree) -> _Tree:
     """Returns `on_true` if `pred` holds, otherwise `on_false`, leaf by leaf.
 
     Use it to skip a step: a selection drops an inf, whereas `0 * inf` is NaN.
@@ -50,12 +52,12 @@ def tree_where(pred: Any, on_true: _Tree, on_false: _Tree) -> _Tree:
     return select("tree_where", pred, on_true, on_false)
 
 
-def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
+def select(call: str, pred: ArrayLike, on_true: PyTree, on_false: PyTree) -> Any:
     """Selects as `tree_where` does, with errors in the name of `call`."""
     pred = scalar_bool(call, "pred", pred)
     _check_same_structure(call, on_true, on_false)
 
-    def select_leaf(path: KeyPath, a: Any, b: Any) -> Any:
+    def select_leaf(path: KeyPath, a: Leaf, b: Leaf) -> Any:
         if _are_arrays_of_one_type(a, b):  # the usual case, first because it is fast
             return _select_array(pred, a, b)
         if not is_array_like(a) or not is_array_like(b):
@@ -74,13 +76,13 @@ def select(call: str, pred: Any, on_true: Any, on_false: Any) -> Any:
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
-def _select_array(pred: Any, new: Any, old: Any) -> jax.Array:
+def _select_array(pred: ArrayLike, new: Leaf, old: Leaf) -> jax.Array:
     """Selects one of two arrays of one shape and dtype, which may lie on a mesh in two ways."""
     sharding = common_sharding(old, new)
     return jax.lax.select(pred, placed(new, sharding), placed(old, sharding))
 
 
-def _are_arrays_of_one_type(a: Any, b: Any) -> bool:
+def _are_arrays_of_one_type(a: Leaf, b: Leaf) -> bool:
     if not isinstance(a, jax.Array) or not isinstance(b, jax.Array):
         return False
     return a.shape == b.shape and a.dtype == b.dtype and is_weak(a) == is_weak(b)
@@ -94,7 +96,7 @@ def select_new(call: str, pred: Any, new: _Tree, old: _Tree) -> _Tree:
     if pred is None:
         return new
 
-    def keep_type(path: KeyPath, leaf: Any, old_leaf: Any) -> Any:
+    def keep_type(path: KeyPath, leaf: object, old_leaf: object) -> Any:
         if not is_array_like(leaf) or not is_array_like(old_leaf):
             return leaf
         dtype = dtype_of(leaf)
@@ -112,7 +114,7 @@ def select_new(call: str, pred: Any, new: _Tree, old: _Tree) -> _Tree:
     return jax.tree_util.tree_map_with_path(keep_type, selected, old)
 
 
-def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
+def _common_dtype(call: str, path: KeyPath, a: Leaf, b: Leaf) -> Any:
     """Returns the dtype of a selection from two leaves: that of the more strongly typed one."""
     leaves = (a, b)
     try:
@@ -131,14 +133,14 @@ def _common_dtype(call: str, path: KeyPath, a: Any, b: Any) -> Any:
     return dtype
 
 
-def _as_array(leaf: Any, dtype: Any) -> Any:
+def _as_array(leaf: object, dtype: DTypeLike) -> Any:
     """Casts an array or a Python number."""
     if is_python_number(leaf):
         return jnp.asarray(leaf, dtype)
     return cast(leaf, dtype)
 
 
-def _unequal(call: str, path: KeyPath, what: str, a: Any, b: Any) -> str:
+def _unequal(call: str, path: KeyPath, what: str, a: Leaf, b: Leaf) -> str:
     return f"`{call}` needs leaves of equal {what}: those at {_place(path)} have {a} and {b}."
 
 
@@ -146,7 +148,7 @@ def _place(path: KeyPath) -> str:
     return jax.tree_util.keystr(path) or "the root"
 
 
-def _check_same_structure(call: str, first: Any, second: Any) -> None:
+def _check_same_structure(call: str, first: PyTree, second: PyTree) -> None:
     """Raises a `ValueError` that says where two trees differ, if they do."""
     first_structure = jax.tree.structure(first)
     second_structure = jax.tree.structure(second)

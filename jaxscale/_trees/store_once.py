@@ -6,9 +6,10 @@ import jax
 from jax.core import Tracer
 
 from .._jax import varying
+from .pytrees import PyTree
 
 
-def store_once(tree: Any) -> Any:
+def store_once(tree: PyTree) -> Any:
     """Makes a CPU compute the arrays of a tree once, and store them.
 
     XLA takes casts and additions for cheap, and would fuse those at the end of a step into each

@@ -11,7 +11,7 @@ from .._gradients.scaled import representable
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import init_state
-from .._trees.checks import int32, power_of_two
+from .._trees.arguments import int32, power_of_two
 from ._formats import exponent_of
 from ._switches.backward import check_floating
 from ._text import number, power

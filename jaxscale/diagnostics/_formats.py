@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._trees.checks import describe_value
+from .._trees.arguments import describe_value
 from .._trees.gradient_leaves import list_gradients
-from .._trees.leaf import is_array_like, is_python_number
+from .._trees.leaves import is_array_like, is_python_number
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 

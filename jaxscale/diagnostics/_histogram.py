@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._trees.checks import power_of_two
+from .._trees.arguments import power_of_two
 from .._trees.gradient_leaves import leaf_name, replace_gradients
 from ._formats import FORMATS, THRESHOLDS, gradient_leaves, magnitude_bits
 

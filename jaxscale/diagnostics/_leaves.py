@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._trees.checks import power_of_two
+from .._trees.arguments import power_of_two
 from .._trees.grammar import and_more
 from ._histogram import EXPONENTS, Histogram, fetch_leaves, find_outcomes
 from ._text import align_columns, percent, power

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._trees.checks import power_of_two
+from .._trees.arguments import power_of_two
 from ._formats import FORMATS
 from ._histogram import (
     EXPONENTS,

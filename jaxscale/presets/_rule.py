@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._policies.base import LossScale, new_state
-from .._policies.checks import check_growth_factor
 from .._policies.dynamic import DynamicLossScale
+from .._policies.factors import check_growth_factor
 from .._state.scale import LossScaleState
-from .._trees.checks import int32, normal_float32, one_of
+from .._trees.arguments import int32, normal_float32, one_of
 from .._trees.numbers import LARGEST, SMALLEST_NORMAL
+from .._trees.pytrees import ScaleState
 
 # Where a library has no minimum or maximum, the scale stays within float32's normal numbers.
 NO_MIN = SMALLEST_NORMAL
@@ -96,7 +97,7 @@ class PresetLossScale(DynamicLossScale):
         )
 
     def _move(
-        self, state: Any, grads_finite: jax.Array, largest: jax.Array | None
+        self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
         after = super()._move(state, grads_finite, largest)
         left = after.hysteresis_tracker
@@ -166,7 +167,7 @@ def preset(function: _Preset) -> _Preset:
     return made
 
 
-def _read_argument(call: str, name: str, value: Any) -> dict[str, Any]:
+def _read_argument(call: str, name: str, value: object) -> dict[str, Any]:
     """Returns the fields of a policy that an argument of a library stands for."""
     if name in _SWITCHES:
         return {}
@@ -179,7 +180,7 @@ def _read_argument(call: str, name: str, value: Any) -> dict[str, Any]:
     return {field: check(call, name, value)}
 
 
-def split_factor(call: str, name: str, value: Any) -> dict[str, float]:
+def split_factor(call: str, name: str, value: object) -> dict[str, float]:
     """Returns both factors of a library that multiplies and divides by the same number."""
     factor = check_growth_factor(call, name, value)
     # Round the reciprocal down. Rounded up, it would back off from the maximum to a scale whose
@@ -191,14 +192,14 @@ def split_factor(call: str, name: str, value: Any) -> dict[str, float]:
     return {"growth_factor": factor, "backoff_factor": float(reciprocal)}
 
 
-def check_floor(call: str, name: str, value: Any) -> float:
+def check_floor(call: str, name: str, value: object) -> float:
     """Returns a minimum of the scale; 0 and `None` mean none but that of float32."""
     if not value:
         return NO_MIN
     return normal_float32(call, name, value)
 
 
-def at_least_one(call: str, name: str, value: Any) -> int:
+def at_least_one(call: str, name: str, value: object) -> int:
     """Returns a number of steps; 0 means 1, as in libraries that count before they compare."""
     return max(1, int32(call, name, value, least=0))
 

@@ -1,12 +1,10 @@
 """The presets. Each has the arguments of a library, and the rest of its rule."""
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from .._policies.base import LossScale
 from .._policies.fixed import FixedLossScale, NoOpLossScale
-from .._trees.checks import int32, normal_float32
+from .._trees.arguments import int32, normal_float32
 from ._rule import (
     NO_MAX,
     NO_MIN,
@@ -21,9 +19,9 @@ from ._rule import (
 @preset
 def torch(
     *,
-    init_scale: Any = 2.0**16,
-    growth_factor: Any = 2.0,
-    backoff_factor: Any = 0.5,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     enabled: bool = True,
 ) -> LossScale:
@@ -43,11 +41,11 @@ def torch(
 @preset
 def apex(
     *,
-    init_scale: Any = 2.0**16,
-    scale_factor: Any = 2.0,
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
     scale_window: int = 2000,
-    min_loss_scale: Any = None,
-    max_loss_scale: Any = 2.0**24,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
 ) -> PresetLossScale:
     """Returns the rule of NVIDIA Apex' `amp.scaler.LossScaler`.
 
@@ -70,9 +68,9 @@ def apex(
 @preset
 def apex_hysteresis(
     *,
-    init_scale: Any = 2.0**16,
-    growth_factor: Any = 2.0,
-    backoff_factor: Any = 0.5,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
     growth_interval: int = 2000,
     hysteresis: int = 1,
 ) -> PresetLossScale:
@@ -87,7 +85,7 @@ def apex_hysteresis(
 
 @preset
 def apex_fp16_utils(
-    *, init_scale: Any = 2.0**32, scale_factor: Any = 2.0, scale_window: int = 1000
+    *, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000
 ) -> PresetLossScale:
     """Returns the rule of Apex' `fp16_utils.DynamicLossScaler`.
 
@@ -101,10 +99,10 @@ def apex_fp16_utils(
 @preset
 def megatron(
     *,
-    initial_scale: Any = 2.0**32,
-    min_scale: Any = 1.0,
-    growth_factor: Any = 2.0,
-    backoff_factor: Any = 0.5,
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
     growth_interval: int = 1000,
     hysteresis: int = 2,
 ) -> PresetLossScale:
@@ -122,9 +120,9 @@ def megatron(
 @preset
 def deepspeed(
     *,
-    init_scale: Any = 2.0**32,
+    init_scale: float = 2.0**32,
     scale_window: int = 1000,
-    min_scale: Any = 1.0,
+    min_scale: float = 1.0,
     delayed_shift: int = 1,
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
@@ -148,11 +146,11 @@ def deepspeed(
 @preset
 def flax(
     *,
-    growth_factor: Any = 2.0,
-    backoff_factor: Any = 0.5,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
     growth_interval: int = 2000,
-    scale: Any = 2.0**16,
-    minimum_scale: Any = NO_MIN,
+    scale: float = 2.0**16,
+    minimum_scale: float = NO_MIN,
 ) -> PresetLossScale:
     """Returns the rule of `flax.training.dynamic_scale.DynamicScale`.
 
@@ -167,7 +165,11 @@ def flax(
 
 @preset
 def jmp(
-    loss_scale: Any, *, period: int = 2000, factor: Any = 2, min_loss_scale: Any = 1.0
+    loss_scale: float,
+    *,
+    period: int = 2000,
+    factor: float = 2,
+    min_loss_scale: float = 1.0,
 ) -> PresetLossScale:
     """Returns the rule of `jmp.DynamicLossScale`.
 
@@ -187,7 +189,7 @@ def jmp(
 
 @preset
 def keras(
-    *, initial_scale: Any = 2.0**15, dynamic_growth_steps: int = 2000
+    *, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> PresetLossScale:
     """Returns the rule of Keras 3's `LossScaleOptimizer`.
 
@@ -202,7 +204,7 @@ def keras(
 def tf_keras(
     *,
     dynamic: bool = True,
-    initial_scale: Any = None,
+    initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> LossScale:
     """Returns the rule of `tf_keras.mixed_precision.LossScaleOptimizer`.
@@ -234,9 +236,9 @@ def tf_keras(
 @preset
 def tensorflow(
     *,
-    initial_loss_scale: Any = 2.0**15,
+    initial_loss_scale: float = 2.0**15,
     increment_period: int = 2000,
-    multiplier: Any = 2.0,
+    multiplier: float = 2.0,
 ) -> PresetLossScale:
     """Returns the rule of `tf.mixed_precision.experimental.DynamicLossScale`.
 
@@ -251,11 +253,11 @@ def tensorflow(
 @preset
 def tensorflow_contrib(
     *,
-    init_loss_scale: Any,
+    init_loss_scale: float,
     incr_every_n_steps: int,
     decr_every_n_nan_or_inf: int = 2,
-    incr_ratio: Any = 2,
-    decr_ratio: Any = 0.8,
+    incr_ratio: float = 2,
+    decr_ratio: float = 0.8,
 ) -> PresetLossScale:
     """Returns the rule of TensorFlow 1's `ExponentialUpdateLossScaleManager`.
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tables import cases, spread
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 
 pytestmark = [
     pytest.mark.standard_promotion,
@@ -197,7 +197,7 @@ def names_of_autodiff(fun, is_new):
     with form(is_new):
         program = jax.make_jaxpr(fun)(W[0])
     names = {eqn.primitive.name for eqn in equations(program)}
-    return names & (OF_OLD_FORM | {_jax.OBJECT})
+    return names & (OF_OLD_FORM | {_jaxprs.OBJECT})
 
 
 @jax.jit
@@ -248,9 +248,9 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
     first = names_of_autodiff(cast, is_new=False)
     assert "custom_jvp_call" in first
     assert first <= OF_OLD_FORM
-    assert names_of_autodiff(cast, is_new=True) == {_jax.OBJECT}
+    assert names_of_autodiff(cast, is_new=True) == {_jaxprs.OBJECT}
     assert names_of_autodiff(cast, is_new=False) == first
-    assert names_of_autodiff(cast, is_new=True) == {_jax.OBJECT}
+    assert names_of_autodiff(cast, is_new=True) == {_jaxprs.OBJECT}
 
 
 @pytest.mark.worlds

@@ -11,7 +11,7 @@ from jax.interpreters import ad
 from tables import cases
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -32,7 +32,9 @@ def segments(fun):
     """The programs of the segments, in their order."""
     eqns = jax.make_jaxpr(fun)(X).eqns
     return [
-        _jax.callee(eqn).jaxpr for eqn in eqns if _jax.operation(eqn) == _jax.RECOMPUTED
+        _jaxprs.callee(eqn).jaxpr
+        for eqn in eqns
+        if _jaxprs.operation(eqn) == _jaxprs.RECOMPUTED
     ]
 
 
@@ -68,7 +70,7 @@ def test_equal_equations_are_differentiated_once(monkeypatch):
     # One call now. Two would still be far from one for each layer.
     assert 1 <= rule.call_count <= 2
     # The equations are in the program itself, not inside a `jit`.
-    assert "jit" not in map(_jax.operation, program.eqns)
+    assert "jit" not in map(_jaxprs.operation, program.eqns)
 
 
 def test_layers_of_different_names_share_a_program_and_keep_their_names():
@@ -95,7 +97,7 @@ def test_segments_over_different_names_do_not_share_a_program():
     programs = segments(jaxscale.autocast(network))
     assert count_different(programs) == len(programs) == 3
     for i, program in enumerate(programs):
-        assert {f"a{i}", f"b{i}"} <= set(map(_jax.scope_path, program.eqns))
+        assert {f"a{i}", f"b{i}"} <= set(map(_jaxprs.scope_path, program.eqns))
 
 
 def test_equal_segments_are_traced_and_differentiated_once(monkeypatch):

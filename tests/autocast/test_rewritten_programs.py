@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tables import cases
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 from jaxscale._autocast.api import _make_autocast
 
 pytestmark = pytest.mark.standard_promotion
@@ -54,11 +54,11 @@ def residual_layers(x):
 
 AFTER_A_PRODUCT = [alternating, long_chain, many_readers, residual_layers]
 # What `autocast` adds, and what it puts in the place of a call.
-ADDED = {"convert_element_type", "jaxscale_stand_in", _jax.RECOMPUTED}
+ADDED = {"convert_element_type", "jaxscale_stand_in", _jaxprs.RECOMPUTED}
 
 
 def count_operations(fun):
-    counts = collections.Counter(map(_jax.operation, equations_of(fun, X)))
+    counts = collections.Counter(map(_jaxprs.operation, equations_of(fun, X)))
     return {name: count for name, count in counts.items() if name not in ADDED}
 
 

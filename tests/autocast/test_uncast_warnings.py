@@ -16,7 +16,7 @@ from jax.experimental import pallas
 from tables import cases
 
 import jaxscale
-from jaxscale import _jax, diagnostics
+from jaxscale import _jaxprs, diagnostics
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -106,7 +106,7 @@ def names_in_trace(fun):
 
 
 @cases("way", WAYS, fast=["slot of a base class", "method", "six steps"])
-@pytest.mark.parametrize("name", ["future_call", _jax.OBJECT])
+@pytest.mark.parametrize("name", ["future_call", _jaxprs.OBJECT])
 def test_a_program_that_is_hidden_in_a_parameter_is_named(way, name):
     fun = reads_and_multiplies(name, WAYS[way](PROGRAM))
     result = assert_named_once(name, lambda: jaxscale.autocast(fun)(X))

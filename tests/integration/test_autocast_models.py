@@ -18,7 +18,7 @@ from sequence import Transformer
 from tables import cases, unchanged
 
 import jaxscale
-from jaxscale import _jax
+from jaxscale import _jaxprs
 from jaxscale._autocast import table
 from jaxscale.diagnostics._switches import places
 
@@ -64,6 +64,37 @@ def test_a_transformer_keeps_no_more_than_one_written_in_float16(kind):
     assert ours < residual_bytes(plain, params, TOKENS)
 
 
+def gated(x):
+    values, gates = jnp.split(x, 2, -1)
+    return values * nn.silu(gates)
+
+
+def multiplied_in_jit(x):
+    return jax.jit(lambda x: nn.gelu(x) @ jnp.eye(64, dtype=x.dtype))(x)
+
+
+AFTER = {"relu": nn.relu, "gelu": nn.gelu, "tanh": nn.tanh, "softplus": nn.softplus}
+AFTER |= {"gated": gated, "jit": multiplied_in_jit}
+
+
+@pytest.mark.worlds
+@cases("kind", AFTER, fast=["gated"])
+def test_layers_with_biases_keep_no_more_than_those_written_in_float16(kind):
+    def layers(dtype):
+        first, second, third = (nn.Dense(64, dtype=dtype) for _ in range(3))
+        after = AFTER[kind]
+        return nn.Sequential([first, after, second, after, third, after])
+
+    def loss_fn(params, x, dtype=jnp.float32):
+        return jnp.sum(layers(dtype).apply(params, x).astype(jnp.float32) ** 2)
+
+    x = jnp.ones((64, 64))
+    params = jax.jit(layers(jnp.float32).init)(jax.random.key(0), x)
+    by_hand = functools.partial(loss_fn, dtype=jnp.float16)
+    ours = residual_bytes(jaxscale.autocast(loss_fn), params, x)
+    assert ours <= 1.02 * residual_bytes(by_hand, params, x)
+
+
 @pytest.mark.worlds
 @kinds
 @cases("differentiate", [unchanged, jax.grad])
@@ -88,7 +119,7 @@ class Operation(NamedTuple):
 
 def walk_operations(jaxpr, around=()):
     for eqn in jaxpr.eqns:
-        for inner in _jax.programs(eqn):
+        for inner in _jaxprs.programs(eqn):
             yield from walk_operations(inner, (*around, eqn))
         if eqn.primitive.name in PLACED:
             line = str(places.find_line(eqn, around))

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.standard_promotion  # as users have it
 # A module imports from its own row and from the rows above it in this list; never in a circle.
 ROWS = [
     "_jax",
+    "_jaxprs",
     "_boundary _trees",
     "_autocast _state",
     "_gradients",
@@ -45,7 +46,7 @@ ROW = {name: i for i, row in enumerate(ROWS) for name in row.split()}
 # them, all may share.
 WINGS = {
     "a step of one's own": "_trees _state _gradients _policies _step _progress flax nnx presets",
-    "rewritten programs": "_autocast _backward",
+    "rewritten programs": "_jaxprs _boundary _autocast _backward",
     "tools": "diagnostics _doctor",
 }
 MAY_IMPORT = {
@@ -67,7 +68,10 @@ def public(module, prefix=""):
     }
 
 
-PUBLIC = public(jaxscale) | {"nnx.train_step": jaxscale.nnx.train_step}
+# `__getattr__` imports these when they are used, and does not keep them.
+LAZY = ["autocast", "full_precision", "half_precision", "scale_backward"]
+PUBLIC = public(jaxscale) | {name: getattr(jaxscale, name) for name in LAZY}
+PUBLIC["nnx.train_step"] = jaxscale.nnx.train_step
 PUBLIC |= {
     f"flax.{name}": getattr(jaxscale.flax, name) for name in jaxscale.flax.__all__
 }
@@ -315,6 +319,9 @@ packages = {name.split(".")[0] for name in loaded - loaded_before}
 foreign = packages - {"jaxscale", "jax"} - set(sys.stdlib_module_names)
 assert not foreign, foreign
 assert "flax" not in loaded
+for name in ("_autocast", "_backward", "_boundary", "_jaxprs"):
+    assert f"jaxscale.{name}" not in loaded, name
+assert callable(jaxscale.autocast) and "autocast" in dir(jaxscale)
 for name in ("diagnostics", "flax", "nnx", "presets"):
     module = f"jaxscale.{name}"
     assert name in dir(jaxscale), name

@@ -9,11 +9,11 @@ import numpy as np
 
 from ..._gradients.scaled import divide
 from ..._gradients.value_and_grad import seed_cotangent, unpack_output
-from ..._jax import without_refs
+from ..._jaxprs import without_refs
 from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
 from ..._trees.gradient_leaves import leaf_name
-from ..._trees.leaf import is_inexact_leaf
+from ..._trees.leaves import is_inexact_leaf
 from .._formats import describe, is_array
 from .places import Constants
 

@@ -10,7 +10,8 @@ from .._state.storage import CompactState
 from .._storage.rounding import HALF_DTYPES
 from .._trees.gradient_leaves import leaf_name
 from .._trees.grammar import list_some
-from .._trees.leaf import is_array_like
+from .._trees.leaves import is_array_like
+from .._trees.pytrees import OptState, Params, PyTree
 
 
 class TreeTypes(NamedTuple):
@@ -20,7 +21,7 @@ class TreeTypes(NamedTuple):
     leaves: tuple[tuple[Any, Any], ...]  # shape and dtype, `None` for what has none
 
 
-def types_of(tree: Any) -> TreeTypes:
+def types_of(tree: PyTree) -> TreeTypes:
     """Returns the structure of a tree, and the shape and the dtype of each leaf."""
     leaves, structure = jax.tree.flatten(tree)
     types = [
@@ -77,12 +78,12 @@ def _explain_structures(grads: optax.Updates, params: optax.Params) -> str:
     )
 
 
-def _is_plain(tree: Any) -> bool:
+def _is_plain(tree: PyTree) -> bool:
     """Returns whether a tree is none of a class of somebody's own."""
     return is_array_like(tree) or tree is None or type(tree) in (dict, list, tuple)
 
 
-def _leaf_names(tree: Any) -> list[str]:
+def _leaf_names(tree: PyTree) -> list[str]:
     return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
@@ -91,16 +92,16 @@ def _list_missing(names: list[str], others: list[str]) -> str:
     return list_some([name for name in names if name not in others], 5) or "none"
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def are_half(params: Any) -> bool:
+def are_half(params: Params) -> bool:
     """Returns whether any parameters are in half precision."""
     return any(dtype in HALF_DTYPES for _, dtype in types_of(params).leaves)
 
 
-def check_not_narrower(inner_state: Any, expected: TreeTypes) -> None:
+def check_not_narrower(inner_state: OptState, expected: TreeTypes) -> None:
     """Raises a `ValueError` if a state is half precision where its optimizer made float32.
 
     Plain Optax makes such moments for half-precision parameters. They would stay as they are, and
@@ -120,11 +121,11 @@ def check_not_narrower(inner_state: Any, expected: TreeTypes) -> None:
             )
 
 
-def _is_compact(node: Any) -> bool:
+def _is_compact(node: object) -> bool:
     return isinstance(node, CompactState)
 
 
-def explain_difference(state: Any, expected: TreeTypes) -> str:
+def explain_difference(state: OptState, expected: TreeTypes) -> str:
     """Returns what `init` makes and what a state has instead, empty if they are alike.
 
     A state may hold None in place of an array. It was made for a part of the parameters then, such

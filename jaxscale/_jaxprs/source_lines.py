@@ -9,10 +9,10 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from .jaxpr_types import NameStack, Traceback
+from .._jax.jaxpr_types import NameStack, Traceback
+from .._jax.python_frames import is_of_jax
 
-_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
-_SOURCES = os.path.join(_FOLDER, "_src", "")
+_SOURCES = os.path.join(os.path.dirname(jax.__file__), "_src", "")
 _PACKAGES = os.path.join(os.path.dirname(os.path.dirname(jax.__file__)), "")
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")
@@ -136,11 +136,6 @@ def frames(eqn: JaxprEqn) -> Iterator[SourceFrame]:
 def is_own(file: str) -> bool:
     """Returns whether a file is one of this package."""
     return file.startswith(_OWN)
-
-
-def is_of_jax(file: str) -> bool:
-    """Returns whether a file is one of JAX."""
-    return file.startswith(_FOLDER)
 
 
 def users_line(eqn: JaxprEqn) -> str:

@@ -18,20 +18,21 @@ import optax
 from .._gradients.scaled import Scaled
 from .._jax import without_unused
 from .._trees.casts import widen
-from .._trees.flat import Flat
+from .._trees.flat_functions import Flat
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaf import is_inexact_leaf
+from .._trees.leaves import is_inexact_leaf
 from .._trees.overwrites import holds_overwrites
+from .._trees.pytrees import OptState
 from .backward_pass import Pass
 from .call_update import call_update
-from .matching import types_of
+from .matching_trees import types_of
 from .options import Options
 
 
 def leave_out_unread(
     own: Options,
     run: Pass,
-    state: Any,
+    state: OptState,
     params: optax.Params | None,
     extra_args: Mapping[str, Any],
 ) -> Pass:
@@ -56,7 +57,7 @@ def leave_out_unread(
     return run._replace(grads=left)
 
 
-def _may_leave_unread(opt_state: Any) -> bool:
+def _may_leave_unread(opt_state: OptState) -> bool:
     """Returns whether an optimizer may leave gradients unread, as far as its state shows.
 
     The states in it stand in the order in which its parts see the gradients.
@@ -70,14 +71,14 @@ def _may_leave_unread(opt_state: Any) -> bool:
     return False
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedState)
 
 
 def _find_unread(
     own: Options,
     run: Pass,
-    opt_state: Any,
+    opt_state: OptState,
     params: optax.Params | None,
     extra_args: Mapping[str, Any],
 ) -> list[bool]:

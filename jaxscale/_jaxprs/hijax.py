@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
+from .._jax.jaxpr_types import Flags
 from .equation_forms import FORMS, OBJECT, Form
-from .jaxpr_types import Flags
 
 # Classes of JAX, and the primitives that mean the same.
 _OLD_NAMES = {

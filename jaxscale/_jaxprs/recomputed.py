@@ -18,12 +18,8 @@ import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.interpreters import ad
 
-from . import hijax
-from .barriers import barrier
-from .derivatives import tangent_type
-from .dtypes import holds_half, holds_inexact
-from .equation_forms import RECOMPUTED
-from .jaxpr_types import (
+from .._jax.dtypes import holds_half, holds_inexact
+from .._jax.jaxpr_types import (
     AbstractValue,
     Arrays,
     BatchAxis,
@@ -31,14 +27,13 @@ from .jaxpr_types import (
     Flags,
     Tangents,
 )
-from .jaxprs import (
-    ClosedJaxpr,
-    find_dependent_outputs,
-    spread,
-    walk_program,
-    without_unused,
-)
-from .mesh_axes import over_batch, set_batching
+from .._jax.jaxprs import ClosedJaxpr, find_dependent_outputs, spread, without_unused
+from . import hijax
+from .barriers import barrier
+from .batching import over_batch, set_batching
+from .derivatives import tangent_type
+from .equation_forms import RECOMPUTED
+from .inner_jaxprs import walk_program
 from .operations import Op, does
 from .program_primitives import program_primitive
 from .signs import find_signs, read_signs, tell_signs

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from .._jax import TRACED
+from .pytrees import PyTree
 
 
 class Flat:
@@ -107,7 +108,7 @@ class Traced:
 _ARRAY = object()
 
 
-def array_names(tree: Any, kind: type | tuple[type, ...] = TRACED) -> list[str]:
+def array_names(tree: PyTree, kind: type | tuple[type, ...] = TRACED) -> list[str]:
     """Returns where each array of JAX is in a tree, as `['w']`, for messages.
 
     If a class cannot name its children, all leaves are numbered instead.

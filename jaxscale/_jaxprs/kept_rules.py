@@ -20,10 +20,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from .derivatives import tangent_type
-from .dtypes import holds_inexact
-from .equation_forms import KEPT_RULE
-from .jaxpr_types import (
+from .._jax.dtypes import holds_inexact
+from .._jax.jaxpr_types import (
     AbstractValue,
     ArrayLike,
     Arrays,
@@ -32,8 +30,10 @@ from .jaxpr_types import (
     Flags,
     Tangents,
 )
-from .jaxprs import ClosedJaxpr, spread
-from .mesh_axes import over_batch, set_batching
+from .._jax.jaxprs import ClosedJaxpr, spread
+from .batching import over_batch, set_batching
+from .derivatives import tangent_type
+from .equation_forms import KEPT_RULE
 from .program_primitives import program_primitive
 
 # Takes the cotangents of all outputs, and returns one for each input: `None` for one without.

@@ -17,21 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .binding import bind
-from .dtypes import has_narrow_range, holds_half
-from .equation_forms import Form
-from .hijax import form_of
-from .jaxpr_types import Atom
-from .jaxprs import (
+from .._jax.dtypes import has_narrow_range, holds_half
+from .._jax.jaxpr_types import Atom
+from .._jax.jaxprs import (
     ClosedJaxpr,
     JaxprEqn,
     Literal,
     closed,
-    programs,
     spread,
     variables,
     without_unused,
 )
+from .binding import bind
+from .equation_forms import Form
+from .hijax import form_of
+from .inner_jaxprs import programs
 from .operations import Op, primitives_that
 from .source_lines import context, current_scopes, source
 from .stand_ins import stand_in

@@ -19,10 +19,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
-from .barriers import barrier
-from .binding import bind, cast
-from .derivatives import tangent_type
-from .jaxpr_types import (
+from .._jax.jaxpr_types import (
     Arrays,
     BatchAxis,
     BatchDims,
@@ -30,7 +27,10 @@ from .jaxpr_types import (
     ShapedArray,
     Tangents,
 )
-from .jaxprs import spread
+from .._jax.jaxprs import spread
+from .barriers import barrier
+from .binding import bind, cast
+from .derivatives import tangent_type
 from .shared_derivatives import bind_once, call_once, is_differentiated
 from .stand_ins import is_stand_in
 

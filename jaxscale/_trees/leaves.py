@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from .._jax import is_inexact
+from .pytrees import Leaf
 
 
 class NumberKind(enum.IntEnum):
@@ -29,7 +31,7 @@ _KINDS = {
 }
 
 
-def kind_of(dtype: Any) -> NumberKind:
+def kind_of(dtype: DTypeLike) -> NumberKind:
     """Returns the kind of numbers that a dtype holds, `NONE` for that of keys, text and so on."""
     for scalar_type, kind in _KINDS.items():
         if jnp.issubdtype(dtype, scalar_type):
@@ -37,7 +39,7 @@ def kind_of(dtype: Any) -> NumberKind:
     return NumberKind.NONE
 
 
-def is_array_like(leaf: Any) -> bool:
+def is_array_like(leaf: object) -> bool:
     """Returns whether a leaf is an array to JAX, or a number.
 
     The type decides, as modules and abstract values also have a `dtype`. A NumPy array of numbers
@@ -53,7 +55,7 @@ def is_array_like(leaf: Any) -> bool:
     return kind_of(leaf.dtype) is not NumberKind.NONE and not is_time
 
 
-def is_python_number(leaf: Any) -> bool:
+def is_python_number(leaf: object) -> bool:
     """Returns whether a leaf is a number without a dtype."""
     if not isinstance(leaf, (bool, int, float, complex)):
         return False
@@ -62,24 +64,24 @@ def is_python_number(leaf: Any) -> bool:
     return not isinstance(leaf, (enum.Enum, np.generic))
 
 
-def is_weak(leaf: Any) -> bool:
+def is_weak(leaf: object) -> bool:
     """Returns whether a leaf is a weakly typed array."""
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type
 
 
-def is_inexact_leaf(leaf: Any) -> bool:
+def is_inexact_leaf(leaf: object) -> bool:
     """Returns whether a leaf is a floating-point or complex array or number."""
     return is_array_like(leaf) and is_inexact(dtype_of(leaf))
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: object) -> Any:
     """Returns the dtype that an array or number has in JAX."""
     if isinstance(leaf, jax.Array):
         return leaf.dtype
     return jnp.result_type(leaf)
 
 
-def is_equal(a: Any, b: Any) -> bool:
+def is_equal(a: Leaf, b: Leaf) -> bool:
     """Returns whether two leaves that are not arrays are the same, or of one type and equal."""
     if a is b:
         return True
@@ -93,14 +95,14 @@ def is_equal(a: Any, b: Any) -> bool:
         return False
 
 
-def parts_in_reach(leaf: Any) -> list[Any]:
+def parts_in_reach(leaf: object) -> list[Any]:
     """Returns the parts of an array that this process has."""
     if not isinstance(leaf, jax.Array):
         return [leaf]
     return [shard.data for shard in leaf.addressable_shards]
 
 
-def check_in_reach(argument: str, leaf: Any) -> None:
+def check_in_reach(argument: str, leaf: object) -> None:
     """Raises a `ValueError` if this process has only a part of an array, which others share."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
         return

@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary
 
 from jax.extend.core import JaxprEqn
 
-from .jaxprs import ClosedJaxpr, Jaxpr, programs
+from .._jax.jaxprs import ClosedJaxpr, Jaxpr
+from .inner_jaxprs import programs
 from .products import precision_of_all
 
 _Found = TypeVar("_Found")

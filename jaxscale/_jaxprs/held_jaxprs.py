@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from .._jax.jaxprs import ClosedJaxpr
 from .calls import callee
 from .control_flow import branches, mapped, scan, while_loop
 from .equation_forms import PLAIN_CALLS, Form, UnknownFormError
 from .hijax import form_of
-from .jaxprs import ClosedJaxpr
 
 
 class Held(NamedTuple):

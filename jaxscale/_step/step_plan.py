@@ -12,22 +12,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
 from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
-from .._jax import collective_axes, is_told_apart
+from .._jax import AxisNames, collective_axes, is_told_apart
 from .._state.optimizer import WINDOW_STATES, LossScaledState
+from .._trees.arguments import int32
 from .._trees.casts import cast, widen
-from .._trees.checks import int32
-from .._trees.flat import Traced
+from .._trees.flat_functions import Traced
 from .._trees.gradient_leaves import leaf_name, map_gradients
 from .._trees.grammar import with_article
-from .._trees.leaf import dtype_of, is_array_like, is_inexact_leaf
+from .._trees.leaves import dtype_of, is_array_like, is_inexact_leaf
 from .._trees.params import combine, trained_params
+from .._trees.pytrees import Leaf, OptState, ScaleState
 from .advance import judge_pass
 from .backward_pass import Pass
-from .bare import BareOptimizer, holds_loss_scaled, say_inside
+from .bare_optimizer import BareOptimizer, holds_loss_scaled, say_inside
 from .call_update import NO_ARGS
 from .checks import is_pair
 from .retry import repeat_backward
@@ -93,7 +95,7 @@ class StepPlan:
         )
 
     def warn_if_bare(
-        self, own: WrappedOptimizer, opt_state: Any, stacklevel: int
+        self, own: WrappedOptimizer, opt_state: OptState, stacklevel: int
     ) -> None:
         """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
         if self.warnings_given or not isinstance(own, BareOptimizer):
@@ -133,7 +135,7 @@ class StepPlan:
         self._check_output(output)
         return output
 
-    def differentiate(self, scaling: Any, *args: Any, **kwargs: Any) -> Pass:
+    def differentiate(self, scaling: ScaleState, *args: Any, **kwargs: Any) -> Pass:
         """Makes one pass with a loss scale state."""
         call_loss = functools.partial(self.call_loss)
         run_backward = scale_transform(
@@ -165,7 +167,7 @@ class StepPlan:
         self.warn_if_bare(own, state.inner_state, stacklevel=4)
         start = own.find_start_scale(state)
 
-        def hooked_pass(scaling: Any) -> Pass:
+        def hooked_pass(scaling: ScaleState) -> Pass:
             return self._call_hook(backward(scaling), params)
 
         one_pass = hooked_pass
@@ -174,7 +176,7 @@ class StepPlan:
             axis_name = self._add_axes(own.axis_name, collective_axes(one_pass.jaxpr))
             own = dataclasses.replace(own, axis_name=axis_name)
 
-        def judged_pass(scaling: Any) -> Pass:
+        def judged_pass(scaling: ScaleState) -> Pass:
             run = one_pass(scaling)
             trained = trained_params(params, run.grads.grads)
             return judge_pass(own, run, state, trained, NO_ARGS)
@@ -187,7 +189,7 @@ class StepPlan:
             run = one_pass(start)
         return apply_pass(own, run, state, params, NO_ARGS)
 
-    def _add_axes(self, axis_name: Any, axes: Sequence[Any]) -> Any:
+    def _add_axes(self, axis_name: AxisNames, axes: Sequence[Any]) -> Any:
         """Adds axes along which a pass exchanges numbers to those whose devices agree."""
         # Devices that part would wait for each other for ever, or go on with other parameters.
         # Without a hook they cannot part unnoticed where types tell them apart.
@@ -290,7 +292,7 @@ def _check_hooked(
             "it does not change included."
         )
 
-    def check_leaf(path: Any, old: Any, new: Any, param: Any) -> Any:
+    def check_leaf(path: KeyPath, old: Leaf, new: Leaf, param: Leaf) -> Any:
         if not is_inexact_leaf(old):
             return new
         place = f"{start}: at {leaf_name(path)} it"
@@ -316,7 +318,10 @@ def _check_hooked(
 
 
 def _explain_misfit(
-    fun: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: TypeError
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: TypeError,
 ) -> str:
     """Returns why a call of a function failed before the function ran, empty if it did run."""
     # a decorator, such as `autocast`, may say nothing of what it takes
@@ -333,7 +338,7 @@ def _explain_misfit(
     return ""
 
 
-def _describe(output: Any) -> str:
+def _describe(output: object) -> str:
     """Returns the types in an output, as deep as tuples go."""
     if isinstance(output, tuple) and not hasattr(output, "_fields"):
         return f"({', '.join(map(_describe, output))})"

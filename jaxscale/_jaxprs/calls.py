@@ -8,16 +8,11 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.extend.core import JaxprEqn
 
+from .._jax.jaxprs import ClosedJaxpr, without_constants
 from .binding import bind
 from .equation_forms import OBJECT, PLAIN_CALLS, Form, primitives_of, reads_form
 from .hijax import form_of
-from .jaxprs import (
-    ClosedJaxpr,
-    check_programs,
-    fit,
-    program_of_object,
-    without_constants,
-)
+from .inner_jaxprs import check_programs, fit, program_of_object
 from .recomputed import recomputed_like
 from .remat import repeat_each, with_rematted
 

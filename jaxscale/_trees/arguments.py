@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .numbers import LARGEST, SMALLEST_NORMAL
 
 
-def finite_number(call: str, name: str, value: Any) -> float:
+def finite_number(call: str, name: str, value: object) -> float:
     """Returns `value` as a finite Python float, or raises an error that names it."""
     message = f"`{call}({name}=...)` must be a finite number, got {value!r}."
     if not isinstance(value, numbers.Real):
@@ -36,7 +36,7 @@ def limited(
 ) -> Check:
     """Returns a check whose value must also be allowed: what it must be, and why, for the error."""
 
-    def check_limits(call: str, name: str, value: Any) -> Any:
+    def check_limits(call: str, name: str, value: object) -> Any:
         number = check(call, name, value)
         if not is_allowed(number):
             raise ValueError(f"`{call}({name}=...)` must {must}, got {number}.{why}")
@@ -55,7 +55,7 @@ normal_float32 = limited(
 )
 
 
-def check_fields(instance: Any, checks: Mapping[str, Check]) -> None:
+def check_fields(instance: object, checks: Mapping[str, Check]) -> None:
     """Checks fields of a frozen dataclass, and puts what the checks return in their place."""
     call = type(instance).__name__
     for name, check in checks.items():
@@ -65,7 +65,7 @@ def check_fields(instance: Any, checks: Mapping[str, Check]) -> None:
             object.__setattr__(instance, name, value)
 
 
-def power_of_two(call: str, name: str, value: Any) -> int:
+def power_of_two(call: str, name: str, value: object) -> int:
     """Returns the exponent of `value`, a power of two that float32 holds."""
     number = normal_float32(call, name, value)
     mantissa, exponent = math.frexp(number)
@@ -92,7 +92,7 @@ def int32(call: str, name: str, value: Any, least: int = 1) -> int:
     return number
 
 
-def one_of(call: str, name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+def one_of(call: str, name: str, value: object, choices: tuple[Any, ...]) -> Any:
     """Returns `value` if it equals one of `choices` and has the same type."""
     for choice in choices:
         if type(value) is type(choice) and value == choice:

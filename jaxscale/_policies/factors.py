@@ -1,15 +1,14 @@
 """Checks of what policies take: their factors, and what a step has found in the gradients.
 
-Those of arguments that others have as well are in `_trees/checks.py`.
+Those of arguments that others have as well are in `_trees/arguments.py`.
 """
 
 import numbers
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._trees.checks import describe_value, finite_number, limited
+from .._trees.arguments import describe_value, finite_number, limited
 
 check_growth_factor = limited(
     finite_number,
@@ -26,7 +25,7 @@ check_backoff_factor = limited(
 )
 
 
-def check_largest(call: str, value: Any) -> jax.Array:
+def check_largest(call: str, value: object) -> jax.Array:
     """Returns the argument `largest` of a call as an `f32[]` array, or raises a `TypeError`."""
     dtype = getattr(value, "dtype", float if isinstance(value, numbers.Real) else None)
     is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)

@@ -15,12 +15,13 @@ from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_s
 from .._state.optimizer import LossScaledState
 from .._trees.overwrites import holds_overwrites, overwrite, zero_overwrites
 from .._trees.params import apply_updates
+from .._trees.pytrees import OptState, Params
 from .._trees.selection import tree_where
 from .backward_pass import Pass
 from .call_update import call_update
 from .checks import as_transformation
 from .counters import start_state
-from .matching import TreeTypes, types_of
+from .matching_trees import TreeTypes, types_of
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 
@@ -32,7 +33,7 @@ class BareOptimizer(WrappedOptimizer):
     a part of that: its scale is that of the pass, and its verdict that of the step.
     """
 
-    def enter(self, argument: str, state: Any, order: str) -> LossScaledState:
+    def enter(self, argument: str, state: OptState, order: str) -> LossScaledState:
         if holds_loss_scaled(state):
             if is_loss_scaled(state) and not self.hides_loss_scaled():
                 raise TypeError(
@@ -50,7 +51,7 @@ class BareOptimizer(WrappedOptimizer):
         self,
         run: Pass,
         state: LossScaledState,
-        params: Any,
+        params: Params,
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, LossScaledState]:
         grads = run.grads.divided
@@ -89,7 +90,7 @@ class BareOptimizer(WrappedOptimizer):
         return any(map(holds_loss_scaled, possible_states(self.inner)))
 
 
-def as_optimizer(call: str, tx: Any) -> WrappedOptimizer:
+def as_optimizer(call: str, tx: object) -> WrappedOptimizer:
     """Returns an optimizer, wrapped or bare, or raises a `TypeError` if it is not one."""
     wrapped = find_wrapped_optimizer(tx)
     if wrapped is not None:
@@ -98,7 +99,7 @@ def as_optimizer(call: str, tx: Any) -> WrappedOptimizer:
     return BareOptimizer(inner, NoOpLossScale(), skips=False)
 
 
-def holds_loss_scaled(state: Any) -> bool:
+def holds_loss_scaled(state: OptState) -> bool:
     """Returns whether a state is, or holds, that of a `loss_scaled` optimizer."""
     nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
     return any(map(is_loss_scaled, nodes))
