@@ -201,7 +201,8 @@ CHAPTERS = sorted((pathlib.Path(__file__).parent / "errors").glob("*.txt"))
 )
 def test_a_wrong_call_says_what_is_wrong(lines, error):
     modules = {"collections": collections, "presets": presets}
-    names = vars(jaxscale) | vars(bad_input) | globals() | modules
+    public = {name: getattr(jaxscale, name) for name in jaxscale.__all__}
+    names = public | vars(bad_input) | globals() | modules
     *before, call = lines
     for line in before:
         exec(line, names)
