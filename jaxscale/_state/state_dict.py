@@ -340,7 +340,9 @@ def _scaled_nothing(scaling: ScaleState, state: dict[str, Any]) -> bool:
 
 def _find_number(fields: dict[str, Any], name: str, default: PyTree = None) -> Any:
     """Returns the number of a saved field as an array, whatever variable is around it."""
-    leaves = jax.tree.leaves(fields.get(name)) or jax.tree.leaves(default)
+    leaves = jax.tree.leaves(fields.get(name))
+    if not leaves or isinstance(leaves[0], jax.core.Tracer):  # which is an error later
+        leaves = jax.tree.leaves(default)
     if not leaves:
         return None
     return np.asarray(leaves[0])

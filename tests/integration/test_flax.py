@@ -165,8 +165,15 @@ def loss_with_fields(params, fields, x):
 
 @pytest.mark.worlds
 def test_the_step_returns_fields_and_outputs_and_never_changes_types():
+    differentiated = []
+
+    def differentiate(fun, **options):
+        differentiated.append(fun)
+        return jax.value_and_grad(fun, **options)
+
     step = jaxscale.flax.train_step(
         loss_with_fields,
+        transform=differentiate,
         has_state=True,
         has_aux=True,
         retries=9,
@@ -183,6 +190,7 @@ def test_the_step_returns_fields_and_outputs_and_never_changes_types():
         assert_same_bits(aux["traced"], batch)
         assert avals(state) == types
         assert jnp.isfinite(loss) == jnp.isfinite(batch[0])
+    assert differentiated
     assert state.step == 4
     assert state.opt_state.total_notfinite == 1
     assert state.opt_state.total_retries > 0

@@ -76,6 +76,21 @@ def test_an_optimizer_inside_of_another_is_warned_of_where_it_is_called():
     assert jaxscale.metrics(state)["total_notfinite"] == 1
 
 
+@pytest.mark.worlds
+@cases("inner", INNERS, fast=["adam"])
+def test_it_is_the_loop_of_three_lines(inner):
+    tx = jaxscale.loss_scaled(INNERS[inner])
+
+    def three_lines(params, opt_state, x):
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(params, x)
+        params, opt_state = one_step(tx, params, opt_state, grads, value=loss)
+        return params, opt_state, loss
+
+    # Bit for bit, as each operation runs by itself.
+    expected = run(three_lines, tx.init(PARAMS))
+    assert_same_bits(run(jaxscale.train_step(loss_fn, tx), tx.init(PARAMS)), expected)
+
+
 @cases("inner", INNERS, fast=["sgd", "masked"])
 def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(inner):
     tx = bare = INNERS[inner]
