@@ -33,6 +33,17 @@ pytestmark = [
     pytest.mark.skipif(not HAS_NEW_FORM, reason="this version of JAX has one form"),
 ]
 
+
+def test_a_checkpointed_product_has_its_derivative_in_both_forms():
+    def loss(w):
+        return jnp.sum(jnp.full((2, 3), 2.0) @ w)
+
+    grad = jax.grad(jaxscale.autocast(jax.checkpoint(loss)))
+    for is_new in (False, True):
+        with form(is_new):
+            np.testing.assert_array_equal(grad(jnp.ones((3, 2))), np.full((3, 2), 4))
+
+
 in_both_forms = pytest.mark.parametrize("is_new", [False, True])
 POLICIES = {
     "nothing": None,

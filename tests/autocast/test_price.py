@@ -15,6 +15,20 @@ from jaxscale import _jaxprs
 
 pytestmark = pytest.mark.standard_promotion
 
+
+def test_a_second_call_of_a_jitted_model_traces_it_no_more():
+    traced = []
+
+    def model(x):
+        traced.append(x)
+        return x @ x
+
+    compiled = jax.jit(jaxscale.autocast(model))
+    for size in (2.0, 3.0):
+        assert compiled(jnp.full((2, 2), size))[0, 0] == 2 * size**2
+    assert len(traced) == 1
+
+
 LAYERS = 12
 
 

@@ -18,6 +18,16 @@ from jaxscale._autocast.api import _make_autocast
 pytestmark = pytest.mark.standard_promotion
 
 
+def test_two_layers_have_two_products_in_float16():
+    def model(x):
+        return jnp.tanh(x @ x) @ x
+
+    text = str(jax.make_jaxpr(jaxscale.autocast(model))(jnp.ones((4, 4))))
+    assert text.count("dot_general") == 2
+    assert "f16[4,4]" in text
+    assert "f32[4,4]" in text
+
+
 def equations_of(fun, *args):
     return list(equations(jax.make_jaxpr(fun)(*args)))
 

@@ -2,12 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from bad_input import assert_says
 from scaled_networks import HALF, PARAMS, X, loss_of, net, squared_grad_norm
 from tables import cases
 
 import jaxscale
 from jaxscale import scale_backward
+
+
+def test_the_error_of_forward_mode_names_the_way_out():
+    scaled = scale_backward(lambda w: w * w)
+    with pytest.raises(TypeError, match=r"forward mode .*Differentiate `fun` itself"):
+        jax.jvp(scaled, (1.0,), (1.0,))
 
 
 def differentiate_forward_in(transform):

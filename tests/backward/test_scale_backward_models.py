@@ -16,6 +16,19 @@ from tables import assert_same_bits, cases, unchanged
 from jaxscale import scale_backward
 
 
+@pytest.mark.standard_promotion
+def test_a_dense_layer_has_its_small_gradient():
+    layer = nn.Dense(1, use_bias=False, dtype=jnp.float16)
+
+    def loss(params):
+        output = layer.apply(params, jnp.ones((1, 1)))
+        return 2.0**-30 * output.astype(jnp.float32)[0, 0]
+
+    params = {"params": {"kernel": jnp.ones((1, 1))}}
+    assert jax.tree.leaves(jax.grad(loss)(params)) == [0]
+    assert jax.tree.leaves(jax.grad(scale_backward(loss))(params)) == [2.0**-30]
+
+
 class Linen(nn.Module):
     dtype: object
 

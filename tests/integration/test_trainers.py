@@ -11,6 +11,16 @@ from tables import assert_close, cases, run
 
 import jaxscale
 
+
+def test_a_trainer_that_passes_the_loss_skips_its_nan():
+    tx = jaxscale.loss_scaled(optax.sgd(0.5))
+    params = jnp.array([1.0, 2.0])
+    state = tx.init(params)
+    updates, state = tx.update(jnp.ones(2), state, params, loss=jnp.float32(jnp.nan))
+    np.testing.assert_array_equal(updates, [0, 0])
+    assert jaxscale.metrics(state)["total_notfinite_loss"] == 1
+
+
 PARAMS = {"w": jnp.array([1.0, -2.0])}
 GRADS = [
     {"w": jnp.array([0.5, 0.25])},

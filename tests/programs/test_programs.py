@@ -15,7 +15,18 @@ from jax.experimental.ode import odeint
 from law import Trial
 from tables import cases, spread
 
+import jaxscale
+
 pytestmark = pytest.mark.standard_promotion
+
+
+def test_a_program_of_one_layer_has_the_gradient_of_its_half_products():
+    def loss(w):
+        return jnp.sum(jnp.full((2, 2), 1 + 2**-12) @ w)
+
+    gradient = jax.grad(jaxscale.autocast(loss))(jnp.ones((2, 2)))
+    np.testing.assert_array_equal(gradient, np.full((2, 2), 2))
+
 
 ROWS = corpus.load()
 ALL_ENTRIES = [*ENTRIES, DOCTOR]

@@ -14,6 +14,17 @@ from tables import cases, each
 import jaxscale
 from jaxscale._storage import noise, rounding
 
+
+def test_a_bfloat16_weight_moves_by_less_than_it_can_hold():
+    tx = jaxscale.master_weights(optax.sgd(1.0))
+    params = jnp.ones((1,), jnp.bfloat16)
+    state = tx.init(params)
+    grads = jnp.full((1,), 2**-10, "bfloat16")  # below 1 comes 1 - 2**-8
+    for _ in range(4):
+        params, state = jaxscale.apply_gradients(tx, grads, state, params)
+    assert params == 1 - 2**-8
+
+
 # float32 numbers by their upper 16 bits: all of them, and these lower ones. 0x8000 is a tie.
 LOWS = [0, 1, 0x1000, 0x3FFF, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xEFFF, 0xFFFF]
 HIGHS = np.arange(2**16, dtype=np.uint32) << 16
