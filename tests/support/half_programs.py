@@ -418,8 +418,12 @@ NARROW |= {"neg", "select_n", "reduce_precision", "empty2"}
 
 def computed_in_half(fun, *args):
     """The equations of a function that compute in half precision, and are no products."""
+
+    def arrays(*args):  # some also return text
+        return [leaf for leaf in jax.tree.leaves(fun(*args)) if hasattr(leaf, "dtype")]
+
     found = []
-    for eqn in equations(jax.make_jaxpr(fun)(*args)):
+    for eqn in equations(jax.make_jaxpr(arrays)(*args)):
         dtypes = {str(getattr(atom.aval, "dtype", "")) for atom in eqn.outvars}
         if dtypes & {"float16", "bfloat16"} and _jaxprs.operation(eqn) not in NARROW:
             found.append(eqn)
