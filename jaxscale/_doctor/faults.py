@@ -160,7 +160,7 @@ class Checker:
         error = abs(loss - exact)
         if not math.isfinite(loss) or error <= CLOSE * abs(exact):
             return None
-        change = abs(self._search.shaken.loss - exact)
+        change = max(abs(shaken.loss - exact) for shaken in self._search.shaken)
         if change > STABLE * min(error, abs(exact)):
             return None
         return exact

@@ -109,11 +109,11 @@ class Switchboard:
         limits: Limits = ALL_LIMITS,
         variant: Variant = PLAIN,
         *,
-        is_shaken: bool = False,
+        seed: int | None = None,
     ) -> Outcome:
         """Evaluates with these places in half precision, and all others in float32.
 
-        If it is shaken, all arguments change by as little as float32 rounds, so that each number
+        With a seed, all arguments change by as little as float32 rounds, so that each number
         is rounded in another way.
         """
         if variant not in self._programs:
@@ -121,8 +121,8 @@ class Switchboard:
         chosen = set(map(variant.switch_of, on))
         switches = np.array([s in chosen for s in self._list_switches(variant)], bool)
         consts = self._consts
-        if is_shaken:
-            rng = np.random.default_rng(0)
+        if seed is not None:
+            rng = np.random.default_rng(seed)
             consts = [_shake(x, rng) for x in consts]
         self._noted.clear()
         with jax.debug_nans(False), jax.debug_infs(False):

@@ -22,6 +22,7 @@ CLOSE = 0.1  # a leaf is right if its error is at most this
 # much as it rounds, is nothing but the rounding of float32, as the gradient of a bias before a
 # normalization is. It says nothing about narrower formats, and cannot be compared.
 STABLE = 0.3
+_SHAKES = 4  # one alone may leave a number on the side of a bound on which it is
 MOST_LINES = 6  # in float32: beyond that it is not a line that is at fault
 # Times a loss scale: others at which a cure is tried. Without a fault, gradients may be larger than
 # with it, or smaller.
@@ -109,13 +110,14 @@ class Search:
 
     @functools.cached_property
     def noise(self) -> dict[str, float]:
-        """By how much each gradient changes when float32 is shaken."""
-        return compare(self.shaken.grads, self.exact.grads)
+        """By how much each gradient changes when float32 is shaken, at most."""
+        changes = [compare(outcome.grads, self.exact.grads) for outcome in self.shaken]
+        return {name: max(each[name] for each in changes) for name in changes[0]}
 
     @functools.cached_property
-    def shaken(self) -> Outcome:
+    def shaken(self) -> list[Outcome]:
         # No power of two, so that the backward pass rounds others even if all arguments are whole.
-        return self.board.evaluate(1.1, [], is_shaken=True)
+        return [self.board.evaluate(1.1, [], seed=seed) for seed in range(_SHAKES)]
 
     def error_at(
         self, loss_scale: float, factors: Sequence[float] = _FACTORS
