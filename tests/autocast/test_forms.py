@@ -114,6 +114,7 @@ def loss_by_weights(name):
 BOTH = {name: rematted(policy) for name, policy in POLICIES.items()}
 BOTH |= {"ruled": ruled, "in parts": in_parts, "pinned": rematted(None, (True, False))}
 BOTH |= {name: loss_by_weights(name) for name in PROGRAMS}
+AUTOCAST_INSIDE = "scale_backward of autocast"
 FAST = [
     ("names", "autocast"),
     ("ruled", "autocast"),
@@ -150,7 +151,11 @@ def test_both_forms_have_the_same_products_and_gradients(name, wrap):
     # For others JAX derives the rules in another way. In JAX 0.11 its next form of remat computes
     # as much again as without `autocast`, and the other one computes less.
     if name in POLICIES and jax.__version_info__[:2] != (0, 11):
-        assert new.products == old.products
+        if name == "dots_saveable" and wrap in ("autocast", AUTOCAST_INSIDE):
+            # The next form does not ask this policy about products that `autocast` makes.
+            assert len(new.products) > len(old.products)
+        else:
+            assert new.products == old.products
 
 
 # JAX jits these, and derives one function of values and tangents from each.

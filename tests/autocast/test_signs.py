@@ -168,7 +168,8 @@ def test_derivatives_have_the_bits_that_they_have_with_signs_of_float32(
     actual = find_derivatives(*row)
     monkeypatch.setattr(RECOMPUTED, "find_signs", lambda program, count: {})
     expected = find_derivatives(*row)
-    if way in ("eager", "jit") and "zeros" not in inputs:
+    is_zero = "zeros" in inputs or (activation, inputs) == ("above", "tiny")
+    if way in ("eager", "jit") and not is_zero:
         _, (_, by_x), _ = expected
         assert by_x.any()
     # A batch of weights has one of numbers near 1, with which some rows leave float16.
