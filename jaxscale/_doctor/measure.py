@@ -156,8 +156,11 @@ def _look_for_lines(
     backward = Backward(target.fun, args, {}, target.constants, has_aux=True)
     search = Search(Switchboard(backward))
     operations = search.board.operations
-    written = search.as_written(exam.loss_scale)
-    bad_aux = [name for name in written.nonfinite if name.startswith("aux")]
+    bad_aux: list[str] = []
+    # A quick exam of a model without such outputs compiles no switchboard.
+    if any(name.startswith("aux") for name in backward.names):
+        written = search.as_written(exam.loss_scale)
+        bad_aux = [name for name in written.nonfinite if name.startswith("aux")]
     exam = exam._replace(
         nonfinite_arguments=tuple(map(_rename, backward.nonfinite_arguments)),
         nonfinite_outputs=(*exam.nonfinite_outputs, *bad_aux),

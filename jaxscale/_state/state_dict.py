@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from .._trees.grammar import list_some
 from .._trees.leaves import check_in_reach
@@ -341,7 +342,7 @@ def _scaled_nothing(scaling: ScaleState, state: dict[str, Any]) -> bool:
 def _find_number(fields: dict[str, Any], name: str, default: PyTree = None) -> Any:
     """Returns the number of a saved field as an array, whatever variable is around it."""
     leaves = jax.tree.leaves(fields.get(name))
-    if not leaves or isinstance(leaves[0], jax.core.Tracer):  # which is an error later
+    if not leaves or isinstance(leaves[0], Tracer):  # which is an error later
         leaves = jax.tree.leaves(default)
     if not leaves:
         return None
