@@ -413,7 +413,7 @@ NARROW |= {_jaxprs.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *_jaxprs.
 # Loops and branches pass what products read and make. Backward, products share cotangents.
 NARROW |= {"scan", "cond", "shard_map", "add_any"}
 # These round nothing.
-NARROW |= {"neg", "select_n", "reduce_precision", "empty2"}
+NARROW |= {"neg", "select_n", "reduce_precision", "empty2", "optimization_barrier"}
 
 
 def computed_in_half(fun, *args):
