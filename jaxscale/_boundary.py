@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from ._jaxprs import JaxprEqn, has_narrow_range, scope_names
+from ._jax.jaxprs import JaxprEqn, has_narrow_range, scope_names
 
 # It stays through `grad` and `vmap`, as all named scopes do.
 _SCOPE = "jaxscale_scale_backward"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._boundary import TracedFor, traced_for
-from .._jaxprs import DTypeLike
+from .._jax.jaxprs import DTypeLike
 from .._trees.nnx_objects import wrap_call
 from .._trees.outer_modules import keeping_outer_variables
 from .table import FULL_PRECISION, HALF_PRECISION

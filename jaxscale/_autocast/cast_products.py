@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.core import ShapedArray
 
-from .. import _jaxprs
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     Atom,
     ClosedJaxpr,
     Jaxpr,
@@ -52,7 +52,7 @@ def why_not_cast(eqn: JaxprEqn, site: CallSite) -> str:
         return EXACT
     if owner_of(eqn, site.owner) is Owner.LIBRARY:
         return OF_LIBRARY
-    if _jaxprs.demands_precision(eqn):
+    if jaxprs.demands_precision(eqn):
         return OWN_PRECISION
     return ""
 
@@ -83,7 +83,7 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
     Otherwise it is a product of elements, or a sum of such products. Half precision makes these no
     faster, and a sum that is a loss gets the loss scale itself as its cotangent.
     """
-    dimensions = _jaxprs.dot_dimensions(eqn)
+    dimensions = jaxprs.dot_dimensions(eqn)
     if not dimensions:
         return True
     has_sum = False
@@ -104,7 +104,7 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
 
 def is_attention_scores(eqn: JaxprEqn, around: Owner) -> bool:
     """Returns whether a product is that of queries and keys in JAX's attention."""
-    dimensions = _jaxprs.dot_dimensions(eqn)
+    dimensions = jaxprs.dot_dimensions(eqn)
     if not dimensions:
         return False
     operands: list[Any] = eqn.invars

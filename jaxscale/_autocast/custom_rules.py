@@ -16,9 +16,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.lax import stop_gradient
 from jax.tree_util import Partial
 
-from .. import _jaxprs
 from .._boundary import NO_FORWARD, check_cotangent, is_boundary
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     AbstractValue,
     Arrays,
     ClosedJaxpr,
@@ -54,10 +54,10 @@ def rewrite_object(env: Environment, eqn: JaxprEqn) -> Outputs:
 
     An object without a product stays in float32, as nothing is known of what it computes.
     """
-    _jaxprs.callee(eqn)  # raises if it has another form
+    jaxprs.callee(eqn)  # raises if it has another form
     if not has_products(eqn, env.site):
         return run_as_written(env, eqn)
-    match _jaxprs.differentiated_by(eqn):
+    match jaxprs.differentiated_by(eqn):
         case "jvp":
             return rewrite_custom_jvp(env, eqn)
         case "vjp":
@@ -67,7 +67,7 @@ def rewrite_object(env: Environment, eqn: JaxprEqn) -> Outputs:
 
 def rewrite_custom_jvp(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates a `custom_jvp` function, and keeps its rule."""
-    declared = _jaxprs.callee(eqn)
+    declared = jaxprs.callee(eqn)
     if changes_nothing(env, eqn):
         return run_as_written(env, eqn)
     autocast = env.autocast
@@ -76,7 +76,7 @@ def rewrite_custom_jvp(env: Environment, eqn: JaxprEqn) -> Outputs:
     rewritten = rewrite(env, eqn, declared, args, RewriteOptions(in_float32=True))
     program = rewritten.program
     leaves, views = jax.tree.flatten(args)
-    trace = _jaxprs.remember_by_form(
+    trace = jaxprs.remember_by_form(
         functools.partial(_trace_jvp, autocast, eqn, declared)
     )
 
@@ -89,7 +89,7 @@ def rewrite_custom_jvp(env: Environment, eqn: JaxprEqn) -> Outputs:
         perturbed = tuple(not isinstance(t, SymbolicZero) for t in tangents_of_sources)
         values = jax.tree.unflatten(views, primals)
         values += itertools.compress(tangents_of_sources, perturbed)
-        with _jaxprs.making_forward_rule():
+        with jaxprs.making_forward_rule():
             results = autocast.run_from_outside(trace(perturbed), values, site)
         types = program.out_avals
         derivatives = _fill_in(results[len(types) :], types)
@@ -119,7 +119,7 @@ def _trace_jvp(
 
     types = tuple(declared.in_avals)
     perturbed_types = itertools.compress(types, perturbed)
-    tangent_types = tuple(map(_jaxprs.tangent_type, perturbed_types))
+    tangent_types = tuple(map(jaxprs.tangent_type, perturbed_types))
     with autocast.tracing():
         return jax.make_jaxpr(derive)(types, tangent_types)
 
@@ -154,7 +154,7 @@ def rewrite_custom_vjp(env: Environment, eqn: JaxprEqn) -> Outputs:
     Values cross the boundary of a `scale_backward` in float32. It takes no cotangent in float16,
     not even zeros: a cotangent that flushed before it was scaled looks the same.
     """
-    declared = _jaxprs.callee(eqn)
+    declared = jaxprs.callee(eqn)
     if changes_nothing(env, eqn):
         return run_as_written(env, eqn)
     autocast = env.autocast
@@ -207,7 +207,7 @@ def rewrite_custom_vjp(env: Environment, eqn: JaxprEqn) -> Outputs:
         return _give_to_sources(gradients, perturbed, in_types)
 
     no_forward = NO_FORWARD if at_boundary else _NO_FORWARD
-    outputs = _jaxprs.keep_rule(program, run_forward, no_forward, *leaves)
+    outputs = jaxprs.keep_rule(program, run_forward, no_forward, *leaves)
     return rewritten.mark(outputs)
 
 
@@ -302,7 +302,7 @@ def _cast_cotangent(cotangent: SymbolicTangent, aval: Any) -> Any:
 def _fill_zero(cotangent: jax.Array | None, aval: AbstractValue) -> Any:
     """Returns a cotangent as the function of `jax.vjp` takes it, also for what is zero."""
     if cotangent is None:
-        return _jaxprs.zero_cotangent(aval)
+        return jaxprs.zero_cotangent(aval)
     return cotangent
 
 

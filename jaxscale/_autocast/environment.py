@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from .._jaxprs import (
+from .._jax.jaxprs import (
     Atom,
     ClosedJaxpr,
     Jaxpr,

@@ -16,8 +16,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .. import _jaxprs
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     Atom,
     ClosedJaxpr,
     Flags,
@@ -110,8 +110,8 @@ def find_exact(
 def _open(eqn: JaxprEqn) -> Sequence[Held]:
     """Returns the jaxprs that an equation holds, if they can be read."""
     try:
-        return _jaxprs.open_equation(eqn)
-    except _jaxprs.UnknownFormError:
+        return jaxprs.open_equation(eqn)
+    except jaxprs.UnknownFormError:
         return []
 
 
@@ -199,7 +199,7 @@ def _find_uses(program: Jaxpr, outputs: tuple[Use, ...]) -> dict[Any, Use]:
 def _use_before(eqn: JaxprEqn, after: Sequence[Use]) -> list[Use]:
     """Returns the use of each input of an equation, given those of its outputs."""
     use = max(after, default=Use.NOTHING)
-    if any(map(_jaxprs.is_ref, eqn.invars)):
+    if any(map(jaxprs.is_ref, eqn.invars)):
         use = Use.NUMBERS  # what it writes is read later
     elif form_of(eqn) not in table.WITH_RULES and _open(eqn):
         return _use_in_turns(_open(eqn), eqn, after)

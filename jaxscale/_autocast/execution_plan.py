@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .._jaxprs import (
+from .._jax.jaxprs import (
     DIVISIBLE,
     Flags,
     Jaxpr,

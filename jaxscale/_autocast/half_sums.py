@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from .. import _jaxprs
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     Form,
     Jaxpr,
     JaxprEqn,
@@ -40,7 +40,7 @@ def find_pulled(eqn: JaxprEqn) -> Iterator[Any]:
     if not has_gradient(eqn):
         return
     if form_of(eqn) is Form.RECOMPUTED:
-        segment = _jaxprs.callee(eqn).jaxpr
+        segment = jaxprs.callee(eqn).jaxpr
         pulled = set(variables(segment.outvars))
         for inner in segment.eqns:
             pulled.update(find_pulled(inner))
@@ -48,7 +48,7 @@ def find_pulled(eqn: JaxprEqn) -> Iterator[Any]:
             if var in pulled:
                 yield from variables([atom])
     else:
-        pulled_inputs = _jaxprs.find_pulled_inputs(eqn)
+        pulled_inputs = jaxprs.find_pulled_inputs(eqn)
         yield from variables(itertools.compress(eqn.invars, pulled_inputs))
 
 
@@ -94,7 +94,7 @@ def _adds(eqn: JaxprEqn) -> bool:
     match form_of(eqn):
         case Form.SCAN:
             try:
-                summed = eqn.invars[: _jaxprs.scan(eqn).consts]
+                summed = eqn.invars[: jaxprs.scan(eqn).consts]
             except UnknownFormError:
                 return False
         case Form.SHARD_MAP:

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from .. import _jaxprs
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     Flags,
     Form,
     JaxprEqn,
@@ -51,24 +51,24 @@ def _changes_inside(env: Environment, eqn: JaxprEqn) -> bool:
 
 def _is_left(env: Environment, eqn: JaxprEqn) -> bool:
     """Returns whether a loop or a branch runs as it is written: it has refs, or nothing changes."""
-    return any(map(_jaxprs.is_ref, eqn.invars)) or not _changes_inside(env, eqn)
+    return any(map(jaxprs.is_ref, eqn.invars)) or not _changes_inside(env, eqn)
 
 
 def rewrite_jit(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jit`: it calls a rewritten jaxpr."""
-    called = _jaxprs.callee(eqn)
+    called = jaxprs.callee(eqn)
     if changes_nothing(env, eqn):
         return run_as_written(env, eqn)
     args = read_inputs(env, eqn)
     rewritten = rewrite(env, eqn, called, args)
     params = with_programs(eqn, [rewritten.program])
-    params = _jaxprs.with_inputs(params, _count_leaves(args))
+    params = jaxprs.with_inputs(params, _count_leaves(args))
     return rewritten.mark(bind(eqn, jax.tree.leaves(args), params))
 
 
 def run_inline(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates a call that does nothing but run its jaxpr."""
-    called = _jaxprs.callee(eqn)
+    called = jaxprs.callee(eqn)
     return env.autocast.run(
         called,
         read_inputs(env, eqn),
@@ -79,22 +79,22 @@ def run_inline(env: Environment, eqn: JaxprEqn) -> Outputs:
 
 def rewrite_remat(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates `jax.checkpoint`, with its policy."""
-    called = _jaxprs.callee(eqn)
+    called = jaxprs.callee(eqn)
     if changes_nothing(env, eqn):
         return run_as_written(env, eqn)
     args = read_inputs(env, eqn)
     options = RewriteOptions(rounded_outputs=_find_rounded_outputs(env, eqn))
     rewritten = rewrite(env, eqn, called, args, options)
-    jaxpr, consts = _jaxprs.without_constants(rewritten.program)
+    jaxpr, consts = jaxprs.without_constants(rewritten.program)
     leaves = jax.tree.leaves(args)
-    params = _jaxprs.with_rematted(eqn, jaxpr, _count_leaves(args))
+    params = jaxprs.with_rematted(eqn, jaxpr, _count_leaves(args))
     outputs = bind(eqn, [*consts, *leaves], params)
     return rewritten.mark(outputs)
 
 
 def rewrite_scan(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates `scan`. What it carries keeps its dtype; what it stacks need not."""
-    loop = _jaxprs.scan(eqn)
+    loop = jaxprs.scan(eqn)
     if _is_left(env, eqn):
         return run_as_written(env, eqn)
     args = _read_scan_inputs(env, eqn, loop)
@@ -110,7 +110,7 @@ def rewrite_scan(env: Environment, eqn: JaxprEqn) -> Outputs:
         params = with_programs(eqn, [rewritten.program])
         return rewritten.mark(bind(eqn, args, params))
     last = loop.consts + loop.carries
-    outputs = _jaxprs.scan_again(
+    outputs = jaxprs.scan_again(
         eqn,
         rewritten.program,
         consts=jax.tree.leaves(args[: loop.consts]),
@@ -120,7 +120,7 @@ def rewrite_scan(env: Environment, eqn: JaxprEqn) -> Outputs:
     return rewritten.mark(outputs)
 
 
-def _read_scan_inputs(env: Environment, eqn: JaxprEqn, loop: _jaxprs.Scan) -> list[Any]:
+def _read_scan_inputs(env: Environment, eqn: JaxprEqn, loop: jaxprs.Scan) -> list[Any]:
     """Returns the inputs of a `scan`, as its body takes them."""
     args = read_inputs(env, eqn)
     variables = loop.body.jaxpr.invars
@@ -155,7 +155,7 @@ def rewrite_loop_or_branches(env: Environment, eqn: JaxprEqn) -> Outputs:
 
 
 def _read_for_each(
-    env: Environment, eqn: JaxprEqn, opened: Sequence[_jaxprs.Held]
+    env: Environment, eqn: JaxprEqn, opened: Sequence[jaxprs.Held]
 ) -> list[Any]:
     """Returns the inputs of a loop or of branches, as their jaxprs take them."""
     if form_of(eqn) is Form.BRANCHES:
@@ -175,7 +175,7 @@ def _read_for_each(
 
 def rewrite_mapped(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates `shard_map`: the jaxpr of each device is rewritten."""
-    mapping = _jaxprs.mapped(eqn)
+    mapping = jaxprs.mapped(eqn)
     if not _changes_inside(env, eqn):
         return run_as_written(env, eqn)
     args: list[Any] = []

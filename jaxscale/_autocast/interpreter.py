@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from .. import _jaxprs
 from .._boundary import TracedFor, traced_for
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     ClosedJaxpr,
     Form,
     JaxprEqn,
@@ -155,7 +155,7 @@ class Autocast:
         known = site.exact
         exact = find_exact(closed, known.inputs, known.outputs)
         site = site._replace(exact=exact)
-        with _jaxprs.naming_the_line("autocast(fun)", _WAY_OUT):
+        with jaxprs.naming_the_line("autocast(fun)", _WAY_OUT):
             return self.run(closed, args, site)
 
     def _run_part(self, env: Environment, part: Part) -> Iterable[tuple[Any, Any]]:
@@ -248,6 +248,6 @@ def _may_want_half_precision(error: Exception) -> bool:
     """Returns whether `half_precision` may be the way out of an error of the user's function."""
     if _NOTE in getattr(error, "__notes__", ()):
         return False
-    return _jaxprs.names_precision(error) and not _jaxprs.passed_through(
+    return jaxprs.names_precision(error) and not jaxprs.passed_through(
         error, "half_precision_fun"
     )

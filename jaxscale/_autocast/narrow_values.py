@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 
-from .._jaxprs import ArrayLike, Atom, DTypeLike, JaxprEqn, cast, scope_names
+from .._jax.jaxprs import ArrayLike, Atom, DTypeLike, JaxprEqn, cast, scope_names
 from .table import FULL_PRECISION, HALF_PRECISION
 
 FLOAT32 = np.dtype("float32")

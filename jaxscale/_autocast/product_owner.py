@@ -9,8 +9,8 @@ import enum
 import functools
 from typing import NamedTuple
 
-from .. import _jaxprs
-from .._jaxprs import Caller, ClosedJaxpr, Jaxpr, JaxprEqn, Traceback
+from .._jax import jaxprs
+from .._jax.jaxprs import Caller, ClosedJaxpr, Jaxpr, JaxprEqn, Traceback
 from . import table
 from .exact_products import NOTHING_EXACT, Exact, find_exact
 
@@ -71,7 +71,7 @@ def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
     """
     if around is Owner.UNCAST:
         return around
-    owner = _find_origin(_jaxprs.traceback_of(eqn)).owner
+    owner = _find_origin(jaxprs.traceback_of(eqn)).owner
     if owner is None:
         return around
     return owner
@@ -79,7 +79,7 @@ def owner_of(eqn: JaxprEqn, around: Owner) -> Owner:
 
 def origin_of(eqn: JaxprEqn, around: Origin) -> Origin:
     """Returns the owner, as `owner_of`, and the unknown caller on the way to it, if any."""
-    origin = _find_origin(_jaxprs.traceback_of(eqn))
+    origin = _find_origin(jaxprs.traceback_of(eqn))
     if origin.owner is None:
         return Origin(around.owner, origin.unknown or around.unknown)
     return origin
@@ -88,7 +88,7 @@ def origin_of(eqn: JaxprEqn, around: Origin) -> Origin:
 @functools.lru_cache(maxsize=4096)
 def _find_origin(traceback: Traceback | None) -> Origin:
     unknown = ""
-    for caller in _jaxprs.callers(traceback):
+    for caller in jaxprs.callers(traceback):
         if caller.package not in table.ALGORITHMS:
             return Origin(Owner.MODEL, unknown)
         if _is_attention(caller):

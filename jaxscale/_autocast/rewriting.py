@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .. import _jaxprs
-from .._jaxprs import Atom, ClosedJaxpr, Flags, Jaxpr, JaxprEqn, cast, closed
+from .._jax import jaxprs
+from .._jax.jaxprs import Atom, ClosedJaxpr, Flags, Jaxpr, JaxprEqn, cast, closed
 from .environment import Environment, Rewriter
 from .narrow_values import (
     FLOAT32,
@@ -87,7 +87,7 @@ def rewrite(
     views = []
     for var, arg in zip(variables, args, strict=True):
         views.append(_view_of(var, arg, autocast.dtype))
-    settings = _jaxprs.form_asked_for(), _jaxprs.precision_of_all()
+    settings = jaxprs.form_asked_for(), jaxprs.precision_of_all()
     key = (tuple(views), site, options, settings)
     known: dict[Any, Rewritten] = autocast.rewritten.setdefault(program, {})
     if key not in known:

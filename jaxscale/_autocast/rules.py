@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .._jaxprs import (
+from .._jax.jaxprs import (
     ArrayLike,
     JaxprEqn,
     Literal,

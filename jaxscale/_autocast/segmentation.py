@@ -15,7 +15,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .._jaxprs import Jaxpr, JaxprEqn, Search, holds_inexact, operation, variables
+from .._jax.jaxprs import Jaxpr, JaxprEqn, Search, holds_inexact, operation, variables
 from . import table
 from .narrow_values import is_float32, is_full_precision
 

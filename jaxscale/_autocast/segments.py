@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from .. import _jaxprs
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     Atom,
     Form,
     JaxprEqn,
@@ -52,7 +52,7 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
         if is_float32(var) and not rounded[-1] and var in env.plan.kept:
             shared.append(var)
     arrays, tree = jax.tree.flatten(starts)
-    scopes = _jaxprs.common_scopes(part.eqns)
+    scopes = jaxprs.common_scopes(part.eqns)
     outer = len(scopes)
     scopes = env.scopes + scopes
 
@@ -81,7 +81,7 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
         return write(compute(scopes, *arrays))
     types = tuple(map(jax.typeof, arrays))
     key = (
-        _jaxprs.key_of(part.eqns, part.inputs, part.outputs, outer),
+        jaxprs.key_of(part.eqns, part.inputs, part.outputs, outer),
         tree,
         types,
         tuple(rounded),
@@ -89,7 +89,7 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
     )
     # Layers that differ in their names alone share a jaxpr: the scopes that are around all of a
     # segment are those of its one equation, not of what is in it.
-    alone = functools.partial(compute, _jaxprs.no_scopes())
+    alone = functools.partial(compute, jaxprs.no_scopes())
     with at_line(part.eqns[-1], scopes):
         return write(_recomputed(env, key, alone, types)(*arrays))
 
@@ -179,7 +179,7 @@ def _run_inside(
     eqn: JaxprEqn, inputs: Sequence[Any], scopes: NameStack, outer: int
 ) -> list[Any]:
     """Evaluates a call by its equations, of which several read one half-precision array."""
-    called = _jaxprs.callee(eqn)
+    called = jaxprs.callee(eqn)
     variables_inside = [*called.jaxpr.constvars, *called.jaxpr.invars]
     values = dict(zip(variables_inside, [*called.consts, *inputs], strict=True))
     _run_equations(called.jaxpr.eqns, values, scopes, outer)
@@ -211,7 +211,7 @@ def _recomputed(
 
     def make() -> Callable[..., list[Any]]:
         program = jax.make_jaxpr(compute)(*types)
-        return _jaxprs.recomputed(program, in_loop=env.site.in_loop)
+        return jaxprs.recomputed(program, in_loop=env.site.in_loop)
 
     try:
         known = env.segments.get(key)

@@ -4,11 +4,11 @@ Products run in half precision. Everything else runs in float32, so it needs no 
 of PyTorch (https://pytorch.org/docs/stable/amp.html#autocast-op-reference) nor that of TensorFlow
 (`tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h`), which name the functions that
 leave the range of float16, and let the rest follow its inputs. What a primitive does is in
-`operations.py` of `_jaxprs`, and which hold jaxprs in `equation_forms.py`. One without a row there
+`_jax/jaxprs/operations.py`, and which hold jaxprs in `equation_forms.py`. One without a row there
 runs once, in float32.
 """
 
-from .._jaxprs import Form, Op, primitives_of, primitives_that
+from .._jax.jaxprs import Form, Op, primitives_of, primitives_that
 
 # The named scope of what runs as it is written. It stays through `grad` and `vmap`.
 FULL_PRECISION = "jaxscale_full_precision"

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .. import _jaxprs
 from .._boundary import is_boundary
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     ClosedJaxpr,
     Form,
     Jaxpr,
@@ -50,7 +50,7 @@ _NO_RULE = "`autocast` has no rule for it"
 _CLOSED = "`autocast` cannot look into it"
 _UNKNOWN_FORM = (
     f"JAX {jax.__version__} gives it other parameters than the versions that jaxscale was tested "
-    f"with, {_jaxprs.TESTED}"
+    f"with, {jaxprs.TESTED}"
 )
 
 _NO_PRODUCT = (
@@ -173,11 +173,11 @@ def _reason_left(eqn: JaxprEqn) -> str | None:
             return _CLOSED
         return _NO_RULE
     try:
-        _jaxprs.open_equation(eqn)
-    except _jaxprs.UnknownFormError:
+        jaxprs.open_equation(eqn)
+    except jaxprs.UnknownFormError:
         return _reason_unread(eqn)
-    has_refs = any(map(_jaxprs.is_ref, eqn.invars))
-    if form in _jaxprs.LOOPS_AND_BRANCHES and has_refs and has_products(eqn):
+    has_refs = any(map(jaxprs.is_ref, eqn.invars))
+    if form in jaxprs.LOOPS_AND_BRANCHES and has_refs and has_products(eqn):
         return _NO_RULE
     return None
 
@@ -186,12 +186,12 @@ def _reason_unread(eqn: JaxprEqn) -> str | None:
     """Returns the reason why an equation was not read, or `None` if no product is in it."""
     if any(programs(eqn)) and not has_products(eqn):
         return None
-    class_name = _jaxprs.class_of_object(eqn)
+    class_name = jaxprs.class_of_object(eqn)
     if class_name is None:
         return _UNKNOWN_FORM
     return (
         f"it is a `{class_name}`, which is no program of arrays in a form that jaxscale knows; it "
-        f"was tested with JAX {_jaxprs.TESTED}"
+        f"was tested with JAX {jaxprs.TESTED}"
     )
 
 
@@ -205,7 +205,7 @@ def _may_have_products(eqn: JaxprEqn) -> bool:
         return any(map(is_float32, eqn.outvars))
     if any(programs(eqn)):
         return has_products(eqn)
-    return _jaxprs.reaches_program(eqn)
+    return jaxprs.reaches_program(eqn)
 
 
 def warn_if_unchanged(program: ClosedJaxpr, name: str) -> None:
@@ -299,8 +299,8 @@ def _find_uncast(
       around: why they stay in float32 if each for itself would not, or `""`.
       line: the user's line that calls the jaxpr, or `""`.
     """
-    for eqn in _jaxprs.closed(program).jaxpr.eqns:
-        own_line = _jaxprs.users_line(eqn) or line
+    for eqn in jaxprs.closed(program).jaxpr.eqns:
+        own_line = jaxprs.users_line(eqn) or line
         if is_float32_product(eqn):
             reason = why_not_cast(eqn, site) or around
             if reason and reason != NOT_OF_MATRICES:

@@ -21,9 +21,9 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
-from .. import _jaxprs
 from .._gradients.verdict import axis_names, no_such_axis
-from .._jaxprs import AxisName, AxisNames, Flags, SymbolicTangent, SymbolicTangents
+from .._jax import jaxprs
+from .._jax.jaxprs import AxisName, AxisNames, Flags, SymbolicTangent, SymbolicTangents
 from .._trees.casts import cast, widen
 from .half_finder import counts_products, may_flush
 from .head_and_tail import split
@@ -72,7 +72,7 @@ class BackwardPlan:
 
     def __init__(
         self,
-        program: _jaxprs.ClosedJaxpr,
+        program: jaxprs.ClosedJaxpr,
         under_autocast: bool,
         perturbed: Flags,
     ) -> None:
@@ -88,7 +88,7 @@ class BackwardPlan:
         parts = split(program, with_products)
         self.inputs = parts.inputs
         self.tail = parts.tail
-        self.axes = _jaxprs.collective_axes(program)
+        self.axes = jaxprs.collective_axes(program)
         differentiated_by = set(itertools.compress(self.inputs, perturbed))
         # The casts of parameters to half precision are taken out of the head and done in
         # `run_forward`. So the loop of retries, which keeps all gradients at once, holds them in
@@ -110,7 +110,7 @@ class BackwardPlan:
 
         That function returns the gradients for the inputs, `None` for an input that has none.
         """
-        outputs, pulls = _jaxprs.run_traced(self._traced_forward, inputs)
+        outputs, pulls = jaxprs.run_traced(self._traced_forward, inputs)
         # JAX keeps `pull` for the backward pass as a tree of arrays.
         return tuple(outputs), Partial(self._pull_back, *pulls)
 
@@ -140,7 +140,7 @@ class BackwardPlan:
             return *note_zeros(*values[:num_entries]), *values[num_entries:]
 
         inexact = [
-            atom for atom in self.tail.outputs if _jaxprs.holds_inexact(atom.aval)
+            atom for atom in self.tail.outputs if jaxprs.holds_inexact(atom.aval)
         ]
         outputs, pull_tail = _run_part(
             self.tail,
@@ -149,7 +149,7 @@ class BackwardPlan:
             wanted=inexact,
             note_inputs=note_entries,
         )
-        flags = _jaxprs.StaticFlags(have_tangents)
+        flags = jaxprs.StaticFlags(have_tangents)
         return outputs, (flags, zeros, pull_head, pull_tail)
 
     def _pull_back(
@@ -169,7 +169,7 @@ class BackwardPlan:
         at_entries = []
         for zero, cotangent in zip(
             zeros,
-            _jaxprs.spread(have_tangents, entering, itertools.repeat(None)),
+            jaxprs.spread(have_tangents, entering, itertools.repeat(None)),
             strict=True,
         ):
             at_entries.append(zero if cotangent is None else cotangent)
@@ -205,7 +205,7 @@ class BackwardPlan:
         Returns the cotangent of each entry with a tangent, `None` if it is known to be zero, and
         the gradients for `tail_by`.
         """
-        inexact = filter(_jaxprs.holds_inexact, cotangents)  # as in `run_forward`
+        inexact = filter(jaxprs.holds_inexact, cotangents)  # as in `run_forward`
         # The rule of `note_zeros` fills this list: one bool for each entry with a tangent, whether
         # its cotangent is zero. If JAX knows that all are, it never runs the rule, and the list
         # stays empty.
@@ -240,8 +240,8 @@ class BackwardPlan:
 
         `head_by` is not empty: the caller checks that.
         """
-        of_inputs = [_jaxprs.varying(var.aval) for var in self.head_by]
-        of_cotangents = map(_jaxprs.varying, map(jax.typeof, cotangents))
+        of_inputs = [jaxprs.varying(var.aval) for var in self.head_by]
+        of_cotangents = map(jaxprs.varying, map(jax.typeof, cotangents))
         axes_of_any = frozenset().union(*of_inputs, *of_cotangents)
         axes_of_every_input = frozenset.intersection(*of_inputs)
         # If an input is the same along an axis, but another input or a cotangent varies along it,
@@ -260,12 +260,12 @@ _plans: WeakValueDictionary[Any, BackwardPlan] = WeakValueDictionary()
 
 
 def plan_for(
-    program: _jaxprs.ClosedJaxpr, under_autocast: bool, perturbed: Flags
+    program: jaxprs.ClosedJaxpr, under_autocast: bool, perturbed: Flags
 ) -> BackwardPlan:
     """Returns the plan of a jaxpr, the same one for equal jaxprs while it is in use."""
     jaxpr = program.jaxpr
     key = (
-        _jaxprs.key_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars),
+        jaxprs.key_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars),
         tuple(program.in_avals),
         under_autocast,
         perturbed,
@@ -316,8 +316,8 @@ def _guard(options: Options) -> Callable[[jax.Array], jax.Array]:
     """
     if options.retries:
         reason = _NO_SECOND.format(options.retries)
-        return functools.partial(_jaxprs.refuse_transposing, reason=reason)
-    return functools.partial(_jaxprs.note_transposing, note=_warn_unscaled)
+        return functools.partial(jaxprs.refuse_transposing, reason=reason)
+    return functools.partial(jaxprs.note_transposing, note=_warn_unscaled)
 
 
 def _warn_unscaled() -> None:
@@ -332,7 +332,7 @@ def _warn_unscaled() -> None:
 def _instantiate(cotangent: SymbolicTangent | _NoCotangent) -> Any:
     """Returns a cotangent as `jax.vjp` takes it, also if it is known to be zero."""
     if isinstance(cotangent, SymbolicZero | _NoCotangent):
-        return _jaxprs.zero_cotangent(cotangent.aval)
+        return jaxprs.zero_cotangent(cotangent.aval)
     return cotangent
 
 
@@ -342,7 +342,7 @@ def _shows_in_types(axis: AxisName) -> bool:
     Raises a `NameError` if there is no such axis.
     """
     try:
-        return _jaxprs.is_told_apart(axis)
+        return jaxprs.is_told_apart(axis)
     except NameError as error:
         argument = f"`scale_backward(axis_name={axis!r})`"
         raise no_such_axis(argument, "largest cotangent") from error

@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from .. import _jaxprs
 from .._autocast.cast_products import has_products, is_cast
 from .._autocast.half_sums import has_gradient
 from .._autocast.product_owner import CallSite
-from .._jaxprs import ClosedJaxpr, JaxprEqn, Search, variables
+from .._jax import jaxprs
+from .._jax.jaxprs import ClosedJaxpr, JaxprEqn, Search, variables
 from .jaxpr_parts import find_divisible, refs_of
 
 
@@ -69,7 +69,7 @@ class HalfFinder:
             elif pulled.isdisjoint(eqn.outvars) or not has_gradient(eqn):
                 continue
             else:
-                pulled_inputs = _jaxprs.find_pulled_inputs(eqn)
+                pulled_inputs = jaxprs.find_pulled_inputs(eqn)
             pulled.update(variables(itertools.compress(eqn.invars, pulled_inputs)))
         return pulled
 
@@ -82,7 +82,7 @@ class HalfFinder:
         touched = set(eqn.outvars)
         if inner is None:
             touched.update(variables(eqn.invars))
-        if any(_jaxprs.holds_half(var.aval) for var in touched & pulled):
+        if any(jaxprs.holds_half(var.aval) for var in touched & pulled):
             return True
         if inner is not None:
             return any(map(self.holds_half, inner.jaxpr.eqns))
@@ -111,13 +111,13 @@ def may_flush(program: ClosedJaxpr, with_products: bool) -> bool:
 
 def _is_half(eqn: JaxprEqn) -> bool:
     """Returns whether an equation reads or returns a value in half precision."""
-    return any(_jaxprs.holds_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+    return any(jaxprs.holds_half(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
 
 
 def _is_narrow(eqn: JaxprEqn) -> bool:
     """Returns whether an equation reads or returns a value that may flush, as in float16."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
-    return any(map(_jaxprs.has_narrow_range, dtypes))
+    return any(map(jaxprs.has_narrow_range, dtypes))
 
 
 _holds_half = Search(_is_half)

@@ -15,9 +15,17 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .. import _jaxprs
 from .._autocast.product_owner import outermost
-from .._jaxprs import Atom, ClosedJaxpr, JaxprEqn, Literal, Search, programs, variables
+from .._jax import jaxprs
+from .._jax.jaxprs import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Search,
+    programs,
+    variables,
+)
 from .half_finder import HalfFinder
 from .jaxpr_parts import Crossing, Part, Split, Step, find_divisible, is_mapped, refs_of
 
@@ -190,14 +198,14 @@ def _list_shared(head: Sequence[Step], tail: Sequence[Step]) -> list[Step]:
 
 def _may_loop(eqn: JaxprEqn) -> bool:
     """Returns whether an equation holds a jaxpr, and is not just a call of it."""
-    return any(programs(eqn)) and not _jaxprs.is_divisible(eqn)
+    return any(programs(eqn)) and not jaxprs.is_divisible(eqn)
 
 
 _holds_loop = Search(_may_loop)
 
 
 def _is_inexact(var: Atom) -> bool:
-    return _jaxprs.holds_inexact(var.aval)
+    return jaxprs.holds_inexact(var.aval)
 
 
 def _list_computed(steps: Sequence[Step]) -> list[Any]:

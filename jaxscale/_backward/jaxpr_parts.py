@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import _jaxprs
-from .._jaxprs import (
+from .._jax import jaxprs
+from .._jax.jaxprs import (
     Atom,
     ClosedJaxpr,
     Form,
@@ -25,7 +25,7 @@ from .._jaxprs import (
     variables,
 )
 
-_DIVIDED = _jaxprs.DIVISIBLE | {Form.SHARD_MAP}
+_DIVIDED = jaxprs.DIVISIBLE | {Form.SHARD_MAP}
 _STOPS = primitives_that(Op.STOPS_TANGENTS)
 _CASTS = primitives_that(Op.CASTS)
 
@@ -85,7 +85,7 @@ class Part:
         The result of each cast becomes an input. The second result says of which input it is the
         cast.
         """
-        wide = {var for var in by if not _jaxprs.holds_half(var.aval)}
+        wide = {var for var in by if not jaxprs.holds_half(var.aval)}
         sources: dict[Any, Any] = {}
         others = []
         for step in self.steps:
@@ -106,7 +106,7 @@ class Part:
             if derived.isdisjoint(variables(step.invars)):
                 continue
             for var in (*step.outvars, *refs_of(step)):
-                if _jaxprs.holds_inexact(var.aval):
+                if jaxprs.holds_inexact(var.aval):
                     derived.add(var)
         return derived
 
@@ -123,7 +123,7 @@ class Split(NamedTuple):
 
 def refs_of(eqn: JaxprEqn | Step) -> Iterator[Any]:
     """Yields the refs that an equation reads or writes: mutable arrays."""
-    return filter(_jaxprs.is_ref, (*eqn.invars, *eqn.outvars))
+    return filter(jaxprs.is_ref, (*eqn.invars, *eqn.outvars))
 
 
 def find_divisible(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -133,7 +133,7 @@ def find_divisible(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """
     if form_of(eqn) not in _DIVIDED or any(refs_of(eqn)):
         return None
-    if not (is_mapped(eqn) or _jaxprs.is_divisible(eqn)):
+    if not (is_mapped(eqn) or jaxprs.is_divisible(eqn)):
         return None
     return called_program(eqn, _DIVIDED)
 
@@ -145,12 +145,12 @@ def is_mapped(eqn: JaxprEqn) -> bool:
 
 def _evaluate(step: Step, values: list[Any]) -> list[Any]:
     """Returns the outputs of a step."""
-    with context(step.eqn), source(step.eqn, _jaxprs.current_scopes()):
+    with context(step.eqn), source(step.eqn, jaxprs.current_scopes()):
         if step.of is None or step.part is None:
             return bind(step.eqn, values)
         if is_mapped(step.eqn):
             return _call_mapped(step.eqn, step.of, step.part, values)
-        return _jaxprs.call_part(step.eqn, step.part, values)
+        return jaxprs.call_part(step.eqn, step.part, values)
 
 
 def _call_mapped(
@@ -161,14 +161,14 @@ def _call_mapped(
     What goes from one to the other gets a new first axis. Each device that may hold a value of its
     own puts it in one place along that axis.
     """
-    mapping = _jaxprs.mapped(eqn)
+    mapping = jaxprs.mapped(eqn)
     is_head = part is parts.head
     crossing = set(parts.crossing)
     specs = dict(zip(parts.inputs, mapping.options["in_specs"], strict=True))
     for var in crossing:
         axes = mapping.options["axis_names"]
         if mapping.options["check_vma"]:
-            axes = _jaxprs.varying(var.aval)
+            axes = jaxprs.varying(var.aval)
         specs[var] = PartitionSpec(tuple(sorted(axes, key=repr)) or None)
 
     def call_part(*args: jax.Array) -> tuple[Any, ...]:
@@ -198,4 +198,4 @@ def _look_up(env: dict[Any, Any], atom: Atom) -> Any:
 
 def _is_cast_to_half(step: Step) -> bool:
     is_cast = step.eqn.primitive.name in _CASTS
-    return is_cast and _jaxprs.holds_half(step.outvars[0].aval)
+    return is_cast and jaxprs.holds_half(step.outvars[0].aval)

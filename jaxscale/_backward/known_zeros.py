@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from .._jaxprs import Arrays, SymbolicTangents
+from .._jax.jaxprs import Arrays, SymbolicTangents
 
 # Where the rules of `note_tangents` and `note_zeros` write what they see.
 _notes: ContextVar[list[bool]] = ContextVar("notes")

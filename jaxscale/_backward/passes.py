@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _jaxprs
 from .._gradients.reduction import reduce_sizes
 from .._gradients.scaled import Scaled, divide, multiply
 from .._gradients.verdict import agree_on_size
-from .._jaxprs import AxisNames
+from .._jax import jaxprs
+from .._jax.jaxprs import AxisNames
 from .._trees.casts import blank, cast, uninitialized, widen
 from .cotangent_scale import MOST_RAISED, choose_power
 
@@ -170,10 +170,10 @@ def pull_back(
     )
     numbers, types = _types_of(run_pass, start)
     # What the loop carries must vary along the axes that its result varies along.
-    axes = frozenset().union(*map(_jaxprs.varying, numbers))
+    axes = frozenset().union(*map(jaxprs.varying, numbers))
 
     def vary(progress: _Progress) -> _Progress:
-        return _Progress(*(_jaxprs.vary(number, axes) for number in progress))
+        return _Progress(*(jaxprs.vary(number, axes) for number in progress))
 
     last = jax.lax.while_loop(
         lambda carry: carry.progress.is_unfinished,

@@ -12,9 +12,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import jax
 from jax.tree_util import Partial
 
-from .. import _jaxprs
 from .._boundary import NO_FORWARD, check_cotangent, mark_boundary, traced_for
-from .._jaxprs import ArrayLike, AxisNames, Flags, SymbolicTangents
+from .._jax import jaxprs
+from .._jax.jaxprs import ArrayLike, AxisNames, Flags, SymbolicTangents
 from .._trees.arguments import int32, normal_float32
 from .._trees.flat_functions import Flat, array_names
 from .._trees.nnx_objects import wrap_call
@@ -36,7 +36,7 @@ _WAY_OUT = (
     "what goes into it."
 )
 _naming_the_line = functools.partial(
-    _jaxprs.naming_the_line, "scale_backward(fun)", _WAY_OUT
+    jaxprs.naming_the_line, "scale_backward(fun)", _WAY_OUT
 )
 
 
@@ -155,8 +155,8 @@ def _call(
     flat = Flat(call_and_name, args, kwargs, getattr(fun, "__name__", "scale_backward"))
     # A function with a rule must not close over what it is differentiated by. So whatever it closes
     # over, such as tracers, becomes an input.
-    jaxpr, consts = _jaxprs.without_constants(jax.make_jaxpr(flat)(*flat.arrays))
-    program = _jaxprs.closed(jaxpr)
+    jaxpr, consts = jaxprs.without_constants(jax.make_jaxpr(flat)(*flat.arrays))
+    program = jaxprs.closed(jaxpr)
     input_names = ["that it closes over"] * len(consts)
     input_names += [f"args{name}" for name in array_names(args)]
     input_names += [f"kwargs{name}" for name in array_names(kwargs)]
@@ -172,7 +172,7 @@ def _call(
         for value, name in itertools.compress(
             zip(inputs, input_names, strict=True), perturbed
         ):
-            if _jaxprs.has_narrow_range(value.dtype):
+            if jaxprs.has_narrow_range(value.dtype):
                 raise TypeError(_HALF_INPUT.format(name, value.dtype))
         with _naming_the_line():
             plan = plan_for(program, is_under_autocast, perturbed)
@@ -186,7 +186,7 @@ def _call(
             return pull(cotangents, options)
 
     with mark_boundary():
-        outputs = _jaxprs.keep_rule(
+        outputs = jaxprs.keep_rule(
             program, run_forward, NO_FORWARD, *consts, *flat.arrays
         )
     return flat.restored(outputs)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._jaxprs import Literal, Op, does, primitives_that
+from .._jax.jaxprs import Literal, Op, does, primitives_that
 from ..diagnostics._switches.equations import EquationKey
 from ..diagnostics._switches.operations import Operation, Operations
 from ..diagnostics._switches.places import Line

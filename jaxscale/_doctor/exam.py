@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxprs import has_narrow_range
+from .._jax.jaxprs import has_narrow_range
 from ..diagnostics._calibrate import Calibration
 from ..diagnostics._histogram import Histogram, Shares
 from ..diagnostics._leaves import LeafTable

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jaxprs import (
+from .._jax.jaxprs import (
     ClosedJaxpr,
     Op,
     backward_rule,

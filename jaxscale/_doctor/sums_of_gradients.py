@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from .._jaxprs import (
+from .._jax.jaxprs import (
     Form,
     Literal,
     Op,

@@ -20,7 +20,7 @@ import optax
 from jax.tree_util import GetAttrKey, KeyPath
 
 from .._autocast.api import autocast
-from .._jaxprs import ClosedJaxpr, jaxpr_as_fun
+from .._jax.jaxprs import ClosedJaxpr, jaxpr_as_fun
 from .._trees.gradient_leaves import leaf_name, list_gradients
 from .._trees.leaves import dtype_of, is_array_like, is_python_number
 from .._trees.nnx_objects import without_untrained

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from .jaxpr_types import AbstractValue, AxisName
-from .jaxprs import ClosedJaxpr, Jaxpr
+from .pruned_jaxprs import ClosedJaxpr, Jaxpr
 
 
 def varying(aval: AbstractValue) -> frozenset[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from .._autocast.cast_products import is_never_entered, why_not_cast
 from .._autocast.product_owner import CallSite, outermost
 from .._autocast.table import KERNELS, PRODUCTS
-from .._jaxprs import Jaxpr, JaxprEqn, closed, programs
+from .._jax.jaxprs import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat_functions import Flat
 from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call

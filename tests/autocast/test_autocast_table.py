@@ -26,13 +26,13 @@ def test_a_dot_of_vectors_may_be_larger_than_float16_holds():
         assert jaxscale.autocast(jnp.vdot)(large, large) == 120_000
 
 
-ROWS = jnp.full((4, 300), 20.0)
-COLUMN = jnp.full((300, 1), 20.0)
-QUERY = jnp.ones((2, 1, 2, 4))
-KEYS = jnp.ones((2, 3, 2, 4))
-POSITIONS = jnp.arange(4096.0)
-FREQUENCIES = 1.5 ** -jnp.arange(4.0)
-PIXEL = jnp.ones((1, 1, 1, 1))
+ROWS = np.full((4, 300), 20, np.float32)
+COLUMN = np.full((300, 1), 20, np.float32)
+QUERY = np.ones((2, 1, 2, 4), np.float32)
+KEYS = np.ones((2, 3, 2, 4), np.float32)
+POSITIONS = np.arange(4096, dtype=np.float32)
+FREQUENCIES = np.float32(1.5) ** -np.arange(4, dtype=np.float32)
+PIXEL = np.ones((1, 1, 1, 1), np.float32)
 # They have no axis to sum over, or none that is left. Their results overflow float16, or need more
 # digits than it has.
 DOTS_AND_OUTER_PRODUCTS = {
@@ -40,7 +40,7 @@ DOTS_AND_OUTER_PRODUCTS = {
     "ij,ij->i": (lambda x, y: jnp.einsum("ij,ij->i", x, y), ROWS, ROWS),
     "mapped": (jax.vmap(jnp.dot), ROWS, ROWS),
     "row @ column": (lambda x, y: x @ y, ROWS[:1], COLUMN),
-    "rows @ columns": (lambda x, y: x[:, None] @ y, ROWS, jnp.stack([COLUMN] * 4)),
+    "rows @ columns": (lambda x, y: x[:, None] @ y, ROWS, np.stack([COLUMN] * 4)),
     "i,j->ij": (lambda x, y: jnp.einsum("i,j->ij", x, y), POSITIONS, FREQUENCIES),
     "column @ row": (lambda x, y: x[:, None] @ y[None], POSITIONS, FREQUENCIES),
 }
@@ -90,8 +90,8 @@ def test_products_of_a_matrix_are_in_half_precision(name):
     assert products(jaxscale.autocast(fun), *args) == ["float16"]
 
 
-BYTES = jnp.full((4, 300), 127, jnp.int8)
-BYTE_IMAGES = jnp.full((1, 300, 2, 2), 127, jnp.int8)
+BYTES = np.full((4, 300), 127, np.int8)
+BYTE_IMAGES = np.full((1, 300, 2, 2), 127, np.int8)
 INTO_FLOAT32 = {"preferred_element_type": jnp.float32}
 # Their results are integers that half precision does not hold.
 OF_INTEGERS = {
@@ -159,20 +159,20 @@ NUMBERS = np.random.default_rng(0).standard_normal(4096).astype(np.float16)
 
 def normal(*shape):
     """Numbers that float16 holds, in float32."""
-    return jnp.asarray(NUMBERS[: np.prod(shape)].reshape(shape), jnp.float32)
+    return NUMBERS[: np.prod(shape)].reshape(shape).astype(np.float32)
 
 
 A = normal(4, 4)
 B = normal(8, 4)[4:]
 V = normal(4)
 SIGNAL = normal(64)
-POSITIVE = (A @ A.T + jnp.eye(4)).astype(jnp.float16).astype(jnp.float32)
-CHANCES = jax.nn.softmax(B)
-LABELS = jnp.array([0, 2, 1, 0])
-HOT = jax.nn.one_hot(LABELS, 4)
-BITS = jnp.array([0.0, 1.0, 0.0, 1.0])
-WORDS = jnp.array([[1, 2], [3, 0]])
-ENDS = jnp.array([[0.0, 0], [0, 1]])
+POSITIVE = (A @ A.T + np.eye(4)).astype(np.float16).astype(np.float32)
+CHANCES = np.exp(B) / np.sum(np.exp(B), -1, keepdims=True)
+LABELS = np.array([0, 2, 1, 0])
+HOT = np.eye(4, dtype=np.float32)[LABELS]
+BITS = np.array([0, 1, 0, 1], np.float32)
+WORDS = np.array([[1, 2], [3, 0]])
+ENDS = np.array([[0, 0], [0, 1]], np.float32)
 # Tried in this order, where `ARGUMENTS` says nothing else.
 USUAL = [(A,), (A, B), (A, V), (V,), (V, V), (4,), (A, 2), (LABELS, 4)]
 ARGUMENTS = {
@@ -188,7 +188,7 @@ ARGUMENTS = {
     "multiclass_sparsemax_loss softmax_cross_entropy_with_integer_labels": (A, LABELS),
     "ctc_loss ctc_loss_with_forward_probs": (
         normal(2, 6, 4),
-        jnp.zeros((2, 6)),
+        np.zeros((2, 6), np.float32),
         WORDS,
         ENDS,
     ),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from tables import cases, half, pairs, spread
 
 import jaxscale
-from jaxscale import _jaxprs
+from jaxscale._jax import jaxprs
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -518,7 +518,7 @@ def test_products_share_the_rounded_copy_of_what_they_read():
     program = jax.make_jaxpr(jaxscale.autocast(fun))(W)
     copies = collections.Counter()
     for eqn in program.eqns:
-        if _jaxprs.is_stand_in(eqn):
+        if jaxprs.is_stand_in(eqn):
             copies[eqn.invars[0]] += 1
     assert sorted(copies.values()) == [2, 3]
 
@@ -560,7 +560,7 @@ def make_product(name, have_source, result, dtype):
             sources.append(wide if has_source else None)
         preferred = {"preferred_element_type": RESULTS[result](half)}
         params = {"dimension_numbers": dimensions, **options, **preferred}
-        return _jaxprs.multiply_half(operands, sources, params).astype(jnp.float32)
+        return jaxprs.multiply_half(operands, sources, params).astype(jnp.float32)
 
     def expected(*wides):
         return jax.lax.dot_general(*wides, dimensions)
@@ -599,7 +599,7 @@ def test_a_product_in_half_precision_has_the_derivatives_of_its_sources(
 
 def stand_in(half, wide):
     """The value of one array, and the derivative of another."""
-    value = _jaxprs.stand_in(half.astype(jnp.float16), wide, jnp.float16)
+    value = jaxprs.stand_in(half.astype(jnp.float16), wide, jnp.float16)
     return value.astype(jnp.float32)
 
 

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tables import cases, spread
 
 import jaxscale
-from jaxscale import _jaxprs
+from jaxscale._jax import jaxprs
 
 pytestmark = [
     pytest.mark.standard_promotion,
@@ -213,7 +213,7 @@ def names_of_autodiff(fun, is_new):
     with form(is_new):
         program = jax.make_jaxpr(fun)(W[0])
     names = {eqn.primitive.name for eqn in equations(program)}
-    return names & (OF_OLD_FORM | {_jaxprs.OBJECT})
+    return names & (OF_OLD_FORM | {jaxprs.OBJECT})
 
 
 @jax.jit
@@ -264,9 +264,9 @@ def test_what_is_made_has_the_form_that_is_asked_for_now():
     first = names_of_autodiff(cast, is_new=False)
     assert "custom_jvp_call" in first
     assert first <= OF_OLD_FORM
-    assert names_of_autodiff(cast, is_new=True) == {_jaxprs.OBJECT}
+    assert names_of_autodiff(cast, is_new=True) == {jaxprs.OBJECT}
     assert names_of_autodiff(cast, is_new=False) == first
-    assert names_of_autodiff(cast, is_new=True) == {_jaxprs.OBJECT}
+    assert names_of_autodiff(cast, is_new=True) == {jaxprs.OBJECT}
 
 
 @pytest.mark.worlds

@@ -11,7 +11,7 @@ from jax.interpreters import ad
 from tables import cases
 
 import jaxscale
-from jaxscale import _jaxprs
+from jaxscale._jax import jaxprs
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -46,9 +46,9 @@ def segments(fun):
     """The programs of the segments, in their order."""
     eqns = jax.make_jaxpr(fun)(X).eqns
     return [
-        _jaxprs.callee(eqn).jaxpr
+        jaxprs.callee(eqn).jaxpr
         for eqn in eqns
-        if _jaxprs.operation(eqn) == _jaxprs.RECOMPUTED
+        if jaxprs.operation(eqn) == jaxprs.RECOMPUTED
     ]
 
 
@@ -84,7 +84,7 @@ def test_equal_equations_are_differentiated_once(monkeypatch):
     # One call now. Two would still be far from one for each layer.
     assert 1 <= rule.call_count <= 2
     # The equations are in the program itself, not inside a `jit`.
-    assert "jit" not in map(_jaxprs.operation, program.eqns)
+    assert "jit" not in map(jaxprs.operation, program.eqns)
 
 
 def test_layers_of_different_names_share_a_program_and_keep_their_names():
@@ -111,7 +111,7 @@ def test_segments_over_different_names_do_not_share_a_program():
     programs = segments(jaxscale.autocast(network))
     assert count_different(programs) == len(programs) == 3
     for i, program in enumerate(programs):
-        assert {f"a{i}", f"b{i}"} <= set(map(_jaxprs.scope_path, program.eqns))
+        assert {f"a{i}", f"b{i}"} <= set(map(jaxprs.scope_path, program.eqns))
 
 
 def test_equal_segments_are_traced_and_differentiated_once(monkeypatch):

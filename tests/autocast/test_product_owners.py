@@ -33,11 +33,11 @@ def test_a_product_of_the_model_is_rounded_and_one_of_a_library_is_not():
     assert power[0, 0] > 1
 
 
-SMALL = 0.1 * jnp.sin(jnp.arange(64.0))
-A = jnp.eye(8) + SMALL.reshape(8, 8)
-X = jnp.cos(jnp.arange(32.0)).reshape(4, 8)
-SIGNAL = jnp.linspace(-1.0, 1.0, 16)
-TIMES = jnp.arange(3.0)
+SMALL = 0.1 * np.sin(np.arange(64))
+A = jnp.asarray(np.eye(8) + SMALL.reshape(8, 8), jnp.float32)
+X = jnp.asarray(np.cos(np.arange(32)).reshape(4, 8), jnp.float32)
+SIGNAL = np.linspace(-1, 1, 16, dtype=np.float32)
+TIMES = np.arange(3, dtype=np.float32)
 KEY = jax.random.key(0)
 _, apply_stax = stax.serial(stax.Dense(8), stax.Relu)
 

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from tables import cases
 
 import jaxscale
-from jaxscale import _jaxprs
 from jaxscale._autocast.api import _make_autocast
+from jaxscale._jax import jaxprs
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -64,11 +64,11 @@ def residual_layers(x):
 
 AFTER_A_PRODUCT = [alternating, long_chain, many_readers, residual_layers]
 # What `autocast` adds, and what it puts in the place of a call.
-ADDED = {"convert_element_type", "jaxscale_stand_in", _jaxprs.RECOMPUTED}
+ADDED = {"convert_element_type", "jaxscale_stand_in", jaxprs.RECOMPUTED}
 
 
 def count_operations(fun):
-    counts = collections.Counter(map(_jaxprs.operation, equations_of(fun, X)))
+    counts = collections.Counter(map(jaxprs.operation, equations_of(fun, X)))
     return {name: count for name, count in counts.items() if name not in ADDED}
 
 

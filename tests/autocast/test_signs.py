@@ -27,7 +27,9 @@ def test_a_number_that_half_precision_rounds_to_0_has_a_derivative():
     np.testing.assert_array_equal(gradient, [[1, 0]])
 
 
-RECOMPUTED = sys.modules["jaxscale._jaxprs.recomputed"]  # a function has the same name
+RECOMPUTED = sys.modules[
+    "jaxscale._jax.jaxprs.recomputed"
+]  # a function has the same name
 W = normal((3, 8, 8), seed=0) * np.float32(0.3)
 X = normal((6, 8), seed=1)
 

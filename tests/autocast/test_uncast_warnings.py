@@ -16,7 +16,8 @@ from jax.experimental import pallas
 from tables import cases
 
 import jaxscale
-from jaxscale import _jaxprs, diagnostics
+from jaxscale import diagnostics
+from jaxscale._jax import jaxprs
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -106,7 +107,7 @@ def names_in_trace(fun):
 
 
 @cases("way", WAYS, fast=["slot of a base class", "method", "six steps"])
-@pytest.mark.parametrize("name", ["future_call", _jaxprs.OBJECT])
+@pytest.mark.parametrize("name", ["future_call", jaxprs.OBJECT])
 def test_a_program_that_is_hidden_in_a_parameter_is_named(way, name):
     fun = reads_and_multiplies(name, WAYS[way](PROGRAM))
     result = assert_named_once(name, lambda: jaxscale.autocast(fun)(X))

@@ -246,7 +246,7 @@ def test_along_an_axis_that_is_named_there_is_one_scale(axis_name):
 
 # The factors of the losses of three members: the first never overflows, and the last once more than
 # the second.
-FACTORS = SMALL * 2.0 ** jnp.array([-16.0, 0.0, 4.0])
+FACTORS = np.float32(SMALL * 2.0 ** np.array([-16.0, 0.0, 4.0]))
 # The scale to start from, by `retries`. The second member overflows twice from `HIGH`, and once
 # from `HIGH / 16`: with 0 retries that is not repaired.
 START_SCALES = {0: HIGH / 16, 1: HIGH / 16, 2: HIGH}
@@ -523,8 +523,13 @@ def test_devices_pull_outliers_apart_together(check_vma):
 
 def normalized(eps, num_rows=8, num_zeros=2):
     """Returns a loss of normalized rows, some of which are padding, and its parameters."""
-    x = jax.random.normal(jax.random.key(1), (num_rows, 16)).at[:num_zeros].set(0)
-    targets = jax.random.normal(jax.random.key(4), (num_rows, 8))
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    x, targets = normal(num_rows, 16), normal(num_rows, 8)
+    x[:num_zeros] = 0
 
     def loss(p):
         y = jnp.tanh(x @ p["first"]) @ p["second"]
@@ -532,9 +537,7 @@ def normalized(eps, num_rows=8, num_zeros=2):
         rows = y * jax.lax.rsqrt(jnp.maximum(squares, eps))
         return jnp.mean(jnp.sum((rows - targets) ** 2, -1))
 
-    first = jax.random.normal(jax.random.key(2), (16, 32)) / 4
-    second = jax.random.normal(jax.random.key(3), (32, 8)) / 6
-    return loss, {"first": first, "second": second}
+    return loss, {"first": normal(16, 32) / 4, "second": normal(32, 8) / 6}
 
 
 NORMS = {

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import hlo
 import jax
 import jax.numpy as jnp
-import jaxprs
+import jaxpr_equations
 import report
 import zoo
 from jax.sharding import SingleDeviceSharding
@@ -98,7 +98,7 @@ def compile_for(target, model, way):
 
 def kept_bytes(model, way, half):
     """Returns the bytes that the forward pass keeps, besides parameters and batch."""
-    return jaxprs.residual_bytes(loss_of(model, way, half), *model.arguments())
+    return jaxpr_equations.residual_bytes(loss_of(model, way, half), *model.arguments())
 
 
 def figures(target, model, way):

@@ -123,7 +123,7 @@ def compute(program, dtype):
 @cases(
     ("program", "notes_births"),
     [(program, noting) for program in PROGRAMS for noting in (False, True)],
-    fast=[(scanned, True), (with_a_ref, False)],
+    fast=[(with_a_ref, False)],
 )
 def test_switches_choose_between_half_precision_and_float32(program, notes_births):
     board = make_board(lambda w, x: program(w, x, HALF), W, X)

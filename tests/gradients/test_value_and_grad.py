@@ -29,11 +29,11 @@ def test_a_gradient_that_float16_flushes_is_kept_in_float32():
     assert jaxscale.grad(loss_fn, scaling)(w) == grad
 
 
-X = jax.random.normal(jax.random.key(0), (8, 5))
-Y = jax.random.normal(jax.random.key(1), (8, 2))
+NORMAL = np.random.default_rng(0).standard_normal(168).astype(np.float32)
+X, Y = jnp.asarray(NORMAL[:40].reshape(8, 5)), jnp.asarray(NORMAL[40:56].reshape(8, 2))
 MODEL = {
-    "w": jax.random.normal(jax.random.key(2), (5, 16)),
-    "v": jax.random.normal(jax.random.key(3), (16, 2)),
+    "w": jnp.asarray(NORMAL[56:136].reshape(5, 16)),
+    "v": jnp.asarray(NORMAL[136:].reshape(16, 2)),
 }
 NOOP = jaxscale.NoOpLossScale().init()
 SCALES = [2.0**24, 40000.7, 2.0**-30, 2.0**-126]
@@ -195,7 +195,7 @@ def test_signature_and_keyword_arguments_are_those_of_the_function(theirs, ours)
 
 # What a `transform` may map `jax.value_and_grad` or `jax.grad` over, for gradients by example. Each
 # takes the differentiated function, and which of both made it.
-DOUBLES = jnp.arange(1.0, 25.0).reshape(2, 4, 3) / 8
+DOUBLES = jnp.asarray(np.arange(1, 25).reshape(2, 4, 3) / 8, jnp.float32)
 
 
 def vmapped(fun, kind, axes=(0, 0)):

@@ -13,13 +13,13 @@ import pytest
 from compilations import COMPILED
 from flax import nnx
 from half_programs import primitives, products
-from jaxprs import residual_bytes
+from jaxpr_equations import residual_bytes
 from sequence import Transformer
 from tables import cases, unchanged
 
 import jaxscale
-from jaxscale import _jaxprs
 from jaxscale._autocast import table
+from jaxscale._jax import jaxprs
 from jaxscale.diagnostics._switches import places
 
 pytestmark = pytest.mark.standard_promotion
@@ -119,7 +119,7 @@ class Operation(NamedTuple):
 
 def walk_operations(jaxpr, around=()):
     for eqn in jaxpr.eqns:
-        for inner in _jaxprs.programs(eqn):
+        for inner in jaxprs.programs(eqn):
             yield from walk_operations(inner, (*around, eqn))
         if eqn.primitive.name in PLACED:
             line = str(places.find_line(eqn, around))

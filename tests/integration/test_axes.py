@@ -44,16 +44,19 @@ MESH = Mesh(np.array(DEVICES), ("d",))
 SHARDED = P("d")
 
 # Each device has two examples. Their sizes differ, and so do losses and gradients.
-SIZES = jnp.array([1.0, 4.0, 0.5, 2.0]).repeat(2)[:, None]
-X = SIZES * jnp.linspace(-1.0, 1.0, 8 * 4).reshape(8, 4)
-Y = SIZES[:, 0] * jnp.linspace(1.0, 3.0, 8)
+SIZES = np.array([1, 4, 0.5, 2], np.float32).repeat(2)[:, None]
+X = SIZES * np.linspace(-1, 1, 8 * 4, dtype=np.float32).reshape(8, 4)
+Y = SIZES[:, 0] * np.linspace(1, 3, 8, dtype=np.float32)
 # What the gradients of each example are multiplied by.
-ONES = jnp.ones(8)
+ONES = np.ones(8, np.float32)
 # One of them stands out.
-GOOD = [(X * size, Y, ONES) for size in (1.0, 0.5, 0.75, 1.5, 40.0, 1.0, 0.5, 1.0)]
+SIZES_OF_BATCHES = (1.0, 0.5, 0.75, 1.5, 40.0, 1.0, 0.5, 1.0)
+GOOD = [(X * np.float32(size), Y, ONES) for size in SIZES_OF_BATCHES]
 # One device has an overflow, or a bad loss.
-OVERFLOW = X, Y, ONES.at[5].set(jnp.inf)
-BAD_LOSS = X.at[2, 1].set(jnp.nan), Y, ONES
+OVERFLOW = X, Y, ONES.copy()
+OVERFLOW[2][5] = np.inf
+BAD_LOSS = X.copy(), Y, ONES
+BAD_LOSS[0][2, 1] = np.nan
 BATCHES = [*GOOD[:2], OVERFLOW, BAD_LOSS, *GOOD[2:]]
 
 

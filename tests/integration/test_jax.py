@@ -1,7 +1,7 @@
 """Assumptions about the inside of JAX, and what is done where they no longer hold.
 
 If a row of `ASSUMED`, or a test above `rename`, fails with a new version of JAX, its name says what
-changed: mend that entry of `jaxscale/_jax` or `jaxscale/_jaxprs`. Until then users of that version
+changed: mend that entry of `jaxscale/_jax`. Until then users of that version
 see a warning.
 """
 
@@ -26,7 +26,8 @@ from jax.sharding import AxisType, PartitionSpec
 from tables import assert_same_bits, cases, each
 
 import jaxscale
-from jaxscale import _jaxprs, diagnostics
+from jaxscale import diagnostics
+from jaxscale._jax import jaxprs
 from jaxscale.diagnostics._switches.backward import Backward
 from jaxscale.diagnostics._switches.board import Switchboard
 
@@ -45,17 +46,17 @@ X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 W = jnp.eye(4) * 0.5
 
 
-def test_only_two_rooms_know_the_inside_of_jax():
+def test_only_one_room_knows_the_inside_of_jax():
     names_by_file = {}
     for file in (PROJECT / "jaxscale").rglob("*.py"):
         names = INSIDE.findall(file.read_text())
-        if names and file.parent.name not in ("_jax", "_jaxprs"):
+        if names and PROJECT / "jaxscale/_jax" not in file.parents:
             names_by_file[file.relative_to(PROJECT)] = names
     assert not names_by_file
 
 
 PRIMITIVES = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
-PRIMITIVES |= _jaxprs.FORMS.keys() | _jaxprs.primitives_that(_jaxprs.Op(0))
+PRIMITIVES |= jaxprs.FORMS.keys() | jaxprs.primitives_that(jaxprs.Op(0))
 # What else may write the name of a primitive, and why.
 MAY_NAME_PRIMITIVES = {
     "_doctor/cures.py": "says in words what an operation is known for",
@@ -79,13 +80,13 @@ def test_what_a_primitive_does_is_asked_of_one_table():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 words.add(node.value)
-        if words & PRIMITIVES and file.parent.name not in ("_jax", "_jaxprs"):
+        if words & PRIMITIVES and PROJECT / "jaxscale/_jax" not in file.parents:
             names_by_file[path] = words & PRIMITIVES
     assert names_by_file.keys() <= MAY_NAME_PRIMITIVES.keys(), names_by_file
 
 
 def test_the_versions_that_were_tested_are_those_that_are_promised():
-    oldest, newest = _jaxprs.TESTED.split(" to ")
+    oldest, newest = jaxprs.TESTED.split(" to ")
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert f"jax>={oldest}" in project["dependencies"]
     minor, _, _ = newest.rpartition(".")
@@ -159,18 +160,18 @@ if jax.__version_info__ >= (0, 12):  # before, its equations stand in place of t
 OLD_AND_NEW = ["remat2", "custom_jvp_call", "custom_vjp_call"]
 if HAS_NEW_FORM:
     HOLDING["call_hi_primitive"] = find_root
-READERS = {"scan": _jaxprs.scan, "while": _jaxprs.while_loop, "cond": _jaxprs.branches}
-READERS |= {"shard_map": _jaxprs.mapped}
+READERS = {"scan": jaxprs.scan, "while": jaxprs.while_loop, "cond": jaxprs.branches}
+READERS |= {"shard_map": jaxprs.mapped}
 
 
 def holding(name):
     eqns = jax.make_jaxpr(HOLDING[name])(X).eqns
-    (eqn,) = (e for e in eqns if _jaxprs.operation(e) == name)
+    (eqn,) = (e for e in eqns if jaxprs.operation(e) == name)
     return eqn
 
 
 def read(eqn):
-    return READERS.get(eqn.primitive.name, _jaxprs.callee)(eqn)
+    return READERS.get(eqn.primitive.name, jaxprs.callee)(eqn)
 
 
 def is_called(eqn):
@@ -181,20 +182,18 @@ def is_called(eqn):
 
 def is_program_of_root(eqn):
     """Its program takes what its rules need as well, and holds that with the product."""
-    (program,) = _jaxprs.programs(eqn)
-    inner = [
-        names(each) for eqn in program.jaxpr.eqns for each in _jaxprs.programs(eqn)
-    ]
-    takes_same = len(_jaxprs.callee(eqn).in_avals) == len(eqn.invars)
+    (program,) = jaxprs.programs(eqn)
+    inner = [names(each) for eqn in program.jaxpr.eqns for each in jaxprs.programs(eqn)]
+    takes_same = len(jaxprs.callee(eqn).in_avals) == len(eqn.invars)
     return takes_same and inner == [["dot_general"]]
 
 
 def is_divided(eqn):
     """A call of a part of a program is the same kind of call, and means the same."""
-    call = functools.partial(_jaxprs.call_part, eqn, lambda x: [x * 2])
-    is_same_call = _jaxprs.operation(equation(call, [X])) == _jaxprs.operation(eqn)
+    call = functools.partial(jaxprs.call_part, eqn, lambda x: [x * 2])
+    is_same_call = jaxprs.operation(equation(call, [X])) == jaxprs.operation(eqn)
     (doubled,) = call([X])
-    return is_same_call and (doubled == X * 2).all() and _jaxprs.is_divisible(eqn)
+    return is_same_call and (doubled == X * 2).all() and jaxprs.is_divisible(eqn)
 
 
 def is_scan_read(eqn):
@@ -214,26 +213,26 @@ def is_mapped_again(eqn):
 
 def made_again(eqn):
     def again(x):
-        with _jaxprs.context(eqn), _jaxprs.source(eqn, _jaxprs.current_scopes()):
-            return _jaxprs.bind(eqn, [x])[0]
+        with jaxprs.context(eqn), jaxprs.source(eqn, jaxprs.current_scopes()):
+            return jaxprs.bind(eqn, [x])[0]
 
     return equation(again, X)
 
 
 def has_preferred_type(eqn):
-    params = _jaxprs.with_preferred_type(eqn, np.float32, np.float16)
-    (product,) = _jaxprs.bind(eqn, [X.astype("float16"), W.astype("float16")], params)
+    params = jaxprs.with_preferred_type(eqn, np.float32, np.float16)
+    (product,) = jaxprs.bind(eqn, [X.astype("float16"), W.astype("float16")], params)
     return product.dtype == np.float16
 
 
 def is_name_of_any_type(eqn):
-    (named,) = _jaxprs.bind(eqn, [X.astype("float16")])
+    (named,) = jaxprs.bind(eqn, [X.astype("float16")])
     return named.dtype == np.float16
 
 
 def are_branches_swapped(eqn):
-    params = _jaxprs.with_programs(eqn, read(eqn)[::-1])
-    (output,) = _jaxprs.bind(eqn, [0, W, X], params)
+    params = jaxprs.with_programs(eqn, read(eqn)[::-1])
+    (output,) = jaxprs.bind(eqn, [0, W, X], params)
     return (output == X @ W).all()
 
 
@@ -245,15 +244,15 @@ def options(eqn):
 def is_pinned(eqn):
     """A program that takes two arrays in the place of one pins both, and not its constants."""
     jaxpr = jax.make_jaxpr(lambda constant, a, b: a + b)(X, X, X).jaxpr
-    again = eqn.replace(params=_jaxprs.with_rematted(eqn, jaxpr, [2]))
-    part = eqn.replace(params=_jaxprs.with_rematted(eqn, jaxpr))
+    again = eqn.replace(params=jaxprs.with_rematted(eqn, jaxpr, [2]))
+    part = eqn.replace(params=jaxprs.with_rematted(eqn, jaxpr))
     is_pinned_by_input = options(again)["prevent_cse"] == (False, True, True)
     return is_pinned_by_input and options(part)["prevent_cse"] is True
 
 
 def is_run_again(eqn):
     """A scan of another body is as long, and runs in the same direction."""
-    _, _, outputs = _jaxprs.scan_again(eqn, read(eqn).body, [W], [X[0], X[0]], [X])
+    _, _, outputs = jaxprs.scan_again(eqn, read(eqn).body, [W], [X[0], X[0]], [X])
     _, expected = scan_backwards(X)
     return (outputs == expected).all()
 
@@ -279,35 +278,35 @@ ASSUMED = {name: (name, is_called) for name in HOLDING if name not in READERS} |
     "division of a remat": ("remat2", is_divided),
     "placed inputs": (
         jax.jit(jnp.sin, in_shardings=DEVICE),
-        lambda e: not _jaxprs.is_divisible(e),
+        lambda e: not jaxprs.is_divisible(e),
     ),
     "placed outputs": (
         jax.jit(jnp.sin, out_shardings=DEVICE),
-        lambda e: not _jaxprs.is_divisible(e),
+        lambda e: not jaxprs.is_divisible(e),
     ),
     "cast": (
-        lambda x: _jaxprs.cast(x, "float16"),
+        lambda x: jaxprs.cast(x, "float16"),
         lambda e: e.params["new_dtype"] == np.float16,
     ),
     "scopes": (
         SCOPED,
-        lambda e: [*map(_jaxprs.scope_names, (e, made_again(e)))] == [["inner"]] * 2,
+        lambda e: [*map(jaxprs.scope_names, (e, made_again(e)))] == [["inner"]] * 2,
     ),
-    "lines": (SCOPED, lambda e: __file__ in [file for file, *_ in _jaxprs.frames(e)]),
+    "lines": (SCOPED, lambda e: __file__ in [file for file, *_ in jaxprs.frames(e)]),
     "lines again": (
         SCOPED,
-        lambda e: [*_jaxprs.frames(made_again(e))] == [*_jaxprs.frames(e)],
+        lambda e: [*jaxprs.frames(made_again(e))] == [*jaxprs.frames(e)],
     ),
     "backward rule": (
         "custom_vjp_call",
-        lambda e: _jaxprs.backward_rule(e) == "own_backward",
+        lambda e: jaxprs.backward_rule(e) == "own_backward",
     ),
-    "no backward rule": ("jit", lambda e: _jaxprs.backward_rule(e) is None),
-    "ref": (lambda x: jax.new_ref(x)[...], lambda e: _jaxprs.is_ref(e.outvars[0])),
-    "no ref": (jnp.sin, lambda e: not _jaxprs.is_ref(e.outvars[0])),
-    "name": (named, lambda e: _jaxprs.operation(e) == "name"),
+    "no backward rule": ("jit", lambda e: jaxprs.backward_rule(e) is None),
+    "ref": (lambda x: jax.new_ref(x)[...], lambda e: jaxprs.is_ref(e.outvars[0])),
+    "no ref": (jnp.sin, lambda e: not jaxprs.is_ref(e.outvars[0])),
+    "name": (named, lambda e: jaxprs.operation(e) == "name"),
     "name of another type": (named, is_name_of_any_type),
-    "precision": (PRODUCT, lambda e: HIGHEST in _jaxprs.product_precision(e)),
+    "precision": (PRODUCT, lambda e: HIGHEST in jaxprs.product_precision(e)),
     "preferred type": (PRODUCT, has_preferred_type),
 }
 
@@ -324,11 +323,11 @@ if HAS_NEW_FORM:
     OF_NEW = {
         "expansion": (
             jnp.frexp.__wrapped__,
-            lambda e: len(_jaxprs.callee(e).out_avals) == 2,
+            lambda e: len(jaxprs.callee(e).out_avals) == 2,
         ),
         "a root": (
             "call_hi_primitive",
-            lambda e: _jaxprs.differentiated_by(e) == "jvp",
+            lambda e: jaxprs.differentiated_by(e) == "jvp",
         ),
         "call_hi_primitive": ("call_hi_primitive", is_program_of_root),
     }
@@ -346,15 +345,15 @@ def test_an_equation_is_as_assumed(name, kind):
     with form(AUTODIFF[kind]):
         eqn = holding(what) if isinstance(what, str) else equation(what, X)
         is_new = name in OF_NEW or kind == "new"
-        assert (eqn.primitive.name == _jaxprs.OBJECT) == is_new
+        assert (eqn.primitive.name == jaxprs.OBJECT) == is_new
         assert holds(eqn)
 
 
 @cases("name", HOLDING)
 def test_an_equation_is_opened_with_what_its_programs_read_and_return(name):
     eqn = holding(name)
-    opened = _jaxprs.open_equation(eqn)
-    programs = [_jaxprs.closed(program).jaxpr for program in _jaxprs.programs(eqn)]
+    opened = jaxprs.open_equation(eqn)
+    programs = [jaxprs.closed(program).jaxpr for program in jaxprs.programs(eqn)]
     assert [held.program.jaxpr for held in opened] == programs
     for held in opened:
         jaxpr = held.program.jaxpr
@@ -384,19 +383,19 @@ def test_a_program_without_refs_does_the_same_at_the_same_lines():
 
         return jax.lax.scan(body, 0.0, x)[0]
 
-    jaxpr, consts = _jaxprs.without_refs(jax.make_jaxpr(add_rows)(X))
-    total, *_ = _jaxprs.jaxpr_as_fun(_jaxprs.closed(jaxpr))(*consts, X)
+    jaxpr, consts = jaxprs.without_refs(jax.make_jaxpr(add_rows)(X))
+    total, *_ = jaxprs.jaxpr_as_fun(jaxprs.closed(jaxpr))(*consts, X)
     sums = np.sum(X) + np.cumsum(np.sum(X, axis=1))
     np.testing.assert_allclose(total, np.sum(sums), rtol=1e-6)
-    for eqn in _jaxprs.walk_program(jaxpr):
-        assert not any(map(_jaxprs.is_ref, (*eqn.invars, *eqn.outvars)))
+    for eqn in jaxprs.walk_program(jaxpr):
+        assert not any(map(jaxprs.is_ref, (*eqn.invars, *eqn.outvars)))
         if eqn.primitive.name in ("add", "reduce_sum", "scan"):
-            files = [file for file, *_ in _jaxprs.frames(eqn)]
+            files = [file for file, *_ in jaxprs.frames(eqn)]
             assert __file__ in files or eqn.outvars[0].aval.dtype == np.int32
 
 
 def test_programs_give_their_constants():
-    jaxpr, constants = _jaxprs.without_constants(WITH_CONSTANT)
+    jaxpr, constants = jaxprs.without_constants(WITH_CONSTANT)
     assert not jaxpr.constvars
     assert len(jaxpr.invars) == 1 + len(constants)
 
@@ -412,7 +411,7 @@ SQUASHED = (X, jnp.float32(1.5), jnp.int32(1))
 
 
 def squash_again(*args):
-    return tuple(_jaxprs.recomputed(jax.make_jaxpr(squash)(*SQUASHED))(*args))
+    return tuple(jaxprs.recomputed(jax.make_jaxpr(squash)(*SQUASHED))(*args))
 
 
 def by_x_and_scale(fun):
@@ -462,7 +461,7 @@ def test_a_recomputed_program_keeps_what_its_derivative_reads():
         return [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.ndim]
 
     program = jax.make_jaxpr(lambda x, y: jnp.exp(jnp.sin(x)) + y)(X, X)
-    assert keep(_jaxprs.recomputed(program)) == [X.shape]
+    assert keep(jaxprs.recomputed(program)) == [X.shape]
 
 
 @jax.custom_jvp
@@ -487,7 +486,7 @@ def test_a_rule_in_a_recomputed_program_may_ask_what_has_a_derivative(by):
         return jnp.sin(pass_if_asked_for(x, y))
 
     argnums = tuple(map("xy".index, by))
-    again = _jaxprs.recomputed(jax.make_jaxpr(squash)(X, X))
+    again = jaxprs.recomputed(jax.make_jaxpr(squash)(X, X))
     actual = jax.grad(lambda x, y: jnp.sum(again(x, y)[0]), argnums)(X, X)
     expected = jax.grad(lambda x, y: jnp.sum(squash(x, y)), argnums)(X, X)
     assert_same_bits(actual, expected)
@@ -501,7 +500,7 @@ def test_numpy_says_that_jax_rounds_a_number_to_zero():
 
 def test_callers_in_jax_are_seen():
     def is_called_by_jax(x):
-        return _jaxprs.is_called_by_jax()
+        return jaxprs.is_called_by_jax()
 
     assert jax.jit(is_called_by_jax)(X)
     assert not is_called_by_jax(X)
@@ -511,7 +510,7 @@ def test_axes_of_devices_are_known():
     axes = []
 
     def look(x):
-        axes.append(_jaxprs.axes_of_devices())
+        axes.append(jaxprs.axes_of_devices())
         return x
 
     jax.jit(look)(jnp.ones(2))
@@ -527,9 +526,9 @@ def test_axes_that_vary_are_known():
 
     def fun(x):
         alike = jnp.zeros(())
-        varied = _jaxprs.vary(alike, ("i",))
+        varied = jaxprs.vary(alike, ("i",))
         for name, array in {"x": x, "alike": alike, "varied": varied}.items():
-            axes[name] = _jaxprs.varying(jax.typeof(array))
+            axes[name] = jaxprs.varying(jax.typeof(array))
         return x
 
     jax.jit(on_one_device(fun))(X)
@@ -554,7 +553,7 @@ def test_a_form_that_is_not_known_runs_as_it_is_written(name, change):
     """And users see a sentence, whatever JAX makes of its loops, calls and rules one day."""
     eqn = holding(name)
     eqn = eqn.replace(params=change(eqn.params))
-    with pytest.raises(_jaxprs.UnknownFormError):
+    with pytest.raises(jaxprs.UnknownFormError):
         read(eqn)
     call = forged(eqn.primitive.name, eqn.params, lambda x: jnp.tanh(x @ W))
 
@@ -562,9 +561,9 @@ def test_a_form_that_is_not_known_runs_as_it_is_written(name, change):
         return jnp.sum(call(x * 3.0) ** 2)
 
     reason = f"JAX {re.escape(jax.__version__)} gives it other parameters"
-    if _jaxprs.class_of_object(eqn):
+    if jaxprs.class_of_object(eqn):
         reason = "is no program of arrays in a form that jaxscale knows"
-    tested = re.escape(_jaxprs.TESTED)
+    tested = re.escape(jaxprs.TESTED)
     message = f"`{eqn.primitive.name}` run as they are written.*{reason}.*{tested}"
     with pytest.warns(UserWarning, match=message) as warnings:
         assert jaxscale.autocast(fun)(X) == fun(X)
@@ -576,7 +575,7 @@ def test_a_form_that_is_not_known_runs_as_it_is_written(name, change):
     report = diagnostics.trace(lambda w: w * fun(X), SCALING)(jnp.float32(2))
     assert report.not_entered == (eqn.primitive.name,)
     assert f"looked at as one: {eqn.primitive.name}" in str(report)
-    assert eqn.primitive.name in _jaxprs.FORMS
+    assert eqn.primitive.name in jaxprs.FORMS
 
 
 @cases("name", [name for name in HOLDING if name != "shard_map"])
@@ -584,6 +583,6 @@ def test_a_new_option_is_passed_on(name):
     eqn = holding(name)
     more = eqn.replace(params=eqn.params | {"new_option": 1})
     assert str(read(more)) == str(read(eqn))
-    if eqn.primitive.name != _jaxprs.OBJECT:
-        params = _jaxprs.with_programs(more, list(_jaxprs.programs(eqn)))
+    if eqn.primitive.name != jaxprs.OBJECT:
+        params = jaxprs.with_programs(more, list(jaxprs.programs(eqn)))
         assert params["new_option"] == 1

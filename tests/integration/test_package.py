@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import graphlib
 import importlib.util
 import inspect
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.standard_promotion  # as users have it
 # A module imports from its own row and from the rows above it in this list; never in a circle.
 ROWS = [
     "_jax",
-    "_jaxprs",
+    "_jax.jaxprs",
     "_boundary _trees",
     "_autocast _state",
     "_gradients",
@@ -46,7 +47,7 @@ ROW = {name: i for i, row in enumerate(ROWS) for name in row.split()}
 # them, all may share.
 WINGS = {
     "a step of one's own": "_trees _state _gradients _policies _step _progress flax nnx presets",
-    "rewritten programs": "_jaxprs _boundary _autocast _backward",
+    "rewritten programs": "_jax.jaxprs _boundary _autocast _backward",
     "tools": "diagnostics _doctor",
 }
 MAY_IMPORT = {
@@ -103,24 +104,26 @@ def module_of(file):
     return ".".join(parts)
 
 
-def imports(file):
-    """Yields the modules that a file imports."""
+@functools.cache
+def imports(module):
+    """Returns the modules that one of the package imports."""
+    file = MODULES[module]
     package = ".".join(["jaxscale", *file.parent.relative_to(PACKAGE).parts])
+    names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
+            names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             path = "." * node.level + (node.module or "")
             base = importlib.util.resolve_name(path, package)
             for alias in node.names:
                 below = f"{base}.{alias.name}"
                 is_module = below.removeprefix("jaxscale.") in MODULES
-                yield below if is_module else base
+                names.add(below if is_module else base)
+    return names
 
 
 MODULES = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
-IMPORTS = {module: set(imports(file)) for module, file in MODULES.items()}
 EXTRAS = {
     "flax": {"flax"},
     "nnx": {"flax"},
@@ -133,12 +136,13 @@ def own_imports(module):
     """Returns the modules of the package that one of them imports."""
     start = "jaxscale."
     return {
-        name.removeprefix(start) for name in IMPORTS[module] if name.startswith(start)
+        name.removeprefix(start) for name in imports(module) if name.startswith(start)
     }
 
 
 def room_of(module):
-    return module.split(".")[0]
+    rooms = [room for room in ROW if f"{module}.".startswith(f"{room}.")]
+    return max(rooms, key=len, default=module)
 
 
 def row_of(module):
@@ -152,7 +156,7 @@ def test_imports_never_run_in_a_circle():
 
 def test_a_module_imports_only_what_lies_above_it_and_what_is_declared():
     for module in MODULES:
-        packages = {name.split(".")[0] for name in IMPORTS[module]}
+        packages = {name.split(".")[0] for name in imports(module)}
         declared = {"jaxscale", "jax", "numpy", "optax"} | EXTRAS.get(module, set())
         assert packages - sys.stdlib_module_names <= declared, module
         if module not in ("__init__", "__main__"):
@@ -319,7 +323,7 @@ packages = {name.split(".")[0] for name in loaded - loaded_before}
 foreign = packages - {"jaxscale", "jax"} - set(sys.stdlib_module_names)
 assert not foreign, foreign
 assert "flax" not in loaded
-for name in ("_autocast", "_backward", "_boundary", "_jaxprs"):
+for name in ("_autocast", "_backward", "_boundary", "_jax.jaxprs"):
     assert f"jaxscale.{name}" not in loaded, name
 assert callable(jaxscale.autocast) and "autocast" in dir(jaxscale)
 for name in ("diagnostics", "flax", "nnx", "presets"):

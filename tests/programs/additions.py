@@ -5,9 +5,9 @@ stops growing. The same is lost if a sum in float32 is rounded, and then read in
 """
 
 import jax.numpy as jnp
-from jaxprs import equations
+from jaxpr_equations import equations
 
-from jaxscale import _jaxprs
+from jaxscale._jax import jaxprs
 
 HALF = ("float16", "bfloat16")
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -69,7 +69,7 @@ def find_additions(program):
     """Returns the additions in half precision."""
     found = {}
     for eqn in equations(program):
-        if _jaxprs.operation(eqn) in ADDITIONS and any(map(_is_half, eqn.outvars)):
+        if jaxprs.operation(eqn) in ADDITIONS and any(map(_is_half, eqn.outvars)):
             found[_describe(eqn)] = None
     return list(found)
 
@@ -101,14 +101,14 @@ def _walk(jaxpr, inputs, found):
 
 def _origins_of(eqn, inputs, found):
     name = eqn.primitive.name
-    programs = [_jaxprs.closed(program).jaxpr for program in _jaxprs.programs(eqn)]
+    programs = [jaxprs.closed(program).jaxpr for program in jaxprs.programs(eqn)]
     if programs:
         return _origins_of_call(eqn, programs, inputs, found)
     if name in PRODUCTS:
         return [PRODUCT]
     if name == "optimization_barrier":  # each output is one of the inputs
         return inputs
-    if _jaxprs.is_stand_in(eqn):
+    if jaxprs.is_stand_in(eqn):
         return inputs[:1]
     is_half = [_is_half(atom) for atom in eqn.outvars]
     # Indices and masks do not count: numbers do not come from them.
@@ -130,7 +130,7 @@ def _origins_of(eqn, inputs, found):
 
 
 def _origins_of_call(eqn, programs, inputs, found):
-    opened = _jaxprs.open_equation(eqn)
+    opened = jaxprs.open_equation(eqn)
     if not opened:
         # The form is not known: nothing is taken for a product.
         for program in programs:

@@ -125,7 +125,6 @@ WAYS = {
 FAST_AS_THEY_ARE = [
     ("dynamic", "adam", "eager", None),
     ("dynamic", "noisy", "accelerator", None),
-    ("everything", "adam", "apply", None),
     ("remainders", "momentum", "train_step", None),
     ("at random", "momentum", "vmap", None),
 ]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jaxprs import equations, numbers_reduced
+from jaxpr_equations import equations, numbers_reduced
 from tables import NESTED as PARAMS
 from tables import assert_same_bits, avals, cases, fused_step, step
 

@@ -12,7 +12,7 @@ import pytest
 import tables
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations
+from jaxpr_equations import equations
 from tables import (
     GRADS,
     PARAMS,

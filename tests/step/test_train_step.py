@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import overflowing
 import pytest
-from jaxprs import numbers_reduced
+from jaxpr_equations import numbers_reduced
 from methods import pass_gradients
 from overflowing import BAD_LOSS, BATCHES, GOOD, OVERFLOW, WINDOWS, hot, loss_fn, run
 from tables import (

@@ -10,7 +10,7 @@ import math
 import hlo
 import jax
 import jax.numpy as jnp
-import jaxprs
+import jaxpr_equations
 import methods
 
 import jaxscale
@@ -66,7 +66,7 @@ def count(name, layers, dtype, clip):
     traced = step.trace(carry, avals(tree, dtype))
     compiled = traced.lower().compile()
     return hlo.program(compiled, size(tree)) | {
-        "equations": len(list(jaxprs.equations(traced.jaxpr))),
+        "equations": len(list(jaxpr_equations.equations(traced.jaxpr))),
     }
 
 

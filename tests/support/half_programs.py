@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxprs import equations as equations
+from jaxpr_equations import equations as equations
 from tables import unchanged
 
 import jaxscale
-from jaxscale import _jaxprs
 from jaxscale._autocast import table
+from jaxscale._jax import jaxprs
 
 
 def normal(shape, seed):
@@ -388,7 +388,7 @@ def primitives(fun, *args):
             dtype = getattr(atom.aval, "dtype", np.bool_)
             if jnp.issubdtype(dtype, jnp.inexact):
                 dtypes.add(str(dtype))
-        names_and_dtypes.append((_jaxprs.operation(eqn), dtypes))
+        names_and_dtypes.append((jaxprs.operation(eqn), dtypes))
     return names_and_dtypes
 
 
@@ -409,7 +409,7 @@ def products(fun, *args):
 
 # What may be in half precision: products, moves, and casts. What is computed again holds programs.
 NARROW = table.PRODUCTS | table.MOVES | {"convert_element_type", "jaxscale_stand_in"}
-NARROW |= {_jaxprs.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *_jaxprs.CALLS}
+NARROW |= {jaxprs.RECOMPUTED, "jaxscale_barrier", *table.CHEAP_CALLS, *jaxprs.CALLS}
 # Loops and branches pass what products read and make. Backward, products share cotangents.
 NARROW |= {"scan", "cond", "shard_map", "add_any"}
 # These round nothing.
@@ -425,7 +425,7 @@ def computed_in_half(fun, *args):
     found = []
     for eqn in equations(jax.make_jaxpr(arrays)(*args)):
         dtypes = {str(getattr(atom.aval, "dtype", "")) for atom in eqn.outvars}
-        if dtypes & {"float16", "bfloat16"} and _jaxprs.operation(eqn) not in NARROW:
+        if dtypes & {"float16", "bfloat16"} and jaxprs.operation(eqn) not in NARROW:
             found.append(eqn)
     return found
 
@@ -438,7 +438,7 @@ def results_of_products(fun, *args):
 def product_equations(fun, *args):
     """The matrix products and convolutions of a function."""
     eqns = equations(jax.make_jaxpr(fun)(*args))
-    return [eqn for eqn in eqns if _jaxprs.operation(eqn) in table.PRODUCTS]
+    return [eqn for eqn in eqns if jaxprs.operation(eqn) in table.PRODUCTS]
 
 
 def loss_of(fun):

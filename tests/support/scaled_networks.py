@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxprs import equations
+from jaxpr_equations import equations
 
 HALF = jnp.float16
 _rng = np.random.default_rng(0)

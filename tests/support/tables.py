@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import heapq
 import itertools
 
 import jax
@@ -120,9 +121,18 @@ def pairs(*columns, where=lambda *row: True, among=lambda *row: True):
             pairs_of[row] = set(itertools.combinations(enumerate(row), 2))
     left = set().union(*pairs_of.values())
     table = []
+    # The row with most of those that are left, the first of several. What a row has of them only
+    # falls, so that the top of the heap is right as soon as its number is of now.
+    heap = [
+        (-len(pairs), place, row) for place, (row, pairs) in enumerate(pairs_of.items())
+    ]
     while left:
-        table.append(max(pairs_of, key=lambda row: len(left & pairs_of[row])))
-        left -= pairs_of[table[-1]]
+        number, place, row = heap[0]
+        now = -len(left & pairs_of[row])
+        heapq.heapreplace(heap, (now, place, row))
+        if now == number:
+            table.append(row)
+            left -= pairs_of[row]
     return Thinned(table, whole=whole)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..._gradients.scaled import divide
 from ..._gradients.value_and_grad import seed_cotangent, unpack_output
-from ..._jaxprs import without_refs
+from ..._jax.jaxprs import without_refs
 from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
 from ..._trees.gradient_leaves import leaf_name

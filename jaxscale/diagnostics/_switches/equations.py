@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ... import _jaxprs
 from ..._autocast.table import OPAQUE
-from ..._jaxprs import Held, JaxprEqn, UnknownFormError, open_equation
+from ..._jax import jaxprs
+from ..._jax.jaxprs import Held, JaxprEqn, UnknownFormError, open_equation
 
 # The equations that hold another one, outermost first.
 Around = tuple[JaxprEqn, ...]
@@ -32,11 +32,11 @@ def hides_equations(eqn: JaxprEqn) -> bool:
 
     The function of a `scatter` or a reduction is one operation.
     """
-    if _jaxprs.operation(eqn) in _jaxprs.FORMS.keys() | OPAQUE:
+    if jaxprs.operation(eqn) in jaxprs.FORMS.keys() | OPAQUE:
         return True
-    programs = list(_jaxprs.programs(eqn))
+    programs = list(jaxprs.programs(eqn))
     if not programs:
-        return _jaxprs.reaches_program(eqn)
+        return jaxprs.reaches_program(eqn)
     return any(len(program.eqns) > 1 for program in programs)
 
 

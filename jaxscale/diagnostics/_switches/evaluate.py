@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import _jaxprs
-from ..._jaxprs import JaxprEqn, Op, is_half, primitives_that
+from ..._jax import jaxprs
+from ..._jax.jaxprs import JaxprEqn, Op, is_half, primitives_that
 
 _READ_BITS = primitives_that(Op.READS_BITS)
 _SCATTERS = {
@@ -36,7 +36,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[An
             x = jax.lax.convert_element_type(x, dtype or dtype_of_atom(atom))
         taken.append(x)
     if dtype is None or not _has_half(eqn):
-        return _jaxprs.bind(eqn, taken)
+        return jaxprs.bind(eqn, taken)
     name = eqn.primitive.name
     params = {}
     for key, value in eqn.params.items():
@@ -49,7 +49,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[An
         if name in _SCATTERS:
             outputs = [_scatter(name, taken, params)]
         else:
-            outputs = _jaxprs.bind(eqn, taken, params)
+            outputs = jaxprs.bind(eqn, taken, params)
     # What JAX and XLA raise where an operation does not take the format.
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(name) from error

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ... import _jaxprs
-from ..._jaxprs import (
+from ..._jax import jaxprs
+from ..._jax.jaxprs import (
     Form,
     Held,
     Jaxpr,
@@ -145,7 +145,7 @@ class Run:
 
         held = self._operations.opened[key]
         runs = [functools.partial(run, each) for each in held]
-        match _jaxprs.form_of(eqn):
+        match jaxprs.form_of(eqn):
             case Form.SCAN:
                 outputs = _scan(eqn, runs[0], inputs)
             case Form.WHILE:
@@ -155,7 +155,7 @@ class Run:
             case Form.BRANCHES:
                 outputs = lax.switch(inputs[0], runs, *inputs[1:])
             case Form.SHARD_MAP:
-                outputs = _jaxprs.mapped(eqn).map(*runs)(*inputs)
+                outputs = jaxprs.mapped(eqn).map(*runs)(*inputs)
             case _:
                 outputs = run(*held, *inputs)
         return list(outputs)
@@ -164,7 +164,7 @@ class Run:
 def _scan(
     eqn: JaxprEqn, body: Callable[..., Any], inputs: Sequence[Any]
 ) -> Sequence[Any]:
-    loop = _jaxprs.scan(eqn)
+    loop = jaxprs.scan(eqn)
     consts, carries, slices = split(inputs, loop.consts, loop.carries)
 
     def step(carried: Any, sliced: Any) -> Any:
@@ -184,7 +184,7 @@ def _loop(
     body: Callable[..., Any],
     inputs: Sequence[Any],
 ) -> Sequence[Any]:
-    loop = _jaxprs.while_loop(eqn)
+    loop = jaxprs.while_loop(eqn)
     tested, consts, carries = split(inputs, loop.test_consts, loop.body_consts)
     return lax.while_loop(
         lambda carried: test(*tested, *carried)[0],

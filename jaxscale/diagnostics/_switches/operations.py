@@ -9,8 +9,8 @@ ahead of time. The rest does not run.
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ... import _jaxprs
-from ..._jaxprs import Held, Jaxpr, JaxprEqn, Literal, is_half
+from ..._jax import jaxprs
+from ..._jax.jaxprs import Held, Jaxpr, JaxprEqn, Literal, is_half
 from .backward import OF_GRADIENT, Backward
 from .equations import Around, EquationKey, hides_equations, key_of, open_known
 from .evaluate import dtype_of_atom
@@ -176,7 +176,7 @@ class Operations:
 
     def _note(self, key: EquationKey, backward: Backward, *, is_backward: bool) -> None:
         eqn, around, made_of = self._found[key]
-        tracebacks = tuple(_jaxprs.traceback_of(e) for e in (eqn, *around))
+        tracebacks = tuple(jaxprs.traceback_of(e) for e in (eqn, *around))
         if tracebacks not in self._lines:
             self._lines[tracebacks] = find_line(eqn, around)
         line = self._lines[tracebacks]

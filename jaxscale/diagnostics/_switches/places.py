@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..._jaxprs import (
+from ..._jax.jaxprs import (
     JaxprEqn,
     Literal,
     Op,

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from .._jax.jaxpr_types import Flags
+from ..jaxpr_types import Flags
 from .equation_forms import FORMS, OBJECT, Form
 
 # Classes of JAX, and the primitives that mean the same.

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._jax.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, closed
+from ..pruned_jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, closed
 from . import hijax
 from .equation_forms import UnknownFormError, reads_form
 

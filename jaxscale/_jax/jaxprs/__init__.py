@@ -6,7 +6,7 @@ which form. Everything of `_jax` is here, too. A training step needs nothing of 
 `import jaxscale` does not load it.
 """
 
-from .._jax import *
+from .. import *
 from .barriers import *
 from .batching import *
 from .binding import *

@@ -4,8 +4,8 @@ from typing import Any
 
 from jax._src.state.discharge import discharge_state
 
-from .._jax.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, closed, without_constants
-from .._jax.refs import is_ref
+from ..pruned_jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, closed, without_constants
+from ..refs import is_ref
 from .inner_jaxprs import walk_program
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
-from .._jax.jaxprs import ClosedJaxpr
+from ..pruned_jaxprs import ClosedJaxpr
 
 _STEPS = 6  # from a parameter to a jaxpr
 _MOST = 2000  # objects that are looked at: a callback may close over the data of a run

@@ -18,8 +18,8 @@ import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.interpreters import ad
 
-from .._jax.dtypes import holds_half, holds_inexact
-from .._jax.jaxpr_types import (
+from ..dtypes import holds_half, holds_inexact
+from ..jaxpr_types import (
     AbstractValue,
     Arrays,
     BatchAxis,
@@ -27,7 +27,7 @@ from .._jax.jaxpr_types import (
     Flags,
     Tangents,
 )
-from .._jax.jaxprs import ClosedJaxpr, find_dependent_outputs, spread, without_unused
+from ..pruned_jaxprs import ClosedJaxpr, find_dependent_outputs, spread, without_unused
 from . import hijax
 from .barriers import barrier
 from .batching import over_batch, set_batching

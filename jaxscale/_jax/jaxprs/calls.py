@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.extend.core import JaxprEqn
 
-from .._jax.jaxprs import ClosedJaxpr, without_constants
+from ..pruned_jaxprs import ClosedJaxpr, without_constants
 from .binding import bind
 from .equation_forms import OBJECT, PLAIN_CALLS, Form, primitives_of, reads_form
 from .hijax import form_of

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._jax.jaxpr_types import Arrays, BatchDims, DTypeLike, ShapedArray
+from ..jaxpr_types import Arrays, BatchDims, DTypeLike, ShapedArray
 from .binding import cast
 from .derivatives import tangent_type
 from .shared_derivatives import bind_once, is_differentiated

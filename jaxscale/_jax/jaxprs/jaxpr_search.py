@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from jax.extend.core import JaxprEqn
 
-from .._jax.jaxprs import ClosedJaxpr, Jaxpr
+from ..pruned_jaxprs import ClosedJaxpr, Jaxpr
 from .inner_jaxprs import programs
 from .products import precision_of_all
 

@@ -20,8 +20,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun, unmapped_aval
 from jax.interpreters import ad, batching, mlir
 
-from .._jax.dtypes import holds_inexact
-from .._jax.jaxpr_types import (
+from ..dtypes import holds_inexact
+from ..jaxpr_types import (
     AbstractValue,
     ArrayLike,
     Arrays,
@@ -30,7 +30,7 @@ from .._jax.jaxpr_types import (
     Flags,
     Tangents,
 )
-from .._jax.jaxprs import ClosedJaxpr, spread
+from ..pruned_jaxprs import ClosedJaxpr, spread
 from .batching import over_batch, set_batching
 from .derivatives import tangent_type
 from .equation_forms import KEPT_RULE

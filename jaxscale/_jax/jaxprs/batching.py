@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from .._jax.jaxpr_types import Arrays, BatchAxis, BatchDims
+from ..jaxpr_types import Arrays, BatchAxis, BatchDims
 
 
 def over_batch(

@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
-from .._jax.jaxprs import ClosedJaxpr
+from ..pruned_jaxprs import ClosedJaxpr
 
 
 def program_primitive(name: str, expand: Callable[..., Any] | None = None) -> Any:

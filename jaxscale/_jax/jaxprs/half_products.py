@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
-from .._jax.jaxpr_types import (
+from ..jaxpr_types import (
     Arrays,
     BatchAxis,
     BatchDims,
@@ -27,7 +27,7 @@ from .._jax.jaxpr_types import (
     ShapedArray,
     Tangents,
 )
-from .._jax.jaxprs import spread
+from ..pruned_jaxprs import spread
 from .barriers import barrier
 from .binding import bind, cast
 from .derivatives import tangent_type

@@ -9,8 +9,8 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from .._jax.jaxpr_types import NameStack, Traceback
-from .._jax.python_frames import is_of_jax
+from ..jaxpr_types import NameStack, Traceback
+from ..python_frames import is_of_jax
 
 _SOURCES = os.path.join(os.path.dirname(jax.__file__), "_src", "")
 _PACKAGES = os.path.join(os.path.dirname(os.path.dirname(jax.__file__)), "")

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._jax.jaxpr_types import Arrays, BatchDims, Flags, Tangents
+from ..jaxpr_types import Arrays, BatchDims, Flags, Tangents
 
 
 def barrier(*arrays: jax.Array, on_gpu: Sequence[bool] = ()) -> list[Any]:

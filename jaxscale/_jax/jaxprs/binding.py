@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import convert_element_type_p
 
-from .._jax.jaxpr_types import ArrayLike, DTypeLike
+from ..jaxpr_types import ArrayLike, DTypeLike
 from . import hijax
 from .equation_forms import OBJECT
 from .inner_jaxprs import programs

@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._jax.jaxpr_types import AbstractValue, Tangent
+from ..jaxpr_types import AbstractValue, Tangent
 
 
 @jax.tree_util.register_static

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from .._jax.jaxpr_types import Arrays
-from .._jax.jaxprs import ClosedJaxpr
+from ..jaxpr_types import Arrays
+from ..pruned_jaxprs import ClosedJaxpr
 from .equation_forms import reads_form
 from .inner_jaxprs import check_programs, fit
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from .._jax.jaxprs import ClosedJaxpr
+from ..pruned_jaxprs import ClosedJaxpr
 from .calls import callee
 from .control_flow import branches, mapped, scan, while_loop
 from .equation_forms import PLAIN_CALLS, Form, UnknownFormError

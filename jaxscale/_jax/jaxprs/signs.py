@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax.dtypes import has_narrow_range, holds_half
-from .._jax.jaxpr_types import Atom
-from .._jax.jaxprs import (
+from ..dtypes import has_narrow_range, holds_half
+from ..jaxpr_types import Atom
+from ..pruned_jaxprs import (
     ClosedJaxpr,
     JaxprEqn,
     Literal,
