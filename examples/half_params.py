@@ -86,7 +86,7 @@ def draw_text(rng, num_steps):
 
 
 class Way(NamedTuple):
-    """How weights are kept: their dtype, and what is around the optimizer."""
+    """A way to keep weights: their dtype, and what is around the optimizer."""
 
     dtype: str
     wrap: object

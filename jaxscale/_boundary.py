@@ -23,7 +23,7 @@ NO_FORWARD = (
 
 
 class TracedFor(NamedTuple):
-    """What a function is traced for.
+    """The purpose of a trace.
 
     Attributes:
       dtype: the half precision of the `autocast` around it, or `""` without one.

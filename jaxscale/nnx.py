@@ -201,7 +201,7 @@ def train_step(
 
 
 class _PassState(NamedTuple):
-    """What a forward and backward pass made of the variables of its objects."""
+    """The variables of a pass's objects after it."""
 
     state: nnx.State  # as the forward pass left them
     # the next values of those that travel as gradients, of the model alone

@@ -62,7 +62,7 @@ class Options(NamedTuple):
 
     @property
     def may_divide(self) -> bool:
-        """Whether small and large cotangents may be pulled back apart."""
+        """Small and large cotangents may be pulled back apart."""
         return self.may_flush and self.scale is None
 
 

@@ -32,7 +32,7 @@ _INTERRUPTED = 130  # the exit status after Ctrl-C, by the rule of shells
 
 
 class _Results(NamedTuple):
-    """What is printed and written."""
+    """The results to print and to write."""
 
     exam: Exam
     findings: Sequence[Finding]

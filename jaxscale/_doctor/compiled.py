@@ -21,7 +21,7 @@ _MOST_PASSES = 10
 
 
 class BackwardPass(NamedTuple):
-    """What one pass gives, on the device."""
+    """The results of one pass, on the device."""
 
     loss: jax.Array
     grads: dict[str, jax.Array]  # the unscaled gradients
@@ -29,7 +29,7 @@ class BackwardPass(NamedTuple):
 
 
 class BackwardTrial(NamedTuple):
-    """What `jaxscale.scale_backward` does on a loss, if it was tried.
+    """A trial of `jaxscale.scale_backward` on a loss.
 
     Attributes:
       repeats: how often it repeats a backward pass at another scale, and whether the gradients are

@@ -26,7 +26,7 @@ class Relief(NamedTuple):
 
 
 class Exam(NamedTuple):
-    """What was measured. Everything is on the host, and has the name that it has in the JSON.
+    """The measurements. Everything is on the host, and has the name that it has in the JSON.
 
     A loss scale *fits* if nothing overflows at it. The *largest* scale is the largest that fits
     (`largest_scale`). If none is known, what is described below as "at the largest scale" was
@@ -126,12 +126,12 @@ class Exam(NamedTuple):
 
     @property
     def has_narrow_range(self) -> bool:
-        """Whether a format of the model has a smaller range than float32."""
+        """A format of the model has a smaller range than float32."""
         return any(has_narrow_range(jnp.dtype(name)) for name in self.dtypes)
 
     @property
     def is_right(self) -> bool:
-        """Whether gradients were compared with float32, and none is wrong."""
+        """Gradients were compared with float32, and none is wrong."""
         check = self.check
         if check.float32 is None or check.compares_nothing:
             return False
@@ -139,7 +139,7 @@ class Exam(NamedTuple):
 
     @property
     def is_all_zero(self) -> bool:
-        """Whether all gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
+        """All gradients are 0 at the largest scale, and all are finite at `loss_scale`."""
         # Gradients are finite at a scale that fits. If none is known, that scale is `loss_scale`,
         # as for `leaves`.
         has_finite_nonzero = np.any(self.histogram.counts)
@@ -147,7 +147,7 @@ class Exam(NamedTuple):
 
     @property
     def blames_autocast(self) -> bool:
-        """Whether `jaxscale.autocast` is blamed for a fault, if there is one.
+        """`jaxscale.autocast` is blamed for a fault, if there is one.
 
         True if autocast was used and the loss without it is finite.
         """

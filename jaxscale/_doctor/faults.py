@@ -16,7 +16,7 @@ from .gradients import Comparison, compare_gradients
 
 
 class Fault(NamedTuple):
-    """Where numbers are lost, and what helps: all of it was tried.
+    """A place where numbers are lost, and the cures that were tried there.
 
     Attributes:
       kind: `"nonfinite"` if the loss or the gradients are inf or NaN as written, and not in
@@ -85,7 +85,7 @@ class Check(NamedTuple):
 
     @property
     def compares_nothing(self) -> bool:
-        """Whether there is a gradient in float32, but none that can be compared with it."""
+        """There is a gradient in float32, but none that can be compared with it."""
         nonzero = {name for name, grad in self.grads.items() if grad.any()}
         return bool(nonzero) and nonzero <= set(self.unstable)
 

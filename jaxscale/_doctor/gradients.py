@@ -22,7 +22,7 @@ def find_largest(grads: Mapping[str, np.ndarray]) -> float:
 
 
 class LeafError(NamedTuple):
-    """What one leaf of the gradients lost.
+    """The loss of one leaf of the gradients.
 
     Attributes:
       path: where it is, such as `params/Dense_0/kernel`.
@@ -36,7 +36,7 @@ class LeafError(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What gradients lost, compared with the same gradients with less or nothing lost.
+    """A comparison of gradients with the same ones of higher precision.
 
     Attributes:
       flushed: the share of the nonzero numbers that became 0.

@@ -11,7 +11,7 @@ _ROOM = 2.0**-10  # how far a scale that must be below 1 may still fall
 
 
 class Start(NamedTuple):
-    """How to start training.
+    """Settings to start training with.
 
     Attributes:
       skipped: how many first steps on batches like this the default rule skips; `None` if all.

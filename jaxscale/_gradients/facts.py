@@ -35,7 +35,7 @@ from .verdict import (
 
 
 class Questions(NamedTuple):
-    """What is asked of gradients, besides whether they are finite."""
+    """Questions about gradients, besides whether they are finite."""
 
     norm: bool  # their global norm
     largest: bool  # how large the largest is

@@ -66,7 +66,7 @@ class Reduction(NamedTuple):
 
     @property
     def holds_sizes(self) -> bool:
-        """Whether the largest absolute values are known."""
+        """The largest absolute values are known."""
         return bool(self._of_kind(jnp.int32))
 
     def largest_bits(self) -> jax.Array:

@@ -32,7 +32,7 @@ class Seeded(NamedTuple):
 
 
 class TransformOutput(NamedTuple):
-    """What a transform returns of a seeded function, whatever its form."""
+    """The output of a transformed function that was seeded, whatever its form."""
 
     loss: Any  # `None` of `grad`
     aux: Any

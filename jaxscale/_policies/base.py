@@ -21,7 +21,7 @@ from .factors import check_largest
 
 
 class LossScale(abc.ABC):
-    """How a loss scale starts and how it moves: a policy.
+    """A policy: the first loss scale, and the rule by which it moves.
 
     Loss scaling multiplies the backward pass of a network by a number, the loss scale, and divides
     the gradients by it again. In exact arithmetic that changes nothing; in float16 it keeps small

@@ -6,7 +6,7 @@ import jax
 
 
 class WeightsState(NamedTuple):
-    """What `master_weights` or `stochastic_rounding` keep beside half-precision parameters.
+    """The state of `master_weights` and `stochastic_rounding`, beside half-precision parameters.
 
     Attributes:
       remainders: a tree with the structure of the parameters: `int16` beside each bfloat16 leaf,

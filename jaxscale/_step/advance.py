@@ -48,7 +48,7 @@ from .unread_gradients import leave_out_unread
 
 
 class Finish(NamedTuple):
-    """What a step returns beside its state."""
+    """The results of a step beside its state."""
 
     returns_params: bool  # the new parameters, or only the updates
     # From that, the gradients and the parameters to that with the leaves that gradients replace.
@@ -70,7 +70,7 @@ UPDATES = Finish(
 
 
 class _Kept(NamedTuple):
-    """What a skipped step keeps, beside its outcome."""
+    """The values that a skipped step keeps, beside its outcome."""
 
     opt_state: Any
     weights: Any  # what is kept beside half-precision parameters

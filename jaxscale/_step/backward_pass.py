@@ -9,14 +9,14 @@ from .._gradients.scaled import Scaled
 
 
 class Retries(NamedTuple):
-    """What came of repeating the backward pass of a step."""
+    """The outcome of repeating the backward pass of a step."""
 
     number: jax.Array  # i32[], how many passes came before the last one
     scaling: Any  # the scale state to go on with
 
 
 class Pass(NamedTuple):
-    """What one forward and backward pass made, and what is known of it."""
+    """The results of one forward and backward pass, and the facts about them."""
 
     grads: Scaled
     loss: Any = None  # f32[], `None` if it is not known

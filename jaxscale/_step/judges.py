@@ -18,7 +18,7 @@ from .._policies.spikes import SpikeRule
 
 
 class Vote(NamedTuple):
-    """What a judge says of a step."""
+    """A judge's opinion of a step."""
 
     good: jax.Array  # bool[], whether it may be made
     blames_scale: jax.Array  # bool[], whether the loss scale is to fall

@@ -15,7 +15,7 @@ from .._trees.pytrees import OptState, Params, PyTree
 
 
 class TreeTypes(NamedTuple):
-    """What two trees have in common if one may take the place of the other. It is hashable."""
+    """Structure and types of a tree: equal for two that may take each other's place. Hashable."""
 
     structure: Any
     leaves: tuple[tuple[Any, Any], ...]  # shape and dtype, `None` for what has none

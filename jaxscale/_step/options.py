@@ -57,7 +57,7 @@ class Options:
 
     @property
     def judges(self) -> tuple[Judge, ...]:
-        """What may refuse a step, in the order in which it is asked."""
+        """The judges that may refuse a step, in the order in which they are asked."""
         if not self.skips:
             return ()
         judges: list[Judge] = [FiniteJudge(self.track_leaves)]
@@ -67,10 +67,10 @@ class Options:
 
     @property
     def shows_norm(self) -> bool:
-        """Whether the state shows the norm of the gradients."""
+        """The state shows the norm of the gradients."""
         return self.max_norm is not None or self.spikes is not None
 
     @property
     def can_back_off(self) -> bool:
-        """Whether the scale ever moves, so that a retry may help."""
+        """The scale moves, so that a retry may help."""
         return not isinstance(self.policy, NoOpLossScale | FixedLossScale)

@@ -34,7 +34,7 @@ class _Attempt(NamedTuple):
 
 
 class _Backoff(NamedTuple):
-    """How far a policy has been told of one overflow."""
+    """The progress of a policy that is told of one overflow."""
 
     scaling: Any  # the scale state by now
     number: jax.Array  # i32[], how often it was told

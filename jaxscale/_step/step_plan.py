@@ -49,7 +49,7 @@ class MadeStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """What a training step was asked for: the arguments of a `train_step`, checked.
+    """The arguments of a `train_step`, checked.
 
     Attributes:
       call: the name of the `train_step`, for messages.

@@ -25,7 +25,7 @@ from .._trees.selection import tree_where
 
 
 class Ready(NamedTuple):
-    """What a step of the optimizer is made from."""
+    """The input of a step of the optimizer."""
 
     due: jax.Array  # bool[], whether it is to be made
     opt_state: Any  # that of the optimizer itself
@@ -61,7 +61,7 @@ class EachStep:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """How many micro-batches make a step of the optimizer.
+    """The number of micro-batches that make a step of the optimizer.
 
     Attributes:
       length: how many, or a function of the number of steps made so far, an `i32[]`.

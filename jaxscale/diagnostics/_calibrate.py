@@ -18,7 +18,7 @@ from ._text import number, power
 
 
 class Calibration(NamedTuple):
-    """What `calibrate` found; `print` it for the sentence.
+    """The finding of `calibrate`; `print` it for the sentence.
 
     Attributes:
       init_scale: the largest power of two that overflowed on no batch that was tried, or `None` if
@@ -153,7 +153,7 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether no pass is left, or no exponent that may fit."""
+        """No pass is left, or no exponent that may fit."""
         return self.passes == self.max_passes or self.good < self.low
 
     def look_at(self, batch: Any) -> None:

@@ -27,7 +27,7 @@ _LEAST = np.ldexp(_MANTISSAS, EXPONENTS[:, None])
 
 
 class Histogram(NamedTuple):
-    """How many gradients lie between one power of two and the next.
+    """The number of gradients between each power of two and the next.
 
     A `NamedTuple` of arrays. Histograms can be added, even in `jit`: `first + second` is the
     histogram of both, so a run may carry their sum along.
@@ -63,7 +63,7 @@ class Histogram(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What a format makes of gradients, as shares of those that are finite and not 0.
+    """The effects of a format on gradients, as shares of those that are finite and not 0.
 
     Attributes:
       flushed: the share that it makes 0.

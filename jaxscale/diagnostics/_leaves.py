@@ -54,7 +54,7 @@ class LeafRow(NamedTuple):
 
     @property
     def nonzero(self) -> int:
-        """How many numbers are finite and not 0."""
+        """The number of finite numbers that are not 0."""
         return self.size - self.nan - self.inf - self.zero
 
     @property

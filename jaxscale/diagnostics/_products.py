@@ -49,7 +49,7 @@ class ProductLine(NamedTuple):
 
 
 class Products(NamedTuple):
-    """What `products` found; `print` it for a summary and the lines that are not in half precision.
+    """The findings of `products`; `print` it for a summary and the lines outside of half precision.
 
     Attributes:
       counts: how many products there are in each precision, by the name of the dtype.

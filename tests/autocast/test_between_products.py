@@ -77,7 +77,7 @@ def masked_softmax(y):
 
 
 def squashed(y):
-    """What saturates: the difference from 1 cancels digits."""
+    """Saturates: the difference from 1 cancels digits."""
     squashed = jnp.tanh(4 * y)
     return jnp.log(1 - squashed**2 + 1e-6) + jnp.log(jax.nn.sigmoid(6 * y)) * squashed
 

@@ -441,7 +441,7 @@ def test_the_gradient_of_a_half_precision_array_is_rounded_once(name, way, dtype
     "name, dtype", itertools.product(READ_OFTEN, HALVES), fast=[("messages", "float16")]
 )
 def test_the_value_of_what_reads_a_half_precision_array_keeps_its_bits(name, dtype):
-    """What the author computes in half precision stays so, and what is cast is not cast again."""
+    """A computation in half precision stays so, and what is cast is not cast again."""
     fun = READ_OFTEN[name]
     half = HALVES[dtype]
     table = jax.random.normal(jax.random.key(0), (64, 8), half)
@@ -569,7 +569,7 @@ def make_product(name, have_source, result, dtype):
 
 
 def stays_exact(way, name, have_source, result, dtype):
-    """Whether half precision holds all that a row computes: not sums of many."""
+    """Returns whether half precision holds all that a row computes: not sums of many."""
     return name != "large" or (
         way == "jit" and all(have_source) and result == "float32"
     )

@@ -40,7 +40,7 @@ def stream(activation, w, x):
 
 
 def within(activation, w, x):
-    """What products alone read."""
+    """A result that products alone read."""
     return activation(x @ w[0]) @ w[1]
 
 
@@ -51,7 +51,7 @@ def two_of_one(activation, w, x):
 
 
 def pooled(activation, w, x):
-    """What a pooling reads, and a sum."""
+    """A result that a pooling reads, and a sum."""
     hidden = activation(x + x @ w[0])
     largest = jax.lax.reduce_window(
         hidden, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME"

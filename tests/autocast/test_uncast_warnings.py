@@ -98,7 +98,7 @@ def assert_named_once(name, call):
 
 
 def names_in_trace(fun):
-    """What the trace of a loss did not enter that multiplies by what a function of `X` returns."""
+    """Returns what the trace of a loss did not enter, if it multiplies by a function of `X`."""
 
     def loss(w):
         return w * jax.lax.stop_gradient(fun(X))

@@ -1,4 +1,4 @@
-"""What `autocast` makes of models, compiled for an H100, a TPU v5e and a CPU.
+"""Models under `autocast`, compiled for an H100, a TPU v5e and a CPU.
 
     pip install libtpu "jax-cuda12-plugin[with-cuda]"   # the compilers; no driver, no device
     python tests/benchmarks/autocast_targets.py [--targets NAME ...] [--models NAME ...] [--json F]

@@ -252,7 +252,7 @@ def flax_dynamic_scale(loss_fn, tx):
 
 
 class Form(NamedTuple):
-    """How a model is trained."""
+    """A way to train a model."""
 
     way: Callable[..., Any]
     dtype: Any = None  # given to each layer

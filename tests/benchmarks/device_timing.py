@@ -13,7 +13,7 @@ NOT_RUN = "not run: out of time"
 
 
 class Plan(NamedTuple):
-    """How a size is timed. Times are in seconds."""
+    """The timing of a size. Times are in seconds."""
 
     turn: float
     rounds: int

@@ -1,4 +1,4 @@
-"""What a compiled program holds: kernels, and the bytes that they move.
+"""Contents of a compiled program: kernels, and the bytes that they move.
 
 Counted in the program's text, in the same way for each machine and method. XLA's own figure for
 bytes is reported beside ours; programs for a GPU that is not there have none.

@@ -1,4 +1,4 @@
-"""What a traced program holds: equations, reductions, and what the backward pass keeps."""
+"""Contents of a traced program: equations, reductions, residuals of the backward pass."""
 
 import jax
 

@@ -21,7 +21,7 @@ IMAGES = ("NHWC", "HWIO", "NHWC")
 
 
 class Precision(NamedTuple):
-    """What products read and return before the result is float32 again."""
+    """The dtype that products read and return before the result is float32 again."""
 
     dtype: Any = FLOAT32
 

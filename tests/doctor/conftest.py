@@ -16,7 +16,7 @@ sys.path.append(str(HERE / "zoo"))
 
 
 class Answer(NamedTuple):
-    """What the command wrote, and its exit status."""
+    """The text that the command wrote, and its exit status."""
 
     status: int
     out: str

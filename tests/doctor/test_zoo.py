@@ -208,7 +208,7 @@ def test_the_verdict_the_line_and_the_cure_are_right(name, doctor, no_pictures):
 
 
 class Asked(NamedTuple):
-    """What the doctor says of a model if it is asked with options."""
+    """The doctor's answer on a model, asked with options."""
 
     options: Sequence[str]
     status: int

@@ -146,7 +146,7 @@ def test_the_largest_finite_number_passes(dtype, name, one_device):
 
 
 class Reductions(NamedTuple):
-    """How many reductions are in a program, and how many numbers they take in."""
+    """The number of reductions in a program, and of the numbers that they take in."""
 
     number: int
     num_inputs: int

@@ -128,7 +128,7 @@ LAYOUTS = {
 
 
 def whole_params(layout, params):
-    """What a device computes its loss from."""
+    """Returns the parameters from which a device computes its loss."""
     if layout is LAYOUTS["ZeRO"]:
         return {"w": jax.lax.all_gather(params["w"], "d", tiled=True)}
     return jax.tree.map(lambda leaf: vary(leaf, ["d"]), params)

@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]*)(?:#([^)]*))?")
 
 
 def has_heading(page, place):
-    """Whether a page has a heading with this anchor, as GitHub and the site make it."""
+    """Returns whether a page has a heading with this anchor, as GitHub and the site make it."""
     for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
         words = re.sub(r"[^\w\- ]", "", heading.strip().lower())
         if words.replace(" ", "-") == place:

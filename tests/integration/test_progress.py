@@ -59,7 +59,7 @@ def after(steps, grads=BAD, tx=TX, params=W):
 
 
 def stuck(tree, match=None, **options):
-    """What `check` says of a run that is stuck."""
+    """Returns the words of `check` on a run that is stuck."""
     with pytest.raises(jaxscale.LossScaleStuckError, match=match) as error:
         jaxscale.check(tree, **options)
     return str(error.value)

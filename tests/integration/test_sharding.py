@@ -309,7 +309,7 @@ def all_reduces(fun, *args):
 
 
 def combines():
-    """Whether this XLA makes one all-reduce of two that do not depend on each other."""
+    """Returns whether this XLA makes one all-reduce of two independent ones."""
     return len(all_reduces(lambda x, y: (x.sum(), y.sum()), X, X + 1)) == 1
 
 

@@ -1,4 +1,4 @@
-"""How a loss scale moves: the real rules against those in plain Python in `references.py`."""
+"""Moves of a loss scale: the real rules against those in plain Python in `references.py`."""
 
 import dataclasses
 import functools

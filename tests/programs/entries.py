@@ -19,7 +19,7 @@ import jaxscale.nnx
 
 
 class Result(NamedTuple):
-    """What an entry computes: the loss, the gradients as a list, and what must be true."""
+    """The loss of an entry, its gradients as a list, and what must be true."""
 
     loss: Any
     grads: list[Any]

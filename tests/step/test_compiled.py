@@ -1,4 +1,4 @@
-"""What does not vary from machine to machine: traces, and what the compiled program holds."""
+"""Counts that are the same on every machine: traces, and the kernels of compiled programs."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_nothing_is_transferred_and_donated_parameters_are_updated_in_place(name
 
 @pytest.fixture(scope="module")
 def count():
-    """What the benchmarks' steps hold, compiled for one device, of one layer and of three."""
+    """Counts what is in the benchmarks' steps, compiled for one device, of one layer and three."""
     script = pathlib.Path(__file__).parent.parent / "support" / "counts.py"
     environment = os.environ | {
         # What is counted is decided before LLVM makes code of it.

@@ -43,7 +43,7 @@ def histories(policy, runs, retries=0):
 
 
 def warns_of(states):
-    """Whether `check` warns of any of some states: it takes them for a population."""
+    """Returns whether `check` warns of any of some states: it takes them for a population."""
     texts = texts_of_check(states, max_consecutive=10**9)
     return any(re.match(DECAYS_OR_EXHAUSTS, text) for text in texts)
 

@@ -131,7 +131,7 @@ FAST_AS_THEY_ARE = [
 
 
 def may_meet(wrapper, inner, way, dtype):
-    """Whether an optimizer bears the options: one that accumulates cannot be clipped around."""
+    """Returns whether an optimizer bears the options: around one that accumulates none clips."""
     _, options = WRAPPERS[wrapper]
     return inner != "multi_steps" or "max_norm" not in options
 

@@ -1,4 +1,4 @@
-"""What a wrapper is asked for beside the verdict: laws of each such option."""
+"""Options of a wrapper beside the verdict: laws of each."""
 
 import itertools
 from functools import partial
@@ -112,7 +112,7 @@ def test_a_state_goes_on_with_the_option_and_without_it(option):
 
 
 def numbers_read(tx):
-    """How many numbers the reductions of one step read."""
+    """Returns how many numbers the reductions of one step read."""
     return numbers_reduced(jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS), PARAMS))
 
 

@@ -109,7 +109,7 @@ def loss_of_any_type(params, x):
 
 
 def step_of_any_type(mode, scale, retries, batch=GOOD):
-    """What one step returns if it starts from this scale."""
+    """Makes one step from this scale."""
     is_trained = {name: name in PARAMS for name in OF_ANY_TYPE}
     inner = optax.masked(optax.sgd(0.1), is_trained)
     tx = jaxscale.loss_scaled(inner, jaxscale.DynamicLossScale(init_scale=scale))

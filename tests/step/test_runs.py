@@ -151,7 +151,7 @@ def run(name, way, batches):
 
 
 def expect(name, batches):
-    """What the model does: its parameter and its numbers after each step."""
+    """Runs the model: its parameter and its numbers after each step."""
     setting = SETTINGS[name]
     model = Model(setting.policy, setting.window, setting.retries, setting.rule)
     columns = [column.tolist() for column in batches]

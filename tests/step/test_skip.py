@@ -1,4 +1,4 @@
-"""How a step is skipped: by a branch on a CPU, by a selection on other machines."""
+"""The two forms of a skip: a branch on a CPU, a selection on other machines."""
 
 import functools
 import logging

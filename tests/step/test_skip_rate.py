@@ -1,4 +1,4 @@
-"""What `check` says of runs that lose steps: nothing of healthy ones, and the cause of others.
+"""Words of `check` on runs that lose steps: none on healthy ones, and the cause of others.
 
 A run is simulated: the real update, of gradients that are inf where the scale is above what a step
 allows. Its states after all steps are a population to `check`, which judges each in its own right:

@@ -243,7 +243,7 @@ def words_at(key_number):
 
 
 def share_of_equal_bits(first, second):
-    """Which share of the bits of two arrays is equal, in standard errors from one half."""
+    """Returns the share of equal bits of two arrays, in standard errors from one half."""
     differing = np.bitwise_count(np.asarray(first) ^ np.asarray(second))
     return (differing.mean() / 32 - 0.5) * 2 * math.sqrt(differing.size * 32)
 

@@ -37,10 +37,10 @@ def raises(error, *words):
 
 
 def assert_says(call, message):
-    """What a user does wrong is an error. "TypeError: one ... two" has these words, in this order.
+    """Asserts that a wrong call raises an error.
 
-    Words that end in a space have two before the dots. A "\\n" is the end of a line, or of the
-    message.
+    "TypeError: one ... two" has these words, in this order. Words that end in a space have two
+    before the dots. A "\\n" is the end of a line, or of the message.
     """
     error, _, words = message.partition(": ")
     with raises(getattr(builtins, error), *words.split(" ... ")):

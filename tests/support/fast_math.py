@@ -24,7 +24,7 @@ OPTIMIZERS = [
 
 @jax.jit
 def find_verdicts(tree):
-    """What `all_finite` says of gradients, and whether each optimizer applies them."""
+    """Returns the verdict of `all_finite` on gradients, and whether each optimizer applies them."""
     verdicts = [jaxscale.all_finite(tree)]
     for tx in OPTIMIZERS:
         _, state = tx.update(tree, tx.init(tree))

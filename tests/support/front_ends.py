@@ -35,7 +35,7 @@ def loss_fn(params, stats, x):
 
 
 def averaged(params, stats):
-    """What the hook after a step makes of the statistics."""
+    """The hook after a step, which averages."""
     average = stats["average"] / 2 + params["last"] / 2
     return stats | {"average": average}
 
@@ -44,7 +44,7 @@ FROZEN = jnp.zeros((8, 16))
 
 
 def frozen(grads):
-    """What the hook before a step makes of the gradients."""
+    """The hook before a step, which freezes a layer."""
     return grads | type(grads)({"first": FROZEN})
 
 

@@ -13,7 +13,7 @@ import jaxscale
 
 
 class Batch(NamedTuple):
-    """What a step brings, or, with an axis in front, the steps of a run."""
+    """The input of a step, or, with an axis in front, of the steps of a run."""
 
     highest: Any  # up to which loss scale its gradients are finite
     size: Any  # each of its gradients

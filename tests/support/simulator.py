@@ -23,7 +23,7 @@ LOW = 6  # binades below the ceiling: a scale this low is needlessly low
 
 
 class Trace(NamedTuple):
-    """What a run allowed, step by step."""
+    """The limits of a run, step by step."""
 
     ceiling: np.ndarray  # i[n], the highest exponent that does not overflow, or `BAD`
     # f[n], log2 of the largest unscaled gradient; -inf if all are zero
@@ -33,7 +33,7 @@ class Trace(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a policy did on a trace, step by step."""
+    """The moves of a policy on a trace, step by step."""
 
     scale: np.ndarray  # f[n], the scale of the last backward pass of each step
     skipped: np.ndarray  # bool[n]

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Look(NamedTuple):
-    """What a window says of a value."""
+    """A window's judgement of a value."""
 
     is_spike: bool
     threshold: float = math.inf
@@ -40,7 +40,7 @@ class ReferenceRule:
         self.cooldown = 0
 
     def find_spikes(self, losses, norms, finite=None):
-        """Whether each step is skipped."""
+        """Returns whether each step is skipped."""
         if finite is None:
             finite = np.isfinite(losses) & np.isfinite(norms)
         steps = zip(losses, norms, finite, strict=True)
@@ -67,7 +67,7 @@ class ReferenceRule:
         return is_spike
 
     def find_limit(self):
-        """How many times as far above the mean as the threshold the next spike may enter."""
+        """Returns how many thresholds above the mean the next spike may enter."""
         if self.cooldown == 0:
             return 1
         if self.num_in_row >= 9:

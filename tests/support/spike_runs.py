@@ -23,7 +23,7 @@ with gzip.open(TESTS / "policies" / "traces" / "streams.json.gz") as file:
 
 @functools.partial(jax.jit, static_argnums=0)
 def judge_all(rule, losses, norms, finite=None):
-    """Whether each step is a spike, and the states after each step. There may be no losses."""
+    """Returns whether each step is a spike, and the states after each. There may be no losses."""
 
     def step(state, values):
         loss, norm, is_finite = values
@@ -45,7 +45,7 @@ def judge_compiled(rule, state, loss, norm, finite):
 
 
 def judge_one(rule, state, loss, norm, finite=True):
-    """Whether a step of these numbers is a spike, and the state after it."""
+    """Returns whether a step of these numbers is a spike, and the state after it."""
     if loss is not None:
         loss = jnp.float32(loss)
     return judge_compiled(rule, state, loss, jnp.float32(norm), finite)

@@ -1,4 +1,4 @@
-"""What every trainer runs here: a small model in float16, whose loss is too small for it.
+"""The run of every trainer: a small model in float16, whose loss is too small for it.
 
 `python tests/trainers/runs.py keras_fit` prints a line for each run of a program: its last loss,
 and how many steps were skipped.

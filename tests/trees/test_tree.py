@@ -36,7 +36,7 @@ DTYPES = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2", "float8_
 
 
 class Awkward:
-    """What has a dtype, and cannot be compared, or only by element."""
+    """A value with a dtype that cannot be compared, or only by element."""
 
     dtype = np.dtype(np.float32)
     __hash__ = None
@@ -240,7 +240,7 @@ def is_of_higher_kind(number, dtype):
 
 
 def convert(number, dtype):
-    """What NumPy makes of a Python number, or `None` where it raises an `OverflowError`."""
+    """Converts a Python number by NumPy; `None` where that raises an `OverflowError`."""
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
             if jnp.issubdtype(dtype, jnp.inexact):

@@ -27,7 +27,7 @@ _WHOLE = 2.0**24  # float32 holds all whole numbers up to here
 
 
 class Outcome(NamedTuple):
-    """What one evaluation gives, on the host.
+    """The results of one evaluation, on the host.
 
     Attributes:
       outputs: the loss, the auxiliary output and the gradients, by their names.

@@ -70,7 +70,7 @@ class Rounded(NamedTuple):
 
 
 class Operations:
-    """What a program does, as its equations are opened and entered.
+    """The operations of a program, as its equations are opened and entered.
 
     Attributes:
       needed: the equations that an output needs, also those that hold others.

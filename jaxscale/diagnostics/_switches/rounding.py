@@ -13,7 +13,7 @@ _LARGEST_MASK = 1e4  # a number that stands for infinity, and that every format 
 
 
 class Rounding(NamedTuple):
-    """How the results of one equation are rounded.
+    """The rounding of the results of one equation.
 
     Attributes:
       is_on: the switch of its place, as `bool[]`.

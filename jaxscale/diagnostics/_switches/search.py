@@ -64,7 +64,7 @@ class Blame(NamedTuple):
 
 
 class Birth(NamedTuple):
-    """Where inf or NaN is made in float32.
+    """A place where inf or NaN is made in float32.
 
     Attributes:
       place: the operations that make it.
@@ -141,7 +141,7 @@ class Search:
 
     @property
     def compares_nothing(self) -> bool:
-        """Whether all gradients are noise."""
+        """All gradients are noise."""
         return all(change > STABLE for change in self.noise.values())
 
     def overflows_at(self, loss_scale: float) -> ErrorOf:

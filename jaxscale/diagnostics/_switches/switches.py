@@ -8,7 +8,7 @@ from .places import Line
 
 
 class Limits(NamedTuple):
-    """What holds at the places that have all of it as switches. Each is `bool[]`.
+    """The limits that hold where all of them are switches. Each is `bool[]`.
 
     Attributes:
       digits: numbers have as many digits as the format.
@@ -26,7 +26,7 @@ class Limits(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a program can do besides rounding, at the price of a compilation.
+    """A form of the program that does more than rounding, at the price of a compilation.
 
     Attributes:
       limited: the places at which each limit of the format has a switch of its own, and whose

@@ -56,7 +56,7 @@ class TracedLine:
 
 @dataclasses.dataclass(frozen=True)
 class TraceReport:
-    """What `trace` found; `print` it for the sentences.
+    """The findings of `trace`; `print` it for the sentences.
 
     Attributes:
       loss: the loss as it is written.

@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Entry(NamedTuple):
-    """What is known of a model, and what the doctor says of it."""
+    """A model, the facts about it, and the doctor's words."""
 
     kind: str  # one of `KINDS`, or `""` if the model is healthy
     # the public report of this fault, or what looks suspicious in a healthy model
