@@ -3,12 +3,14 @@
 import gzip
 import pathlib
 import pickle
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import released_states
+from flax import nnx
 from released_states import NEXT_FACTOR, counters, step
 from tables import assert_close, assert_same_bits, avals, cases
 
@@ -101,13 +103,21 @@ def test_a_pickle_is_what_the_dictionary_is(release, name):
     assert jaxscale.metrics(state).keys() == jaxscale.metrics(expected).keys()
 
 
-@cases("release, name", ROWS)
-def test_a_dictionary_is_read_into_types(release, name):
-    tx, params = OPTIMIZERS[name]
-    types = jax.eval_shape(tx.init, params)
-    state_dict = WRITTEN[release]["dicts"][name]
-    state = jaxscale.from_state_dict(types, state_dict)
-    assert_same_bits(state, from_dict(release, name))
+def types(tx, params):
+    return jax.eval_shape(tx.init, params)
+
+
+def variables(tx, params):
+    model = nnx.Dict({name: nnx.Param(leaf) for name, leaf in params.items()})
+    return nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
+
+
+@cases("target, row", product([types, variables], ROWS))
+def test_a_dictionary_is_read_into(target, row):
+    release, name = row
+    fresh = target(*OPTIMIZERS[name])
+    state = jaxscale.from_state_dict(fresh, WRITTEN[release]["dicts"][name])
+    assert_same_bits(jax.tree.leaves(state), jax.tree.leaves(from_dict(*row)))
 
 
 # The fields of 0.4.0, by their places, which a pickle goes by.
