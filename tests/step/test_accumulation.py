@@ -204,7 +204,7 @@ RUNS = {
         bad=[1],
         num_steps=1,
     ),
-    # A bad one in each nesting, of those that Optax' own accumulator allows.
+    # A bad one in a window of ours, and in the nestings that Optax' own accumulator allows.
     "around": Run(
         tx=windowed(optax.sgd(1.0), 2),
         grads=[1.0, jnp.inf, 1.0, 1.0],
