@@ -102,41 +102,6 @@ def test_a_skipped_step_keeps_every_field_but_those_that_are_opted_out(names):
     assert kept.opt_state.total_steps == 2
 
 
-# The optimizer's window, and the step of the `TrainState` after each of some micro-batches.
-COUNTED = {
-    "none": (lambda tx: jaxscale.loss_scaled(tx), [1, 2, 2, 3, 4, 5]),
-    "ours": (
-        lambda tx: jaxscale.multi_steps(jaxscale.loss_scaled(tx), 2),
-        [0, 1, 1, 2, 2, 3],
-    ),
-    "Optax'": (
-        lambda tx: jaxscale.loss_scaled(optax.MultiSteps(tx, 2)),
-        [0, 1, 1, 1, 2, 2],
-    ),
-}
-
-
-@pytest.mark.worlds
-@cases("window", COUNTED)
-def test_the_step_counts_steps_of_the_optimizer_with_any_window(window):
-    wrap, expected = COUNTED[window]
-    tx = wrap(optax.adam(0.1))
-    params = {"w": jnp.zeros(2)}
-    state = jaxscale.flax.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    @jax.jit
-    def update(state, size):
-        return state.apply_gradients(grads={"w": jnp.full(2, size)})
-
-    steps = []
-    for size in (1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0):
-        state = update(state, size)
-        steps.append(int(state.step))
-        ((_, count),) = optax.tree.get_all_with_path(state.opt_state, "count")
-        assert count == state.step
-    assert steps == expected
-
-
 def test_value_and_extra_arguments_are_forwarded():
     received = {}
 
@@ -410,7 +375,8 @@ def holds_variables(tree):
 OWN = POLICIES | dict.fromkeys(("window", "window of Optax"), POLICIES["dynamic"])
 INNER = {name: optax.sgd(0.1, momentum=0.5) for name in OWN}
 INNER["window of Optax"] = optax.MultiSteps(ADAM, 2)
-TXS = {n: jaxscale.loss_scaled(INNER[n], OWN[n], track_leaves=True) for n in OWN}
+OPTIONS = {"track_leaves": True, "spikes": jaxscale.SpikeRule(window=4)}
+TXS = {n: jaxscale.loss_scaled(INNER[n], OWN[n], **OPTIONS) for n in OWN}
 TXS["window"] = jaxscale.multi_steps(TXS["window"], 2)
 LEAVES = plain(nnx.state(Model(), nnx.Param))
 ONES = jax.tree.map(jnp.ones_like, LEAVES)
@@ -450,6 +416,7 @@ WHOLE = {  # of the name of an optimizer, and of its state, or a tree that holds
     "metrics": lambda n, s: jaxscale.metrics(s),
     "value_and_grad": lambda n, s: jaxscale.value_and_grad(jnp.sum, s)(X),
     "check": lambda n, s: complaint(s, tx=TXS[n]),
+    "trace": lambda n, s: {str(diagnostics.trace(jnp.sum, s)(X)): 0},
 }
 CALLS = WHOLE | {  # of the state alone
     "scale": lambda n, s: jaxscale.scale(s, X),
@@ -521,14 +488,6 @@ def test_a_state_in_variables_is_found_in_any_tree(name):
     for function in WHOLE.values():
         assert_takes_variables(function, name, [run.optimizer])
         assert_takes_variables(function, name, mappings, mapped)
-
-
-def test_a_trace_takes_a_state_in_variables():
-    run = skip_three_steps("dynamic")
-    reports = [
-        diagnostics.trace(jnp.sum, state)(X) for state in (run.state, run.arrays)
-    ]
-    assert str(reports[0]) == str(reports[1])
 
 
 @every_policy

@@ -51,27 +51,17 @@ POPULATION = jnp.stack(MEMBERS, axis=1)
 SKIPPED = [3, 0, 8, 1]
 
 
-def vmap_in_scan():
-    train_step = trainer(EXACT_TX, exact_loss, fused=True)
-    return scanned(jax.vmap(train_step)), train_step
-
-
-def scan_in_vmap():
-    train_step = trainer(EXACT_TX, exact_loss, fused=False)
-    return jax.vmap(scanned(train_step), in_axes=(0, 1)), train_step
-
-
 @pytest.mark.worlds
 @pytest.mark.device
-@cases("make", [vmap_in_scan, scan_in_vmap], fast=[vmap_in_scan])
-def test_each_member_of_a_population_trains_as_if_it_were_alone(make):
-    run, train_step = make()
+def test_each_member_of_a_population_trains_as_if_it_were_alone():
+    """In a scan of steps of all; `tests/step/test_runs.py` has members that scan by themselves."""
+    train_step = trainer(EXACT_TX, exact_loss)
     steps, members = POPULATION.shape
     batches = small_integers(steps, members, 3), POPULATION
     numbers = jnp.arange(members)
     start = {"w": EXACT["w"] + numbers[:, None], "b": EXACT["b"] + numbers}
     carry = start, jax.vmap(EXACT_TX.init)(start)
-    together = jax.jit(run)(carry, batches)
+    together = jax.jit(scanned(jax.vmap(train_step)))(carry, batches)
     assert avals(together) == avals(carry)
     alone = jax.jit(scanned(train_step))
     for i in range(members):

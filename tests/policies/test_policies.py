@@ -244,12 +244,6 @@ def test_the_adaptive_rule_follows_the_reference_at_its_thresholds(name):
 adjust = jax.jit(ADAPTIVE.adjust)
 
 
-@pytest.mark.parametrize("grads", [None, {}, {"n": np.arange(3)}, [None]])
-def test_a_tree_without_gradients_is_no_gradients(grads):
-    after, _ = ADAPTIVE.update(ADAPTIVE.init(), grads)
-    assert_same_bits(after, adjust(ADAPTIVE.init(), True))
-
-
 @cases("size", [0.0, 2.0**-140, -0.0, -math.nan])
 def test_no_size_leaves_every_bit(size):
     # `adjust` believes that the gradients were finite.

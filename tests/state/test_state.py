@@ -290,10 +290,12 @@ POLICIES = {
     fast=[("dynamic", "adaptive"), ("adaptive", "dynamic"), ("adaptive", "noop")],
 )
 def test_a_run_can_change_its_policy(origin, to):
-    old = jax.tree.map(lambda leaf: leaf + 1, POLICIES[origin].init())
+    old = POLICIES[origin].init()
     fresh = POLICIES[to].init()
     common = {}
-    if to != "noop":
+    # The 1 of a policy that does not scale is no scale.
+    if "noop" not in (origin, to):
+        old = jax.tree.map(lambda leaf: leaf + 1, old)
         for name in set(old._fields) & set(fresh._fields):
             common[name] = getattr(old, name)
     restored = jaxscale.from_state_dict(fresh, jaxscale.to_state_dict(old))
@@ -351,13 +353,6 @@ def test_no_scale_is_restored_where_none_was_saved(name, to):
         assert restored["opt"].scaling.loss_scale == scale
 
 
-@cases("to", TO)
-def test_the_state_of_a_no_op_policy_restores_no_scale(to):
-    state_dict = jaxscale.to_state_dict(jaxscale.NoOpLossScale().init())
-    fresh = TO[to].init()
-    assert_same_bits(jaxscale.from_state_dict(fresh, state_dict), fresh)
-
-
 GROWING = jaxscale.loss_scaled(
     optax.sgd(0.5), jaxscale.DynamicLossScale(growth_interval=1)
 )
@@ -378,11 +373,8 @@ NEVER_SKIPS = jaxscale.loss_scaled(optax.sgd(0.5), 128, skip_nonfinite=False)
 RESTORED = {
     "far above, good": (GROWING, 2.0**40, 1.0, 2.0**24),
     "above, as it may start there": (STARTS_ABOVE, 2.0**30, 1.0, 2.0**30),
-    "far below, bad": (GROWING, 1e-12, jnp.inf, 1.0),
     "far below, without a floor": (NO_FLOOR, 2.0**-40, 1.0, 2.0**-40),
     "below, as it may start there": (STARTS_BELOW, 2.0**-30, 1.0, 2.0**-30),
-    "NaN": (GROWING, jnp.nan, 1.0, 2.0**16),
-    "0": (GROWING, 0.0, 1.0, 2.0**16),
     "fixed, good": (FIXED, 2.0**15, 1.0, 128),
     "fixed, bad": (FIXED, 2.0**15, jnp.inf, 128),
     "fixed, never skips": (NEVER_SKIPS, 2.0**15, 1.0, 128),
@@ -548,8 +540,11 @@ def test_a_leaf_comes_back_as_the_targets_or_as_a_type_says(name):
     targets = [make(0)]
     if isinstance(leaf, jax.Array):
         targets.append(type_of(leaf))
-    for target in targets:
-        (restored,) = jaxscale.from_state_dict([target], jaxscale.to_state_dict([leaf]))
+    dictionaries = [jaxscale.to_state_dict([leaf])]
+    if isinstance(leaf, jax.Array):  # by Orbax, maybe from other devices
+        dictionaries.append({"0": jax.device_put(leaf, DEVICES[1])})
+    for target, saved_leaf in itertools.product(targets, dictionaries):
+        (restored,) = jaxscale.from_state_dict([target], saved_leaf)
         assert type(restored) is type(leaf)
         assert_same_bits(restored, leaf)
         if isinstance(leaf, jax.Array):

@@ -204,7 +204,14 @@ RUNS = {
         bad=[1],
         num_steps=1,
     ),
-    # What happens in the nestings that optax's own accumulator allows.
+    # A bad one in a window of ours, and in the nestings that Optax' own accumulator allows.
+    "around": Run(
+        tx=windowed(optax.sgd(1.0), 2),
+        grads=[1.0, jnp.inf, 1.0, 1.0],
+        expected=[0, -1, -1, -2],
+        bad=[1],
+        num_steps=2,
+    ),
     "inside": Run(
         jaxscale.loss_scaled(OF_OPTAX), ONE_BAD, BY_TWO, bad=[1], num_steps=4
     ),

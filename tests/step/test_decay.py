@@ -5,7 +5,6 @@ import re
 import warnings
 from itertools import product
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,27 +175,18 @@ def population_of_low_scales_and_falls():
     return states._replace(scaling=states.scaling._replace(loss_scale=scales[::-1]))
 
 
-def optimizer_of_nnx(state):
-    """An optimizer with the counters and the scale of a state, in variables."""
-    optimizer = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
-    optimizer.opt_state.backoff_count[...] = state.backoff_count
-    optimizer.opt_state.scaling.loss_scale[...] = state.scaling.loss_scale
-    return optimizer
-
-
 # By name: how a state is made, and whether `check` warns of it.
 FORMS = {
     "six falls to 2**15": (lambda: decayed_from(21), False),
     "six falls to 2**14": (lambda: decayed_from(20), True),
     "six falls": (decayed, True),
-    "NNX": (lambda: optimizer_of_nnx(decayed()), True),
     "a population": (lambda: stack(decayed(falls=0), decayed()), True),
     "a low scale of another member": (population_of_low_scales_and_falls, False),
 }
 
 
 @pytest.mark.worlds
-@cases("form", FORMS, fast=["six falls to 2**15", "six falls", "NNX", "a population"])
+@cases("form", FORMS, fast=["six falls to 2**15", "six falls", "a population"])
 def test_it_takes_six_falls_below_two_to_the_fifteen_in_any_form_of_a_state(form):
     make_state, is_warned_of = FORMS[form]
     assert warns_of(make_state()) == is_warned_of

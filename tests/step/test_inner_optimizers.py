@@ -174,12 +174,6 @@ def test_no_loss_in_is_no_loss_out(wrapped):
     tables.assert_close(updates, expected)
 
 
-def test_multi_steps_takes_a_loss_that_its_optimizer_does_not():
-    tx = jaxscale.multi_steps(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), 1)
-    _, state = tx.update(GRADS, tx.init(TWO), TWO, value=jnp.float32(2))
-    assert state.step_applied
-
-
 @cases(
     "max_norm, size",
     pairs([1e39, math.inf, 3.4e38, 1e-300], [1.0, 1e30, 0.0]),

@@ -363,13 +363,17 @@ def test_an_inner_optimizer_that_takes_no_loss_gets_none():
     def update(updates, state, params=None, *, value_fn=None, other=None):
         return updates, state
 
+    own = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    extra_args = {"value_fn": jnp.sum, "other": {"a": "text"}}
     # With a loss, each `update` would raise an error.
     loss = {"value": jnp.array(3.0)}
-    for tx, extra_args in (
-        (wrap_update(update), {"value_fn": jnp.sum, "other": {"a": "text"}}),
+    for tx, more in (
+        (jaxscale.loss_scaled(own), extra_args),
+        (jaxscale.skip_nonfinite(jaxscale.compact_state(own)), extra_args),
+        (jaxscale.multi_steps(own, 1), extra_args),
         (jaxscale.loss_scaled(optax.identity()), {}),
     ):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS, **loss, **extra_args)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, **loss, **more)
 
 
 def test_weakly_typed_states_and_parameters_do_not_compile_twice():

@@ -187,13 +187,6 @@ def test_a_scale_of_none_has_one_state_on_and_off_and_others_the_same_fields():
     assert avals(off._replace(scaling=dynamic.scaling)) == avals(dynamic)
 
 
-def test_a_dictionary_of_a_wrapper_that_is_on_is_read_by_one_that_is_off():
-    off = OFF.init(NET)
-    state = DYNAMIC.init(NET)._replace(total_steps=jnp.int32(7))
-    restored = jaxscale.from_state_dict(off, jaxscale.to_state_dict(state))
-    assert_same_bits(restored, state._replace(scaling=off.scaling))
-
-
 def test_a_scale_that_never_moves_still_scales():
     def square(w):
         return (w * 2.0**-15).astype(jnp.float32) ** 2

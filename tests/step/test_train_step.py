@@ -57,23 +57,11 @@ OPTIMIZERS = dict(overflowing.OPTIMIZERS)
 OPTIMIZERS["largest"] = jaxscale.loss_scaled(
     INNERS["adam"], POLICIES["adaptive"], max_norm=1.0
 )
-OPTIMIZERS["inside of another"] = optax.named_chain(
-    ("scaled", jaxscale.loss_scaled(INNERS["adam"]))
-)
 
 
 BARE = (
     r"`train_step`: `tx` is a bare optimizer.*loss_scaled\(tx\).*skip_nonfinite=False"
 )
-INSIDE = r"`train_step`.*inside of another.*outermost"
-
-
-def test_an_optimizer_inside_of_another_is_warned_of_where_it_is_called():
-    tx = OPTIMIZERS["inside of another"]
-    step = jaxscale.train_step(loss_fn, tx)
-    with pytest.warns(UserWarning, match=INSIDE):
-        _, state, _ = step(PARAMS, tx.init(PARAMS), OVERFLOW)
-    assert jaxscale.metrics(state)["total_notfinite"] == 1
 
 
 @pytest.mark.worlds

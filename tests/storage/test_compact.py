@@ -73,22 +73,6 @@ def test_moments_that_an_optimizer_rounds_itself_are_left_to_it():
     assert_same_bits(state.inner_state[0].mu, own_state[0].mu)
 
 
-def test_an_optimizer_that_takes_no_loss_is_given_none():
-    """As the inner optimizer of `sam`, or one of a user's own."""
-    given = []
-
-    def update(updates, state, params=None, *, lr):
-        given.append(lr)
-        return jax.tree.map(lambda g: -lr * g, updates), state
-
-    own = optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update)
-    tx = jaxscale.skip_nonfinite(jaxscale.compact_state(own))
-    options = {"value": jnp.float32(1), "lr": 0.5}
-    params, _ = jaxscale.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS, **options)
-    assert given == [0.5]
-    assert_same_bits(params["b"], PARAMS["b"] - 0.5 * GRADS["b"])
-
-
 def test_a_mask_goes_over_the_state():
     def only_squares(state):
         return jax.tree_util.tree_map_with_path(

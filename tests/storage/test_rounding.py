@@ -92,13 +92,6 @@ def test_no_rest_makes_a_finite_parameter_nonfinite_or_moves_it_by_more_than_hal
     assert (difference[finite] == 0).all()
 
 
-def test_a_number_near_the_end_of_the_range_comes_back():
-    largest = jnp.float32(np.finfo(np.float32).max)
-    halves = rounding.split(largest)
-    assert jnp.isinf(halves.high)
-    assert rounding.join(*halves) == largest
-
-
 @cases("low, compiled", product(LOWS, [False, True]))
 def test_float16_is_rounded_as_by_a_cast_and_saturates(low, compiled):
     nearest = functools.partial(rounding.nearest, dtype=jnp.float16)
@@ -126,10 +119,10 @@ def test_a_copy_survives_that_the_parameter_is_rounded_from(dtype, rounded_by):
     # ties among them
     copies = jnp.concatenate([numbers_of(0x8000), numbers_of(0x1000), numbers_of(1)])
     copies = copies[jnp.isfinite(copies) & (jnp.abs(copies) > 1e-30)]
-    copies = copies[jnp.abs(copies) < 65000]
-    params = copies.astype(dtype)
-    if rounded_by == "nearest":
-        params = rounding.nearest(copies, dtype)
+    params = rounding.nearest(copies, dtype)
+    if rounded_by == "cast":  # which does not saturate
+        copies = copies[jnp.abs(copies) < 65000]
+        params = copies.astype(dtype)
     kept = rounding.follow(copies, params)
     np.testing.assert_array_equal(bits_of(kept), bits_of(copies))
 
@@ -140,11 +133,6 @@ def test_a_copy_of_a_parameter_that_was_replaced_starts_again(dtype):
     params = jnp.array([0, -1, 1.02, 2, 1, 1, jnp.inf, -3], dtype)
     kept = rounding.follow(copies, params)
     np.testing.assert_array_equal(kept, params.astype(jnp.float32))
-
-
-def test_a_copy_beyond_the_range_of_float16_survives():
-    copy = jnp.float32(7e4)
-    assert rounding.follow(copy, rounding.nearest(copy, jnp.float16)) == copy
 
 
 # At random.
@@ -308,15 +296,12 @@ def test_weights_and_the_state_of_their_optimizer_have_keys_of_their_own():
     assert (state.weights.key != state.inner_state.key).any()
 
 
-@cases("depth", [1, 2])
-def test_members_of_a_population_have_keys_of_their_own(depth):
+def test_members_of_a_population_of_populations_have_keys_of_their_own():
     def make(x):
         return noise.make_key(7, [x])
 
-    for _ in range(depth):
-        make = jax.vmap(make)
-    keys = jax.jit(make)(jnp.zeros((3,) * depth)).reshape(-1, 2)
-    assert len(np.unique(np.asarray(keys), axis=0)) == 3**depth
+    keys = jax.jit(jax.vmap(jax.vmap(make)))(jnp.zeros((3, 3))).reshape(-1, 2)
+    assert len(np.unique(np.asarray(keys), axis=0)) == 9
 
 
 # Derivatives.

@@ -29,8 +29,3 @@ def normal(seed, *shape):
     # NumPy's: JAX would compile a program for each shape
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-
-def assert_fields(record, **expected):
-    """A place or a report has these fields, and maybe others."""
-    assert {name: getattr(record, name) for name in expected} == expected
