@@ -358,23 +358,6 @@ def test_linear_functions_can_be_transposed(fun):
     np.testing.assert_allclose(actual, expected, rtol=0.02, atol=2e-3)
 
 
-def solver(w, x):
-    def multiply(v):
-        return w @ v + 3 * v
-
-    def solve(_, b):
-        return b / 3
-
-    return jax.lax.custom_linear_solve(multiply, x.T @ x @ jnp.ones(8), solve)
-
-
-def test_linear_solvers_run_in_float32():
-    dtypes = products(jaxscale.autocast(solver), *W[:2])
-    assert dtypes == ["float16", "float16", "float32"]
-    result = jaxscale.autocast(solver)(*W[:2])
-    np.testing.assert_allclose(result, solver(*W[:2]), rtol=0.02, atol=0.01)
-
-
 def test_refs_are_read_and_written():
     def fun(ref):
         before = ref[...]
@@ -382,14 +365,12 @@ def test_refs_are_read_and_written():
         after = ref[...]
         return after @ W[0]
 
-    ref = jax.new_ref(jnp.zeros((4, 8)))
-    plain_ref = jax.new_ref(jnp.zeros((4, 8)))
-    cast = jaxscale.autocast(fun)
-    actual = cast(ref)
-    expected = fun(plain_ref)
-    np.testing.assert_allclose(actual, expected, atol=0.01)
-    np.testing.assert_allclose(ref[...], plain_ref[...], atol=0.01)
-    assert ref[...].dtype == jnp.float32
+    ends = []
+    for each in (jaxscale.autocast(fun), fun):
+        ref = jax.new_ref(jnp.zeros((4, 8)))
+        ends.append((each(ref), ref[...]))
+    assert avals(ends[0]) == avals(ends[1])
+    jax.tree.map(assert_near, *ends)
 
 
 @cases("dtype", ["float64", "float8_e4m3fn", "half a dozen", None])

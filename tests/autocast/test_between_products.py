@@ -3,6 +3,7 @@
 The reference is each function with its products cast by hand, and everything else in float32.
 """
 
+import functools
 import itertools
 
 import jax
@@ -132,10 +133,6 @@ def loss_of(family, form, multiply):
     return loss
 
 
-def as_written(x, w):
-    return x @ w
-
-
 ENTRIES = {name: WRAPPERS[name] for name in WRAPPERS if "autocast" in name}
 
 
@@ -155,12 +152,8 @@ ENTRIES = {name: WRAPPERS[name] for name in WRAPPERS if "autocast" in name}
 )
 def test_between_products_nothing_is_rounded(family, form, dtype, entry):
     dtype = jnp.dtype(dtype)
-
-    def multiply_by_hand(x, w):
-        return round_product(x, w, dtype)
-
-    by_hand = loss_of(family, form, multiply_by_hand)
-    cast = ENTRIES[entry](loss_of(family, form, as_written), dtype)
+    by_hand = loss_of(family, form, functools.partial(round_product, dtype=dtype))
+    cast = ENTRIES[entry](loss_of(family, form, jnp.matmul), dtype)
     expected, expected_gradient = jax.jit(jax.value_and_grad(by_hand))(WEIGHTS, ROWS)
     actual, gradient = jax.jit(jax.value_and_grad(cast))(WEIGHTS, ROWS)
     # The same numbers are rounded at the same places. XLA adds them in another order, which may
@@ -178,7 +171,7 @@ def test_between_products_nothing_is_rounded(family, form, dtype, entry):
     fast=[("smoothed", form) for form in FORMS],
 )
 def test_only_products_and_moves_are_in_half_precision(family, form):
-    gradient = jax.grad(jaxscale.autocast(loss_of(family, form, as_written)))
+    gradient = jax.grad(jaxscale.autocast(loss_of(family, form, jnp.matmul)))
     assert not computed_in_half(gradient, WEIGHTS, ROWS)
 
 

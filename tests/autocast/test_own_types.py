@@ -25,6 +25,25 @@ if not HAS_NEW_FORM:
 hijax = importlib.import_module("jax.experimental.hijax")
 
 
+def test_a_product_in_an_operation_rounds_what_it_reads():
+    class Square(hijax.HiPrim):
+        def __init__(self, of):
+            self.in_avals = (of,)
+            self.params = {}
+            self.out_aval = of
+            super().__init__()
+
+        def expand(self, x):
+            return x @ x
+
+    def square(x):
+        return Square(jax.typeof(x))(x)
+
+    x = jnp.array([[1 + 2.0**-12, 0.0], [0.0, 2.0]])
+    assert square(x)[0, 0] > 1
+    np.testing.assert_array_equal(jaxscale.autocast(square)(x), [[1, 0], [0, 4]])
+
+
 def array_type(shape, dtype):
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 

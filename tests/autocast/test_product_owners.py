@@ -405,23 +405,9 @@ def test_the_default_algorithm_is_not_a_demand():
     assert cast_products(product, X, A) == ["float16"]
 
 
-@pytest.mark.worlds
-def test_a_loss_of_impossible_symbols_is_finite():
-    def loss(a):
-        is_possible = jnp.arange(8) < 4
-        logits = jnp.where(is_possible, X @ a, -1e9)
-        return ctc_loss(logits).sum()
-
-    value, gradient = jax.jit(jax.value_and_grad(jaxscale.autocast(loss)))(A)
-    np.testing.assert_allclose(value, loss(A), rtol=1e-2)
-    assert jnp.isfinite(gradient).all()
-
-
-# Queries, keys and values, and such that the logits leave float16.
+# Queries, keys and values.
 WAVES = np.sin(np.arange(64.0) + np.arange(3)[:, None])
 ATTENDED = tuple(jnp.asarray(WAVES.reshape(3, 1, 4, 2, 8), jnp.float32))
-QUERY, KEYS, VALUES = ATTENDED
-LARGE = 200 * QUERY, 200 * KEYS, VALUES
 HALVES = ["float16", "bfloat16"]
 
 
@@ -438,15 +424,6 @@ def test_the_logits_of_attention_are_multiplied_into_float32(dtype):
     cast = jaxscale.autocast(attend, jnp.dtype(dtype))
     assert products(cast, *ATTENDED) == [dtype] * 2
     assert sorted(results_of_products(cast, *ATTENDED)) == [dtype, "float32"]
-
-
-@pytest.mark.worlds
-@cases("dtype", HALVES, fast=["float16"])
-def test_the_logits_of_attention_may_be_larger_than_float16_holds(dtype):
-    logits = jnp.einsum("btnh,bsnh->bnts", *LARGE[:2])
-    assert jnp.max(jnp.abs(logits)) > 65504
-    actual = jaxscale.autocast(attend, jnp.dtype(dtype))(*LARGE)
-    np.testing.assert_allclose(actual, attend(*LARGE), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.worlds

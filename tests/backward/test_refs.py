@@ -89,24 +89,18 @@ def in_a_scan(w, dtype):
     return jnp.mean(ref[...] ** 2) + jnp.mean(sums**2)
 
 
+def inside_a_called_function(w, dtype, called=jax.jit):
+    @called
+    def apply(w, x):
+        ref = jax.new_ref(x)
+        ref[...] = layer(w, ref[...], dtype)
+        return jnp.sin(ref[...])
+
+    return jnp.mean(apply(w, apply(w, X)) ** 2)
+
+
 def inside_a_checkpoint(w, dtype):
-    @jax.checkpoint
-    def apply(w, x):
-        ref = jax.new_ref(x)
-        ref[...] = layer(w, ref[...], dtype)
-        return jnp.sin(ref[...])
-
-    return jnp.mean(apply(w, apply(w, X)) ** 2)
-
-
-def inside_a_called_function(w, dtype):
-    @jax.jit
-    def apply(w, x):
-        ref = jax.new_ref(x)
-        ref[...] = layer(w, ref[...], dtype)
-        return jnp.sin(ref[...])
-
-    return jnp.mean(apply(w, apply(w, X)) ** 2)
+    return inside_a_called_function(w, dtype, jax.checkpoint)
 
 
 MODELS = [

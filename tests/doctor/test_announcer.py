@@ -1,12 +1,28 @@
 """Signs of life: that there are some if it takes long."""
 
 import re
+import sys
 import time
 
 import pytest
 
+from jaxscale.__main__ import main
 from jaxscale._doctor import cli
 from jaxscale._doctor.announcer import Announcer
+
+
+@pytest.mark.slow
+def test_a_model_that_loads_for_five_seconds_is_said_to_load(
+    tmp_path, monkeypatch, capsys
+):
+    model = tmp_path / "sleeper.py"
+    model.write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setattr(sys, "argv", ["jaxscale", "doctor", f"{model}:absent"])
+    assert main() == 2
+    sign, problem = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"  [345] s: loading the target", sign)
+    assert "no function `absent`" in problem
+
 
 SIGN = r" *\d+ s: "
 

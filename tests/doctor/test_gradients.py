@@ -1,5 +1,8 @@
 """Gradients on the host: counted as `jaxscale.diagnostics` counts them."""
 
+import json
+import pathlib
+
 import jax
 import numpy as np
 import pytest
@@ -14,6 +17,26 @@ from jaxscale._doctor.gradients import (
 )
 
 pytestmark = pytest.mark.standard_promotion
+
+
+MODEL = """
+import jax.numpy as jnp
+
+def two_gradients():
+    def loss_fn(w, x):
+        y = w.astype(jnp.float16).astype(jnp.float32)
+        return jnp.sum(y * x)
+    return loss_fn, jnp.ones(2), jnp.array([1.0, 1e-9])
+"""
+
+
+def test_one_of_two_gradients_becomes_zero_without_a_loss_scale(doctor, no_pictures):
+    pathlib.Path("model.py").write_text(MODEL)
+    doctor("model.py:two_gradients", "--loss-scale", "1", "--json-file", "found.json")
+    found = json.loads(pathlib.Path("found.json").read_text())
+    assert found["comparison"]["flushed"] == 0.5
+    (leaf,) = found["leaves"]["rows"]
+    assert (leaf["size"], leaf["zero"]) == (2, 1)
 
 
 def test_of_five_numbers_one_is_flushed_and_one_is_halved():

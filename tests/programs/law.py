@@ -6,6 +6,7 @@ precision (`additions`).
 """
 
 import contextlib
+import functools
 import io
 
 import entries
@@ -15,7 +16,7 @@ import numpy as np
 from additions import find_additions, find_roundings
 from cases import make_case
 from doctor_targets import target_of
-from entries import DOCTOR, ENTRIES, Result
+from entries import DOCTOR, ENTRIES
 from reference import half_products
 
 from jaxscale._doctor.cli import main as command
@@ -38,21 +39,20 @@ class Trial:
     def __init__(self, row):
         self.row = row
         self.case = make_case(row)
-        self._exact: list[Result] | None = None
-        self._reference: dict[tuple[str, bool], list[float]] = {}
+        self._reference: dict[str, list[float]] = {}
 
+    @functools.cached_property
     def exact(self):
-        """Returns the results in float32, one for each draw."""
-        if self._exact is None:
-            self._exact, _ = run(entries.in_float32(self.case), self.case)
-        return self._exact
+        """The results in float32, one for each draw."""
+        results, _ = run(entries.in_float32(self.case), self.case)
+        return results
 
     def reference_errors(self, dtype):
         """Returns the error of each leaf with products in half precision alone."""
         if dtype not in self._reference:
             with half_products(dtype):
                 results, _ = run(entries.with_loss_scale(self.case), self.case)
-            self._reference[dtype] = find_errors(results, self.exact())
+            self._reference[dtype] = find_errors(results, self.exact)
         return self._reference[dtype]
 
     def judge(self, name):
@@ -62,7 +62,7 @@ class Trial:
         entry = ENTRIES[name]
         results, program = run(entry.make(self.case), self.case)
         wrong = _broken_promises(results)
-        errors = find_errors(results, self.exact())
+        errors = find_errors(results, self.exact)
         reference = self.reference_errors(entry.dtype)
         wrong += _compare(leaf_names(self.case), errors, reference)
         return [*wrong, *find_additions(program), *find_roundings(program)]

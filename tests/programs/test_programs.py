@@ -11,6 +11,7 @@ import pytest
 import reference
 from additions import find_additions, find_roundings
 from entries import DOCTOR, ENTRIES
+from half_programs import HOLDERS
 from jax.experimental.ode import odeint
 from law import Trial
 from tables import cases, spread
@@ -73,34 +74,11 @@ def by_hand(x, w):
     return half(half(x) @ half(w), jnp.float32)
 
 
-def in_cond(product):
-    def fun(x, w):
-        return jax.lax.cond(x[0, 0] < 9, product, lambda x, w: x, x, w)
-
-    return fun
-
-
-def in_while(product):
-    def fun(x, w):
-        return jax.lax.fori_loop(0, jnp.int32(2), lambda i, x: product(x, w), x)
-
-    return fun
-
-
 def in_everything(product):
     """A product in each form that a program may have, and a sum that stays in float32."""
-    forms = {
-        "jit": jax.jit(product),
-        "remat": jax.checkpoint(product),
-        "vmap": jax.vmap(product, in_axes=(0, None)),
-        "cond": in_cond(product),
-        "while": in_while(product),
+    return lambda x, w: {
+        name: hold(product)(x, w) + 2.0**-12 for name, hold in HOLDERS.items()
     }
-
-    def fun(x, w):
-        return {name: form(x, w) + 2.0**-12 for name, form in forms.items()}
-
-    return fun
 
 
 @pytest.mark.worlds
