@@ -1,6 +1,7 @@
 """The origin of an equation: its context, its scopes, its source line and its callers."""
 
 import os
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from ..python_frames import is_of_jax
 
 _SOURCES = os.path.join(os.path.dirname(jax.__file__), "_src", "")
 _PACKAGES = os.path.join(os.path.dirname(os.path.dirname(jax.__file__)), "")
-_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_OWN = os.path.join(pathlib.Path(__file__).parents[2], "")  # of jaxscale
 _STANDARD = os.path.join(os.path.dirname(os.__file__), "")
 
 # The functions in which JAX begins to trace a function. JAX caches the result for later calls,
