@@ -36,6 +36,7 @@ from ._step.step_plan import MadeStep, StepPlan, apply_pass
 from ._step.train_step import name_step
 from ._trees.casts import cast_like
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
+from ._trees.pytrees import Params
 from ._trees.selection import select_new
 
 __all__ = ["TrainState", "train_step"]
@@ -74,7 +75,12 @@ class TrainState(train_state.TrainState):
 
     @classmethod
     def create(
-        cls, *, apply_fn: Callable[..., Any] | None, params: Any, tx: Any, **kwargs: Any
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: Params,
+        tx: Any,
+        **kwargs: Any,
     ) -> Self:
         """Returns the initial state.
 

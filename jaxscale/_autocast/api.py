@@ -12,6 +12,7 @@ from .._boundary import TracedFor, traced_for
 from .._jax.jaxprs import DTypeLike
 from .._trees.nnx_objects import wrap_call
 from .._trees.outer_modules import keeping_outer_variables
+from .._trees.pytrees import Leaf
 from .table import FULL_PRECISION, HALF_PRECISION
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def _call_cast(
     return jax.tree.map(give_back, fun(*args, **kwargs))
 
 
-def _cast_if(old: str, new: str, leaf: Any) -> Any:
+def _cast_if(old: str, new: str, leaf: Leaf) -> Any:
     if getattr(leaf, "dtype", None) == old and hasattr(leaf, "astype"):
         return leaf.astype(new)
     return leaf

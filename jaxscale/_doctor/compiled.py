@@ -10,6 +10,7 @@ from .._backward.scale_backward import scale_backward
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import LossScaleState, init_state
+from .._trees.pytrees import Params
 from ..diagnostics._calibrate import Calibration, Search
 from ..diagnostics._switches.backward import compile_fast
 from .target import Target, TargetError, error_line
@@ -51,7 +52,9 @@ class CompiledBackward:
     """The backward pass of a target."""
 
     def __init__(self, target: Target) -> None:
-        def backward(state: LossScaleState, params: Any, arrays: Any) -> BackwardPass:
+        def backward(
+            state: LossScaleState, params: Params, arrays: Any
+        ) -> BackwardPass:
             loss, grads = value_and_grad(target.loss_fn, state)(params, arrays)
             return BackwardPass(loss, grads, all_finite(grads))
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from .._trees.gradient_leaves import replace_gradients
+from .._trees.pytrees import Leaf
 from ..diagnostics._histogram import Histogram, histogram
 from ..diagnostics._switches.search import find_error
 
@@ -72,7 +73,7 @@ def compare_gradients(grads: Mapping[str, Any], exact: Mapping[str, Any]) -> Com
     )
 
 
-def find_flushed(leaf: Any, exact: Any) -> float:
+def find_flushed(leaf: Leaf, exact: Any) -> float:
     """Returns the share of the nonzero numbers that became 0."""
     is_nonzero = np.asarray(exact) != 0
     is_flushed = is_nonzero & (np.asarray(leaf) == 0)

@@ -17,6 +17,7 @@ from .._jax.jaxprs import (
     holds_half,
     walk_program,
 )
+from .._trees.pytrees import PyTree
 from ..diagnostics._histogram import find_shares_by_leaf, shares
 from ..diagnostics._leaves import table
 from ..diagnostics._switches.backward import Backward
@@ -132,7 +133,7 @@ def examine(
     return exam._replace(zero=zero)
 
 
-def _name_dtypes(tree: Any) -> tuple[str, ...]:
+def _name_dtypes(tree: PyTree) -> tuple[str, ...]:
     return tuple(sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)}))
 
 

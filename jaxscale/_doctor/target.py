@@ -25,6 +25,7 @@ from .._trees.gradient_leaves import leaf_name, list_gradients
 from .._trees.leaves import dtype_of, is_array_like, is_python_number
 from .._trees.nnx_objects import without_untrained
 from .._trees.params import combine
+from .._trees.pytrees import Leaf, Params, PyTree
 from ..diagnostics._formats import describe, is_array
 from ..diagnostics._switches.places import Constants, is_users_file
 
@@ -65,7 +66,7 @@ class Target(NamedTuple):
         """The parameters, and the arrays of the batch: compiled programs take no others."""
         return self.params, _keep_arrays(self.batch)
 
-    def loss_fn(self, params: dict[str, Any], batch: Any) -> jax.Array:
+    def loss_fn(self, params: dict[str, Any], batch: PyTree) -> jax.Array:
         leaves = jax.tree.leaves((params, _keep_arrays(batch)))
         (loss,) = jaxpr_as_fun(self.program)(*leaves)
         return loss
@@ -85,7 +86,7 @@ class Target(NamedTuple):
 def _trace(
     fun: Callable[[dict[str, Any], Any], tuple[jax.Array, Any]],
     params: dict[str, Any],
-    batch: Any,
+    batch: PyTree,
 ) -> ClosedJaxpr:
     """Returns the loss as a program of its parameters and the arrays of its batch."""
 
@@ -177,7 +178,7 @@ def _say_no_function(module: ModuleType, place: str, name: str) -> str:
     return f"There is no function `{name}` in {place}; it has {', '.join(functions) or 'none'}."
 
 
-def _check_returned(name: str, call: str, returned: Any) -> Target:
+def _check_returned(name: str, call: str, returned: PyTree) -> Target:
     """Returns what a function returned as a target, or raises an error that names the `call`."""
     what = ""
     if not isinstance(returned, tuple):
@@ -197,7 +198,7 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
 
     trained, restore = _take_gradients(params)
 
-    def fun(trained: Mapping[str, Any], batch: Any) -> tuple[Any, Any]:
+    def fun(trained: Mapping[str, Any], batch: PyTree) -> tuple[Any, Any]:
         # Modules hold functions and counters as well, which have no derivative.
         output = loss_fn(restore(trained), batch)
         if isinstance(output, tuple) and len(output) == 2 and _is_loss(output[0]):
@@ -222,7 +223,7 @@ def _check_returned(name: str, call: str, returned: Any) -> Target:
     return Target(name, fun, trained, batch, constants, program)
 
 
-def _check_params(call: str, params: Any) -> None:
+def _check_params(call: str, params: Params) -> None:
     if not list_gradients(params):
         kinds = sorted(set(map(describe, jax.tree.leaves(params))))
         raise TargetError(
@@ -254,7 +255,7 @@ def _take_gradients(
     return trained, restore
 
 
-def _is_number_of_module(path: KeyPath, leaf: Any) -> bool:
+def _is_number_of_module(path: KeyPath, leaf: Leaf) -> bool:
     """Returns whether a leaf is a Python number that an attribute of an object holds.
 
     `equinox.filter_value_and_grad` trains arrays alone. In a dict or a list a number is trained.
@@ -263,13 +264,13 @@ def _is_number_of_module(path: KeyPath, leaf: Any) -> bool:
     return is_attribute and is_python_number(leaf)
 
 
-def _put_on_device(leaf: Any) -> Any:
+def _put_on_device(leaf: Leaf) -> Any:
     if is_array(leaf):
         return jnp.asarray(leaf)
     return leaf
 
 
-def _keep_arrays(batch: Any) -> Any:
+def _keep_arrays(batch: PyTree) -> Any:
     """Returns a batch with `None` for all leaves that are no arrays."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, batch)
 

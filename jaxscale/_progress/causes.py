@@ -1,6 +1,7 @@
 """Causes of skipped steps, as far as the numbers of a run, its policy and its leaves tell."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from .._policies.fixed import FixedLossScale
 from .._trees.grammar import list_some
+from .._trees.pytrees import ScaleState
 from . import texts
 from .optimizers import find_nan
 from .symptoms import is_row_of_losses
@@ -15,7 +17,7 @@ from .symptoms import is_row_of_losses
 _FLAG = "nonfinite_leaves/"  # how `metrics` calls a gradient that overflowed
 
 
-def explain_row(run: Any) -> str:
+def explain_row(run: SimpleNamespace) -> str:
     """Returns how many steps in a row were skipped, why, and in which leaves.
 
     In the text names stand for numbers of the run, some of which are found here.
@@ -36,7 +38,7 @@ def explain_row(run: Any) -> str:
     return f"{words.row}. {cause}{{bad_leaves}} {words.doctor}"
 
 
-def _name_bad_leaves(run: Any) -> str:
+def _name_bad_leaves(run: SimpleNamespace) -> str:
     """Returns which gradients overflowed last, if that was tracked."""
     flags = [name for name in run.numbers if name.startswith(_FLAG)]
     bad = [name.removeprefix(_FLAG) for name in flags if getattr(run, name)]
@@ -46,7 +48,7 @@ def _name_bad_leaves(run: Any) -> str:
     return f" The last gradients that were not finite: {list_some(bad, 5)} {number}."
 
 
-def _explain_gradients(run: Any) -> str:
+def _explain_gradients(run: SimpleNamespace) -> str:
     """Returns why the gradients overflow at this scale."""
     scale = float(run.loss_scale)
     run.lowest = _find_lowest_scale(run)
@@ -65,7 +67,7 @@ def _explain_gradients(run: Any) -> str:
     return texts.AT_FLOOR
 
 
-def _find_lowest_scale(run: Any) -> float:
+def _find_lowest_scale(run: SimpleNamespace) -> float:
     """Returns where the scale ends if all further steps are bad, as far as its policy is known."""
     if run.policy is None:
         return run.loss_scale
@@ -73,7 +75,7 @@ def _find_lowest_scale(run: Any) -> float:
     numbers = {name: jnp.asarray(getattr(run, name)) for name in start._fields}
     is_finite = jnp.array(False)
 
-    def skip(_: Any, scaling: Any) -> Any:
+    def skip(_: Any, scaling: ScaleState) -> Any:
         return run.policy.adjust(scaling, is_finite)
 
     last = jax.lax.fori_loop(0, 10_000, skip, start._replace(**numbers))

@@ -1,7 +1,7 @@
 """`check`: an error if training is stuck, and warnings of what may soon ruin it."""
 
-import types
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from .._step.report import list_numbers
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.arguments import int32
 from .._trees.leaves import check_in_reach
+from .._trees.pytrees import Leaf, PyTree
 from . import texts
 from .causes import explain_row
 from .optimizers import is_inside_of_another, is_lost
@@ -54,7 +55,7 @@ class LossScaleStuckError(RuntimeError):
 
 
 def check(
-    tree: Any,
+    tree: PyTree,
     *,
     tx: optax.GradientTransformation | None = None,
     max_consecutive: int = 50,
@@ -150,7 +151,7 @@ def check(
             warnings.warn(text, stacklevel=2)
 
 
-def _read_run(state: LossScaledState, tx: Any) -> Any:
+def _read_run(state: LossScaledState, tx: Any) -> SimpleNamespace:
     """Returns what `check` judges, as attributes of one object.
 
     These are the numbers that `metrics` shows, on the host, with the axes of a population. Nothing
@@ -167,7 +168,7 @@ def _read_run(state: LossScaledState, tx: Any) -> Any:
     numbers["applied"] = applied
     # A window of another run has also counted the steps of that.
     numbers["optimizer_steps"] = np.minimum(applied, numbers["gradient_step"])
-    run = types.SimpleNamespace(axes=axes, numbers=numbers, **numbers)
+    run = SimpleNamespace(axes=axes, numbers=numbers, **numbers)
     run.inner_state = unwrap(state.inner_state)
 
     optimizer = find_wrapped_optimizer(tx)
@@ -180,7 +181,7 @@ def _read_run(state: LossScaledState, tx: Any) -> Any:
     return run
 
 
-def _on_host(leaf: Any) -> np.ndarray:
+def _on_host(leaf: Leaf) -> np.ndarray:
     if isinstance(leaf, Tracer):
         raise TypeError(
             "`check` reads values, so it cannot run inside `jit`. Call it on the state that "
@@ -190,15 +191,15 @@ def _on_host(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def _find_worst(badness: np.ndarray, run: Any) -> Any:
+def _find_worst(badness: np.ndarray, run: SimpleNamespace) -> SimpleNamespace:
     """Returns the run of the worst member of a population."""
     indices = np.unravel_index(np.argmax(badness), run.axes)
     place = tuple(map(int, indices))
     numbers = {name: number[place] for name, number in run.numbers.items()}
-    return types.SimpleNamespace(**vars(run) | numbers | {"place": place})
+    return SimpleNamespace(**vars(run) | numbers | {"place": place})
 
 
-def _make_error(text: str, member: Any) -> LossScaleStuckError:
+def _make_error(text: str, member: SimpleNamespace) -> LossScaleStuckError:
     """Returns an error with a text in which names stand for the numbers of a run."""
     text = text.format_map(vars(member))
     if member.axes:

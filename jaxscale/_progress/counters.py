@@ -1,14 +1,13 @@
 """The scale and the counters of a training state, as numbers for a log."""
 
-from typing import Any
-
 import jax
 
 from .._state.find import find_scale_state, is_loss_scaled, restore_types
 from .._step.report import numbers_of
+from .._trees.pytrees import PyTree
 
 
-def metrics(tree: Any, *, prefix: str = "") -> dict[str, jax.Array]:
+def metrics(tree: PyTree, *, prefix: str = "") -> dict[str, jax.Array]:
     """Returns the loss scale and the counters of a training state, for logging.
 
     Works inside `jit` and never waits for the device.

@@ -1,6 +1,7 @@
 """The optimizer's own state: where it stands, whether it was restored, and what it holds."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from .._step.bare_optimizer import holds_loss_scaled, possible_states
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.gradient_leaves import leaf_name
 from .._trees.leaves import is_inexact_leaf, parts_in_reach
+from .._trees.pytrees import Leaf, OptState, PyTree
 
 
-def is_inside_of_another(tree: Any, tx: Any) -> bool:
+def is_inside_of_another(tree: PyTree, tx: Any) -> bool:
     """Returns whether a `loss_scaled` optimizer is inside of another one, as far as one can see."""
     if tx is not None and find_wrapped_optimizer(tx) is None:
         return any(map(holds_loss_scaled, possible_states(tx)))
@@ -24,12 +26,12 @@ def is_inside_of_another(tree: Any, tx: Any) -> bool:
     return _is_chain(tree) or any(map(_is_outer, nodes))
 
 
-def _is_outer(node: Any) -> bool:
+def _is_outer(node: PyTree) -> bool:
     """Returns whether a node is a state of Optax around that of a `loss_scaled` optimizer."""
     return _is_of_optax(node) and holds_loss_scaled(node)
 
 
-def _is_chain(tree: Any) -> bool:
+def _is_chain(tree: PyTree) -> bool:
     """Returns whether a tree is the state of an `optax.chain` with a `loss_scaled` part.
 
     It is a plain tuple. So are the states of several optimizers that a loop carries, but they hold
@@ -41,11 +43,11 @@ def _is_chain(tree: Any) -> bool:
     return 0 < len(others) < len(tree) and all(map(_is_of_optax, others))
 
 
-def _is_of_optax(node: Any) -> bool:
+def _is_of_optax(node: PyTree) -> bool:
     return type(node).__module__.partition(".")[0] == "optax"
 
 
-def is_lost(step: Any, run: Any) -> bool:
+def is_lost(step: Any, run: SimpleNamespace) -> bool:
     """Returns whether a `TrainState` with this step holds an optimizer that was not restored.
 
     That has made no more steps than were counted here.
@@ -66,7 +68,7 @@ def is_lost(step: Any, run: Any) -> bool:
     return len(leaves) > 0 and run.total_steps == 0 and all(map(is_zero, leaves))
 
 
-def list_moments(inner_state: Any, num_axes: int) -> list[Any]:
+def list_moments(inner_state: OptState, num_axes: int) -> list[Any]:
     """Returns the moments of an optimizer: its arrays, in a population with axes before them."""
     if isinstance(inner_state, WINDOW_STATES):  # whose sums are 0 after each step
         inner_state = inner_state.inner_opt_state
@@ -77,7 +79,7 @@ def list_moments(inner_state: Any, num_axes: int) -> list[Any]:
     return moments
 
 
-def find_nan(inner_state: Any, member: tuple[int, ...]) -> str | None:
+def find_nan(inner_state: OptState, member: tuple[int, ...]) -> str | None:
     """Returns where the state of an optimizer holds a NaN, `None` if it holds none.
 
     `member` is the place of a run in a population, empty for a run that is alone.
@@ -99,12 +101,12 @@ def are_finite(leaves: list[Any]) -> bool:
     return all(jax.device_get(flags))
 
 
-def is_zero(leaf: Any) -> bool:
+def is_zero(leaf: Leaf) -> bool:
     """Returns whether an array is 0, or the parts of it that this process has."""
     return not _holds(jnp.bool_, leaf)
 
 
-def _holds(test: Callable[[Any], Any], leaf: Any) -> bool:
+def _holds(test: Callable[[Any], Any], leaf: Leaf) -> bool:
     """Returns whether any number of an array passes a test, of those that this process has."""
     # Part by part, where it is: it may be large, and a reduction over devices of several processes
     # would wait for them all.

@@ -1,6 +1,7 @@
 """Symptoms: what the numbers of a run say is wrong with it, and the texts of that."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from .limits import (
 from .optimizers import are_finite, is_zero, list_moments
 
 
-def find_symptoms(run: Any) -> dict[str, Any]:
+def find_symptoms(run: SimpleNamespace) -> dict[str, Any]:
     """Returns all texts, each with whether it holds in the members of a population."""
     lost_lately = run.skip_rate - _lost_to_growth(run.policy)
     # In the first thousand steps it is a mean of few: it counts by how many they are.
@@ -76,7 +77,7 @@ def _lost_to_growth(policy: LossScale | None) -> float:
     return lost / (policy.growth_interval + lost)
 
 
-def _is_mostly_loss(run: Any, lost_lately: Any) -> Any:
+def _is_mostly_loss(run: SimpleNamespace, lost_lately: Any) -> Any:
     """Returns whether most steps that were skipped had a bad loss.
 
     Those of the present row decide, as what was long ago may have had another cause. Between two
@@ -89,12 +90,12 @@ def _is_mostly_loss(run: Any, lost_lately: Any) -> Any:
     return np.where(run.notfinite_count > 0, is_row_of_losses(run), in_all)
 
 
-def is_row_of_losses(run: Any) -> Any:
+def is_row_of_losses(run: SimpleNamespace) -> Any:
     """Returns whether most steps of the present row had a bad loss."""
     return 2 * run.row_notfinite_loss >= run.notfinite_count
 
 
-def _decays(run: Any) -> Any:
+def _decays(run: SimpleNamespace) -> Any:
     """Returns whether the scale fell again and again, and is low."""
     # An adaptive one falls in larger and larger steps, so it has fallen few times.
     is_guess = run.held_steps == run.finite_steps
@@ -103,7 +104,7 @@ def _decays(run: Any) -> Any:
     return (is_guess | (run.backoff_count >= MANY_FALLS)) & (run.loss_scale < LOW_SCALE)
 
 
-def _is_idle(run: Any) -> Any:
+def _is_idle(run: SimpleNamespace) -> Any:
     """Returns whether the scale has grown far, and nothing has ever overflowed."""
     overflows = run.total_notfinite - run.total_notfinite_loss + run.total_retries
     # One that is fixed tracks nothing. One that grows has 0 finite steps just after it grew, but as

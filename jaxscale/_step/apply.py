@@ -5,6 +5,7 @@ from typing import Any, TypeVar, overload
 import optax
 
 from .._gradients.scaled import Scaled
+from .._trees.pytrees import Grads, OptState, Params
 from .._trees.selection import select_new
 from .backward_pass import Pass
 from .bare_optimizer import as_optimizer
@@ -20,7 +21,7 @@ _Kept = TypeVar("_Kept")
 @overload
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: Any,
+    grads: Grads,
     opt_state: _State,
     params: _Params,
     *,
@@ -30,7 +31,7 @@ def apply_gradients(
 @overload
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: Any,
+    grads: Grads,
     opt_state: _State,
     params: _Params,
     *,
@@ -39,9 +40,9 @@ def apply_gradients(
 ) -> tuple[_Params, _State, _Kept]: ...
 def apply_gradients(
     tx: optax.GradientTransformation,
-    grads: Any,
-    opt_state: Any,
-    params: Any,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
     *,
     keep: tuple[Any, Any] | None = None,
     **extra_args: Any,

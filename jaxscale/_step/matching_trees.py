@@ -147,7 +147,7 @@ def explain_difference(state: OptState, expected: TreeTypes) -> str:
     return ""
 
 
-def _entries_at(structure: Any, tree: Any) -> list[Any] | None:
+def _entries_at(structure: Any, tree: PyTree) -> list[Any] | None:
     """Returns what a tree has at each leaf of a structure: a leaf, or None.
 
     It is `None` as a whole if the tree has another structure.

@@ -83,7 +83,7 @@ def repeat_backward(
 def _repeat_in_program(
     argument: str,
     try_pass: Callable[[Any, Any], _Attempt],
-    scaling: Any,
+    scaling: ScaleState,
     number: jax.Array,
 ) -> tuple[_Attempt, jax.Array]:
     """Repeats a pass in a loop of the program that is traced: returns the last, and their number.

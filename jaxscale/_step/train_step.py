@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
-from .._trees.pytrees import ScaleState
+from .._trees.pytrees import OptState, Params, ScaleState
 from .._trees.selection import select_new
 from .backward_pass import Pass
 from .bare_optimizer import as_optimizer, possible_states
@@ -209,7 +209,7 @@ def train_step(
         order = "(params, opt_state, state, ...)"
 
     def step(
-        params: Any, opt_state: Any, *args: Any, **loss_kwargs: Any
+        params: Params, opt_state: OptState, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
         argument = "train_step(...)(opt_state=...)"
         before = own.enter(argument, opt_state, order)

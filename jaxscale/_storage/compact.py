@@ -24,6 +24,7 @@ from .._state.storage import CompactState
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.leaves import is_array_like
+from .._trees.pytrees import Leaf
 from . import rounding
 from .noise import draw_words, make_key, make_noise, split_key
 from .param_leaves import flatten, read_mask
@@ -186,7 +187,7 @@ def _find_weights(
     return spread(asked, found, asked)
 
 
-def _is_large(leaf: Any) -> bool:
+def _is_large(leaf: Leaf) -> bool:
     is_float32 = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32
     return is_float32 and leaf.ndim > 0 and leaf.size >= _LEAST_SIZE
 

@@ -9,6 +9,7 @@ import optax
 from .._state.find import find_optimizer_state, is_loss_scaled, restore_types
 from .._state.scale import unwrap
 from .._state.storage import WeightsState
+from .._trees.pytrees import PyTree
 from .param_leaves import describe_leaf, fits, flatten, known_dtype_of, make_state
 from .rounding import HALF_DTYPES
 from .storage_formats import Stored, format_beside
@@ -100,7 +101,7 @@ def with_master_params(
     arrays = unwrap(float32_params)
     params, new_weights = _narrow_params(call, weights, arrays)
 
-    def replace(node: Any) -> Any:
+    def replace(node: PyTree) -> Any:
         return node._replace(weights=new_weights) if is_loss_scaled(node) else node
 
     new_state = jax.tree.map(replace, opt_state, is_leaf=is_loss_scaled)

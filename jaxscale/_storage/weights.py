@@ -19,6 +19,7 @@ from .._state.storage import WeightsState
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.params import apply_updates, cast_updates
+from .._trees.pytrees import Params
 from .._trees.store_once import store_once
 from .lost_updates import warn_of_losses
 from .noise import draw_words, make_key, split_key
@@ -184,7 +185,7 @@ class _Kept(abc.ABC):
             leaves.append(leaf)
         return tree._replace(leaves=leaves)
 
-    def _read(self, params: Any, state: WeightsState) -> ParamLeaves:
+    def _read(self, params: Params, state: WeightsState) -> ParamLeaves:
         """Returns the leaves of parameters and what is beside them, if they fit together."""
         tree = self._with_formats(params, flatten(self.call, params, state))
         for leaf in tree.leaves:

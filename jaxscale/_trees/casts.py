@@ -29,7 +29,7 @@ def widened(leaf: object) -> Any:
     return jnp.dtype(jnp.float32)
 
 
-def cast(leaf: Any, dtype: Any) -> Any:
+def cast(leaf: Leaf, dtype: DTypeLike) -> Any:
     """Casts a leaf to a strongly typed array of a dtype.
 
     Typed keys and `float0`, whose dtypes do not hold numbers, stay as they are.

@@ -12,6 +12,7 @@ from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
 from .._state.scale import init_state
 from .._trees.arguments import int32, power_of_two
+from .._trees.pytrees import Params, PyTree
 from ._formats import exponent_of
 from ._switches.backward import check_floating
 from ._text import number, power
@@ -43,7 +44,7 @@ class Calibration(NamedTuple):
 
 def calibrate(
     fun: Callable[..., Any],
-    params: Any,
+    params: Params,
     batches: Iterable[Any],
     *,
     min_scale: float = 1.0,
@@ -115,7 +116,9 @@ def calibrate(
     check_floating("calibrate", (params,), transform, kwargs, also)
 
     @(jit or jax.jit)
-    def run_pass(state: Any, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def run_pass(
+        state: Any, params: Params, batch: PyTree
+    ) -> tuple[jax.Array, jax.Array]:
         differentiated = value_and_grad(
             fun, state, transform=transform, has_aux=has_aux, **kwargs
         )
@@ -123,7 +126,7 @@ def calibrate(
         loss = value[0] if has_aux else value
         return loss, all_finite(grads)
 
-    def try_scale(exponent: int, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def try_scale(exponent: int, batch: PyTree) -> tuple[jax.Array, jax.Array]:
         return run_pass(init_state(2.0**exponent), params, batch)
 
     search = Search(try_scale, low, high, max_passes)
@@ -156,7 +159,7 @@ class Search:
         """No pass is left, or no exponent that may fit."""
         return self.passes == self.max_passes or self.good < self.low
 
-    def look_at(self, batch: Any) -> None:
+    def look_at(self, batch: PyTree) -> None:
         """Lowers `good` until one more batch does not overflow at it, or no pass is left."""
         fits = self.low - 1
         bad = self.good + 1
@@ -177,7 +180,7 @@ class Search:
         else:  # out of passes, and no exponent fitted yet
             self.good = bad - 1
 
-    def _is_finite(self, exponent: int, batch: Any) -> bool:
+    def _is_finite(self, exponent: int, batch: PyTree) -> bool:
         loss, is_finite = self.try_scale(exponent, batch)
         if not jnp.isfinite(loss):
             raise ValueError(

@@ -17,17 +17,18 @@ import numpy as np
 from .._trees.arguments import describe_value
 from .._trees.gradient_leaves import list_gradients
 from .._trees.leaves import is_array_like, is_python_number
+from .._trees.pytrees import Leaf, PyTree
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Leaf) -> bool:
     """Returns whether a leaf is an array of numbers, and not a Python number."""
     # A Python number in a batch stays static, and a loss scale that is one is checked first.
     return is_array_like(leaf) and not is_python_number(leaf)
 
 
-def describe(leaf: Any) -> str:
+def describe(leaf: Leaf) -> str:
     """Returns what an error message calls a leaf: the dtype and shape of an array, or its type."""
     # The type decides, because modules and scalar types also have a `dtype`.
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
@@ -35,7 +36,7 @@ def describe(leaf: Any) -> str:
     return f"`{type(leaf).__name__}`"
 
 
-def gradient_leaves(call: str, name: str, tree: Any) -> list[Any]:
+def gradient_leaves(call: str, name: str, tree: PyTree) -> list[Any]:
     """Returns the gradients in a tree, or raises a `ValueError` if they cannot be counted."""
     gradients = list_gradients(tree)
     if not gradients:
@@ -59,7 +60,7 @@ def gradient_leaves(call: str, name: str, tree: Any) -> list[Any]:
     return leaves
 
 
-def magnitude_bits(leaf: Any) -> jax.Array:
+def magnitude_bits(leaf: Leaf) -> jax.Array:
     """Returns the bits of `|leaf|` in float32, as integers in the order of the numbers.
 
     A complex leaf becomes its real and imaginary parts. A float64 number is rounded to float32.

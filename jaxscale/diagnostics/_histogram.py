@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from .._trees.arguments import power_of_two
 from .._trees.gradient_leaves import leaf_name, replace_gradients
+from .._trees.pytrees import Leaf, PyTree
 from ._formats import FORMATS, THRESHOLDS, gradient_leaves, magnitude_bits
 
 EXPONENTS = np.arange(-149, 128)  # of float32's numbers
@@ -83,7 +84,7 @@ class Shares(NamedTuple):
         return self.flushed + self.overflowed
 
 
-def histogram(tree: Any, *, by_leaf: bool = False, axis_name: Any = None) -> Any:
+def histogram(tree: PyTree, *, by_leaf: bool = False, axis_name: Any = None) -> Any:
     """Returns the base-2 exponent histogram of the gradients in a tree, of all or of each.
 
     Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the device. `shares`,
@@ -127,7 +128,7 @@ def histogram(tree: Any, *, by_leaf: bool = False, axis_name: Any = None) -> Any
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
-def _count_numbers(leaf: Any) -> Histogram:
+def _count_numbers(leaf: Leaf) -> Histogram:
     bits = magnitude_bits(leaf).reshape(-1)
     # A subnormal number is an integer times 2**-149. Of that integer float32 knows the exponent.
     integers = jax.lax.bitcast_convert_type(bits.astype(jnp.float32), jnp.uint32)

@@ -15,6 +15,7 @@ from .._jax.jaxprs import Jaxpr, JaxprEqn, closed, programs
 from .._trees.flat_functions import Flat
 from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call
+from .._trees.pytrees import Leaf
 from ._switches.equations import Around
 from ._switches.places import find_line
 
@@ -139,7 +140,7 @@ def _raise_program(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     raise _Program(jax.make_jaxpr(flat)(*flat.arrays).jaxpr)
 
 
-def _as_in_jit(leaf: Any) -> Any:
+def _as_in_jit(leaf: Leaf) -> Any:
     """Turns a NumPy array into one of JAX, because NumPy would compute with its own."""
     if isinstance(leaf, np.ndarray):
         return jnp.asarray(leaf)

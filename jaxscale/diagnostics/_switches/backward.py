@@ -14,6 +14,7 @@ from ..._state.scale import LossScaleState
 from ..._trees.casts import widen
 from ..._trees.gradient_leaves import leaf_name
 from ..._trees.leaves import is_inexact_leaf
+from ..._trees.pytrees import Leaf, PyTree
 from .._formats import describe, is_array
 from .places import Constants
 
@@ -105,7 +106,7 @@ class Backward:
 
 
 def _name_inexact(
-    name: str, tree: Any, name_leaf: Callable[[Any], str] = jax.tree_util.keystr
+    name: str, tree: PyTree, name_leaf: Callable[[Any], str] = jax.tree_util.keystr
 ) -> dict[str, Any]:
     """Returns the floating-point and complex arrays of a tree, by their paths after a name."""
     arrays = {}
@@ -115,7 +116,7 @@ def _name_inexact(
     return arrays
 
 
-def is_finite(leaf: Any) -> bool:
+def is_finite(leaf: Leaf) -> bool:
     return bool(np.isfinite(np.asarray(leaf)).all())
 
 

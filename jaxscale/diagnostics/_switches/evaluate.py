@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ..._jax import jaxprs
 from ..._jax.jaxprs import JaxprEqn, Op, is_half, primitives_that
@@ -21,7 +22,9 @@ class IncomparableError(Exception):
     """Raised for an equation that runs in no other format, such as a kernel for one dtype."""
 
 
-def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[Any]:
+def evaluate(
+    eqn: JaxprEqn, inputs: Sequence[Any], dtype: DTypeLike | None = None
+) -> list[Any]:
     """Returns the outputs of an equation.
 
     Half precision is as it is written, or has another `dtype`. Inputs are cast to that.
@@ -29,19 +32,19 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[An
     Raises:
       IncomparableError: if it has no outputs in that dtype.
     """
-    dtype = None if dtype is None else np.dtype(dtype)
+    other = None if dtype is None else np.dtype(dtype)
     taken = []
     for x, atom in zip(inputs, eqn.invars, strict=True):
         if is_half(dtype_of_atom(atom)):
-            x = jax.lax.convert_element_type(x, dtype or dtype_of_atom(atom))
+            x = jax.lax.convert_element_type(x, other or dtype_of_atom(atom))
         taken.append(x)
-    if dtype is None or not _has_half(eqn):
+    if other is None or not _has_half(eqn):
         return jaxprs.bind(eqn, taken)
     name = eqn.primitive.name
     params = {}
     for key, value in eqn.params.items():
         if isinstance(value, np.dtype) and is_half(value):
-            value = dtype
+            value = other
         params[key] = value
     try:
         if name in _READ_BITS:
@@ -54,7 +57,7 @@ def evaluate(eqn: JaxprEqn, inputs: Sequence[Any], dtype: Any = None) -> list[An
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise IncomparableError(name) from error
     for output in outputs:
-        if is_half(dtype_of(output)) and dtype_of(output) != dtype:
+        if is_half(dtype_of(output)) and dtype_of(output) != other:
             raise IncomparableError(name)
     return outputs
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from .notes import is_floating
 from .switches import Limits
@@ -25,7 +26,7 @@ class Rounding(NamedTuple):
     limits: Limits | None
     dtype: str
 
-    def round(self, x: Any, dtype: Any) -> Any:
+    def round(self, x: Any, dtype: DTypeLike) -> Any:
         """Returns float32 as it is in another format, where that is on."""
         dtype = np.dtype(self.dtype or dtype)
         rounded = _limit(x, dtype, self.limits)
@@ -65,7 +66,7 @@ def _limit(x: Any, dtype: np.dtype, limits: Limits | None) -> Any:
     return select(limits.largest, lax.select(is_huge, rounded, limited), limited)
 
 
-def _round_trip(x: Any, dtype: Any) -> Any:
+def _round_trip(x: Any, dtype: DTypeLike) -> Any:
     return lax.convert_element_type(lax.convert_element_type(x, dtype), jnp.float32)
 
 

@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from ..._state.find import find_scale_state
 from ..._trees.grammar import and_more
+from ..._trees.pytrees import ScaleState
 from .._text import number, percent
 from .backward import Backward, check_floating
 from .board import Switchboard
@@ -109,7 +110,7 @@ class TraceReport:
 
 def trace(
     fun: Callable[..., Any],
-    scaling: Any,
+    scaling: ScaleState,
     *,
     transform: Callable[..., Any] | None = None,
     has_aux: bool = False,
