@@ -26,7 +26,7 @@ def test_a_dot_of_vectors_may_be_larger_than_float16_holds():
         assert jaxscale.autocast(jnp.vdot)(large, large) == 120_000
 
 
-ROWS = np.full((4, 300), 20, np.float32)
+ROWS = jnp.asarray(np.full((4, 300), 20, np.float32))
 COLUMN = np.full((300, 1), 20, np.float32)
 QUERY = np.ones((2, 1, 2, 4), np.float32)
 KEYS = np.ones((2, 3, 2, 4), np.float32)
