@@ -23,7 +23,7 @@ def find_largest(grads: Mapping[str, np.ndarray]) -> float:
 
 
 class LeafError(NamedTuple):
-    """The loss of one leaf of the gradients.
+    """The error of one leaf of the gradients.
 
     Attributes:
       path: where it is, such as `params/Dense_0/kernel`.
