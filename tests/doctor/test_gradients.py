@@ -31,8 +31,8 @@ def two_gradients():
 
 
 def test_one_of_two_gradients_becomes_zero_without_a_loss_scale(doctor, no_pictures):
-    pathlib.Path("model.py").write_text(MODEL)
-    doctor("model.py:two_gradients", "--loss-scale", "1", "--json-file", "found.json")
+    pathlib.Path("twice.py").write_text(MODEL)
+    doctor("twice.py:two_gradients", "--loss-scale", "1", "--json-file", "found.json")
     found = json.loads(pathlib.Path("found.json").read_text())
     assert found["comparison"]["flushed"] == 0.5
     (leaf,) = found["leaves"]["rows"]
