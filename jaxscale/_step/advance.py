@@ -36,6 +36,7 @@ from .._trees.overwrites import (
 from .._trees.params import apply_updates
 from .._trees.pytrees import OptState, PyTree
 from .._trees.selection import tree_where
+from .._trees.store_once import store_once
 from . import checks
 from .backward_pass import Pass
 from .call_update import call_update
@@ -277,6 +278,8 @@ def judge_pass(
     """Returns a pass with zeros for gradients that are never read, and with what judges ask."""
     checks.check_loss(own.call, run.loss)
     run = leave_out_unread(own, run, state, params, extra_args)
+    # The verdict reads them, and then the step.
+    run = run._replace(grads=store_once(run.grads))
     checks.check_devices_agree(own.call, run.grads.divided, run.loss, own.axis_name)
     # With a window, the optimizer clips the mean of several micro-batches, so the norm of one of
     # them is of no use to it.

@@ -70,6 +70,30 @@ def count(name, layers, dtype, clip):
     }
 
 
+def count_products(name, dtype):
+    """Counts what is in a step whose gradients are those of products in half precision."""
+    tree = {}
+    for key, shape in shapes(3).items():
+        if "kernel" in key:
+            tree[key] = shape
+    method = methods.METHODS[name](False)
+
+    def step(carry, inputs, cotangents):
+        params, _ = carry
+        grads = {}
+        for key, matrix in params.items():
+            _, pull = jax.vjp(lambda w, x=inputs[key]: x @ w.astype(dtype), matrix)
+            (grads[key],) = pull(cotangents[key])
+        return method.step(carry, grads)
+
+    carry = jax.eval_shape(method.init, avals(tree, "float32"))
+    inputs = avals({key: (8, rows) for key, (rows, _) in tree.items()}, dtype)
+    cotangents = avals({key: (8, width) for key, (_, width) in tree.items()}, dtype)
+    jitted = jax.jit(step, donate_argnums=0)
+    compiled = jitted.lower(carry, inputs, cotangents).compile()
+    return hlo.program(compiled, size(tree))
+
+
 def count_alone(fun, dtype, size=2**20):
     aval = jax.ShapeDtypeStruct((size,), dtype)
     return hlo.program(jax.jit(fun).lower(aval).compile(), size)
@@ -86,6 +110,8 @@ def main():
     counted = {", ".join(map(str, row)): count(*row) for row in rows}
     for dtype in DTYPES:
         counted[f"verdict, {dtype}"] = count_alone(jaxscale.all_finite, dtype)
+    for row in itertools.product(NAMES[:3], DTYPES[1:]):
+        counted[", ".join((*row, "products"))] = count_products(*row)
     counted["norm, float32"] = count_alone(norm, "float32")
     print(json.dumps(counted))
 
