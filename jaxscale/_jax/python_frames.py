@@ -32,6 +32,19 @@ def caller_of_jax() -> FrameType | None:
     return frame
 
 
+def users_stacklevel() -> int:
+    """Returns the `stacklevel` with which a warning of the caller is shown at the user's line."""
+    libraries = {"flax", "jax", "optax", __name__.partition(".")[0]}
+    level = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        level += 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in libraries:
+            break
+        frame = frame.f_back
+    return level
+
+
 def expression_of(frame: FrameType) -> tuple[str, Mapping[str, Any]]:
     """Returns the source of the expression that a frame evaluates, and the frame's variables.
 

@@ -1,7 +1,12 @@
 """An optimizer whose state is kept in bfloat16: the optimizer that `compact_state` returns.
 
-Between two steps the large float32 arrays of the state are bfloat16, rounded at random. The
+Between two steps the large float32 moments in the state are bfloat16, rounded at random. The
 optimizer itself computes in float32, and notices nothing.
+
+Means and sums of gradients bear that, as each is right on average. What else an optimizer keeps may
+not: inverse roots, differences and estimates of a learning rate make much of little noise. What an
+array is, the type of the state of Optax says that holds it. One that no such type vouches for stays
+in float32, unless a mask asks for it.
 
 A state may also hold weights: the first ones, or those that the optimizer comes back to. Rounded,
 they would move the model itself, at any learning rate. `init` computes them from the values of the
@@ -11,6 +16,7 @@ the parameters.
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +24,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._jax import spread, without_unused
+from .._jax import spread, users_stacklevel, without_unused
 from .._state.find import is_loss_scaled
 from .._state.storage import CompactState
 from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
+from .._trees.grammar import list_some
 from .._trees.leaves import is_array_like
 from .._trees.pytrees import Leaf
 from . import rounding
@@ -36,26 +43,24 @@ _LEAST_SIZE = 4096
 # Its bits are not those of a `stochastic_rounding` with the same seed around it.
 _STREAM = 1
 
-# Optimizers that do not bear it, by the types of their states, and what happens to them.
-_ESTIMATES = (
-    "it estimates the learning rate from sums, which the noise of rounding moves"
-)
-_REFUSED = {
-    "ProdigyState": ("prodigy", _ESTIMATES),
-    "DAdaptAdamWState": ("dadapt_adamw", _ESTIMATES),
-    "MechanicState": ("mechanize", _ESTIMATES),
-    "DoGState": ("dog", _ESTIMATES),
-    "DoWGState": ("dowg", _ESTIMATES),
-    "MomoState": ("momo", _ESTIMATES),
-    "MomoAdamState": ("momo_adam", _ESTIMATES),
-    "ScaleByRStdDevState": (
-        "rmsprop(centered=True)",
-        "it subtracts two averages that are nearly equal, and what is left may be below 0",
-    ),
-    "ScaleByLBFGSState": (
-        "lbfgs",
-        "its memory holds small differences of gradients, and it has not been tried",
-    ),
+# The moments, means and sums that bear it: fields of Optax's states, by the names of their types.
+_MOMENTS = {
+    "EmaState": {"ema"},
+    "FactoredState": {"v_row", "v_col", "v"},
+    "MultiStepsState": {"acc_grads"},
+    "MuonState": {"mu"},
+    "ScaleByAdaDeltaState": {"e_g", "e_x"},
+    "ScaleByAdamState": {"mu", "nu"},
+    "ScaleByAdanState": {"m", "v", "n", "g"},
+    "ScaleByAdemamixState": {"m1", "m2", "nu"},
+    "ScaleByAmsgradState": {"mu", "nu", "nu_max"},
+    "ScaleByBeliefState": {"mu", "nu"},
+    "ScaleByLionState": {"mu"},
+    "ScaleByRmsState": {"nu"},
+    "ScaleByRmsWithCountState": {"nu"},
+    "ScaleByRssState": {"sum_of_squares"},
+    "ScaleBySM3State": {"mu", "nu"},
+    "TraceState": {"trace"},
 }
 
 
@@ -67,25 +72,35 @@ class CompactOptimizer:
       inner: the optimizer.
       seed: that of the random bits.
       mask: which arrays of the state are meant: a tree of bools, a function that makes one of the
-        state, or `None` for all.
+        state, or `None` for known moments.
+      warnings_given: filled by the first warning of arrays that stay in float32, so that it is the
+        only one.
     """
 
     inner: optax.GradientTransformationExtraArgs
     seed: Any
     mask: Any | Callable[[Any], Any] | None
+    warnings_given: list[str] = dataclasses.field(default_factory=list)
 
     def init(self, params: optax.Params) -> CompactState:
         state = self.inner.init(params)
         _check_inner_state(state)
         tree = flatten("compact_state", state)
-        flags = read_mask(self.mask, state, tree, what="state of `inner`")
         arrays = [leaf.param for leaf in tree.leaves]
-        for index, array in enumerate(arrays):
-            flags[index] = flags[index] and _is_large(array)
-        hold_weights = _find_weights(self.inner, params, flags)
-        for index, array in enumerate(arrays):
-            if flags[index] and not hold_weights[index]:
-                arrays[index] = rounding.nearest(array, BFLOAT16)
+        are_large = list(map(_is_large, arrays))
+        hold_weights = _find_weights(self.inner, params, are_large)
+        mask = _mark_moments if self.mask is None else self.mask
+        are_meant = read_mask(mask, state, tree, what="state of `inner`")
+        left_out = []
+        for index, leaf in enumerate(tree.leaves):
+            if not are_large[index] or hold_weights[index]:
+                continue
+            if are_meant[index]:
+                arrays[index] = rounding.nearest(leaf.param, BFLOAT16)
+            else:
+                left_out.append(leaf.name)
+        if self.mask is None and left_out:
+            self._warn_once(left_out)
         key = make_key(self.seed, jax.tree.leaves(params), stream=_STREAM)
         return CompactState(tree.unflatten(arrays), key)
 
@@ -124,6 +139,17 @@ class CompactOptimizer:
                 wide = cast(leaf, jnp.float32)
                 leaves[index] = rounding.stochastic(wide, BFLOAT16, noise)
         return updates, CompactState(structure.unflatten(leaves), key)
+
+    def _warn_once(self, names: list[str]) -> None:
+        if self.warnings_given:
+            return
+        message = (
+            "`compact_state(inner)`: these arrays of the state stay in float32, as they are not "
+            f"known to bear rounding: {list_some(names, 3)}. Choose with `mask=`: `mask=True` "
+            "means all large arrays, and a tree of bools some of them."
+        )
+        self.warnings_given.append(message)
+        warnings.warn(message, UserWarning, stacklevel=users_stacklevel())
 
     def _find_compact(
         self, state: optax.OptState, updates: optax.Updates, params: optax.Params | None
@@ -187,6 +213,27 @@ def _find_weights(
     return spread(asked, found, asked)
 
 
+def _mark_moments(state: optax.OptState) -> Any:
+    """Returns a mask of a state: true for moments that are known to bear rounding."""
+    return jax.tree.map(_mark, state, is_leaf=_has_moments)
+
+
+def _mark(node: optax.OptState) -> Any:
+    if not _has_moments(node):
+        return False
+    moments = _MOMENTS[type(node).__name__]
+    marks = {}
+    for name, part in zip(node._fields, node, strict=True):
+        marks[name] = name in moments or _mark_moments(part)
+    return node._replace(**marks)
+
+
+def _has_moments(node: optax.OptState) -> bool:
+    kind = type(node)
+    is_of_optax = kind.__module__.partition(".")[0] == "optax"
+    return is_of_optax and kind.__name__ in _MOMENTS
+
+
 def _is_large(leaf: Leaf) -> bool:
     is_float32 = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32
     return is_float32 and leaf.ndim > 0 and leaf.size >= _LEAST_SIZE
@@ -204,13 +251,6 @@ def _check_inner_state(state: optax.OptState) -> None:
                 "`compact_state(inner)`: `inner` is a `loss_scaled` optimizer, or one of "
                 "`skip_nonfinite`, `multi_steps`, `master_weights` or `stochastic_rounding`. These "
                 "go outside: `jaxscale.loss_scaled(jaxscale.compact_state(optax.adamw(1e-3)))`."
-            )
-        refused = _REFUSED.get(type(node).__name__)
-        if refused is not None:
-            name, reason = refused
-            raise ValueError(
-                f"`compact_state(inner)`: `{name}` needs its state in float32: {reason}. Leave "
-                "`compact_state` out."
             )
 
 

@@ -45,9 +45,7 @@ def _store_by_rows(arrays: list[jax.Array]) -> list[jax.Array]:
         if jax.device_count() == 1 and jax.typeof(array).sharding.mesh.empty:
             array = jax.lax.reshape(array, (array.size,))
         views.append(array)
-    # The arrays are stored, too: with their views alone XLA would fuse a view into the division
-    # before it, which could then no longer be done in place.
-    _, views = jax.lax.optimization_barrier((arrays, views))
+    views = jax.lax.optimization_barrier(views)
     stored = []
     for array, view in zip(arrays, views, strict=True):
         stored.append(jax.lax.reshape(view, array.shape))

@@ -92,8 +92,8 @@ FEW, MANY = (len(counted.shapes(layers)) for layers in (1, 3))
 MORE_MATRICES = 2 * 4  # in two layers
 # How many kernels and, at the most, equations a leaf takes. Gradients that are unscaled before the
 # branch are stored, each by a kernel; an update of the wrapper is applied outside of it. The
-# equations unscale, judge (twice: CPUs split large leaves), and select four times. A matrix takes two
-# more for its flat view, which a CPU stores, and back.
+# equations unscale, judge (twice: CPUs split large leaves), and select four times. A matrix takes
+# two more for its flat view, which a CPU stores, and back.
 EACH = {WHOLE: (0, 8), APPLY: (1, 7), WRAPPER: (2, 7)}
 
 

@@ -1,7 +1,9 @@
 """An optimizer's state in bfloat16: which arrays are compact, and what becomes of them."""
 
 import functools
+import warnings
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,113 @@ GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3), PARAMS)
 
 def dtypes(tree):
     return [str(leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+
+# Moments, and what is not known to be one, in optimizers and in what may stand around them.
+def shampoo():
+    """An optimizer of a user: factors whose inverse roots are taken, and a moment of Optax."""
+    adam = optax.adam(1e-3)
+
+    def init(params):
+        factors = {name: jnp.zeros((64, 64)) for name in ("left", "right")}
+        return factors, adam.init(params)
+
+    def update(grads, state, params=None):
+        factors, adam_state = state
+        updates, adam_state = adam.update(grads, adam_state, params)
+        return updates, (factors, adam_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+class ScaleByAdamState(NamedTuple):
+    """A type of a user, which has the name of one of Optax."""
+
+    mu: jax.Array
+
+
+def look_alike():
+    return optax.GradientTransformation(
+        lambda params: ScaleByAdamState(jnp.zeros((64, 64))),
+        lambda grads, state, params=None: (grads, state),
+    )
+
+
+ADAM = optax.adam(1e-3)
+LABELS = {"w": "trained", "b": "frozen"}
+# How many arrays are compact, and the first name in the warning of those that are not.
+KINDS = {
+    "adamw": (optax.adamw(1e-3), 2, None),
+    "lion": (optax.lion(1e-3), 1, None),
+    "momentum": (optax.sgd(1e-3, 0.9), 1, None),
+    "muon": (optax.contrib.muon(1e-3), 1, None),
+    "adafactor": (optax.adafactor(1e-3, momentum=0.9), 2, None),
+    "sm3": (optax.sm3(1e-3), 1, None),
+    "yogi": (optax.yogi(1e-3), 2, None),
+    "amsgrad": (optax.amsgrad(1e-3), 3, None),
+    "adadelta": (optax.adadelta(1e-3), 2, None),
+    "adabelief": (optax.adabelief(1e-3), 2, None),
+    "adan": (optax.adan(1e-3), 4, None),
+    "rmsprop": (optax.rmsprop(1e-3), 1, None),
+    "adagrad": (optax.adagrad(1e-3), 1, None),
+    "ademamix": (optax.contrib.ademamix(1e-3), 3, None),
+    "ema": (optax.ema(0.9), 1, None),
+    "schedule_free": (optax.contrib.schedule_free_adamw(1e-3), 1, None),
+    "dog": (optax.contrib.dog(1.0), 0, None),  # beside counters it holds weights
+    "chain": (optax.chain(optax.clip(1.0), ADAM, optax.trace(0.9)), 3, None),
+    "masked": (optax.masked(ADAM, {"w": True, "b": False}), 2, None),
+    "partition": (
+        optax.partition({"trained": ADAM, "frozen": optax.set_to_zero()}, LABELS),
+        2,
+        None,
+    ),
+    "inject_hyperparams": (
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        2,
+        None,
+    ),
+    "MultiSteps": (optax.MultiSteps(ADAM, 4), 3, None),
+    "rmsprop, centered": (optax.rmsprop(1e-3, centered=True), 0, "0/mu/w, 0/nu/w"),
+    "rmsprop, centered and corrected": (
+        optax.rmsprop(1e-3, centered=True, bias_correction=True),
+        0,
+        "0/mu/w, 0/nu/w",
+    ),
+    "prodigy": (optax.contrib.prodigy(), 0, "exp_avg/w, exp_avg_sq/w, grad_sum/w."),
+    "dadapt_adamw": (optax.contrib.dadapt_adamw(), 0, "exp_avg/w"),
+    "momo": (optax.contrib.momo(), 0, "exp_avg/w."),
+    "momo_adam": (optax.contrib.momo_adam(), 0, "exp_avg/w, exp_avg_sq/w."),
+    "lbfgs": (optax.lbfgs(), 0, "0/params/w, 0/updates/w, 0/diff_params_memory/w and"),
+    "beside known ones": (optax.chain(optax.trace(0.9), optax.rprop(1e-3)), 1, "1/"),
+    "of a user": (shampoo(), 2, "0/left, 0/right."),
+    "of the same name": (look_alike(), 0, "mu."),
+}
+
+
+@cases(
+    "name, wrap",
+    product(KINDS, WRAPS := [None, jaxscale.loss_scaled, jaxscale.master_weights]),
+    fast=[*product(["adamw", "prodigy", "of a user"], WRAPS), ("MultiSteps", None)],
+)
+def test_moments_alone_are_compact_and_one_warning_names_the_rest(name, wrap):
+    inner, number, named = KINDS[name]
+    tx = jaxscale.compact_state(inner)
+    if wrap is not None:
+        tx = wrap(tx)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for init in (tx.init, jax.jit(tx.init)):
+            state = init(PARAMS)
+    assert dtypes(state).count("bfloat16") == number
+    messages = [str(warning.message) for warning in caught]
+    if named is None:
+        assert messages == []
+        return
+    (message,) = messages
+    assert f"not known to bear rounding: {named}" in message
+    assert caught[0].filename == __file__
+    everything = jaxscale.compact_state(inner, mask=True).init(PARAMS)
+    assert dtypes(everything).count("bfloat16") > number
 
 
 MOMENTS = {
@@ -184,7 +293,8 @@ def test_a_state_that_holds_weights_moves_no_parameter_by_rounding_them(name, co
     }
     wrap = jax.jit if compiled else (lambda fun: fun)
     ends = []
-    for tx in (jaxscale.compact_state(inner), optax.with_extra_args_support(inner)):
+    asked = jaxscale.compact_state(inner, mask=True)
+    for tx in (asked, optax.with_extra_args_support(inner)):
         params = first
         state = wrap(tx.init)(params)
         for seed in range(4):
@@ -195,5 +305,5 @@ def test_a_state_that_holds_weights_moves_no_parameter_by_rounding_them(name, co
         ends.append(params)
     for name in first:
         np.testing.assert_allclose(ends[0][name], ends[1][name], rtol=0, atol=2e-6)
-    compact = jaxscale.compact_state(inner).init(first)
+    compact = asked.init(first)
     assert dtypes(compact).count("bfloat16") == 2 * moments
