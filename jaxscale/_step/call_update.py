@@ -9,7 +9,16 @@ import optax
 
 from .._trees.pytrees import OptState
 
+# The arguments of an update beside gradients, state, parameters and loss: those of a training step.
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
+
+_WRITE_THE_STEP = (
+    "A `train_step` passes an optimizer the gradients, the parameters and the loss as `value`. If "
+    "it needs more, write the step yourself: `loss, grads = jaxscale.value_and_grad(loss_fn, "
+    "opt_state)(params, ...)`, or that of JAX for a bare optimizer, then `tx.update(grads, "
+    "opt_state, params, ...)` with what it needs, such as `value=loss, grad=grads, value_fn=...` "
+    "for a line search, or `grad_fn=...`. `jaxscale.apply_gradients` takes the same."
+)
 
 
 def call_update(
@@ -20,10 +29,19 @@ def call_update(
     value: object,
     extra_args: Mapping[str, Any],
 ) -> tuple[optax.Updates, Any]:
-    """Calls `tx.update`, with the loss under each name that it takes: `value` or `loss`."""
+    """Calls `tx.update`, with the loss under each name that it takes: `value` or `loss`.
+
+    An error in a training step gets a note of what to write if the optimizer needs more.
+    """
+    arguments = extra_args
     if value is not None:
-        extra_args = _with_loss(tx, value, extra_args)
-    return tx.update(grads, opt_state, params, **extra_args)
+        arguments = _with_loss(tx, value, extra_args)
+    try:
+        return tx.update(grads, opt_state, params, **arguments)
+    except (KeyError, TypeError, ValueError) as error:
+        if extra_args is NO_ARGS:
+            error.add_note(_WRITE_THE_STEP)
+        raise
 
 
 def takes_any(function: Callable[..., Any]) -> bool:

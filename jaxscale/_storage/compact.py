@@ -218,7 +218,7 @@ def _mark_moments(state: optax.OptState) -> Any:
     return jax.tree.map(_mark, state, is_leaf=_has_moments)
 
 
-def _mark(node: optax.OptState) -> Any:
+def _mark(node: Any) -> Any:
     if not _has_moments(node):
         return False
     moments = _MOMENTS[type(node).__name__]
@@ -228,7 +228,7 @@ def _mark(node: optax.OptState) -> Any:
     return node._replace(**marks)
 
 
-def _has_moments(node: optax.OptState) -> bool:
+def _has_moments(node: object) -> bool:
     kind = type(node)
     is_of_optax = kind.__module__.partition(".")[0] == "optax"
     return is_of_optax and kind.__name__ in _MOMENTS

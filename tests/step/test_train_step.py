@@ -5,6 +5,7 @@
 
 import re
 import warnings
+from itertools import product
 
 import equinox as eqx
 import jax
@@ -111,6 +112,67 @@ def test_a_bare_optimizer_applies_every_step_and_is_warned_of_once(inner):
     meant = jaxscale.loss_scaled(tx, None, skip_nonfinite=False)
     params, _, _ = run(jaxscale.train_step(loss_fn, meant), meant.init(PARAMS))
     assert not jaxscale.all_finite(params)
+
+
+def sharper(grads, state, params=None, *, hessian, **extra):
+    return jax.tree.map(jnp.divide, grads, hessian), state
+
+
+def sharper_by_name(grads, state, params=None, **extra):
+    return jax.tree.map(jnp.divide, grads, extra["hessian"]), state
+
+
+def needing(update):
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+SGD = optax.sgd(0.1)
+SLOPE = jax.grad(lambda w: jnp.sum((w - 1) ** 2))
+# Optimizers that need more than a step gives, and what they need.
+NEED_MORE = {
+    "lbfgs": (optax.lbfgs(), ("value", "grad", "value_fn")),
+    "line search": (
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(4)),
+        ("value", "grad", "value_fn"),
+    ),
+    "sam": (optax.contrib.sam(SGD, SGD, opaque_mode=True), ("grad_fn",)),
+    "a keyword": (optax.chain(needing(sharper), SGD), ("hessian",)),
+    "any keyword": (optax.chain(needing(sharper_by_name), SGD), ("hessian",)),
+}
+
+
+@cases(
+    "name, wrap",
+    list(product(NEED_MORE, [jaxscale.loss_scaled, optax.with_extra_args_support])),
+    fast=[("lbfgs", jaxscale.loss_scaled), ("any keyword", jaxscale.loss_scaled)],
+)
+@pytest.mark.filterwarnings("ignore:.*bare optimizer")
+def test_an_optimizer_that_needs_more_is_told_of_in_a_note_that_is_true(name, wrap):
+    inner, needs = NEED_MORE[name]
+    tx = wrap(inner)
+
+    def loss_fn(w):
+        return jnp.sum((w - 1) ** 2)
+
+    w = jnp.zeros(3)
+    opt_state = tx.init(w)
+    with pytest.raises((KeyError, TypeError, ValueError)) as caught:
+        jax.jit(jaxscale.train_step(loss_fn, tx))(w, opt_state)
+    (note,) = [note for note in caught.value.__notes__ if "train_step" in note]
+    assert "value_and_grad(loss_fn, opt_state)(params, ...)" in note
+    assert "tx.update(grads, opt_state, params, ...)" in note
+    with pytest.raises((KeyError, TypeError, ValueError)) as caught:
+        tx.update(w, opt_state, w)
+    assert not hasattr(caught.value, "__notes__")
+    # What the note says.
+    loss, grads = jax.value_and_grad(loss_fn)(w)
+    if wrap is not optax.with_extra_args_support:
+        loss, grads = jaxscale.value_and_grad(loss_fn, opt_state)(w)
+    known = {"value": loss, "grad": grads, "value_fn": loss_fn, "hessian": 2.0}
+    known["grad_fn"] = lambda w, _: SLOPE(w)
+    rest = {need: known[need] for need in needs}
+    updates, _ = tx.update(grads, opt_state, w, **rest)
+    assert loss_fn(optax.apply_updates(w, updates)) < loss
 
 
 def test_a_step_asks_init_only_for_parameters_of_other_types():
