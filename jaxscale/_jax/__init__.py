@@ -6,6 +6,7 @@ Nothing outside of these two depends on the version of JAX or on its internals.
 breaks one is told from a fault of jaxscale.
 """
 
+from .compiler import *
 from .dtypes import *
 from .jaxpr_types import *
 from .mesh_axes import *

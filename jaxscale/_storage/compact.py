@@ -43,25 +43,18 @@ _LEAST_SIZE = 4096
 # Its bits are not those of a `stochastic_rounding` with the same seed around it.
 _STREAM = 1
 
-# The moments, means and sums that bear it: fields of Optax's states, by the names of their types.
-_MOMENTS = {
-    "EmaState": {"ema"},
-    "FactoredState": {"v_row", "v_col", "v"},
-    "MultiStepsState": {"acc_grads"},
-    "MuonState": {"mu"},
-    "ScaleByAdaDeltaState": {"e_g", "e_x"},
-    "ScaleByAdamState": {"mu", "nu"},
-    "ScaleByAdanState": {"m", "v", "n", "g"},
-    "ScaleByAdemamixState": {"m1", "m2", "nu"},
-    "ScaleByAmsgradState": {"mu", "nu", "nu_max"},
-    "ScaleByBeliefState": {"mu", "nu"},
-    "ScaleByLionState": {"mu"},
-    "ScaleByRmsState": {"nu"},
-    "ScaleByRmsWithCountState": {"nu"},
-    "ScaleByRssState": {"sum_of_squares"},
-    "ScaleBySM3State": {"mu", "nu"},
-    "TraceState": {"trace"},
-}
+# The moments, means and sums that bear it: fields of the states of Optax.
+_MOMENTS = set(
+    """
+    EmaState.ema FactoredState.v_row FactoredState.v_col FactoredState.v MultiStepsState.acc_grads
+    MuonState.mu ScaleByAdaDeltaState.e_g ScaleByAdaDeltaState.e_x ScaleByAdamState.mu
+    ScaleByAdamState.nu ScaleByAdanState.m ScaleByAdanState.v ScaleByAdanState.n ScaleByAdanState.g
+    ScaleByAdemamixState.m1 ScaleByAdemamixState.m2 ScaleByAdemamixState.nu ScaleByAmsgradState.mu
+    ScaleByAmsgradState.nu ScaleByAmsgradState.nu_max ScaleByBeliefState.mu ScaleByBeliefState.nu
+    ScaleByLionState.mu ScaleByRmsState.nu ScaleByRmsWithCountState.nu ScaleBySM3State.mu
+    ScaleBySM3State.nu ScaleByRssState.sum_of_squares TraceState.trace
+    """.split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,23 +208,22 @@ def _find_weights(
 
 def _mark_moments(state: optax.OptState) -> Any:
     """Returns a mask of a state: true for moments that are known to bear rounding."""
-    return jax.tree.map(_mark, state, is_leaf=_has_moments)
+    return jax.tree.map(_mark_fields, state, is_leaf=_is_of_optax)
 
 
-def _mark(node: Any) -> Any:
-    if not _has_moments(node):
+def _mark_fields(node: Any) -> Any:
+    if not _is_of_optax(node):
         return False
-    moments = _MOMENTS[type(node).__name__]
     marks = {}
     for name, part in zip(node._fields, node, strict=True):
-        marks[name] = name in moments or _mark_moments(part)
+        field = f"{type(node).__name__}.{name}"
+        marks[name] = field in _MOMENTS or _mark_moments(part)
     return node._replace(**marks)
 
 
-def _has_moments(node: object) -> bool:
-    kind = type(node)
-    is_of_optax = kind.__module__.partition(".")[0] == "optax"
-    return is_of_optax and kind.__name__ in _MOMENTS
+def _is_of_optax(node: object) -> bool:
+    package = type(node).__module__.partition(".")[0]
+    return package == "optax" and hasattr(node, "_fields")
 
 
 def _is_large(leaf: Leaf) -> bool:

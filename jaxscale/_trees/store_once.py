@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from .._jax import varying
+from .._jax import VIEWS_ARE_FREE, varying
 from .pytrees import PyTree
 
 
@@ -40,9 +40,10 @@ def _store_by_rows(arrays: list[jax.Array]) -> list[jax.Array]:
     not if a cast stands between: it would store the matrix by columns, and the step reads by rows.
     A flat view can only be had of rows. Arrays that may be divided among devices have none.
     """
+    has_views = VIEWS_ARE_FREE and jax.device_count() == 1
     views = []
     for array in arrays:
-        if jax.device_count() == 1 and jax.typeof(array).sharding.mesh.empty:
+        if has_views and jax.typeof(array).sharding.mesh.empty:
             array = jax.lax.reshape(array, (array.size,))
         views.append(array)
     views = jax.lax.optimization_barrier(views)

@@ -18,6 +18,9 @@
 `histogram` works in `jit`. All others run on the host.
 """
 
+import typing as _typing
+
+from .._went import missing_name as _missing_name
 from ._calibrate import Calibration, calibrate
 from ._histogram import Histogram, Shares, histogram, shares
 from ._leaves import LeafRow, LeafTable, table
@@ -30,3 +33,9 @@ __all__ = [
     "TraceReport", "TracedLine", "calibrate", "histogram", "plot", "products", "shares", "table",
     "trace",
 ]  # fmt: skip
+
+# hidden from type checkers, which would take any name for one that it knows
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        raise _missing_name(__name__, name)

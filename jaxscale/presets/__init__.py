@@ -57,6 +57,9 @@ What a library saved of its scale is read in three lines, which the page *Coming
 has.
 """
 
+import typing as _typing
+
+from .._went import missing_name as _missing_name
 from ._rule import PresetLossScale
 from ._systems import (
     apex,
@@ -77,3 +80,9 @@ __all__ = [
     "PresetLossScale", "apex", "apex_fp16_utils", "apex_hysteresis", "deepspeed", "flax", "jmp",
     "keras", "megatron", "tensorflow", "tensorflow_contrib", "tf_keras", "torch",
 ]  # fmt: skip
+
+# hidden from type checkers, which would take any name for one that it knows
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        raise _missing_name(__name__, name)

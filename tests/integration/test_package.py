@@ -33,7 +33,7 @@ pytestmark = pytest.mark.standard_promotion  # as users have it
 ROWS = [
     "_jax",
     "_jax.jaxprs",
-    "_boundary _trees",
+    "_boundary _trees _went",
     "_autocast _state",
     "_gradients",
     "_backward _policies _storage",

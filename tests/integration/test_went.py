@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,17 @@ ROWS = find_rows()
 
 @cases("code", ROWS)
 def test_what_went_is_gone(code):
-    with pytest.raises(GONE):
+    with pytest.raises(GONE) as caught:
         eval(code, dict(NAMES))
+    if isinstance(getattr(caught.value, "obj", None), types.ModuleType):
+        assert "the page *What went in 0.5.0*" in str(caught.value)
+
+
+@cases("module", [presets, jaxscale.diagnostics])
+def test_a_name_that_never_was_points_to_no_page(module):
+    with pytest.raises(AttributeError, match="has no attribute 'never'$"):
+        _ = module.never
+    assert not hasattr(module, "never")
 
 
 @cases("code", ROWS)
