@@ -43,18 +43,25 @@ _LEAST_SIZE = 4096
 # Its bits are not those of a `stochastic_rounding` with the same seed around it.
 _STREAM = 1
 
-# The moments, means and sums that bear it: fields of the states of Optax.
-_MOMENTS = set(
-    """
-    EmaState.ema FactoredState.v_row FactoredState.v_col FactoredState.v MultiStepsState.acc_grads
-    MuonState.mu ScaleByAdaDeltaState.e_g ScaleByAdaDeltaState.e_x ScaleByAdamState.mu
-    ScaleByAdamState.nu ScaleByAdanState.m ScaleByAdanState.v ScaleByAdanState.n ScaleByAdanState.g
-    ScaleByAdemamixState.m1 ScaleByAdemamixState.m2 ScaleByAdemamixState.nu ScaleByAmsgradState.mu
-    ScaleByAmsgradState.nu ScaleByAmsgradState.nu_max ScaleByBeliefState.mu ScaleByBeliefState.nu
-    ScaleByLionState.mu ScaleByRmsState.nu ScaleByRmsWithCountState.nu ScaleBySM3State.mu
-    ScaleBySM3State.nu ScaleByRssState.sum_of_squares TraceState.trace
-    """.split()
-)
+# The moments, means and sums that bear it: fields of the states of Optax, by the names of these.
+_MOMENTS = {
+    "EmaState": "ema",
+    "FactoredState": "v_row v_col v",
+    "MultiStepsState": "acc_grads",
+    "MuonState": "mu",
+    "ScaleByAdaDeltaState": "e_g e_x",
+    "ScaleByAdamState": "mu nu",
+    "ScaleByAdanState": "m v n g",
+    "ScaleByAdemamixState": "m1 m2 nu",
+    "ScaleByAmsgradState": "mu nu nu_max",
+    "ScaleByBeliefState": "mu nu",
+    "ScaleByLionState": "mu",
+    "ScaleByRmsState": "nu",
+    "ScaleByRmsWithCountState": "nu",
+    "ScaleByRssState": "sum_of_squares",
+    "ScaleBySM3State": "mu nu",
+    "TraceState": "trace",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +221,10 @@ def _mark_moments(state: optax.OptState) -> Any:
 def _mark_fields(node: Any) -> Any:
     if not _is_of_optax(node):
         return False
+    moments = _MOMENTS.get(type(node).__name__, "").split()
     marks = {}
     for name, part in zip(node._fields, node, strict=True):
-        field = f"{type(node).__name__}.{name}"
-        marks[name] = field in _MOMENTS or _mark_moments(part)
+        marks[name] = name in moments or _mark_moments(part)
     return node._replace(**marks)
 
 

@@ -69,7 +69,7 @@ def test_what_went_is_gone(code):
 
 @cases("module", [presets, jaxscale.diagnostics])
 def test_a_name_that_never_was_points_to_no_page(module):
-    with pytest.raises(AttributeError, match="has no attribute 'never'$"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'never'$"):
         _ = module.never
     assert not hasattr(module, "never")
 
