@@ -240,7 +240,7 @@ def _is_large(leaf: Leaf) -> bool:
 
 def _check_inner_state(state: optax.OptState) -> None:
     """Raises an error if a state is one that cannot be kept in bfloat16."""
-    for node in _nodes(state):
+    for node in jax.tree.leaves(state, is_leaf=_is_of_jaxscale):
         if isinstance(node, CompactState):
             raise TypeError(
                 "`compact_state(inner)`: `inner` is wrapped in `compact_state` already. Wrap once."
@@ -253,11 +253,5 @@ def _check_inner_state(state: optax.OptState) -> None:
             )
 
 
-def _nodes(tree: optax.OptState) -> list[Any]:
-    """Returns a tree and all trees in it."""
-    children = jax.tree.leaves(tree, is_leaf=lambda node: node is not tree)
-    nodes = [tree]
-    for child in children:
-        if child is not tree:
-            nodes.extend(_nodes(child))
-    return nodes
+def _is_of_jaxscale(node: object) -> bool:
+    return isinstance(node, CompactState) or is_loss_scaled(node)
