@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:
     message = "`jaxscale.flax` needs Flax, which is not installed: pip install flax"
     raise ImportError(message) from error
 
+from ._deprecated import warn_of
 from ._gradients.scaled import Scaled
 from ._state.find import find_optimizer_state
 from ._step.backward_pass import Pass
@@ -258,6 +259,8 @@ def train_step(
       [0.5 0.5] 1
       [0.5 0.5] 1
     """
+    if after is not None:
+        warn_of("after")
     call = "flax.train_step"
     plan = StepPlan(
         call=call,

@@ -26,6 +26,7 @@ except ModuleNotFoundError as error:
     message = "`jaxscale.nnx` needs Flax, which is not installed: pip install flax"
     raise ImportError(message) from error
 
+from ._deprecated import warn_of
 from ._gradients.scaled import Scaled
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
@@ -114,6 +115,8 @@ def train_step(
       [0.5 0.5] True
       [0.5 0.5] False
     """
+    if after is not None:
+        warn_of("after")
     call = "nnx.train_step"
     plan = StepPlan(
         call=call,

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from .._deprecated import warn_of
 from .._state.scale import AdaptiveState
 from .._trees.arguments import finite_number, int32, limited, power_of_two
 from .._trees.numbers import (
@@ -174,6 +175,10 @@ class AdaptiveLossScale(CheckedLossScale):
         | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
+
+    def __post_init__(self) -> None:
+        warn_of("adaptive")
+        super().__post_init__()
 
     def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
         return (*super()._list_ascending(), ("min_level", "level", "max_level"))

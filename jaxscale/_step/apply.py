@@ -4,6 +4,7 @@ from typing import Any, TypeVar, overload
 
 import optax
 
+from .._deprecated import warn_of
 from .._gradients.scaled import Scaled
 from .._trees.pytrees import Grads, OptState, Params
 from .._trees.selection import select_new
@@ -95,6 +96,8 @@ def apply_gradients(
       0.5 1.0
       0.5 1.0
     """
+    if keep is not None:
+        warn_of("keep")
     if keep is not None and not is_pair(keep):
         raise TypeError(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."

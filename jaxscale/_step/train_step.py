@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
+from .._deprecated import warn_of
 from .._trees.pytrees import OptState, Params, ScaleState
 from .._trees.selection import select_new
 from .backward_pass import Pass
@@ -192,6 +193,8 @@ def train_step(
         on_grads=on_grads,
         after=after,
     )
+    if after is not None:
+        warn_of("after")
     if after is not None and not has_state:
         raise ValueError(
             "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import optax
 
+from .._deprecated import warn_of
 from .._jax import AxisNames
 from .._policies import read_loss_scale
 from .._policies.base import LossScale
@@ -155,6 +156,8 @@ def _wrap_scaled(
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Does what `loss_scaled` does, with errors in the name of `call`."""
+    if options["on_skip"] is not None:
+        warn_of("on_skip")
     optimizer = wrap(call, inner)
     if optimizer.policy != NoOpLossScale():
         raise TypeError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._deprecated import warn_of
 from .._gradients.scaled import representable
 from .._gradients.value_and_grad import value_and_grad
 from .._gradients.verdict import all_finite
@@ -130,7 +131,9 @@ def calibrate(
         return run_pass(init_state(2.0**exponent), params, batch)
 
     search = Search(try_scale, low, high, max_passes)
-    for batch in batches:
+    for i, batch in enumerate(batches):
+        if i == 1:
+            warn_of("calibrate")
         if search.is_over:
             break
         search.look_at(batch)
@@ -187,7 +190,7 @@ class Search:
                 f"`calibrate`: the loss on batches[{self.batches}] is {number(float(loss))} at any "
                 "loss scale, because a loss scale changes gradients only. Look for bad data or "
                 "parameters, or for an operation of the forward pass that leaves the range of its "
-                "dtype: `jaxscale.diagnostics.trace` finds it."
+                "dtype: `jaxscale.diagnostics.doctor` finds it."
             )
         self.passes += 1
         # A float16 loss has a cotangent of 2**15 at most, whatever larger scale was asked for.
@@ -215,7 +218,7 @@ class Search:
             least = power(2.0 ** min(self.low, self.most))
             sentence = (
                 f"Even loss scale {least} overflows on batches[{self.batches - 1}], so no larger "
-                "one does. `jaxscale.diagnostics.trace` finds where; compute that in float32."
+                "one does. `jaxscale.diagnostics.doctor` finds where; compute that in float32."
             )
         elif not self.is_largest:
             sentence = (
