@@ -13,7 +13,7 @@ _SIZES = (
     "leaf, and `plot(grads)` draws it."
 )
 _AVERAGES = (
-    "Move it after the step: `jaxscale.tree_where(opt_state.step_applied, new, old)`. The page "
+    "Choose after the step, by `jaxscale.tree_where(opt_state.step_applied, new, old)`: the page "
     "Recipes has averages and target networks."
 )
 # For each, what goes, and what to write instead.

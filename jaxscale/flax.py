@@ -219,9 +219,9 @@ def train_step(
       retries: as in `jaxscale.train_step`.
       always_replace: names of fields that even a skipped step replaces, such as a PRNG key.
       on_grads: as in `jaxscale.train_step`.
-      after: a function `after(state)` that gets the `TrainState` after the step, with its new
-        parameters, and returns it with other fields, as in `jaxscale.train_step`. It needs no
-        `has_state`.
+      after: it goes in 0.7.0, as in `jaxscale.train_step`. A function `after(state)` that gets the
+        `TrainState` after the step, with its new parameters, and returns it with other fields, as
+        in `jaxscale.train_step`. It needs no `has_state`.
       **kwargs: passed to `transform`.
 
     Returns:

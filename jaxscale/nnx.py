@@ -75,9 +75,10 @@ def train_step(
         those of FP8 statistics. These are variables of a type named `_overwrite_with_gradient`, as
         `nnx.bridge.ToNNX` makes them from Flax's. Every applied step replaces them, whatever
         `wrt` is.
-      after: a function `after(model)` that changes the model in place after the optimizer has
-        changed it, for the uses in `jaxscale.train_step`. If the optimizer made no step, whatever
-        `after` changed is put back, including random numbers. It should have no other side effects.
+      after: it goes in 0.7.0, as in `jaxscale.train_step`. A function `after(model)` that changes
+        the model in place after the optimizer has changed it, for the uses in
+        `jaxscale.train_step`. If the optimizer made no step, whatever `after` changed is put back,
+        including random numbers. It should have no other side effects.
       **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
         what is differentiated.
 

@@ -75,6 +75,8 @@ class _Units(NamedTuple):
 class AdaptiveLossScale(CheckedLossScale):
     """A loss scale that follows the largest gradient.
 
+    It goes in 0.7.0: `examples/adaptive_scale.py` has a policy of this kind to copy.
+
     The scale is the largest power of two that keeps the usual largest gradient below
     `2**level`, the point beyond which runs like this one have overflowed. An overflow lowers
     the level by one, and finite steps raise it slowly. Several overflows in a row mean that

@@ -64,8 +64,9 @@ def apply_gradients(
       opt_state: the state of `tx`. For an Equinox module `model`, make it with
         `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
       params: the parameters.
-      keep: a pair `(new, old)` of any other state, two trees as `jaxscale.tree_where` takes them:
-        batch statistics, target networks, loss weights. A skipped step keeps the old one.
+      keep: it goes in 0.7.0: write `jaxscale.tree_where(opt_state.step_applied, new, old)`. A pair
+        `(new, old)` of any other state, two trees as `jaxscale.tree_where` takes them: batch
+        statistics, target networks, loss weights. A skipped step keeps the old one.
       **extra_args: passed to `tx.update`: `value=loss` and so on.
 
     Returns:
@@ -89,9 +90,8 @@ def apply_gradients(
       >>> params, mean = jnp.array(1.0), jnp.array(0.0)
       >>> opt_state = tx.init(params)
       >>> for grad in [jnp.array(1.0), jnp.array(jnp.inf)]:
-      ...     params, opt_state, mean = jaxscale.apply_gradients(
-      ...         tx, grad, opt_state, params, keep=(mean + 1, mean)
-      ...     )
+      ...     params, opt_state = jaxscale.apply_gradients(tx, grad, opt_state, params)
+      ...     mean = jaxscale.tree_where(opt_state.step_applied, mean + 1, mean)
       ...     print(params, mean)
       0.5 1.0
       0.5 1.0

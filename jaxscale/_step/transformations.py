@@ -82,10 +82,11 @@ def loss_scaled(
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
         gradients, is finite but stands out among those of the last steps. The scale stays where it
         is. With `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
-      on_skip: a function on the host that is called after each skipped step, and only then, for
-        trainers that do not return the state of their optimizer. It gets what `jaxscale.metrics`
-        shows, as Python numbers. It should be quick, and return nothing. Without it the program has
-        no callback, and as long as nothing is skipped, nothing waits for the host. With
+      on_skip: it goes in 0.7.0: the page *Recipes* has the lines around `update` that do the same.
+        A function on the host that is called after each skipped step, and only then, for trainers
+        that do not return the state of their optimizer. It gets what `jaxscale.metrics` shows, as
+        Python numbers. It should be quick, and return nothing. Without it the program has no
+        callback, and as long as nothing is skipped, nothing waits for the host. With
         `train_step(retries=...)` a step counts once; with `multi_steps`, each skipped micro-batch
         counts. Under `vmap`, inside or outside `scan`, it is called for each member of the
         population that skipped, with the member's number as `"member"`. In `shard_map` and `pmap`

@@ -59,14 +59,15 @@ def calibrate(
     """Returns the largest power-of-two loss scale that does not overflow on some batches.
 
     Pass it as `init_scale` of a `jaxscale.DynamicLossScale`, and the run does not skip steps while
-    a higher scale comes down. It is found by bisection on the first batch. Each further batch takes
-    one pass, or a few if it overflows at that scale. All passes run one compiled program, if the
-    batches have the same shapes.
+    a higher scale comes down. It is found by bisection. All passes run one compiled program.
+
+    Several batches go in 0.7.0: take the least of what it finds on each. Each batch after the first
+    takes one pass, or a few if it overflows at the scale that fits the others.
 
     Args:
       fun: the loss, `fun(params, batch)`, as for `jaxscale.value_and_grad`.
       params: the parameters, with respect to which `fun` is differentiated.
-      batches: an iterable of batches, taken until the passes are used up. Pass `[batch]` for one.
+      batches: `[batch]`, or until 0.7.0 an iterable of several, taken until the passes are used up.
       min_scale: the least scale to try, a power of two.
       max_scale: the largest scale to try, a power of two. With a float16 loss none above 2**15 is
         tried, because its cotangent cannot hold it.
