@@ -120,7 +120,7 @@ __all__ = [  # noqa: RUF022
 if _util.find_spec("flax") is not None:
     __all__ += ["flax", "nnx"]
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 if _typing.TYPE_CHECKING:
     from . import diagnostics as diagnostics
