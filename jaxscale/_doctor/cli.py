@@ -126,8 +126,8 @@ def _make_parser() -> argparse.ArgumentParser:
     option(
         "--quick",
         action="store_true",
-        help="only look for what is not finite, for the largest loss scale, and for what limits "
-        "it: no comparison with float32, no remedies, no report; in about three fifths of the time",
+        help="goes in 0.7.0; only look for what is not finite, for the largest loss scale, and for "
+        "what limits it: no comparison with float32, no remedies, no report",
     )
     option(
         "--output",

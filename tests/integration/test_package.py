@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import uses_what_goes
 from tables import cases
 
 import jaxscale
@@ -223,6 +224,7 @@ def test_options_are_keyword_only():
 
 
 @pytest.mark.docs
+@uses_what_goes
 @cases("room", sorted({room_of(module) for module in MODULES} - {"__main__"}))
 def test_examples_in_docstrings_run(room):
     for module in MODULES:
