@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._trees.arguments import finite_number, limited
+from .._trees.arguments import limited, normal_float32
 from .announcer import Announce, announce_nothing
 from .diagnosis import diagnose, say_setting, say_verdict
 from .exam import Exam
@@ -26,7 +26,7 @@ _WIDEST = 100  # and at most: longer lines are hard to read
 
 
 check_loss_scale = limited(
-    finite_number,
+    normal_float32,
     lambda scale: scale >= 1 and math.frexp(scale)[0] == 0.5,
     "be a power of two, at least 1",
     " Leave it out for the largest that does not overflow.",
