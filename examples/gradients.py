@@ -38,14 +38,16 @@ def gradients(batch_size):
 
 def main(batch_size=64, picture=None):
     """Prints what float16 keeps at each loss scale; returns the share that it flushes to zero."""
-    histogram = diagnostics.histogram(gradients(batch_size))
+    grads = gradients(batch_size)
     for exponent in range(0, 40, 4):
-        shares = diagnostics.shares(histogram, loss_scale=2.0**exponent)["float16"]
-        flushed = f"{100 * shares.flushed:.1f}% flushed"
-        print(f"2**{exponent}: {flushed}, {100 * shares.overflowed:.1f}% overflow")
+        (row,) = diagnostics.sizes(grads, loss_scale=2.0**exponent).rows
+        flushed = f"{100 * row.flushed / row.nonzero:.1f}% flushed"
+        overflow = f"{100 * row.overflowed / row.nonzero:.1f}% overflow"
+        print(f"2**{exponent}: {flushed}, {overflow}")
     if picture:
-        diagnostics.plot(histogram).savefig(picture, dpi=80)
-    return diagnostics.shares(histogram)["float16"].flushed
+        diagnostics.plot(grads).savefig(picture, dpi=80)
+    (row,) = diagnostics.sizes(grads).rows
+    return row.flushed / row.nonzero
 
 
 if __name__ == "__main__":

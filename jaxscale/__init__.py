@@ -24,9 +24,9 @@ The rest, by group:
   out if the model does its own casting, as Flax layers with `dtype=` do. `full_precision` exempts a
   part of a model, and `half_precision` casts for a kernel that takes half precision alone.
 - Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
-  `AdaptiveLossScale`, which follows the largest gradient; `FixedLossScale`, `NoOpLossScale`, their
-  base class `LossScale`, and `as_loss_scale`, which reads short forms such as `"dynamic"`,
-  `"adaptive"` or 128. `jaxscale.presets` has the rules of other libraries.
+  `FixedLossScale`, `NoOpLossScale`, their base class `LossScale`, for rules of your own, and
+  `as_loss_scale`, which reads short forms such as `"dynamic"` or 128. `jaxscale.presets` has the
+  rules of other libraries. `AdaptiveLossScale` goes in 0.7.0.
 - Spikes: `SpikeRule` also skips finite steps whose loss or gradient norm stands out.
 - Pure functions for your own loop: `scale`, `unscale`, `all_finite`, `tree_where`.
 - Saving: `to_state_dict` and `from_state_dict`.
@@ -36,8 +36,8 @@ The rest, by group:
 - Errors: `LossScaleStuckError`, which `check` raises.
 - Front ends: `jaxscale.flax` has a `TrainState` and a `train_step` for Linen, and `jaxscale.nnx` a
   `train_step` for NNX. Equinox needs none.
-- Diagnostics: `jaxscale.diagnostics` shows where gradients overflow and what underflows. The
-  command `jaxscale doctor` runs all of it on a model and writes a report.
+- Diagnostics: `jaxscale.diagnostics.doctor` says where a model overflows and what underflows, and
+  so does the command `jaxscale doctor`; `jaxscale.diagnostics.sizes` says it of gradients.
 
 ## What float16 loses, and what to do about it
 
@@ -66,8 +66,7 @@ That is how the right scale is found, so one skip in thousands of steps is not a
 a fault, `check` says what it is, and `jaxscale doctor` names the line. bfloat16 has the range of
 float32, so it needs no scale, only `skip_nonfinite`.
 
-- Try the default rule first. Take `"adaptive"` if gradients change in size during the run, or if
-  skips cost too much. Pass a number, such as 128, if you know that it fits.
+- Try the default rule first. Pass a number, such as 128, if you know that it fits.
 - With `retries=10`, `train_step` loses no batch to a scale that is too high. Each overflow costs
   one more backward pass.
 - `SpikeRule` skips single bad batches in any precision. It does not replace `max_norm`, which
@@ -121,7 +120,7 @@ __all__ = [  # noqa: RUF022
 if _util.find_spec("flax") is not None:
     __all__ += ["flax", "nnx"]
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 if _typing.TYPE_CHECKING:
     from . import diagnostics as diagnostics

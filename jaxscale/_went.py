@@ -1,9 +1,18 @@
-"""Names that went, and the error that points to the page which says what to write instead."""
+"""Names that went, and names that go: the error, the warning, and what to write instead."""
 
+import functools
 import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-# By the module that they were in.
+from ._jax import users_stacklevel
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# What went, by the module or the function that had it.
 _WENT = {
+    "autocast": "half_carries",
     "jaxscale.diagnostics": """
         History LeafCounts Suggestion TracedConstant TracedNonfinite TracedUnderflow Underflow
         leaf_counts leaf_histograms plot_histogram plot_underflow suggest_scale text_histogram
@@ -15,6 +24,50 @@ _WENT = {
         from_tensorflow from_torch jamp jaxamp mindformers mindspore mindspore_cell
         mindspore_manager mpx olmo openseq2seq_backoff openseq2seq_logmax paddle paddle_op to_torch
     """,
+    "multi_steps": "drop growth_unit",
+}
+_SEE_PAGE = (
+    ". It is gone: the page *What went, and what goes* has what to write instead."
+)
+
+_SIZES = (
+    "`jaxscale.diagnostics.sizes(grads, dtype, loss_scale)` counts what a format loses, leaf by "
+    "leaf, and `plot(grads)` draws it."
+)
+_AVERAGES = (
+    "Choose after the step, by `jaxscale.tree_where(opt_state.step_applied, new, old)`: the page "
+    "Recipes has averages and target networks."
+)
+# For each, what goes, and what to write instead.
+_GOES = {
+    "adaptive": (
+        '`AdaptiveLossScale`, or `"adaptive"`,',
+        "Copy the policy in `examples/adaptive_scale.py`, or write "
+        "`DynamicLossScale(growth_interval=200)`, and `retries=10` to lose no batch.",
+    ),
+    "on_skip": (
+        "`on_skip=`",
+        "Call `jax.debug.callback` with `jaxscale.metrics` of the new state: the page Recipes has "
+        "the lines around `tx.update`.",
+    ),
+    "after": ("`after=`", _AVERAGES),
+    "keep": (
+        "`apply_gradients(keep=...)`",
+        "`jaxscale.tree_where(opt_state.step_applied, new, old)` after it makes the same choice.",
+    ),
+    "histogram": ("`jaxscale.diagnostics.histogram`", _SIZES),
+    "shares": ("`jaxscale.diagnostics.shares`", _SIZES),
+    "table": ("`jaxscale.diagnostics.table`", _SIZES),
+    "trace": (
+        "`jaxscale.diagnostics.trace`",
+        "`jaxscale.diagnostics.doctor(loss_fn, params, batch)` names the lines.",
+    ),
+    "calibrate": (
+        "`jaxscale.diagnostics.calibrate` of several batches",
+        "Call it for each: `min(calibrate(loss_fn, params, [batch]).init_scale for batch in "
+        "batches)`.",
+    ),
+    "quick": ("`jaxscale doctor --quick`", "Leave it out."),
 }
 
 
@@ -22,5 +75,37 @@ def missing_name(module: str, name: str) -> AttributeError:
     """Makes the error of a name that a module does not have."""
     message = f"module {module!r} has no attribute {name!r}"
     if name in _WENT[module].split():
-        message += ". It went in 0.5.0: the page *What went in 0.5.0* has what to write instead."
+        message += _SEE_PAGE
     return AttributeError(message, name=name, obj=sys.modules[module])
+
+
+def refuse(call: str, unknown: Mapping[str, object]) -> None:
+    """Raises a `TypeError` if a function was given arguments that it does not take."""
+    for name in unknown:
+        message = f"{call}() got an unexpected keyword argument {name!r}"
+        if name in _WENT[call].split():
+            message += _SEE_PAGE
+        raise TypeError(message)
+
+
+def say_goes(name: str) -> str:
+    """Says what goes, when, and what to write instead."""
+    what, instead = _GOES[name]
+    return f"{what} goes in jaxscale 0.7.0. {instead}"
+
+
+def warn_of(name: str) -> None:
+    """Warns, at the line of the user, of something that goes."""
+    warnings.warn(say_goes(name), DeprecationWarning, stacklevel=users_stacklevel())
+
+
+def going(function: _Function) -> _Function:
+    """Makes a function that goes warn of that where it is called."""
+
+    @functools.wraps(function)
+    def warn_and_call(*args: Any, **kwargs: Any) -> Any:
+        warn_of(function.__name__)
+        return function(*args, **kwargs)
+
+    goes: Any = warn_and_call
+    return goes

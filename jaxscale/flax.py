@@ -38,6 +38,7 @@ from ._trees.casts import cast_like
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.pytrees import Params
 from ._trees.selection import select_new
+from ._went import warn_of
 
 __all__ = ["TrainState", "train_step"]
 
@@ -218,9 +219,9 @@ def train_step(
       retries: as in `jaxscale.train_step`.
       always_replace: names of fields that even a skipped step replaces, such as a PRNG key.
       on_grads: as in `jaxscale.train_step`.
-      after: a function `after(state)` that gets the `TrainState` after the step, with its new
-        parameters, and returns it with other fields, as in `jaxscale.train_step`. It needs no
-        `has_state`.
+      after: it goes in 0.7.0, as in `jaxscale.train_step`. A function `after(state)` that gets the
+        `TrainState` after the step, with its new parameters, and returns it with other fields, as
+        in `jaxscale.train_step`. It needs no `has_state`.
       **kwargs: passed to `transform`.
 
     Returns:
@@ -258,6 +259,8 @@ def train_step(
       [0.5 0.5] 1
       [0.5 0.5] 1
     """
+    if after is not None:
+        warn_of("after")
     call = "flax.train_step"
     plan = StepPlan(
         call=call,

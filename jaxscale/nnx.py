@@ -37,6 +37,7 @@ from ._step.train_step import name_step
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.overwrites import replace_finite
 from ._trees.selection import select_new
+from ._went import warn_of
 
 __all__ = ["train_step"]
 
@@ -74,9 +75,10 @@ def train_step(
         those of FP8 statistics. These are variables of a type named `_overwrite_with_gradient`, as
         `nnx.bridge.ToNNX` makes them from Flax's. Every applied step replaces them, whatever
         `wrt` is.
-      after: a function `after(model)` that changes the model in place after the optimizer has
-        changed it, for the uses in `jaxscale.train_step`. If the optimizer made no step, whatever
-        `after` changed is put back, including random numbers. It should have no other side effects.
+      after: it goes in 0.7.0, as in `jaxscale.train_step`. A function `after(model)` that changes
+        the model in place after the optimizer has changed it, for the uses in
+        `jaxscale.train_step`. If the optimizer made no step, whatever `after` changed is put back,
+        including random numbers. It should have no other side effects.
       **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
         what is differentiated.
 
@@ -114,6 +116,8 @@ def train_step(
       [0.5 0.5] True
       [0.5 0.5] False
     """
+    if after is not None:
+        warn_of("after")
     call = "nnx.train_step"
     plan = StepPlan(
         call=call,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from .._jax.jaxprs import DTypeLike
 from .._trees.nnx_objects import wrap_call
 from .._trees.outer_modules import keeping_outer_variables
 from .._trees.pytrees import Leaf
+from .._went import refuse
 from .table import FULL_PRECISION, HALF_PRECISION
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def _make_autocast(dtype: str) -> "Autocast":
 def autocast(
     fun: Callable[_Args, _Result],
     dtype: DTypeLike = jnp.float16,
+    **went: Never,
 ) -> Callable[_Args, _Result]:
     """Returns the function, with its matrix products and convolutions in half precision.
 
@@ -81,6 +83,7 @@ def autocast(
     Args:
       fun: a function, such as a loss, Linen's `model.apply`, or a module of NNX.
       dtype: float16, bfloat16, or float32, which returns `fun` itself.
+      **went: none. Arguments of earlier releases are an error that says what to write.
 
     Returns:
       A function with the arguments of `fun` and outputs of the same shapes and dtypes. Call it
@@ -114,6 +117,7 @@ def autocast(
       >>> jax.value_and_grad(jaxscale.autocast(loss_fn))(w, x)[0]  # float16 ends at 65504
       Array(320000., dtype=float32)
     """
+    refuse("autocast", went)
     is_dtype = _is_dtype(fun)
     if is_dtype or not callable(fun):
         got = type(fun).__name__

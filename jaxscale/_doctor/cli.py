@@ -2,41 +2,21 @@
 
 import argparse
 import contextlib
-import json
 import pathlib
-import shutil
 import sys
-import textwrap
 import traceback
-import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from .. import __version__
-from .._trees.arguments import power_of_two
-from .announcer import Announce, Announcer
-from .diagnosis import diagnose, say_setting, say_verdict
-from .exam import Exam
-from .finding import Finding, has_problem
-from .measure import examine
-from .page import draw_page, say_missing
-from .record import make_record
-from .target import Target, TargetError, error_line, load
+from .._went import say_goes
+from .announcer import Announcer
+from .finding import has_problem
+from .page import say_missing
+from .report import Report, check_loss_scale, examine_target
+from .target import TargetError, load
 
 _PATIENCE = 3.0  # seconds without a sign of life
-_WIDTH = 88  # of the text, where standard output is not a terminal
-_WIDEST = 100  # and at most: longer lines are hard to read
 _INTERRUPTED = 130  # the exit status after Ctrl-C, by the rule of shells
-
-
-class _Results(NamedTuple):
-    """The results to print and to write."""
-
-    exam: Exam
-    findings: Sequence[Finding]
-    page: str | None  # the report as HTML, or `None` with `--quick` and without Jinja2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
         quiet = contextlib.redirect_stdout(sys.stderr)
     try:
         with quiet:
-            results = _find_results(options)
-            record = _write_results(options, results)
+            report = _make_report(options)
+            record = _write_results(options, report)
     # also a full disk, or a name that is a folder
     except (TargetError, OSError) as error:
         if options.traceback:
@@ -62,25 +42,24 @@ def main(argv: Sequence[str]) -> int:
         return _INTERRUPTED
     if options.json:
         stdout.write(record)
-    return int(has_problem(results.findings))
+    return int(has_problem(report.findings))
 
 
-def _find_results(options: argparse.Namespace) -> _Results:
-    """Makes the exam that the options ask for."""
+def _make_report(options: argparse.Namespace) -> Report:
+    """Examines the target as the options ask for."""
     loss_scale = _read_loss_scale(options.loss_scale)
     _check_folders(options)  # before the exam, which takes a while
+    if options.quick:
+        print(f"jaxscale doctor: {say_goes('quick')}", file=sys.stderr)
     with Announcer(_PATIENCE) as announcer:
         announcer("loading the target")
         target = load(options.target)
         missing = "" if options.quick else say_missing()
         if missing:
             print(f"jaxscale doctor: {missing}", file=sys.stderr)
-        exam = _examine(target, loss_scale, options.autocast, announcer, options.quick)
-        findings = diagnose(exam)
-        if options.quick:
-            return _Results(exam, findings, page=None)
-        announcer("drawing the report")
-        return _Results(exam, findings, draw_page(exam, findings))
+        return examine_target(
+            target, loss_scale, options.autocast, announcer, is_quick=options.quick
+        )
 
 
 def _check_folders(options: argparse.Namespace) -> None:
@@ -94,21 +73,17 @@ def _check_folders(options: argparse.Namespace) -> None:
             )
 
 
-def _write_results(options: argparse.Namespace, results: _Results) -> str:
+def _write_results(options: argparse.Namespace, report: Report) -> str:
     """Prints the summary, writes the files, and returns the results as JSON."""
-    print(summarize(results.exam, results.findings), end="\n\n")
-    if results.page is not None:
-        _write_file(options.output, results.page)
-        print(f"The report is in {options.output}.")
-    record = make_record(results.exam, results.findings)
-    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    print(report, end="\n\n")
+    if not options.quick:
+        with contextlib.suppress(ImportError):  # which `say_missing` has told
+            report.save_html(options.output)
+            print(f"The report is in {options.output}.")
+    text = report.to_json() + "\n"
     if options.json_file:
-        _write_file(options.json_file, text)
+        pathlib.Path(options.json_file).write_text(text, encoding="utf-8")
     return text
-
-
-def _write_file(path: str, text: str) -> None:
-    pathlib.Path(path).write_text(text, encoding="utf-8")
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -151,8 +126,8 @@ def _make_parser() -> argparse.ArgumentParser:
     option(
         "--quick",
         action="store_true",
-        help="only look for what is not finite, for the largest loss scale, and for what limits "
-        "it: no comparison with float32, no remedies, no report; in about three fifths of the time",
+        help="goes in 0.7.0; only look for what is not finite, for the largest loss scale, and for "
+        "what limits it: no comparison with float32, no remedies, no report",
     )
     option(
         "--output",
@@ -178,71 +153,8 @@ def _read_loss_scale(text: str) -> float | None:
     if text == "auto":
         return None
     try:
-        exponent = power_of_two("doctor", "loss_scale", float(text))
+        return check_loss_scale("doctor", "loss_scale", float(text))
     except ValueError:
-        exponent = -1
-    if exponent < 0:
         raise TargetError(
             f'--loss-scale must be a power of two, at least 1, or "auto", got {text!r}.'
-        )
-    return 2.0**exponent
-
-
-def _examine(
-    target: Target,
-    loss_scale: float | None,
-    dtype: str | None,
-    announce: Announce,
-    is_quick: bool,
-) -> Exam:
-    try:
-        # What NumPy and `autocast` warn of while JAX traces is in the report.
-        with np.errstate(over="ignore", under="ignore"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`autocast` changes nothing")
-            return examine(target, loss_scale, dtype, announce, is_quick=is_quick)
-    except TargetError:
-        raise
-    except Exception as error:
-        raise TargetError(
-            f"{target.name} failed when it was run on its batch: {error_line(error)}"
-        ) from error
-
-
-def summarize(exam: Exam, findings: Sequence[Finding]) -> str:
-    """Returns the findings as text that fits the terminal."""
-    # `COLUMNS` counts before the terminal itself does.
-    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDEST)
-    lines = _wrap(say_verdict(exam, findings), "", width)
-    lines += _wrap(say_setting(exam), "", width)
-    for finding in findings:
-        lines.append("")
-        lines += _summarize_finding(finding, width)
-    return "\n".join(lines)
-
-
-def _summarize_finding(finding: Finding, width: int) -> list[str]:
-    mark = "! " if finding.is_problem else "- "
-    lines = _wrap(finding.title, mark, width)
-    for number, text in finding.source:
-        if number == finding.line:
-            lines.append(_shorten(f"      {text.strip()}", width))
-    for detail in finding.details:
-        lines += _wrap(detail, "  ", width)
-    return lines
-
-
-def _wrap(text: str, indent: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=indent,
-        subsequent_indent=" " * len(indent),
-        break_long_words=False,  # paths, which one may want to copy
-        break_on_hyphens=False,
-    )
-
-
-def _shorten(line: str, width: int) -> str:
-    if len(line) <= width:
-        return line
-    return f"{line[: width - 4]} ..."
+        ) from None

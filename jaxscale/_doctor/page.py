@@ -54,12 +54,10 @@ def say_missing() -> str:
     return ""
 
 
-def draw_page(exam: Exam, findings: Sequence[Finding]) -> str | None:
-    """Returns the report as HTML, or `None` without Jinja2."""
-    try:
-        import jinja2
-    except ImportError:
-        return None
+def draw_page(exam: Exam, findings: Sequence[Finding]) -> str:
+    """Returns the report as HTML, or raises an `ImportError` without Jinja2."""
+    import jinja2
+
     has_sizes = bool(np.any(exam.histogram.counts))
     picture = None
     if has_sizes and can_draw():

@@ -192,8 +192,7 @@ def _say_how_to_start(exam: Exam, start: Start) -> list[str]:
     if start.skipped:
         return [
             f"From {power(DynamicLossScale().init_scale)}, the default rule skips the first steps, "
-            f"{start.skipped} in all: write `{start.code}`, or use `retries={start.retries}` or "
-            '`"adaptive"`.'
+            f"{start.skipped} in all: write `{start.code}`, or use `retries={start.retries}`."
         ]
     if needs_scale(exam):
         return [f"`{start.code}` finds a good one by itself."]

@@ -189,7 +189,17 @@ def _check_returned(name: str, call: str, returned: PyTree) -> Target:
         what = f"{describe(returned[0])} instead of a loss function"
     if what:
         raise TargetError(f"{call} returned {what}. {_SHAPE}")
-    loss_fn, params, batch = returned
+    return make_target(name, call, *returned)
+
+
+def make_target(
+    name: str,
+    call: str,
+    loss_fn: Callable[..., Any],
+    params: Params,
+    batch: PyTree,
+) -> Target:
+    """Returns a loss on its parameters and batch as a target; errors name the `call`."""
     _check_params(call, params)
     # On the device, as in a compiled step. NumPy would compute with NumPy arrays, and nothing could
     # be traced.
@@ -227,7 +237,7 @@ def _check_params(call: str, params: Params) -> None:
     if not list_gradients(params):
         kinds = sorted(set(map(describe, jax.tree.leaves(params))))
         raise TargetError(
-            f"{call} returned parameters without any floating array: "
+            f"The parameters of {call} are a tree without any floating array: "
             f"{', '.join(kinds) or 'an empty tree'}."
         )
 

@@ -33,8 +33,9 @@ def caller_of_jax() -> FrameType | None:
 
 
 def users_stacklevel() -> int:
-    """Returns the `stacklevel` with which a warning of the caller is shown at the user's line."""
-    libraries = {"flax", "jax", "optax", __name__.partition(".")[0]}
+    """Finds the `stacklevel` with which a warning of the caller is shown at the user's line."""
+    # The last two pass on `jax.jit(function)`, and `dataclasses.replace(policy)`.
+    libraries = {"flax", "jax", "optax", "jaxscale", "contextlib", "dataclasses"}
     level = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

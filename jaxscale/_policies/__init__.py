@@ -14,9 +14,8 @@ def as_loss_scale(spec: object) -> LossScale:
 
     Args:
       spec: `None` for `jaxscale.NoOpLossScale`, a Python or NumPy number such as 8 for
-        `jaxscale.FixedLossScale`, `"dynamic"` for `jaxscale.DynamicLossScale` and
-        `"adaptive"` for `jaxscale.AdaptiveLossScale` with their defaults, or a
-        `jaxscale.LossScale`, which is returned as it is.
+        `jaxscale.FixedLossScale`, `"dynamic"` for `jaxscale.DynamicLossScale` with its defaults,
+        or a `jaxscale.LossScale`, which is returned as it is. (`"adaptive"` is taken until 0.7.0.)
 
     Raises:
       TypeError: if `spec` is anything else, such as a bool or an array.
@@ -53,7 +52,7 @@ def read_loss_scale(call: str, spec: object) -> LossScale:
         hint = f" It is a function: call it, as in `{name}()`, to get the policy that it makes."
     raise error(
         f"`{call}` got {spec!r} of type {type(spec).__name__}. A loss scale is "
-        'given as None (no scaling), a number of at least 1 (fixed), "dynamic", "adaptive", or '
+        'given as None (no scaling), a number of at least 1 (fixed), "dynamic", or '
         "a `jaxscale.LossScale` such as `jaxscale.DynamicLossScale(growth_interval=500)`."
         f"{hint}"
     )

@@ -30,6 +30,7 @@ from .._trees.numbers import (
 )
 from .._trees.pytrees import ScaleState
 from .._trees.selection import tree_where
+from .._went import warn_of
 from .base import CheckedLossScale, new_state
 
 # The peak or the crest while nothing is known of it: lower than any logarithm.
@@ -73,6 +74,8 @@ class _Units(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveLossScale(CheckedLossScale):
     """A loss scale that follows the largest gradient.
+
+    It goes in 0.7.0: `examples/adaptive_scale.py` has a policy of this kind to copy.
 
     The scale is the largest power of two that keeps the usual largest gradient below
     `2**level`, the point beyond which runs like this one have overflowed. An overflow lowers
@@ -174,6 +177,10 @@ class AdaptiveLossScale(CheckedLossScale):
         | dict.fromkeys(("level", "min_level", "max_level"), _check_level)
         | dict.fromkeys(("memory", "period", "search_period"), int32)
     )
+
+    def __post_init__(self) -> None:
+        warn_of("adaptive")
+        super().__post_init__()
 
     def _list_ascending(self) -> tuple[tuple[str, ...], ...]:
         return (*super()._list_ascending(), ("min_level", "level", "max_level"))

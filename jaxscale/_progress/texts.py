@@ -48,7 +48,7 @@ IDLE = (
     "`jaxscale.value_and_grad(loss_fn, opt_state)`, or the whole step by "
     "`jaxscale.train_step(loss_fn, tx)`. Or the model computes in float32 or bfloat16, which need "
     "no loss scale: wrap its optimizer by `jaxscale.skip_nonfinite(tx)`. Or all gradients are very "
-    'small: `jaxscale.loss_scaled(tx, "adaptive")` finds a scale for them, however high.'
+    "small: let the scale rise further, as by `jaxscale.DynamicLossScale(max_scale=2.0**60)`."
 )
 
 BAD_LOSSES = (

@@ -7,6 +7,7 @@ import optax
 from .._gradients.scaled import Scaled
 from .._trees.pytrees import Grads, OptState, Params
 from .._trees.selection import select_new
+from .._went import warn_of
 from .backward_pass import Pass
 from .bare_optimizer import as_optimizer
 from .checks import is_pair
@@ -63,8 +64,9 @@ def apply_gradients(
       opt_state: the state of `tx`. For an Equinox module `model`, make it with
         `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
       params: the parameters.
-      keep: a pair `(new, old)` of any other state, two trees as `jaxscale.tree_where` takes them:
-        batch statistics, target networks, loss weights. A skipped step keeps the old one.
+      keep: it goes in 0.7.0: write `jaxscale.tree_where(opt_state.step_applied, new, old)`. A pair
+        `(new, old)` of any other state, two trees as `jaxscale.tree_where` takes them: batch
+        statistics, target networks, loss weights. A skipped step keeps the old one.
       **extra_args: passed to `tx.update`: `value=loss` and so on.
 
     Returns:
@@ -88,13 +90,14 @@ def apply_gradients(
       >>> params, mean = jnp.array(1.0), jnp.array(0.0)
       >>> opt_state = tx.init(params)
       >>> for grad in [jnp.array(1.0), jnp.array(jnp.inf)]:
-      ...     params, opt_state, mean = jaxscale.apply_gradients(
-      ...         tx, grad, opt_state, params, keep=(mean + 1, mean)
-      ...     )
+      ...     params, opt_state = jaxscale.apply_gradients(tx, grad, opt_state, params)
+      ...     mean = jaxscale.tree_where(opt_state.step_applied, mean + 1, mean)
       ...     print(params, mean)
       0.5 1.0
       0.5 1.0
     """
+    if keep is not None:
+        warn_of("keep")
     if keep is not None and not is_pair(keep):
         raise TypeError(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."

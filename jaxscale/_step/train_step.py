@@ -12,6 +12,7 @@ import optax
 
 from .._trees.pytrees import OptState, Params, ScaleState
 from .._trees.selection import select_new
+from .._went import warn_of
 from .backward_pass import Pass
 from .bare_optimizer import as_optimizer, possible_states
 from .retry import is_traced
@@ -142,12 +143,13 @@ def train_step(
         an inf or a NaN, the step is skipped, so clipping cannot hide an overflow. All devices along
         the axes that it or `loss_fn` averages over skip and repeat together, even without the
         `axis_name` of `tx`.
-      after: a function `after(params, state)` of the new parameters and the state that returns
-        the next state, for moving averages of the parameters and target networks. Its result is
-        used if the optimizer made a step: with `jaxscale.multi_steps`, once for each group of
-        micro-batches. If an average starts as the parameters and both are donated, start it from a
-        copy, `jax.tree.map(jnp.copy, params)`. It needs `has_state`. It should have no side
-        effects: it may run even if the optimizer made no step, and its result is then dropped.
+      after: it goes in 0.7.0: the page *Recipes* does the same after the step, by
+        `jaxscale.tree_where`. A function `after(params, state)` of the new parameters and the state
+        that returns the next state, for moving averages of the parameters and target networks. Its
+        result is used if the optimizer made a step: with `jaxscale.multi_steps`, once for each
+        group of micro-batches. If an average starts as the parameters and both are donated, start
+        it from a copy, `jax.tree.map(jnp.copy, params)`. It needs `has_state`. It should have no
+        side effects: it may run even if the optimizer made no step, and its result is then dropped.
       **kwargs: passed to `transform`.
 
     Warns:
@@ -192,6 +194,8 @@ def train_step(
         on_grads=on_grads,
         after=after,
     )
+    if after is not None:
+        warn_of("after")
     if after is not None and not has_state:
         raise ValueError(
             "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."

@@ -6,7 +6,7 @@ In any order of nesting they put their arguments into one `WrappedOptimizer`.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import jax
 import optax
@@ -18,6 +18,7 @@ from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.arguments import int32, positive
 from .._trees.grammar import with_article
+from .._went import refuse, warn_of
 from .checks import as_transformation
 from .window import Window
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
@@ -81,10 +82,11 @@ def loss_scaled(
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
         gradients, is finite but stands out among those of the last steps. The scale stays where it
         is. With `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
-      on_skip: a function on the host that is called after each skipped step, and only then, for
-        trainers that do not return the state of their optimizer. It gets what `jaxscale.metrics`
-        shows, as Python numbers. It should be quick, and return nothing. Without it the program has
-        no callback, and as long as nothing is skipped, nothing waits for the host. With
+      on_skip: it goes in 0.7.0: the page *Recipes* has the lines around `update` that do the same.
+        A function on the host that is called after each skipped step, and only then, for trainers
+        that do not return the state of their optimizer. It gets what `jaxscale.metrics` shows, as
+        Python numbers. It should be quick, and return nothing. Without it the program has no
+        callback, and as long as nothing is skipped, nothing waits for the host. With
         `train_step(retries=...)` a step counts once; with `multi_steps`, each skipped micro-batch
         counts. Under `vmap`, inside or outside `scan`, it is called for each member of the
         population that skipped, with the member's number as `"member"`. In `shard_map` and `pmap`
@@ -155,6 +157,8 @@ def _wrap_scaled(
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Does what `loss_scaled` does, with errors in the name of `call`."""
+    if options["on_skip"] is not None:
+        warn_of("on_skip")
     optimizer = wrap(call, inner)
     if optimizer.policy != NoOpLossScale():
         raise TypeError(
@@ -258,6 +262,7 @@ def skip_nonfinite(
 def multi_steps(
     inner: optax.GradientTransformation,
     every_k_schedule: int | Callable[[jax.Array], Any],
+    **went: Never,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take one step for several micro-batches.
 
@@ -279,6 +284,7 @@ def multi_steps(
         function of the number of steps made so far, an `i32[]`. The number that the schedule
         returns is rounded down, and a number below 1 counts as 1. If a run is resumed with another
         number, that ends the window at hand, whose step is made from the mean of what it holds.
+      **went: none. Arguments of earlier releases are an error that says what to write.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` as `loss_scaled` returns it. The `inner_state` of
@@ -301,6 +307,7 @@ def multi_steps(
       >>> print(params, state.total_notfinite, state.scaling.loss_scale)
       -2.0 1 16384.0
     """
+    refuse("multi_steps", went)
     optimizer = wrap("multi_steps", inner)
     if optimizer.window.averages:
         raise TypeError(

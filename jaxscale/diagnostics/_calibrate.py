@@ -13,6 +13,7 @@ from .._gradients.verdict import all_finite
 from .._state.scale import init_state
 from .._trees.arguments import int32, power_of_two
 from .._trees.pytrees import Params, PyTree
+from .._went import warn_of
 from ._formats import exponent_of
 from ._switches.backward import check_floating
 from ._text import number, power
@@ -58,14 +59,15 @@ def calibrate(
     """Returns the largest power-of-two loss scale that does not overflow on some batches.
 
     Pass it as `init_scale` of a `jaxscale.DynamicLossScale`, and the run does not skip steps while
-    a higher scale comes down. It is found by bisection on the first batch. Each further batch takes
-    one pass, or a few if it overflows at that scale. All passes run one compiled program, if the
-    batches have the same shapes.
+    a higher scale comes down. It is found by bisection. All passes run one compiled program.
+
+    Several batches go in 0.7.0: take the least of what it finds on each. Each batch after the first
+    takes one pass, or a few if it overflows at the scale that fits the others.
 
     Args:
       fun: the loss, `fun(params, batch)`, as for `jaxscale.value_and_grad`.
       params: the parameters, with respect to which `fun` is differentiated.
-      batches: an iterable of batches, taken until the passes are used up. Pass `[batch]` for one.
+      batches: `[batch]`, or until 0.7.0 an iterable of several, taken until the passes are used up.
       min_scale: the least scale to try, a power of two.
       max_scale: the largest scale to try, a power of two. With a float16 loss none above 2**15 is
         tried, because its cotangent cannot hold it.
@@ -130,7 +132,9 @@ def calibrate(
         return run_pass(init_state(2.0**exponent), params, batch)
 
     search = Search(try_scale, low, high, max_passes)
-    for batch in batches:
+    for i, batch in enumerate(batches):
+        if i == 1:
+            warn_of("calibrate")
         if search.is_over:
             break
         search.look_at(batch)
@@ -187,7 +191,7 @@ class Search:
                 f"`calibrate`: the loss on batches[{self.batches}] is {number(float(loss))} at any "
                 "loss scale, because a loss scale changes gradients only. Look for bad data or "
                 "parameters, or for an operation of the forward pass that leaves the range of its "
-                "dtype: `jaxscale.diagnostics.trace` finds it."
+                "dtype: `jaxscale.diagnostics.doctor` finds it."
             )
         self.passes += 1
         # A float16 loss has a cotangent of 2**15 at most, whatever larger scale was asked for.
@@ -215,7 +219,7 @@ class Search:
             least = power(2.0 ** min(self.low, self.most))
             sentence = (
                 f"Even loss scale {least} overflows on batches[{self.batches - 1}], so no larger "
-                "one does. `jaxscale.diagnostics.trace` finds where; compute that in float32."
+                "one does. `jaxscale.diagnostics.doctor` finds where; compute that in float32."
             )
         elif not self.is_largest:
             sentence = (

@@ -8,11 +8,13 @@ Formats round to nearest, ties to even. The numbers from which on they round to 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._trees.arguments import describe_value
 from .._trees.gradient_leaves import list_gradients
@@ -75,9 +77,14 @@ def magnitude_bits(leaf: Leaf) -> jax.Array:
     return bits & jnp.uint32(0x7FFFFFFF)
 
 
-def _find_thresholds(name: str) -> np.ndarray:
-    """Returns the least numbers that a format does not make 0, keeps in full, and overflows."""
-    info = jnp.finfo(name)
+def find_thresholds(
+    dtype: DTypeLike, find_next: Callable[[float], float]
+) -> np.ndarray:
+    """Returns the least numbers that a format does not make 0, keeps in full, and overflows.
+
+    `find_next` returns the next larger one of the numbers that are rounded.
+    """
+    info = jnp.finfo(dtype)
     largest = float(info.max)
     normal = float(info.smallest_normal)
     subnormal = float(info.smallest_subnormal)
@@ -88,11 +95,11 @@ def _find_thresholds(name: str) -> np.ndarray:
     # is 0, and the tie stays finite.
     overflow = largest + spacing / 2
     if largest / spacing % 2 == 0:
-        overflow = _find_next(overflow)
-    return np.array([_find_next(subnormal / 2), normal - subnormal / 2, overflow])
+        overflow = find_next(overflow)
+    return np.array([find_next(subnormal / 2), normal - subnormal / 2, overflow])
 
 
-def _find_next(value: float) -> float:
+def _next_of_float32(value: float) -> float:
     """Returns the next larger number with as many digits as float32 has."""
     return value + 2.0 ** (exponent_of(value) - 23)
 
@@ -102,4 +109,4 @@ def exponent_of(value: float) -> int:
     return math.frexp(value)[1] - 1
 
 
-THRESHOLDS = {name: _find_thresholds(name) for name in FORMATS}
+THRESHOLDS = {name: find_thresholds(name, _next_of_float32) for name in FORMATS}

@@ -87,6 +87,9 @@ class Shares(NamedTuple):
 def histogram(tree: PyTree, *, by_leaf: bool = False, axis_name: Any = None) -> Any:
     """Returns the base-2 exponent histogram of the gradients in a tree, of all or of each.
 
+    It goes in 0.7.0: `jaxscale.diagnostics.sizes` counts on the host, leaf by leaf, and
+    `jaxscale.diagnostics.plot` draws gradients.
+
     Works inside `jit`, `vmap`, `scan` and `shard_map`, and never waits for the device. `shares`,
     `table` and `plot` read it.
 
@@ -125,6 +128,11 @@ def histogram(tree: PyTree, *, by_leaf: bool = False, axis_name: Any = None) -> 
     if axis_name is not None:
         counted = jax.lax.psum(counted, axis_name)
     return counted
+
+
+def count_together(call: str, name: str, tree: PyTree) -> Any:
+    """Returns the histogram of all gradients in a tree, with errors in the name of `call`."""
+    return sum(map(_count_numbers, gradient_leaves(call, name, tree)))
 
 
 @jax.jit  # one program for each leaf, even if the caller does not compile
@@ -187,6 +195,8 @@ def find_outcomes(counts: np.ndarray, name: str, exponent: int) -> np.ndarray:
 
 def shares(histogram: Any, *, loss_scale: float = 1.0) -> dict[str, Any]:
     """Returns which shares of gradients each small format would lose at a loss scale.
+
+    It goes in 0.7.0: see `jaxscale.diagnostics.sizes`.
 
     The shares are those of the gradients multiplied by the loss scale and then rounded to the
     format, to nearest with ties to even. Call it on the host: it waits for the device.

@@ -13,6 +13,7 @@ from ._histogram import (
     EXPONENTS,
     Histogram,
     Shares,
+    count_together,
     fetch,
     find_all_shares,
     find_outcomes,
@@ -36,31 +37,31 @@ def can_draw() -> bool:
 
 
 def plot(result: Any, *, loss_scale: float = 1.0) -> Any:
-    """Returns a `matplotlib.figure.Figure` of a histogram or of a run.
+    """Returns a `matplotlib.figure.Figure` of gradients or of a run.
 
-    The upper part of a histogram shows the gradients by their size, shaded by what float16 makes of
-    them at the loss scale. The lower part shows which gradients each format holds at that scale: a
-    larger one moves these ranges to the left. A run is drawn as its loss, loss scale and skipped
+    The upper part of a picture of gradients shows them by their size, shaded by what float16 makes
+    of them at the loss scale. The lower part shows which gradients each format holds at that scale:
+    a larger one moves these ranges to the left. A run is drawn as its loss, loss scale and skipped
     steps over time.
 
     Args:
-      result: what `histogram` returned, its leading axes summed up; or a list with a dictionary for
-        each step: what `jaxscale.metrics` returned, and, if you add it, the loss under `"loss"`.
-        Return the dictionary from the compiled step: numbers of a state that is donated to the next
-        step are gone.
-      loss_scale: a power of two, for a histogram.
+      result: a pytree of gradients, unscaled, as `jaxscale.diagnostics.sizes` takes it; or a list
+        with a dictionary for each step: what `jaxscale.metrics` returned, and, if you add it, the
+        loss under `"loss"`. Return the dictionary from the compiled step: numbers of a state that
+        is donated to the next step are gone. (What `histogram` returned is taken until 0.7.0.)
+      loss_scale: a power of two, for gradients.
 
     Raises:
       ImportError: if matplotlib is not installed.
-      TypeError: if `result` is something else, or still traced.
-      ValueError: if `loss_scale` is not a power of two, or a run has no steps.
+      TypeError: if `result` is still traced, or a step of a run is something else.
+      ValueError: if `loss_scale` is not a power of two, or no leaf is a gradient.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxscale
       >>> from jaxscale import diagnostics
-      >>> histogram = diagnostics.histogram({"w": jnp.array([1e-9, 1e-3])})
-      >>> figure = diagnostics.plot(histogram, loss_scale=2.0**10)
+      >>> grads = {"w": jnp.array([1e-9, 1e-3])}
+      >>> figure = diagnostics.plot(grads, loss_scale=2.0**10)
       >>> [axes.get_title(loc="left") for axes in figure.axes][1:]
       ['what formats hold at loss scale 2**10']
       >>> figure.savefig("gradients.png")  # doctest: +SKIP
@@ -69,8 +70,10 @@ def plot(result: Any, *, loss_scale: float = 1.0) -> Any:
       >>> [axes.get_ylabel() for axes in diagnostics.plot(run).axes]
       ['loss', 'loss scale']
     """
-    if isinstance(result, Sequence) and not isinstance(result, Histogram | str):
+    if isinstance(result, Sequence) and any(map(_is_step, result)):
         return _plot_run(result)
+    if not isinstance(result, Histogram):
+        result = count_together("plot", "result", result)
     exponent = power_of_two("plot", "loss_scale", loss_scale)
     title = f"what formats hold at loss scale {power(2.0**exponent)}"
     return draw_histogram(fetch("plot", result), {exponent: title})
@@ -83,7 +86,7 @@ def _new_figure(width: float, height: float) -> Any:
     except ImportError as error:
         raise ImportError(
             "`plot` draws with matplotlib, which is not installed: pip install matplotlib. In a "
-            "terminal, print what `shares` or `table` returns."
+            "terminal, print what `sizes` returns."
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -171,16 +174,18 @@ def _draw_ranges(ax: Any, exponent: int, shares: Mapping[str, Shares]) -> None:
     ax.invert_yaxis()
 
 
+def _is_step(row: Any) -> bool:
+    return isinstance(row, Mapping) and "loss_scale" in row
+
+
 def _plot_run(rows: Sequence[Any]) -> Any:
     """Returns a figure of a run's loss, loss scale and skipped steps over time."""
     for row in rows:
-        if not (isinstance(row, Mapping) and "loss_scale" in row):
+        if not _is_step(row):
             raise TypeError(
                 "`plot` of a run must get a list with what `jaxscale.metrics` returned after each "
                 f"step, got a list with one {type(row).__name__}."
             )
-    if not rows:
-        raise ValueError("`plot` has nothing to draw: it got a list without any step.")
     columns = {}
     for name in ("total_steps", *_LABELS):
         if all(name in row for row in rows):

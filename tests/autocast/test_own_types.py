@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from autodiff import HAS_NEW_FORM
+from departing import uses_what_goes
 from half_programs import W, X, products
 from tables import cases, warned
 
 import jaxscale
 from jaxscale import diagnostics
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 if not HAS_NEW_FORM:
     pytest.skip("this version of JAX has no such values", allow_module_level=True)

@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from departing import uses_what_goes
 from forged import forged
 from half_programs import W, X
 from jax.experimental import pallas
@@ -19,7 +20,7 @@ import jaxscale
 from jaxscale import diagnostics
 from jaxscale._jax import jaxprs
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_autocast_says_that_it_changes_nothing():

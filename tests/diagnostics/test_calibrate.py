@@ -5,10 +5,13 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from departing import uses_what_goes
 from tables import cases
 
 import jaxscale
 from jaxscale import diagnostics
+
+pytestmark = uses_what_goes
 
 W = jnp.float16(1.0)
 

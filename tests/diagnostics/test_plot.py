@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import quietly, uses_what_goes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tables import cases
 
@@ -16,7 +17,7 @@ from jaxscale import diagnostics
 from jaxscale.diagnostics._histogram import fetch
 from jaxscale.diagnostics._plot import draw_histogram
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_three_loss_scales_and_a_histogram_of_two_numbers_are_drawn():
@@ -31,7 +32,7 @@ def test_three_loss_scales_and_a_histogram_of_two_numbers_are_drawn():
 
 KERNEL = np.exp2(np.random.default_rng(0).normal(-22, 4, 4000)).astype(np.float32)
 GRADS = {"kernel": KERNEL, "out": np.array([0.0, np.inf, 1e-3], np.float32)}
-HISTOGRAM = jax.jit(diagnostics.histogram)(GRADS)
+HISTOGRAM = quietly(jax.jit(diagnostics.histogram), GRADS)
 TX = jaxscale.loss_scaled(optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=3))
 PARAMS = jnp.ones(2)
 
@@ -136,10 +137,14 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
 
 
 BAD = {
-    "nothing to draw": (ValueError, [], {}),
+    r"`plot\(result=.*got a tree without any leaf": (ValueError, [], {}),
+    r"`plot\(result=.*got only `str`": (ValueError, "gradients", {}),
     r"power of two, got 3\.0": (ValueError, HISTOGRAM, {"loss_scale": 3.0}),
-    r"`plot` must get what .*got dict": (TypeError, {"w": HISTOGRAM}, {}),
-    r"`jaxscale\.metrics` returned.*list with one float": (TypeError, [1.0], {}),
+    r"`jaxscale\.metrics` returned.*list with one float": (
+        TypeError,
+        [{"loss_scale": 1.0}, 1.0],
+        {},
+    ),
 }
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from departing import uses_what_goes
 from jax.sharding import Mesh, PartitionSpec
 from tables import cases
 
@@ -14,7 +15,7 @@ from jaxscale.diagnostics._switches.board import Switchboard
 from jaxscale.diagnostics._switches.search import Search
 from jaxscale.diagnostics._switches.switches import Variant
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_a_third_is_0_33325195_with_its_switch_on():

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from departing import uses_what_goes
 from tables import cases
 from traced_losses import HALF, faulty_lines, normal, trace
 
 import jaxscale
 from jaxscale import diagnostics
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_three_times_60000_overflows():

@@ -32,7 +32,8 @@ SIGN = r" *\d+ s: "
 def test_signs_of_life_go_to_standard_error(doctor, monkeypatch):
     monkeypatch.setattr(cli, "_PATIENCE", -1.0)
     answer = doctor("small:fine", "--quick")
-    lines = answer.err.splitlines()
+    goes, *lines = answer.err.splitlines()
+    assert "`jaxscale doctor --quick` goes in jaxscale 0.7.0." in goes
     assert all(re.fullmatch(rf"{SIGN}[a-z].*", line) for line in lines)
     words = [line.split(": ")[1] for line in lines]
     assert words[0] == "loading the target"

@@ -1,11 +1,13 @@
 """The command: its output, files and exit status, and bad use of it."""
 
+import html
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from misused import look_up
@@ -13,7 +15,8 @@ from tables import cases
 from traced_losses import faulty_lines
 
 import jaxscale
-from jaxscale._doctor import cli, compiled, target
+from jaxscale import diagnostics
+from jaxscale._doctor import cli, compiled, report, target
 from jaxscale._doctor.exam import Relief
 from jaxscale._doctor.faults import Fault
 from jaxscale._doctor.finding import Finding
@@ -213,8 +216,8 @@ def test_ctrl_c_ends_it_with_one_line(doctor, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "examine", interrupt)
-    answer = doctor("small:wide", "--quick")
+    monkeypatch.setattr(report, "examine", interrupt)
+    answer = doctor("small:wide")
     assert answer == (130, "", "jaxscale doctor: interrupted.\n")
 
 
@@ -265,9 +268,63 @@ def test_what_scale_backward_raises_is_told_beside_all_else(
 
 def test_what_autocast_raises_is_told_in_a_sentence(doctor, monkeypatch):
     monkeypatch.setattr(target, "autocast", failing(ValueError("it cannot")))
-    answer = doctor("small:wide", "--autocast", "float16", "--quick")
+    answer = doctor("small:wide", "--autocast", "float16")
     says = "`jaxscale.autocast` raised on the loss of small:wide: ValueError: it cannot"
     assert_is_one_sentence(answer, says)
+
+
+@pytest.mark.worlds
+def test_the_function_finds_what_the_command_does(doctor, no_pictures):
+    answer = doctor("small:overflow", "--loss-scale", "8", "--json")
+    model = sys.modules["small"].overflow()  # of the copy that the command imported
+    found = diagnostics.doctor(*model, loss_scale=8)
+    record = json.loads(found.to_json())
+    assert record | {"target": "small:overflow"} == json.loads(answer.out)
+    assert str(found) in answer.err
+    assert found.findings[0].is_problem
+    found.save_html("report.html")
+    command_page = pathlib.Path("jaxscale-doctor.html").read_text()
+    page = pathlib.Path("report.html").read_text()
+    target = html.escape(record["target"])
+    assert page.replace(target, "small:overflow") == command_page
+
+
+def float32_loss(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+FLOAT32 = {"w": jnp.ones(3)}, jnp.ones((2, 3))
+
+
+def test_the_function_examines_a_loss_under_autocast():
+    found = diagnostics.doctor(float32_loss, *FLOAT32, autocast=jnp.float16)
+    record = json.loads(found.to_json())
+    assert (record["autocast"], record["target"]) == ("float16", "float32_loss")
+    assert "Nothing is wrong in float16." in str(found)
+
+
+PARAMS, BATCH = FLOAT32
+# What the function raises, by its message.
+WRONG_CALLS = {
+    r"`doctor\(loss_scale=\.\.\.\)` must be a power of two, at least 1, got 0\.5": (
+        lambda: diagnostics.doctor(float32_loss, PARAMS, BATCH, loss_scale=0.5)
+    ),
+    r"parameters of `doctor\(loss_fn, params, batch\)` are a tree without any floating": (
+        lambda: diagnostics.doctor(float32_loss, {"w": 3}, BATCH)
+    ),
+    r"`doctor\(loss_fn, params, batch\)` must return one floating number.*float32\[3\]": (
+        lambda: diagnostics.doctor(lambda params, _: params["w"], PARAMS, BATCH)
+    ),
+    r"`doctor\(loss_fn, params, batch\)` failed: TypeError": (
+        lambda: diagnostics.doctor(float32_loss, PARAMS, None)
+    ),
+}
+
+
+@cases("message", WRONG_CALLS)
+def test_bad_use_of_the_function_is_an_error(message):
+    with pytest.raises(ValueError, match=message):
+        WRONG_CALLS[message]()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from departing import uses_what_goes
 from tables import assert_same_bits
 
 from jaxscale import diagnostics
@@ -16,7 +17,7 @@ from jaxscale._doctor.gradients import (
     find_largest,
 )
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 MODEL = """

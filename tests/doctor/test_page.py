@@ -10,6 +10,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from departing import uses_what_goes
 from tables import cases
 
 from jaxscale import diagnostics
@@ -20,7 +21,7 @@ from jaxscale._doctor.measure import examine
 from jaxscale._doctor.page import draw_page
 from jaxscale._doctor.target import load
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 EVIL = "<script>alert('&amp;')"
 # Two leaves: one overflows at the line with the comment, and one is 0 everywhere.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import adaptive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tables import cases, spread
 from training import x64
@@ -73,7 +74,7 @@ VERDICTS = REDUCTIONS | {
     "of a step": applies(jaxscale.skip_nonfinite(SGD)),
     "of a step, with norm and leaves": applies(jaxscale.skip_nonfinite(SGD, **TRACKED)),
     "of a step, adaptive, with norm and leaves": applies(
-        jaxscale.loss_scaled(SGD, "adaptive", **TRACKED)
+        jaxscale.loss_scaled(SGD, adaptive(), **TRACKED)
     ),
 }
 

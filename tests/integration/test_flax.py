@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from departing import uses_what_goes
 from flax import nnx, serialization
 from overflowing import BAD_LOSS, GOOD, OVERFLOW
 from overflowing import loss_fn as half_loss
@@ -26,7 +27,7 @@ from training import amplified
 import jaxscale
 from jaxscale import diagnostics
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_a_train_state_skips_a_bad_step():

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import uses_what_goes
 from front_ends import BATCHES, FRONT_ENDS, PARAMS, STATS, averaged, loss_fn
 from tables import assert_same_bits, avals, cases, pairs, spread
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_a_step_moves_parameters_and_a_nan_does_not():

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from autodiff import DERIVATIVES, HAS_NEW_FORM, form
 from autodiff import FORMS as AUTODIFF
+from departing import uses_what_goes
 from forged import forged
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -549,6 +550,7 @@ def add_program(params):
     itertools.product(HOLDING, [rename, add_program]),
     fast=[("jit", rename), ("scan", rename), ("cond", add_program)],
 )
+@uses_what_goes
 def test_a_form_that_is_not_known_runs_as_it_is_written(name, change):
     """And users see a sentence, whatever JAX makes of its loops, calls and rules one day."""
     eqn = holding(name)

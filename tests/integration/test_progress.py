@@ -13,11 +13,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from departing import adaptive, uses_what_goes
 from tables import cases, unchanged
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_three_bad_steps_are_counted_and_are_an_error_if_two_are_accepted():
@@ -36,7 +37,7 @@ W = jnp.full(3, 0.5)
 BAD = jnp.full(3, jnp.nan)
 SGD = optax.sgd(0.1)
 TX = jaxscale.loss_scaled(optax.adam(0.1))
-ADAPTIVE = jaxscale.loss_scaled(SGD, "adaptive")
+ADAPTIVE = jaxscale.loss_scaled(SGD, adaptive())
 FIXED = jaxscale.loss_scaled(SGD, 2.0**12)
 FLOORED = jaxscale.loss_scaled(
     SGD, jaxscale.DynamicLossScale(init_scale=2**12, min_scale=2**10)

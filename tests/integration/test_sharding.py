@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import adaptive, uses_what_goes
 from half_programs import WRAPPERS
 from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -18,7 +19,7 @@ from training import amplified
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_all_devices_skip_the_step_that_one_of_them_overflows_in():
@@ -91,7 +92,7 @@ ALL_OPTIONS = {
     "spikes": jaxscale.SpikeRule(window=4),
 }
 EVERYTHING = jaxscale.loss_scaled(
-    jaxscale.compact_state(EXACT), "adaptive", **ALL_OPTIONS
+    jaxscale.compact_state(EXACT), adaptive(), **ALL_OPTIONS
 )
 # Each optimizer, and the dtype of its parameters.
 RUNS = {

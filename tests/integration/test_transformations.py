@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from departing import uses_what_goes
 from tables import POLICIES, assert_same_bits, avals, cases, member, unchanged
 from training import FACTORS, INF, MLP, NAN, X, amplified, mlp_loss, trainer, x64
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_each_member_of_a_population_has_a_scale_of_its_own():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import uses_what_goes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tables import avals, cases
@@ -17,6 +18,8 @@ from training import x64
 import jaxscale
 from jaxscale._gradients import verdict as _verdict
 from jaxscale._gradients.scaled import Scaled
+
+pytestmark = uses_what_goes
 
 
 def test_a_step_of_the_adaptive_rule_takes_the_largest_gradient():

@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import adaptive, uses_what_goes
 from references import trajectory
 from tables import POLICIES, assert_same_bits, avals, cases, stack
 from training import x64
 
 import jaxscale
 from jaxscale import presets
+
+pytestmark = uses_what_goes
 
 
 def test_two_good_steps_double_the_scale_and_a_bad_one_halves_it():
@@ -32,7 +35,7 @@ def test_two_good_steps_double_the_scale_and_a_bad_one_halves_it():
     assert scales == [4, 8, 4]
 
 
-ADAPTIVE = jaxscale.AdaptiveLossScale()
+ADAPTIVE = adaptive()
 # A step is its largest gradient. In a bad one it overflows; others may have none.
 BAD, NO_GRADIENTS = math.inf, -1.0
 

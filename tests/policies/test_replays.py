@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 import simulator
+from departing import adaptive
 from tables import cases
 
-import jaxscale
 from jaxscale import presets
 
 
@@ -19,7 +19,7 @@ def test_a_fall_from_2_to_the_16_to_a_ceiling_of_2_to_the_14_loses_two_steps():
 
 
 TORCH = presets.torch()
-ADAPTIVE = jaxscale.AdaptiveLossScale()
+ADAPTIVE = adaptive()
 RECORDED = simulator.recorded()
 
 

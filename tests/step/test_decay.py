@@ -11,13 +11,14 @@ import numpy as np
 import optax
 import pytest
 import simulator
+from departing import adaptive, uses_what_goes
 from probe import PARAMS, Batch, probe, simulate, texts_of_check
 from tables import cases, pairs, stack
 
 import jaxscale
 from jaxscale import presets
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_six_falls_of_a_low_scale_are_warned_of():
@@ -81,7 +82,7 @@ STARTS = {
 }
 POLICIES = {
     "dynamic": jaxscale.DynamicLossScale(),
-    "adaptive": jaxscale.AdaptiveLossScale(),
+    "adaptive": adaptive(),
     "hasty": presets.torch(growth_interval=200),
     **STARTS,
 }
@@ -145,7 +146,7 @@ COUNTED = {
     "hysteresis": jaxscale.DynamicLossScale(
         growth_interval=30, hysteresis=2, init_scale=2.0**24
     ),
-    "adaptive": jaxscale.AdaptiveLossScale(init_scale=2.0**20, memory=4, period=64),
+    "adaptive": adaptive(init_scale=2.0**20, memory=4, period=64),
 }
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
 TX = jaxscale.loss_scaled(optax.sgd(0.1))

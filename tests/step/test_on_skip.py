@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import uses_what_goes
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tables import assert_same_bits, cases, counters
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 SGD = optax.sgd(0.1)
 W = jnp.ones(2)

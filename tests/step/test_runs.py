@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tables
+from departing import adaptive
 from probe import PARAMS, Batch, probe
 from step_model import Model, draw
 from tables import cases, spread
@@ -54,7 +55,7 @@ class Setting(NamedTuple):
 RULE = jaxscale.SpikeRule(window=16, sigmas=4.0, min_history=4)
 # High enough that the first steps, of which every second is bad, do not bring it to its floor.
 DYNAMIC = jaxscale.DynamicLossScale(growth_interval=6, init_scale=2.0**18)
-ADAPTIVE = jaxscale.AdaptiveLossScale(init_scale=2.0**14, memory=4, period=16)
+ADAPTIVE = adaptive(init_scale=2.0**14, memory=4, period=16)
 HYSTERESIS = jaxscale.DynamicLossScale(
     growth_interval=4, hysteresis=2, init_scale=2.0**16
 )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import adaptive
 from probe import after, simulate, texts_of_check
 from tables import cases, stack
 
@@ -92,7 +93,7 @@ def nan_where(bad):
 
 TX = dynamic()
 SAFE = jaxscale.skip_nonfinite(SGD)
-ADAPTIVE = jaxscale.loss_scaled(SGD, "adaptive")
+ADAPTIVE = jaxscale.loss_scaled(SGD, adaptive())
 HIGH = dynamic(init_scale=2.0**40, max_scale=2.0**40)
 HASTY = dynamic(growth_interval=3, max_scale=2.0**40)
 PATIENT = dynamic(growth_interval=3, max_scale=2.0**40, hysteresis=2)
@@ -308,7 +309,7 @@ def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far(name):
 def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
     for tx in (
         jaxscale.multi_steps(ADAPTIVE, 64),
-        jaxscale.loss_scaled(optax.MultiSteps(SGD, 64), "adaptive"),
+        jaxscale.loss_scaled(optax.MultiSteps(SGD, 64), adaptive()),
     ):
         states = states_of(Run(tx, np.full(51 * 64, np.inf), 0.0, 0.0))
         for step in (51, 64, 50 * 64):

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import overflowing
 import pytest
+from departing import uses_what_goes
 from jaxpr_equations import numbers_reduced
 from methods import pass_gradients
 from overflowing import BAD_LOSS, BATCHES, GOOD, OVERFLOW, WINDOWS, hot, loss_fn, run
@@ -31,7 +32,7 @@ from tables import step as one_step
 
 import jaxscale
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
 
 
 def test_a_step_goes_down_the_slope_of_its_loss():

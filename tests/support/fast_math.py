@@ -6,6 +6,7 @@ In a process of its own: such an option of the compiler holds for all that a pro
 import jax
 import numpy as np
 import optax
+from departing import adaptive
 
 import jaxscale
 
@@ -18,7 +19,7 @@ TREE = {
 OPTIMIZERS = [
     jaxscale.skip_nonfinite(optax.identity()),
     jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0),
-    jaxscale.loss_scaled(optax.identity(), "adaptive"),
+    jaxscale.loss_scaled(optax.identity(), adaptive()),
 ]
 
 

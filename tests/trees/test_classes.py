@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from departing import adaptive, uses_what_goes
 from half_programs import autocast_scaled, scaled_autocast
 from tables import assert_same_bits, cases
 
 import jaxscale
 from jaxscale import diagnostics, scale_backward
 from jaxscale._doctor import cli
+
+pytestmark = uses_what_goes
 
 HALF = jnp.float16
 
@@ -152,7 +155,7 @@ STEPS = {
     "on_grads": (adam(), {"on_grads": double_weights}),
     "after": (adam(), STATE | {"after": merge_state}),
     "all options": (ALL_OPTIONS, {}),
-    "adaptive": (adam(loss_scale="adaptive"), {}),
+    "adaptive": (adam(loss_scale=adaptive()), {}),
     "multi_steps": (jaxscale.multi_steps(optax.adam(0.1), 2), {}),
 }
 

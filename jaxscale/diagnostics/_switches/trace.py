@@ -118,6 +118,8 @@ def trace(
 ) -> Callable[..., TraceReport]:
     """Returns a function that says what each line of a model does to the loss and the gradients.
 
+    It goes in 0.7.0: `jaxscale.diagnostics.doctor` names the lines to blame.
+
     The function compiles the operations of `jaxscale.value_and_grad`, also those in `jit`, loops,
     `cond`, `remat` and custom derivatives, as one program in which each line is computed in float32
     or as it is written. It tries each line by itself, and searches for the lines without which the

@@ -2,10 +2,12 @@
 
 Many trainers take a loss and an optimizer, run the whole loop themselves, and return what was
 trained. The state of the optimizer, which counts skipped steps, is then lost: a run that skips
-every step looks like any other. `on_skip` is called for each skipped step while the trainer runs.
+every step looks like any other. Copy `with_callback`: it calls a function for each skipped step
+while the trainer runs.
 """
 
 import argparse
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,23 @@ import jaxscale
 
 BATCH_SIZE = 64
 BAD_BATCH = 1
+
+
+def with_callback(tx, on_skip):
+    """Wraps an optimizer, so that a function on the host gets the metrics of each skipped step."""
+
+    def call(metrics):
+        # Under `vmap` a branch is a selection, and this is called for each member in each step.
+        if not metrics["step_applied"]:
+            on_skip({name: value.item() for name, value in metrics.items()})
+
+    def update(updates, state, params=None, **extra_args):
+        updates, state = tx.update(updates, state, params, **extra_args)
+        callback = functools.partial(jax.debug.callback, call, jaxscale.metrics(state))
+        jax.lax.cond(state.step_applied, lambda: None, callback)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def fit(loss_fn, tx, params, batches):
@@ -49,7 +68,7 @@ def main(num_steps: int = 300) -> float:
 
     # The trainer takes the gradients by itself: the loss brings its scale, and the optimizer skips.
     scaled_loss = jaxscale.scale_backward(jaxscale.autocast(loss_fn))
-    tx = jaxscale.skip_nonfinite(optax.adam(1e-2), on_skip=on_skip)
+    tx = with_callback(jaxscale.skip_nonfinite(optax.adam(1e-2)), on_skip)
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "in": 3 * jax.random.normal(keys[0], (1, 32)),
