@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from ..jaxpr_types import NameStack, Traceback
 from ..python_frames import is_of_jax
@@ -52,45 +51,6 @@ def common_scopes(eqns: Sequence[JaxprEqn]) -> Any:
             break
         length += 1
     return stacks[0][:length]
-
-
-def key_of(
-    eqns: Sequence[JaxprEqn],
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    outer: int = 0,
-) -> Any:
-    """Returns a key that is equal for equations that do the same, in the same lines and scopes.
-
-    `inputs` are the variables that they read, and `outputs` those of theirs that are read. Their
-    `outer` scopes may differ.
-    """
-    numbers = {var: number for number, var in enumerate(inputs)}
-
-    def key_each(atoms: Sequence[Any]) -> tuple[Any, ...]:
-        parts = []
-        for atom in atoms:
-            is_literal = isinstance(atom, Literal)
-            parts.append(_literal_key(atom) if is_literal else numbers[atom])
-        return tuple(parts)
-
-    keys = []
-    for eqn in eqns:
-        of_inputs = key_each(eqn.invars)
-        for var in eqn.outvars:
-            numbers[var] = len(numbers)
-        info: Any = eqn.source_info
-        place = (info.traceback, info.name_stack[outer:], eqn.ctx)
-        # in the order in which JAX made them, which is one
-        params = tuple(eqn.params.items())
-        keys.append((eqn.primitive, params, of_inputs, place))
-    return tuple(keys), key_each(outputs)
-
-
-def _literal_key(literal: Literal) -> Any:
-    value = np.asarray(literal.val)
-    # as 0.0 == -0.0, and NaN equals nothing
-    return literal.aval, value.dtype, value.tobytes()
 
 
 def no_scopes() -> Any:
