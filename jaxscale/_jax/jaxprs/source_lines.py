@@ -69,6 +69,14 @@ def scope_names(eqn: JaxprEqn) -> list[str]:
     return [getattr(scope, "name", "") for scope in stack.stack]
 
 
+def is_computed_again(eqn: JaxprEqn) -> bool:
+    """Returns whether `jax.checkpoint` computes an equation again, for a derivative.
+
+    Since JAX 0.12 this may also be said of the equation around it.
+    """
+    return "rematted_computation" in scope_names(eqn)
+
+
 def scope_path(eqn: JaxprEqn) -> str:
     """Returns the named scopes of an equation and the transformations around them, as text."""
     return str(eqn.source_info.name_stack)
