@@ -70,7 +70,7 @@ def scope_names(eqn: JaxprEqn) -> list[str]:
 
 
 def is_computed_again(eqn: JaxprEqn) -> bool:
-    """Returns whether `jax.checkpoint` computes an equation again, for a derivative.
+    """Says whether `jax.checkpoint` computes an equation again, for a derivative.
 
     Since JAX 0.12 this may also be said of the equation around it.
     """
