@@ -62,12 +62,11 @@ def _literal_key(literal: Literal) -> Any:
 
 
 def _params_key(eqn: JaxprEqn) -> Any:
-    # in the order in which JAX made them, which is one
-    params = tuple(eqn.params.items())
     if form_of(eqn) is Form.CUSTOM_JVP:
         with contextlib.suppress(UnknownFormError):
             return _custom_jvp_key(eqn)
-    return params
+    # in the order in which JAX made them, which is one
+    return tuple(eqn.params.items())
 
 
 @reads_form
@@ -88,15 +87,16 @@ def _part_key(part: Any) -> Any:
         return part.__code__, _part_key(_contents(part))
     if isinstance(part, Number):
         return type(part), repr(part)  # as 1 == True, and 0.0 == -0.0
+    of_jax: Any = part
     match type(part).__name__:
         case "WrappedFun":
-            return _part_key((part.f, part.transforms, part.params))
+            return _part_key((of_jax.f, of_jax.transforms, of_jax.params))
         case "Unhashable":  # an argument that is not an array
-            return _part_key(part.val)
+            return _part_key(of_jax.val)
         case "CustomJVPTraced":  # the arguments that are not arrays are in the tree
-            return _part_key((*part.params.items(), part.in_tree))
+            return _part_key((*of_jax.params.items(), of_jax.in_tree))
         case "Traced":
-            return _part_key(part.jaxpr)
+            return _part_key(of_jax.jaxpr)
     return part
 
 
