@@ -8,6 +8,9 @@ where they come from, or by where they go:
 - Or nothing but integers is made of them, as by a cast, a comparison or an `argmax`. What another
   product reads does not count, so a model is in half precision also where only its prediction is
   asked for, all but the last product.
+
+What `jax.checkpoint` computes again for a derivative is often only compared, as for that of a ReLU.
+So such a product is exact if it was exact in the forward pass, which it is from the same line as.
 """
 
 import dataclasses
@@ -58,12 +61,14 @@ class Exact:
       products: the identities of the products that must be exact.
       inside: what must be exact in the jaxprs of its equations, by the identity of the equation
         and the jaxpr. Those without such a product are left out.
+      lines: the lines of all of them, each with the calls that lead to it.
     """
 
     inputs: Flags = ()
     outputs: tuple[Use, ...] = ()
     products: frozenset[int] = frozenset()
     inside: dict[tuple[int, Jaxpr], "Exact"] = dataclasses.field(default_factory=dict)
+    lines: frozenset[Any] = frozenset()
 
     def inside_of(self, eqn: JaxprEqn, program: Jaxpr | ClosedJaxpr) -> "Exact":
         """Returns the exact products of a jaxpr that an equation holds."""
@@ -73,23 +78,46 @@ class Exact:
 NOTHING_EXACT = Exact()
 
 
-@once_for_each_program
 def find_exact(
-    program: Jaxpr, inputs: Flags = (), outputs: tuple[Use, ...] = ()
+    program: Jaxpr | ClosedJaxpr,
+    inputs: Flags = (),
+    outputs: tuple[Use, ...] = (),
+    lines: frozenset[Any] = frozenset(),
 ) -> Exact:
     """Finds the exact products of a jaxpr: always the same object for the same arguments.
 
-    `inputs` and `outputs` are as in `Exact`. Of other inputs and outputs nothing is known.
+    `inputs` and `outputs` are as in `Exact`. Of other inputs and outputs nothing is known. `lines`
+    are those of exact products in a forward pass that is not part of the jaxpr.
     """
+    exact = _find_exact(program, inputs, outputs, lines)
+    if exact.lines <= lines:
+        return exact
+    return _find_exact(program, inputs, outputs, lines | exact.lines)
+
+
+@once_for_each_program
+def _find_exact(
+    program: Jaxpr,
+    inputs: Flags,
+    outputs: tuple[Use, ...],
+    lines: frozenset[Any],
+    is_again: bool = False,
+) -> Exact:
+    """Finds the exact products of a jaxpr, of which all or some are computed again."""
     counts = _find_counts(program, inputs)
     uses = _find_uses(program, outputs)
     products = set()
     inside = {}
+    found: set[Any] = set()
     for eqn in program.eqns:
+        again = is_again or jaxprs.is_computed_again(eqn)
         if eqn.primitive.name in table.PRODUCTS and is_float32(eqn.outvars[0]):
             (var,) = eqn.outvars
-            if var in counts or uses.get(var) is Use.INTEGERS:
+            line = jaxprs.traceback_of(eqn)
+            is_index = uses.get(var) is Use.INTEGERS and (not again or line in lines)
+            if var in counts or is_index:
                 products.add(id(eqn))
+                found.add(line)
         opened = _open(eqn)
         if not opened:
             continue
@@ -99,12 +127,13 @@ def find_exact(
         for held in opened:
             inner_inputs = tuple(counted[number] for number in held.inputs)
             inner_outputs = _output_uses(held, after, before)
-            exact = find_exact(held.program, inner_inputs, inner_outputs)
+            exact = _find_exact(held.program, inner_inputs, inner_outputs, lines, again)
             if exact is not NOTHING_EXACT:
                 inside[id(eqn), held.program.jaxpr] = exact
+                found.update(exact.lines)
     if not products and not inside:
         return NOTHING_EXACT
-    return Exact(inputs, outputs, frozenset(products), inside)
+    return Exact(inputs, outputs, frozenset(products), inside, frozenset(found))
 
 
 def _open(eqn: JaxprEqn) -> Sequence[Held]:

@@ -32,7 +32,7 @@ from .._trees.flat_functions import Flat
 from .cast_products import holds_products
 from .custom_rules import rewrite_custom_jvp, rewrite_custom_vjp, rewrite_object
 from .environment import Environment
-from .exact_products import NOTHING_EXACT, find_exact
+from .exact_products import Exact, find_exact
 from .execution_plan import plan
 from .half_sums import adds_halves
 from .higher_order import (
@@ -153,7 +153,7 @@ class Autocast:
         inputs and outputs is of the first ones of this jaxpr.
         """
         known = site.exact
-        exact = find_exact(closed, known.inputs, known.outputs)
+        exact = find_exact(closed, known.inputs, known.outputs, known.lines)
         site = site._replace(exact=exact)
         with jaxprs.naming_the_line("autocast(fun)", _WAY_OUT):
             return self.run(closed, args, site)
@@ -190,8 +190,8 @@ class Autocast:
     def call_rule(self, fun: Callable[..., Any], site: CallSite, *args: object) -> Any:
         """Calls a derivative rule of a function whose call is still under way."""
         traced = self._trace(fun, args, {})
-        # It takes other inputs than the call.
-        site = site._replace(exact=NOTHING_EXACT)
+        # It takes other inputs than the call, and may compute products of the call again.
+        site = site._replace(exact=Exact(lines=site.exact.lines))
         return traced.flat.restored(self._run_traced(traced, site))
 
     def tracing(self) -> AbstractContextManager[Any]:

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from half_programs import HOLDERS, W, X, primitives, products, with_jvp, with_vjp
+from half_programs import (
+    HOLDERS,
+    W,
+    X,
+    autocast_scaled,
+    primitives,
+    products,
+    with_jvp,
+    with_vjp,
+)
 from tables import cases, half, pairs
 
 import jaxscale
@@ -270,6 +279,59 @@ OTHERS = {
 @cases("fun", OTHERS)
 def test_other_products_are_in_half_precision(fun):
     assert products(jaxscale.autocast(fun), X) == OTHERS[fun]
+
+
+def pool(h):
+    return jnp.max(h, -1, keepdims=True) * X
+
+
+def route(h):
+    return h * jax.nn.one_hot(jnp.argmax(X @ W[2], -1), 8)
+
+
+def scan_twice(fun):
+    return lambda x, w: jax.lax.scan(lambda h, _: (fun(h, w), None), x, length=2)[0]
+
+
+# What ends a checkpoint, with the number of exact products in it. The derivative of most of them
+# asks of the product that comes before only where it is large.
+ENDS = {
+    jax.nn.relu: 0,
+    jnp.abs: 0,
+    lambda h: jnp.clip(h, -1, 1): 0,
+    jnp.sort: 0,
+    pool: 0,
+    route: 1,
+}
+AROUND_CHECKPOINTS = HOLDERS | {"scan": scan_twice}
+GRADIENTS = {
+    "autocast": lambda loss: jax.grad(jaxscale.autocast(loss)),
+    "gradient inside": lambda loss: jaxscale.autocast(jax.grad(loss)),
+    "scale_backward inside": lambda loss: jax.grad(autocast_scaled(loss)),
+    "without retries": lambda loss: jax.grad(
+        jaxscale.autocast(jaxscale.scale_backward(loss, retries=0))
+    ),
+}
+
+
+@pytest.mark.worlds
+@cases(
+    "end, around, gradient",
+    pairs(ENDS, AROUND_CHECKPOINTS, GRADIENTS),
+    fast=[(jax.nn.relu, "as it is", "without retries"), (route, "scan", "autocast")],
+)
+def test_what_a_checkpoint_computes_again_is_exact_where_it_was(end, around, gradient):
+    block = jax.checkpoint(lambda x, w: end(x @ w))
+    held = AROUND_CHECKPOINTS[around](block)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(held(x, W[0]) @ W[1]))
+
+    dtypes = products(GRADIENTS[gradient](loss), X)
+    branches = 2 if around == "cond" else 1
+    # going forward, and again for the backward pass
+    assert dtypes.count("float32") == 2 * ENDS[end] * branches
+    assert "float16" in dtypes
 
 
 OUT_OF_BOUNDS = jnp.array([1, 99])

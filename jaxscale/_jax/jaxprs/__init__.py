@@ -15,6 +15,7 @@ from .control_flow import *
 from .derivatives import *
 from .discharged_refs import *
 from .equation_forms import *
+from .equation_keys import *
 from .half_products import *
 from .held_jaxprs import *
 from .hidden_jaxprs import *

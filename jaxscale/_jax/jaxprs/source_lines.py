@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from ..jaxpr_types import NameStack, Traceback
 from ..python_frames import is_of_jax
@@ -54,45 +53,6 @@ def common_scopes(eqns: Sequence[JaxprEqn]) -> Any:
     return stacks[0][:length]
 
 
-def key_of(
-    eqns: Sequence[JaxprEqn],
-    inputs: Sequence[Any],
-    outputs: Sequence[Any],
-    outer: int = 0,
-) -> Any:
-    """Returns a key that is equal for equations that do the same, in the same lines and scopes.
-
-    `inputs` are the variables that they read, and `outputs` those of theirs that are read. Their
-    `outer` scopes may differ.
-    """
-    numbers = {var: number for number, var in enumerate(inputs)}
-
-    def key_each(atoms: Sequence[Any]) -> tuple[Any, ...]:
-        parts = []
-        for atom in atoms:
-            is_literal = isinstance(atom, Literal)
-            parts.append(_literal_key(atom) if is_literal else numbers[atom])
-        return tuple(parts)
-
-    keys = []
-    for eqn in eqns:
-        of_inputs = key_each(eqn.invars)
-        for var in eqn.outvars:
-            numbers[var] = len(numbers)
-        info: Any = eqn.source_info
-        place = (info.traceback, info.name_stack[outer:], eqn.ctx)
-        # in the order in which JAX made them, which is one
-        params = tuple(eqn.params.items())
-        keys.append((eqn.primitive, params, of_inputs, place))
-    return tuple(keys), key_each(outputs)
-
-
-def _literal_key(literal: Literal) -> Any:
-    value = np.asarray(literal.val)
-    # as 0.0 == -0.0, and NaN equals nothing
-    return literal.aval, value.dtype, value.tobytes()
-
-
 def no_scopes() -> Any:
     """Returns the scopes of what stands in none."""
     return source_info_util.new_name_stack()
@@ -107,6 +67,14 @@ def scope_names(eqn: JaxprEqn) -> list[str]:
     """Returns the named scopes of an equation, without the transformations around them."""
     stack: Any = eqn.source_info.name_stack
     return [getattr(scope, "name", "") for scope in stack.stack]
+
+
+def is_computed_again(eqn: JaxprEqn) -> bool:
+    """Says whether `jax.checkpoint` computes an equation again, for a derivative.
+
+    Since JAX 0.12 this may also be said of the equation around it.
+    """
+    return "rematted_computation" in scope_names(eqn)
 
 
 def scope_path(eqn: JaxprEqn) -> str:
