@@ -3,7 +3,7 @@
 - A physics-informed network for u'' = -sin(x), on all devices with `pmap`: `on_grads` averages the
   gradients of the devices.
 - Private training (DP-SGD) with gradients by example: `on_grads` clips and averages them.
-- Q-learning: `after` moves the target network, which a skipped step leaves where it is.
+- Q-learning: the target network moves, and a skipped step leaves it where it is.
 """
 
 import argparse
@@ -49,11 +49,11 @@ def example_loss(params, x):
     return (network(params, x) - x**2) ** 2
 
 
-def value_loss(params, state, x):
-    """Returns the error of the values of some places, and the state as it was."""
+def value_loss(params, target, x):
+    """Returns the error of the values of some places, given the target network."""
     values = network(params, x)
-    next_values = network(state["target"], x / 2)
-    return jnp.mean((values - x - 0.9 * next_values) ** 2), state
+    next_values = network(target, x / 2)
+    return jnp.mean((values - x - 0.9 * next_values) ** 2)
 
 
 def by_example(fun, **kwargs):
@@ -83,11 +83,6 @@ def clipped_mean(grads):
         return jnp.tensordot(factors, leaf, 1) / len(leaf)
 
     return jax.tree.map(mean, grads)
-
-
-def move_target(params, state):
-    """Returns the state with a target network that follows the parameters slowly."""
-    return state | {"target": optax.incremental_update(params, state["target"], 0.05)}
 
 
 def train(name, step, carry, num_steps):
@@ -138,12 +133,18 @@ def train_privately(num_steps):
 def train_values(num_steps):
     """Trains with a target network."""
     tx = jaxscale.loss_scaled(optax.adam(1e-2))
-    step = jaxscale.train_step(
-        jaxscale.autocast(value_loss), tx, has_state=True, after=move_target
-    )
+    train_step = jaxscale.train_step(jaxscale.autocast(value_loss), tx)
+
+    @jax.jit
+    def step(params, opt_state, target, x):
+        params, opt_state, loss = train_step(params, opt_state, target, x)
+        # The target follows the parameters slowly, and stays where a step was skipped.
+        moved = optax.incremental_update(params, target, 0.05)
+        target = jaxscale.tree_where(opt_state.step_applied, moved, target)
+        return params, opt_state, target, loss
+
     params = init_params()
-    state = {"target": params}
-    return train("values", jax.jit(step), [params, tx.init(params), state], num_steps)
+    return train("values", step, [params, tx.init(params), params], num_steps)
 
 
 def main(num_steps: int = 300) -> float:

@@ -2,7 +2,8 @@
 
 Many trainers take a loss and an optimizer, run the whole loop themselves, and return what was
 trained. The state of the optimizer, which counts skipped steps, is then lost: a run that skips
-every step looks like any other. `on_skip` is called for each skipped step while the trainer runs.
+every step looks like any other. A wrapper around the optimizer tells the host of each skipped step
+while the trainer runs.
 """
 
 import argparse
@@ -30,6 +31,21 @@ def fit(loss_fn, tx, params, batches):
     return params, losses
 
 
+def telling(tx, tell):
+    """Wraps an optimizer: `tell` gets its metrics on the host after each skipped step."""
+
+    def report(metrics):
+        if not metrics["step_applied"]:
+            tell(metrics)
+
+    def update(grads, opt_state, params=None, **extra_args):
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        jax.debug.callback(report, jaxscale.metrics(opt_state))
+        return updates, opt_state
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 def loss_fn(params, x):
     """Returns the mean squared error of a small network that learns a sine."""
     hidden = jnp.tanh(x[:, None] @ params["in"] + params["bias"])
@@ -41,15 +57,15 @@ def main(num_steps: int = 300) -> float:
     """Trains for a number of steps, with a bad second batch, and returns the last loss."""
     skipped = []
 
-    def on_skip(metrics):
+    def tell(metrics):
         """Runs on the host, with what `jaxscale.metrics` shows."""
-        batch = metrics["total_steps"] - 1
+        batch = int(metrics["total_steps"]) - 1
         skipped.append(batch)
         print(f"batch {batch} is bad: {metrics['total_notfinite']} skipped")
 
     # The trainer takes the gradients by itself: the loss brings its scale, and the optimizer skips.
     scaled_loss = jaxscale.scale_backward(jaxscale.autocast(loss_fn))
-    tx = jaxscale.skip_nonfinite(optax.adam(1e-2), on_skip=on_skip)
+    tx = telling(jaxscale.skip_nonfinite(optax.adam(1e-2)), tell)
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "in": 3 * jax.random.normal(keys[0], (1, 32)),
@@ -61,7 +77,7 @@ def main(num_steps: int = 300) -> float:
     run = jax.jit(fit, static_argnums=(0, 1))
     _, losses = run(scaled_loss, tx, params, batches)
     losses.block_until_ready()
-    # `on_skip` may run a little after the losses are there.
+    # `tell` may run a little after the losses are there.
     jax.effects_barrier()
     print(f"loss {losses[-1]:.5f}, skipped {len(skipped)} of {num_steps}")
     return float(losses[-1])

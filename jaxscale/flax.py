@@ -268,7 +268,6 @@ def train_step(
         retries=retries,
         kwargs=kwargs,
         on_grads=on_grads,
-        after=after,
     )
     always_replace = tuple(always_replace)
     if always_replace and not has_state:

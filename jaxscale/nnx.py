@@ -124,7 +124,6 @@ def train_step(
         retries=retries,
         kwargs=kwargs,
         on_grads=on_grads,
-        after=after,
     )
 
     # `nnx.value_and_grad` accepts no keyword-only arguments.

@@ -42,7 +42,6 @@ from .call_update import call_update
 from .counters import count_step
 from .judges import Judge, Vote
 from .options import Options
-from .report import report_skip
 from .skip import choose, make_or_keep, minus_zeros
 from .unread_gradients import leave_out_unread
 
@@ -246,8 +245,6 @@ def advance(
         grad_norm=grad_norm,
         **vote.own,
     )
-    if own.on_skip is not None:
-        report_skip(own.on_skip, next_state)
     return outcome, next_state
 
 

@@ -1,7 +1,6 @@
 """`Options`: what `loss_scaled` and the wrappers around it were asked for."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -30,7 +29,6 @@ class Options:
       check_updates: whether a step is taken back if what it makes is not finite.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
-      on_skip: the function that is called on the host after each skipped step, or `None`.
       weights: how half-precision parameters are kept.
       known_types: the types of the inner states for parameters that were seen, to trace less.
       known_unread: which gradients are never read, by the kind of call, to trace less.
@@ -46,7 +44,6 @@ class Options:
     check_updates: bool = False
     track_leaves: bool = False
     spikes: SpikeRule | None = None
-    on_skip: Callable[[dict[str, Any]], Any] | None = None
     weights: Weights = dataclasses.field(default_factory=Rounded)
     known_types: dict[Any, TreeTypes] = dataclasses.field(
         default_factory=dict, compare=False

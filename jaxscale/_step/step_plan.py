@@ -40,7 +40,7 @@ class MadeStep(NamedTuple):
     """A step that was made or skipped."""
 
     run: Pass  # the last backward pass
-    params: optax.Params
+    params: Any
     opt_state: Any  # as users get it
     # bool[], whether it was not skipped, and whether the optimizer made a step; `None` if always
     applied: jax.Array | None
@@ -61,7 +61,6 @@ class StepPlan:
       retries: how many times a step may repeat its backward pass.
       kwargs: the arguments of `transform`.
       on_grads: the hook for the gradients, or `None`.
-      after: the hook for what a step has made, or `None`. The front end calls it.
       warnings_given: filled by the first warning of a bare optimizer, so that it is the only one.
     """
 
@@ -73,7 +72,6 @@ class StepPlan:
     retries: int
     kwargs: Mapping[str, Any]
     on_grads: Callable[[Any], Any] | None = None
-    after: Callable[..., Any] | None = None
     warnings_given: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -34,7 +34,6 @@ def train_step(
     has_aux: Literal[False] = False,
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: None = None,
     **kwargs: Any,
 ) -> Callable[Concatenate[_Params, Any, _Args], tuple[_Params, Any, jax.Array]]: ...
 @overload
@@ -47,7 +46,6 @@ def train_step(
     has_aux: Literal[True],
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Args], tuple[_Params, Any, tuple[jax.Array, _Aux]]
@@ -62,7 +60,6 @@ def train_step(
     has_aux: Literal[False] = False,
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[_Params, _Carried], _Carried] | None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Carried, _Args], tuple[_Params, Any, _Carried, jax.Array]
@@ -79,7 +76,6 @@ def train_step(
     has_aux: Literal[True],
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[_Params, _Carried], _Carried] | None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Carried, _Args],
@@ -95,7 +91,6 @@ def train_step(
     has_aux: bool = False,
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[Any, Any], Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]: ...
 def train_step(
@@ -107,7 +102,6 @@ def train_step(
     has_aux: bool = False,
     retries: int = 0,
     on_grads: Any = None,
-    after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
     """Makes a training step: `value_and_grad` and `apply_gradients` in one function.
@@ -142,12 +136,6 @@ def train_step(
         an inf or a NaN, the step is skipped, so clipping cannot hide an overflow. All devices along
         the axes that it or `loss_fn` averages over skip and repeat together, even without the
         `axis_name` of `tx`.
-      after: a function `after(params, state)` of the new parameters and the state that returns
-        the next state, for moving averages of the parameters and target networks. Its result is
-        used if the optimizer made a step: with `jaxscale.multi_steps`, once for each group of
-        micro-batches. If an average starts as the parameters and both are donated, start it from a
-        copy, `jax.tree.map(jnp.copy, params)`. It needs `has_state`. It should have no side
-        effects: it may run even if the optimizer made no step, and its result is then dropped.
       **kwargs: passed to `transform`.
 
     Warns:
@@ -164,9 +152,9 @@ def train_step(
     Raises:
       TypeError: if `tx` is not an optimizer; when called, if `opt_state` is not the state of `tx`,
         or if `loss_fn` takes other arguments or returns something else.
-      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if `after`
-        comes without `has_state`; when called, if `opt_state` belongs to other parameters, or if
-        `loss_fn` or a hook changes the structure or the shapes of the state or of the gradients.
+      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves; when
+        called, if `opt_state` belongs to other parameters, or if `loss_fn` or the hook changes the
+        structure or the shapes of the state or of the gradients.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -190,12 +178,7 @@ def train_step(
         retries=retries,
         kwargs=kwargs,
         on_grads=on_grads,
-        after=after,
     )
-    if after is not None and not has_state:
-        raise ValueError(
-            "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."
-        )
     own = as_optimizer(call, tx)
     plan.check_retries(own)
     if find_wrapped_optimizer(tx) is None:
@@ -240,12 +223,6 @@ def train_step(
         (old,) = treedef.unflatten(leaves)
         call = "train_step(has_state=True)"
         state = select_new(call, made.applied, made.run.state, old)
-        if after is not None:
-            leaves, treedef = jax.tree.flatten(state)  # a copy for each reader
-            hooked = after(made.params, treedef.unflatten(leaves))
-            unhooked = treedef.unflatten(leaves)
-            call = "train_step(after=...)"
-            state = select_new(call, made.stepped, hooked, unhooked)
         return made.params, made.opt_state, state, output
 
     return name_step(step)
