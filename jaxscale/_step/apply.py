@@ -5,11 +5,11 @@ from typing import Any, TypeVar
 import optax
 
 from .._gradients.scaled import Scaled
+from .._gradients.value_and_grad import BackwardPass
 from .._trees.pytrees import Grads
-from .backward_pass import Pass
 from .bare_optimizer import as_optimizer
-from .matching_trees import check_gradients
-from .step_plan import apply_pass
+from .checks import check_gradients
+from .train_step import apply_pass
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
@@ -64,12 +64,12 @@ def apply_gradients(
       0.5 True
       0.5 False
     """
-    own = as_optimizer("apply_gradients", tx)
+    optimizer = as_optimizer("apply_gradients", tx)
     order = "(tx, grads, opt_state, params)"
-    state = own.enter("apply_gradients(opt_state=...)", opt_state, order)
+    state = optimizer.enter("apply_gradients(opt_state=...)", opt_state, order)
     check_gradients("apply_gradients(grads=...)", grads, params)
-    own.check_same("apply_gradients(opt_state=...)", state, params)
+    optimizer.check_same("apply_gradients(opt_state=...)", state, params)
     value = extra_args.pop("value", extra_args.get("loss"))
-    run = Pass(Scaled(grads), loss=value)
-    made = apply_pass(own, run, state, params, extra_args)
+    backward_pass = BackwardPass(Scaled(grads), loss=value)
+    made = apply_pass(optimizer, backward_pass, state, params, extra_args)
     return made.params, made.opt_state

@@ -162,14 +162,14 @@ def _wrap_scaled(
     return rewrap(optimizer, call, policy=policy, skips=skips, **given)
 
 
-def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
+def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
     """Raises a `ValueError` if an optimizer that skips nothing has a part that needs a verdict."""
     parts = {
         with_article(type(optimizer.policy).__name__): optimizer.can_back_off,
         "check_updates=True": optimizer.check_updates,
         "track_leaves=True": optimizer.track_leaves,
         "a `SpikeRule`": optimizer.spikes is not None,
-        "a window of `multi_steps`": optimizer.window.averages,
+        "a window of `multi_steps`": optimizer.window is not None,
     }
     names = [name for name, needs_verdict in parts.items() if needs_verdict]
     if names:
@@ -285,7 +285,7 @@ def multi_steps(
       -2.0 1 16384.0
     """
     optimizer = wrap("multi_steps", inner)
-    if optimizer.window.averages:
+    if optimizer.window is not None:
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
         )
@@ -312,5 +312,5 @@ def rewrap(
         optimizer, call=call, known_types={}, known_unread={}, **changes
     )
     if not optimizer.skips:
-        _check_needs_no_judges(optimizer)
+        _check_needs_no_verdict(optimizer)
     return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)

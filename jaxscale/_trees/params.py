@@ -3,11 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from .casts import cast, widen
-from .leaves import dtype_of, is_array_like, is_inexact_leaf
+from .leaves import cast, dtype_of, is_array_like, is_inexact_leaf, widen
 from .pytrees import Leaf, Params
 
 
@@ -67,22 +65,3 @@ def apply_updates(params: Params, updates: optax.Updates) -> Any:
         return cast(wide_param + update, dtype_of(param))
 
     return jax.tree.map(add, params, updates, is_leaf=_is_none)
-
-
-def cast_updates(params: Params, updates: optax.Updates) -> optax.Updates:
-    """Casts updates to dtypes that `optax.apply_updates` can add to the parameters.
-
-    JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
-    """
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        return updates
-
-    def make_addable(update: Leaf, param: Leaf) -> Any:
-        if update is None or not is_inexact_leaf(param):
-            return update
-        dtype = dtype_of(param)
-        if jnp.finfo(dtype).bits > 8:
-            return update
-        return cast(update, dtype)
-
-    return jax.tree.map(make_addable, updates, params)
