@@ -19,6 +19,7 @@ from .._trees.gradient_leaves import (
     map_gradients,
     replace_gradients,
 )
+from .._trees.leaves import is_none
 from .._trees.numbers import float_bits, float_of_bits
 from .._trees.pytrees import Grads, PyTree
 from .._trees.selection import where
@@ -196,7 +197,7 @@ def last_flags(old: PyTree, new: PyTree, grads_finite: jax.Array) -> Any:
             new_flag = jnp.array(False)  # without a gradient, nothing could overflow
         return jnp.where(grads_finite, old_flag, new_flag)
 
-    return jax.tree.map(choose, old, new, is_leaf=lambda flag: flag is None)
+    return jax.tree.map(choose, old, new, is_leaf=is_none)
 
 
 def named_flags(flags: PyTree) -> dict[str, Any]:

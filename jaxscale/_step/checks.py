@@ -19,7 +19,7 @@ from .._storage.rounding import HALF_DTYPES
 from .._trees.arguments import describe_value
 from .._trees.gradient_leaves import leaf_name, list_gradients, varying_axes
 from .._trees.grammar import list_some, with_article
-from .._trees.leaves import is_array_like
+from .._trees.leaves import is_array_like, is_none
 from .._trees.pytrees import OptState, Params, PyTree
 
 
@@ -256,8 +256,8 @@ def check_gradients(argument: str, grads: optax.Updates, params: Params) -> None
     Gradients by example, as differential privacy takes them, have axes of their own in front.
     Trees of two types of one's optimizer, as `optax.lookahead` takes them, are meant to differ.
     """
-    with_paths, of_grads = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_none)
-    leaves, of_params = jax.tree.flatten(params, is_leaf=_is_none)
+    with_paths, of_grads = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_none)
+    leaves, of_params = jax.tree.flatten(params, is_leaf=is_none)
     if grads is None and params is not None:
         of_grads = jax.tree.structure(grads)  # not every optimizer would notice
     if of_grads != of_params:
@@ -310,10 +310,6 @@ def _leaf_names(tree: PyTree) -> list[str]:
 def _list_missing(names: list[str], others: list[str]) -> str:
     """Lists the names that are not among the others, as text."""
     return list_some([name for name in names if name not in others], 5) or "none"
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None
 
 
 def check_not_narrower(inner_state: OptState, expected: TreeTypes) -> None:

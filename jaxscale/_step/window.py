@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
 from .._trees.gradient_leaves import is_overwrite, leaf_name
-from .._trees.leaves import cast, dtype_of, is_inexact_leaf
+from .._trees.leaves import cast, dtype_of, is_inexact_leaf, is_none
 from .._trees.pytrees import Grads, Leaf, OptState, PyTree
 from .._trees.selection import where
 from .counters import increment_if
@@ -172,6 +172,4 @@ def _empty_sums(tree: PyTree) -> Any:
 
 def _map_sums(fun: Callable[[Any, Any, Any], Any], sums: PyTree, grads: Grads) -> Any:
     """Maps `fun(path, sum, gradient)` over all leaves, `None` among them."""
-    return jax.tree_util.tree_map_with_path(
-        fun, sums, grads, is_leaf=lambda leaf: leaf is None
-    )
+    return jax.tree_util.tree_map_with_path(fun, sums, grads, is_leaf=is_none)

@@ -67,6 +67,11 @@ def is_python_number(leaf: object) -> bool:
     return not isinstance(leaf, (enum.Enum, np.generic))
 
 
+def is_none(leaf: object) -> bool:
+    """True for `None`, which JAX takes for a node without leaves unless it is asked."""
+    return leaf is None
+
+
 def is_weak(leaf: object) -> bool:
     """True for a weakly typed array."""
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type

@@ -166,11 +166,8 @@ def _as_array(leaf: object, dtype: DTypeLike) -> Any:
 
 
 def _unequal(call: str, path: KeyPath, what: str, a: Leaf, b: Leaf) -> str:
-    return f"`{call}` needs leaves of equal {what}: those at {_place(path)} have {a} and {b}."
-
-
-def _place(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path) or "the root"
+    place = jax.tree_util.keystr(path) or "the root"
+    return f"`{call}` needs leaves of equal {what}: those at {place} have {a} and {b}."
 
 
 def _check_same_structure(call: str, first: PyTree, second: PyTree) -> None:
