@@ -45,14 +45,6 @@ def axes_to_agree_along(array: jax.Array, axes: Iterable[Any]) -> list[Any]:
     ]
 
 
-def axes_of_devices() -> tuple[Any, ...]:
-    """Returns the named axes along which this code runs on several devices, each for itself.
-
-    These are the manual axes of `shard_map`, as which JAX also runs a `pmap`.
-    """
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
     """Returns the named axes along which the devices that run a jaxpr exchange numbers."""
     axes = []

@@ -91,13 +91,13 @@ def advance(
     # spike says nothing of the scale.
     good = facts.grads_finite & facts.loss_finite
     overflow = ~facts.grads_finite
-    judges_scale = facts.loss_finite
+    concerns_scale = facts.loss_finite
     spikes = state.spikes
     if optimizer.spikes is not None:
         norm = shown_norm(facts.norm)
         is_spike, spikes = optimizer.spikes.judge(spikes, facts.loss, norm, good)
         good &= ~is_spike
-        judges_scale &= ~is_spike
+        concerns_scale &= ~is_spike
 
     # Step or skip. With a window, the step is made from the mean of its micro-batches.
     grads = backward_pass.grads
@@ -120,7 +120,7 @@ def advance(
     if backward_pass.retries is not None:
         scaling = backward_pass.retries.scaling
     moved = adjust_scale(optimizer.policy, scaling, ~overflow, facts.largest)
-    scaling = where(judges_scale & (stepped | overflow), moved, scaling)
+    scaling = where(concerns_scale & (stepped | overflow), moved, scaling)
 
     # The counters, and what the state shows.
     applied = good & updates_finite

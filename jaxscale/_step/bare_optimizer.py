@@ -1,7 +1,6 @@
 """`BareOptimizer`: an optimizer that `loss_scaled` has not wrapped."""
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,7 +28,6 @@ from .counters import start_state
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 
-@dataclasses.dataclass(frozen=True)
 class BareOptimizer(WrappedOptimizer):
     """An optimizer that applies every step, and sees what Optax alone would show it.
 

@@ -1,7 +1,8 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-`make_step` is the order of a step, from top to bottom. The steps of `jaxscale.flax` and
-`jaxscale.nnx` also call it; what is theirs is how they make one backward pass.
+`make_step` makes the backward passes, with the hook and the retries; all that follows is in
+`advance`. The steps of `jaxscale.flax` and `jaxscale.nnx` also call it; what is theirs is how they
+make one backward pass.
 """
 
 import dataclasses
