@@ -6,7 +6,7 @@ state of the optimizer. `train_step` makes the whole step for it.
 
 Declare what the model carries as fields of a subclass, such as `batch_stats: Any`. Name a key for
 dropout in `always_replace`; otherwise the step after a skipped one would draw the same noise again.
-In a step of your own, use `jaxscale.value_and_grad(loss_fn, state)` and
+In a step of your optimizer, use `jaxscale.value_and_grad(loss_fn, state)` and
 `TrainState.apply_gradients`.
 """
 
@@ -27,15 +27,22 @@ except ModuleNotFoundError as error:
     raise ImportError(message) from error
 
 from ._gradients.scaled import Scaled
+from ._gradients.value_and_grad import BackwardPass, scale_transform
 from ._state.find import find_optimizer_state
-from ._step.backward_pass import Pass
 from ._step.bare_optimizer import as_optimizer
-from ._step.matching_trees import check_gradients
-from ._step.retry import is_traced
-from ._step.step_plan import MadeStep, StepPlan, apply_pass
-from ._step.train_step import name_step
-from ._trees.casts import cast_like
+from ._step.checks import check_gradients
+from ._step.loss_calls import explain_mistakes
+from ._step.train_step import (
+    MadeStep,
+    apply_pass,
+    check_retries,
+    make_step,
+    name_step,
+    warn_if_bare,
+)
+from ._trees.arguments import int32
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
+from ._trees.leaves import cast_like
 from ._trees.pytrees import Params
 from ._trees.selection import select_new
 from ._went import warn_of
@@ -141,12 +148,14 @@ class TrainState(train_state.TrainState):
         hint = "Arguments for the optimizer go into `extra_args`."
         _check_fields(f"{call}(**kwargs)", kwargs, known, hint)
         _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
-        own = as_optimizer(call, self.tx)
-        state = own.enter(f"{call}(opt_state=...)", self.opt_state, "")
+        optimizer = as_optimizer(call, self.tx)
+        state = optimizer.enter(f"{call}(opt_state=...)", self.opt_state, "")
         check_gradients(f"{call}(grads=...)", grads, self.params)
-        own.check_same(f"{call}(opt_state=...)", state, self.params)
-        run = Pass(Scaled(grads), loss=value)
-        made = apply_pass(own, run, state, self.params, extra_args or {})
+        optimizer.check_same(f"{call}(opt_state=...)", state, self.params)
+        backward_pass = BackwardPass(Scaled(grads), loss=value)
+        made = apply_pass(
+            optimizer, backward_pass, state, self.params, extra_args or {}
+        )
         return self._after_step(call, made, always_replace, kwargs)
 
     def _after_step(
@@ -262,17 +271,11 @@ def train_step(
     if after is not None:
         warn_of("after")
     call = "flax.train_step"
-    plan = StepPlan(
-        call=call,
-        loss_fn=loss_fn,
-        transform=transform or jax.value_and_grad,
-        has_state=has_state,
-        has_aux=has_aux,
-        retries=retries,
-        kwargs=kwargs,
-        on_grads=on_grads,
-        after=after,
-    )
+    transform = transform or jax.value_and_grad
+    transform_kwargs = kwargs
+    int32(call, "retries", retries, least=0)
+    warned: list[str] = []
+    loss_fn = explain_mistakes(call, loss_fn, has_state, has_aux)
     always_replace = tuple(always_replace)
     if always_replace and not has_state:
         raise ValueError(
@@ -281,26 +284,44 @@ def train_step(
         )
 
     def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        own = as_optimizer(call, state.tx)
-        plan.check_retries(own)
+        optimizer = as_optimizer(call, state.tx)
+        check_retries(call, optimizer, retries)
         fields = state._other_fields()
 
-        def backward(scaling: ScaleState) -> Pass:
-            if not has_state:
-                return plan.differentiate(scaling, state.params, *args, **kwargs)
+        def backward(scaling: ScaleState) -> BackwardPass:
             # A copy, as the loss function may change it.
-            return plan.differentiate(
-                scaling, state.params, dict(fields), *args, **kwargs
+            carried = (dict(fields),) if has_state else ()
+            make_pass = scale_transform(
+                call,
+                loss_fn,
+                scaling,
+                has_state or has_aux,
+                transform,
+                transform_kwargs,
+                "loss_fn",
             )
+            return make_pass(state.params, *carried, *args, **kwargs)
 
-        before = own.enter(f"{call}(opt_state=...)", state.opt_state, "")
+        before = optimizer.enter(f"{call}(opt_state=...)", state.opt_state, "")
         argument = f"{call}(...)(state.opt_state=...)"
-        own.check_same(argument, before, state.params)
-        traced = is_traced(state, args, kwargs)
-        made = plan.make_step(own, before, state.params, backward, traced=traced)
+        optimizer.check_same(argument, before, state.params)
+        warn_if_bare(call, optimizer, before.inner_state, warned, stacklevel=3)
+        made = make_step(
+            call,
+            optimizer,
+            before,
+            state.params,
+            backward,
+            (state, args, kwargs),
+            retries,
+            on_grads,
+        )
         replaced: Mapping[str, Any] = {}
+        aux = made.backward_pass.aux
         if has_state:
-            replaced = made.run.state
+            replaced, aux = (
+                made.backward_pass.aux if has_aux else (made.backward_pass.aux, None)
+            )
             _check_fields(f"{call}(loss_fn, has_state=True)", replaced, fields)
         hint = "What is always replaced, `loss_fn` must return."
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
@@ -308,8 +329,8 @@ def train_step(
         if after is not None:
             state = state._after_hook(call, after, made.stepped)
         if has_aux:
-            return state, (made.run.loss, made.run.aux)
-        return state, made.run.loss
+            return state, (made.backward_pass.loss, aux)
+        return state, made.backward_pass.loss
 
     return name_step(step)
 

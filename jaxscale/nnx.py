@@ -8,7 +8,6 @@ streams of random numbers go on. If a skipped step should let other variables go
 `nnx.Optimizer`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,15 +26,14 @@ except ModuleNotFoundError as error:
     raise ImportError(message) from error
 
 from ._gradients.scaled import Scaled
+from ._gradients.value_and_grad import BackwardPass, scale_transform
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
-from ._step.backward_pass import Pass
 from ._step.bare_optimizer import as_optimizer
-from ._step.retry import is_traced
-from ._step.step_plan import StepPlan
-from ._step.train_step import name_step
-from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
-from ._trees.overwrites import replace_finite
+from ._step.loss_calls import explain_mistakes
+from ._step.train_step import check_retries, make_step, name_step, warn_if_bare
+from ._trees.arguments import int32
+from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT, replace_finite
 from ._trees.selection import select_new
 from ._went import warn_of
 
@@ -119,21 +117,14 @@ def train_step(
     if after is not None:
         warn_of("after")
     call = "nnx.train_step"
-    plan = StepPlan(
-        call=call,
-        loss_fn=loss_fn,
-        transform=nnx.value_and_grad,
-        has_state=False,
-        has_aux=has_aux,
-        retries=retries,
-        kwargs=kwargs,
-        on_grads=on_grads,
-        after=after,
-    )
+    int32(call, "retries", retries, least=0)
+    transform_kwargs = kwargs
+    warned: list[str] = []
+    loss_fn = explain_mistakes(call, loss_fn, has_aux=has_aux)
 
     # `nnx.value_and_grad` accepts no keyword-only arguments.
     def positional_loss(model: object, args: tuple[Any, ...], kwargs: Any) -> Any:
-        return plan.call_loss(model, *args, **kwargs)
+        return loss_fn(model, *args, **kwargs)
 
     is_kept = nnx.filterlib.to_predicate(keep)
 
@@ -145,11 +136,11 @@ def train_step(
                 f"`{call}(...)(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, "
                 f"got {type(optimizer).__name__}. {_MAKE_IT}"
             )
-        own = as_optimizer(f"{call}(...)", optimizer.tx)
-        plan.check_retries(own)
+        wrapped = as_optimizer(f"{call}(...)", optimizer.tx)
+        check_retries(call, wrapped, retries)
         argument = f"{call}(...)(opt_state=...)"
         order = "(model, optimizer, ...)"
-        before = unwrap(own.enter(argument, optimizer.opt_state, order))
+        before = unwrap(wrapped.enter(argument, optimizer.opt_state, order))
         if is_called_by_jax():
             # Nothing else shows it: the step would run, and its changes would be thrown away.
             raise TypeError(
@@ -160,36 +151,48 @@ def train_step(
         graphdef, state_before = nnx.split(objects.graph)
         wrt = optimizer.wrt
         params = unwrap(nnx.state(model, wrt))
-        own.check_same(f"{call}(...)(optimizer=...)", before, params, _MAKE_IT)
-        _check_argnums(call, plan.kwargs.get("argnums", 0), wrt)
+        wrapped.check_same(f"{call}(...)(optimizer=...)", before, params, _MAKE_IT)
+        _check_argnums(call, transform_kwargs.get("argnums", 0), wrt)
         differentiated = wrt
         if nnx.to_flat_state(nnx.state(model, _is_overwrite)):
             # Statistics that travel as gradients are also differentiated; no optimizer sees them.
             differentiated = nnx.Any(wrt, _is_overwrite)
         argnums = nnx.DiffState(0, differentiated)
-        positional_plan = dataclasses.replace(
-            plan, loss_fn=positional_loss, kwargs={**plan.kwargs, "argnums": argnums}
-        )
         leaves, treedef = jax.tree.flatten(state_before)
 
-        def backward(scaling: ScaleState) -> Pass:
+        def backward(scaling: ScaleState) -> BackwardPass:
             # A copy, made where the pass is traced: NNX lets a variable change only there.
             copy = nnx.merge(graphdef, treedef.unflatten(leaves))
             model, args, kwargs = objects.put_back(copy)
-            result = positional_plan.differentiate(scaling, model, args, kwargs)
+            make_pass = scale_transform(
+                call,
+                positional_loss,
+                scaling,
+                has_aux,
+                nnx.value_and_grad,
+                {**transform_kwargs, "argnums": argnums},
+                "loss_fn",
+            )
+            result = make_pass(model, args, kwargs)
             grads = unwrap(nnx.state(result.grads.grads, wrt))
             overwrites = unwrap(nnx.state(result.grads.grads, _is_overwrite))
             _, state = nnx.split(copy)
             return result._replace(
-                state=_PassState(state, overwrites),
+                aux=(_PassState(state, overwrites), result.aux),
                 grads=Scaled(grads, result.grads.divisor),
             )
 
-        traced = is_traced(leaves, before, args, kwargs)
-        made = plan.make_step(own, before, params, backward, traced=traced)
+        warn_if_bare(call, wrapped, before.inner_state, warned, stacklevel=3)
+        inputs = (leaves, before, args, kwargs)
+        made = make_step(
+            call, wrapped, before, params, backward, inputs, retries, on_grads
+        )
+        state_after_pass, aux = made.backward_pass.aux
         select = functools.partial(select_new, f"{call}(loss_fn)", made.applied)
         is_trained = nnx.filterlib.to_predicate(wrt)
-        state = _choose_state(state_before, made.run.state, is_trained, is_kept, select)
+        state = _choose_state(
+            state_before, state_after_pass, is_trained, is_kept, select
+        )
         nnx.update(objects.graph, state)
         nnx.update(model, made.params)
         if after is not None:
@@ -198,8 +201,8 @@ def train_step(
         nnx.update(optimizer.opt_state, nnx.state(made.opt_state))
         optimizer.step[...] += 1
         if has_aux:
-            return made.run.loss, made.run.aux
-        return made.run.loss
+            return made.backward_pass.loss, aux
+        return made.backward_pass.loss
 
     return name_step(step)
 

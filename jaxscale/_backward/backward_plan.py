@@ -24,7 +24,7 @@ from jax.tree_util import Partial
 from .._gradients.verdict import axis_names, no_such_axis
 from .._jax import jaxprs
 from .._jax.jaxprs import AxisName, AxisNames, Flags, SymbolicTangent, SymbolicTangents
-from .._trees.casts import cast, widen
+from .._trees.leaves import cast, widen
 from .half_finder import counts_products, may_flush
 from .head_and_tail import split
 from .jaxpr_parts import Part
@@ -342,7 +342,7 @@ def _shows_in_types(axis: AxisName) -> bool:
     Raises a `NameError` if there is no such axis.
     """
     try:
-        return jaxprs.is_told_apart(axis)
+        return jaxprs.is_visible_in_types(axis)
     except NameError as error:
         argument = f"`scale_backward(axis_name={axis!r})`"
         raise no_such_axis(argument, "largest cotangent") from error

@@ -25,7 +25,7 @@ from .._gradients.scaled import Scaled, divide, multiply
 from .._gradients.verdict import agree_on_size
 from .._jax import jaxprs
 from .._jax.jaxprs import AxisNames
-from .._trees.casts import blank, cast, uninitialized, widen
+from .._trees.leaves import blank, cast, uninitialized, widen
 from .cotangent_scale import MOST_RAISED, choose_power
 
 # The scale is divided by this after an overflow. Two retries reach a 256th.

@@ -5,13 +5,12 @@ them: twice if a hook changed them, or if both the largest gradient and the norm
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from .._jax import AxisNames
 from .._trees.gradient_leaves import (
@@ -20,16 +19,16 @@ from .._trees.gradient_leaves import (
     map_gradients,
     replace_gradients,
 )
+from .._trees.leaves import is_none
 from .._trees.numbers import float_bits, float_of_bits
 from .._trees.pytrees import Grads, PyTree
-from .._trees.selection import tree_where
+from .._trees.selection import where
 from .reduction import nans_are_errors, reduce_gradients, reduce_sizes
 from .scaled import Scaled
 from .verdict import (
     agree_on_least,
     agree_on_loss,
     agree_on_size,
-    all_finite,
     axis_names,
 )
 
@@ -58,7 +57,7 @@ class Facts(NamedTuple):
 
 def find_facts(
     grads: Scaled,
-    loss: ArrayLike | None,
+    loss: Any,
     axis_name: AxisNames,
     before_hook: Scaled | None,
     questions: Questions,
@@ -86,11 +85,15 @@ def find_facts(
         passes.append(reduce_gradients(grads.divided, by_leaf=by_leaf, squares=squares))
 
     # Without a hook both passes read the same gradients, so the first says whether they are finite.
+    all_hold = functools.partial(functools.reduce, jnp.bitwise_and)
     judged = passes[:1] if before_hook is None else passes
-    flags = [_all_hold(each.finite() for each in judged), all_finite(loss)]
+    flags = [
+        all_hold(each.finite() for each in judged),
+        reduce_gradients(loss).finite(),
+    ]
     if by_leaf:
         of_leaves = zip(*[each.finite_groups() for each in judged], strict=True)
-        flags += map(_all_hold, of_leaves)
+        flags += map(all_hold, of_leaves)
     sizes = {}
     if passes[0].holds_sizes:
         sizes["largest"] = passes[0].largest_bits()
@@ -101,13 +104,16 @@ def find_facts(
     # The sizes are negated, as the least number counts. They are integers, since what becomes of
     # NaN in a maximum of floats is up to the library that devices exchange numbers by.
     negated = [-bits for bits in sizes.values()]
-    agreed = agree_on_least([*flags, *negated], axis_name)
+    agreed = [*flags, *negated]
+    if axis_name is not None:
+        agreed = agree_on_least(agreed, axis_name)
+        loss = agree_on_loss(loss, axis_name)
     grads_finite, loss_finite, *leaves_finite = agreed[: len(flags)]
     largest_bits = [float_of_bits(-bits) for bits in agreed[len(flags) :]]
     agreed_sizes = dict(zip(sizes, largest_bits, strict=True))
     if questions.norm and not squares:
         zeros = map_gradients(jnp.zeros_like, grads.divided)
-        finite_grads = tree_where(grads_finite, grads.divided, zeros)
+        finite_grads = where(grads_finite, grads.divided, zeros)
         norm = global_norm(finite_grads, axis_name)
         agreed_sizes["norm"] = jnp.where(grads_finite, norm, jnp.inf)
     nonfinite_leaves = None
@@ -116,15 +122,11 @@ def find_facts(
     return Facts(
         grads_finite=grads_finite,
         loss_finite=loss_finite,
-        loss=agree_on_loss(loss, axis_name),
+        loss=loss,
         norm=agreed_sizes.get("norm"),
         largest=agreed_sizes.get("largest"),
         nonfinite_leaves=nonfinite_leaves,
     )
-
-
-def _all_hold(flags: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.bitwise_and, flags)
 
 
 def _norm_bits(squares: jax.Array) -> jax.Array:
@@ -195,7 +197,7 @@ def last_flags(old: PyTree, new: PyTree, grads_finite: jax.Array) -> Any:
             new_flag = jnp.array(False)  # without a gradient, nothing could overflow
         return jnp.where(grads_finite, old_flag, new_flag)
 
-    return jax.tree.map(choose, old, new, is_leaf=lambda flag: flag is None)
+    return jax.tree.map(choose, old, new, is_leaf=is_none)
 
 
 def named_flags(flags: PyTree) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from .._jax import ShapedArray, sum_over_devices, varying
-from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import list_gradients
+from .._trees.leaves import cast, widen
 from .._trees.numbers import INFINITY_BITS, float_bits
 from .._trees.pytrees import Leaf
 from .scaled import Scaled, representable
@@ -51,18 +51,18 @@ class Reduction(NamedTuple):
     numbers: list[jax.Array]
 
     def finite_groups(self) -> list[jax.Array]:
-        """Returns whether each group is finite, as a `bool[]`."""
+        """Lists a `bool[]` for each group, true if it is finite."""
         return [_says_finite(number) for number in self.numbers]
 
     def finite(self) -> jax.Array:
-        """Returns whether all groups are finite, a `bool[]`."""
+        """A `bool[]`, true if all groups are finite."""
         # The numbers are combined before they are compared, so that devices exchange a single one.
-        # If all numbers are flags, this is 0, which counts as finite.
-        combined = self.largest_bits() if self.holds_sizes else self.squares()
-        all_finite = _says_finite(combined)
-        for flag in self._of_kind(jnp.bool_):
-            all_finite = jnp.bitwise_and(all_finite, flag)
-        return all_finite
+        flags = self._of_kind(jnp.bool_)
+        if self.holds_sizes:
+            flags.append(_says_finite(self.largest_bits()))
+        elif self._of_kind(jnp.floating):
+            flags.append(_says_finite(self.squares()))
+        return functools.reduce(jnp.bitwise_and, flags, jnp.array(True))
 
     @property
     def holds_sizes(self) -> bool:
@@ -125,12 +125,12 @@ def reduce_sizes(grads: Scaled, *, by_leaf: bool = False) -> Reduction:
 
 
 def nans_are_errors() -> bool:
-    """Returns whether JAX raises an error at a NaN, so that no sum of squares may be NaN."""
+    """True if JAX raises an error at a NaN, so that no sum of squares may be NaN."""
     return _CONFIG.jax_debug_nans
 
 
 def _says_finite(number: jax.Array) -> jax.Array:
-    """Returns whether a number of `Reduction` says that its group is finite."""
+    """A `bool[]`, true if a number of `Reduction` says that its group is finite."""
     if number.dtype == jnp.bool_:
         return number
     if number.dtype == jnp.int32:
@@ -161,7 +161,7 @@ def _groups(tree: optax.Updates, by_leaf: bool) -> list[list[Any]]:
 
 
 def _is_placed(aval: ShapedArray) -> bool:
-    """Returns whether arrays of one type are known to lie on the same devices in the same way.
+    """True if arrays of one type are known to lie on the same devices in the same way.
 
     Otherwise only XLA knows, and combining two of them might send one between devices.
     """
@@ -196,7 +196,7 @@ def _reduce_group(leaves: Sequence[Any], squares: bool) -> jax.Array:
 
 
 def _are_finite(parts: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether all elements of arrays of one type are finite."""
+    """A `bool[]`, true if all elements of arrays of one type are finite."""
     flags = map(_is_finite, parts)
     return jnp.all(functools.reduce(jax.lax.bitwise_and, flags))
 
@@ -316,7 +316,7 @@ def _reduce_in_parts(
 
 
 def _is_whole(leaf: jax.Array) -> bool:
-    """Returns whether a leaf lies on one device, or is the part of one device in `shard_map`."""
+    """True if a leaf lies on one device, or is the part of one device in `shard_map`."""
     mesh = jax.typeof(leaf).sharding.mesh
     return mesh.size <= 1 or all(kind == AxisType.Manual for kind in mesh.axis_types)
 

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
-from .._trees.casts import widen, widened
 from .._trees.gradient_leaves import map_gradients
+from .._trees.leaves import widen, widened
 from .._trees.pytrees import Grads, PyTree, ScaleState
 
 

@@ -10,14 +10,13 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from .._state.find import find_scale
 from .._state.scale import UnitLossScaleState
-from .._trees.casts import widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaves import is_array_like
+from .._trees.leaves import is_array_like, widen
 from .._trees.pytrees import PyTree, ScaleState
+from .facts import Facts
 from .scaled import Scaled, representable
 
 _Args = ParamSpec("_Args")
@@ -31,13 +30,22 @@ class Seeded(NamedTuple):
     seed: Any  # the factor of the cotangent, `None` at a scale of 1
 
 
-class TransformOutput(NamedTuple):
-    """The output of a transformed function that was seeded, whatever its form."""
+class Retries(NamedTuple):
+    """The outcome of repeating the backward pass of a step."""
 
-    loss: Any  # `None` of `grad`
-    aux: Any
-    seed: Any  # as in `Seeded`; a `vmap` in the transform gives it axes
-    grads: Any
+    number: jax.Array  # i32[], how many passes came before the last one
+    scaling: Any  # the scale state to go on with
+
+
+class BackwardPass(NamedTuple):
+    """The results of one forward and backward pass, and the facts about them."""
+
+    grads: Scaled
+    loss: Any = None  # f32[], `None` if it is not known
+    aux: Any = None  # what else the loss function returned, if it does
+    before_hook: Scaled | None = None  # what `on_grads` got, if it changed that
+    facts: Facts | None = None
+    retries: Retries | None = None  # if the pass may be repeated
 
 
 @overload
@@ -121,13 +129,13 @@ def value_and_grad(
     """
     transform = transform or jax.value_and_grad
     state = find_scale("value_and_grad", "scaling", scaling)
-    run_backward = scale_transform(
+    make_pass = scale_transform(
         "value_and_grad", fun, state, has_aux, transform, kwargs
     )
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        result = run_backward(*args, **kwargs)
+        result = make_pass(*args, **kwargs)
         grads = map_gradients(widen, result.grads.divided)
         if has_aux:
             return (result.loss, result.aux), grads
@@ -189,11 +197,11 @@ def grad(
     """
     transform = transform or jax.grad
     state = find_scale("grad", "scaling", scaling)
-    run_backward = scale_transform("grad", fun, state, has_aux, transform, kwargs)
+    make_pass = scale_transform("grad", fun, state, has_aux, transform, kwargs)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        result = run_backward(*args, **kwargs)
+        result = make_pass(*args, **kwargs)
         grads = map_gradients(widen, result.grads.divided)
         if has_aux:
             return grads, result.aux
@@ -210,41 +218,15 @@ def scale_transform(
     transform: Callable[..., Any],
     kwargs: Mapping[str, Any],
     name: str = "fun",
-) -> Callable[..., TransformOutput]:
-    """Returns a function that evaluates a loss, its auxiliary output and its `Scaled` gradients.
+) -> Callable[..., BackwardPass]:
+    """Returns a function that makes a pass: a loss, its auxiliary output, its `Scaled` gradients.
 
     A `state` of `None` is a scale of 1. Messages call `fun` by the `name` that it has in the public
     function, `call`.
     """
-    seeded, reduce_seed = seed_cotangent(call, fun, state, has_aux, name)
-    differentiated = transform(seeded, has_aux=True, **kwargs)
-
-    def run_backward(*args: Any, **kwargs: Any) -> TransformOutput:
-        output = unpack_output(call, differentiated(*args, **kwargs))
-        loss = output.loss
-        seed = reduce_seed(output.seed)
-        # A derivative of this loss must not be scaled again.
-        if seed is not None and loss is not None:
-            loss = _with_tangent(jnp.divide, loss, seed)
-        return output._replace(loss=loss, grads=Scaled(output.grads, seed))
-
-    return run_backward
-
-
-def seed_cotangent(
-    call: str,
-    fun: Callable[..., Any],
-    state: ScaleState,
-    has_aux: bool,
-    name: str = "fun",
-) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Returns `fun` with a scaled cotangent, and a function that makes its seed one number."""
     scale: Any = None
     if state is not None and not isinstance(state, UnitLossScaleState):
-        scale = state.loss_scale
-
-    def make_seed(dtype: DTypeLike) -> jax.Array:
-        return representable(jax.lax.stop_gradient(scale), dtype)
+        scale = jax.lax.stop_gradient(state.loss_scale)
 
     @functools.wraps(fun)
     def seeded(*args: Any, **kwargs: Any) -> Any:
@@ -252,20 +234,29 @@ def seed_cotangent(
         if scale is None:
             return loss, Seeded(aux, None)
         # How large it may be depends on the dtype of the loss, which is known only here.
-        seed = make_seed(loss.dtype)
+        seed = representable(scale, loss.dtype)
         return _with_tangent(jnp.multiply, loss, seed), Seeded(aux, seed)
 
-    def reduce_seed(seed: Any) -> Any:
-        # A `vmap` in `transform` gives the seed axes, in any order, and maybe of length 0.
-        if seed is None or seed.ndim == 0:
-            return seed
-        return make_seed(seed.dtype)
+    differentiated = transform(seeded, has_aux=True, **kwargs)
 
-    return seeded, reduce_seed
+    def make_pass(*args: Any, **kwargs: Any) -> BackwardPass:
+        loss, aux, seed, grads = _unpack_output(call, differentiated(*args, **kwargs))
+        if seed is not None and seed.ndim > 0:
+            # A `vmap` in `transform` gave it axes, in any order, and maybe of length 0.
+            seed = representable(scale, seed.dtype)
+        # A derivative of this loss must not be scaled again.
+        if seed is not None and loss is not None:
+            loss = _with_tangent(jnp.divide, loss, seed)
+        return BackwardPass(Scaled(grads, seed), loss, aux)
+
+    return make_pass
 
 
-def unpack_output(call: str, output: object) -> TransformOutput:
-    """Names the parts of what a transform returned, or raises a `TypeError` for another form."""
+def _unpack_output(call: str, output: object) -> tuple[Any, Any, Any, Any]:
+    """Returns loss, auxiliary output, seed and gradients of what a transform returned.
+
+    Raises a `TypeError` for another form.
+    """
     like = "value_and_grad"
     form = "(loss, grads), and with has_aux=True ((loss, aux), grads)"
     if call == "grad":
@@ -273,9 +264,9 @@ def unpack_output(call: str, output: object) -> TransformOutput:
         form = "the gradients, and with has_aux=True (grads, aux)"
     match output:
         case ((loss, Seeded() as seeded), grads) if like == "value_and_grad":
-            return TransformOutput(loss, seeded.aux, seeded.seed, grads)
+            return loss, seeded.aux, seeded.seed, grads
         case (grads, Seeded() as seeded) if like == "grad":
-            return TransformOutput(None, seeded.aux, seeded.seed, grads)
+            return None, seeded.aux, seeded.seed, grads
         case (_, Seeded()):
             got = "gradients alone. Pass `jax.value_and_grad`, or call `jaxscale.grad`."
         case ((_, Seeded()), _):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import AxisNames, axes_to_agree_along, sum_over_devices
-from .._trees.casts import cast, widen
+from .._trees.leaves import cast, widen
 from .._trees.numbers import float_of_bits
 from .._trees.pytrees import PyTree
 from .reduction import reduce_gradients, reduce_sizes
@@ -18,7 +18,7 @@ from .scaled import Scaled
 
 
 def all_finite(tree: PyTree, *, axis_name: AxisNames = None) -> jax.Array:
-    """Returns whether every gradient in a tree is finite.
+    """Checks that every gradient in a tree is finite.
 
     Args:
       tree: a pytree. Only its floating-point and complex leaves are read, except those under a
@@ -40,6 +40,8 @@ def all_finite(tree: PyTree, *, axis_name: AxisNames = None) -> jax.Array:
       Array(True, dtype=bool)
     """
     finite = reduce_gradients(tree).finite()
+    if axis_name is None:
+        return finite
     (finite_on_all,) = agree_on_least([finite], axis_name)
     return finite_on_all
 
@@ -60,8 +62,6 @@ def agree_on_least(
     numbers: Sequence[jax.Array], axis_name: AxisNames
 ) -> Sequence[jax.Array]:
     """Returns the least of each flag or integer along `axis_name`, found in one message."""
-    if axis_name is None:
-        return numbers
     integers = [number.dtype for number in numbers if number.dtype != jnp.bool_]
     widest = max([jnp.dtype(jnp.int32), *integers], key=lambda dtype: dtype.itemsize)
     sent = jnp.stack([cast(number, widest) for number in numbers])
@@ -99,6 +99,8 @@ def agree_on_size(bits: jax.Array, axis_name: AxisNames) -> jax.Array:
 
     A size of this device comes as the bits of a float, and is returned as that float.
     """
+    if axis_name is None:
+        return float_of_bits(bits)
     (least,) = agree_on_least([-bits], axis_name)
     return float_of_bits(-least)
 
@@ -108,8 +110,8 @@ def agree_on_loss(loss: Any, axis_name: Any) -> Any:
 
     A loss whose type says that it is the same on all of them stays as it is. So does `None`.
     """
-    if loss is None:
-        return None
+    if loss is None or axis_name is None:
+        return loss
     axes = axes_to_agree_along(loss, axis_names(axis_name))
     if not axes:
         return loss

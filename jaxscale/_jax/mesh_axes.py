@@ -40,15 +40,9 @@ def sum_over_devices(array: jax.Array, axes: Iterable[Any]) -> jax.Array:
 def axes_to_agree_along(array: jax.Array, axes: Iterable[Any]) -> list[Any]:
     """Returns the axes, of some named ones, along which copies of an array may not be equal."""
     known_to_vary = varying(jax.typeof(array))
-    return [axis for axis in axes if axis in known_to_vary or not is_told_apart(axis)]
-
-
-def axes_of_devices() -> tuple[Any, ...]:
-    """Returns the named axes along which this code runs on several devices, each for itself.
-
-    These are the manual axes of `shard_map`, as which JAX also runs a `pmap`.
-    """
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return [
+        axis for axis in axes if axis in known_to_vary or not is_visible_in_types(axis)
+    ]
 
 
 def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
@@ -62,8 +56,8 @@ def collective_axes(jaxpr: Jaxpr | ClosedJaxpr) -> list[Any]:
     return sorted(axes, key=repr)
 
 
-def is_told_apart(axis: AxisName) -> bool:
-    """Returns whether types say what differs along a named axis, as in a checked `shard_map`."""
+def is_visible_in_types(axis: AxisName) -> bool:
+    """True if types say what varies along a named axis, as in a checked `shard_map`."""
     program = jax.make_jaxpr(lambda: jax.lax.axis_index(axis))()
     (index_type,) = program.out_avals
     return bool(varying(index_type))

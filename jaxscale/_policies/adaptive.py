@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 
 from .._state.scale import AdaptiveState
@@ -26,10 +27,9 @@ from .._trees.numbers import (
     SMALLEST_NORMAL,
     float_bits,
     float_of_bits,
-    increment,
 )
 from .._trees.pytrees import ScaleState
-from .._trees.selection import tree_where
+from .._trees.selection import where
 from .._went import warn_of
 from .base import CheckedLossScale, new_state
 
@@ -204,8 +204,8 @@ class AdaptiveLossScale(CheckedLossScale):
         # others do not, and the scale should not depend on that.
         is_seen = size >= SMALLEST_NORMAL
         now = self._to_units(state)
-        after_finite = tree_where(is_seen, self._after_finite(now, _log2(size)), now)
-        after = tree_where(grads_finite, after_finite, self._after_overflow(now))
+        after_finite = where(is_seen, self._after_finite(now, _log2(size)), now)
+        after = where(grads_finite, after_finite, self._after_overflow(now))
         # 2 to the power of the exponent, which is that of a normal number of float32.
         bits = (after.exponent + EXPONENT_BIAS) << MANTISSA_BITS
         logarithms = after.peak, after.level, after.crest
@@ -270,13 +270,13 @@ class AdaptiveLossScale(CheckedLossScale):
             crest=crest,
             finite_steps=jnp.where(restarts, 0, now.finite_steps),
             held_steps=jnp.where(is_soon, 0, now.held_steps),
-            overflows=increment(now.overflows),
+            overflows=jnp.asarray(optax.safe_increment(now.overflows)),
         )
 
     def _after_finite(self, now: _Units, x: jax.Array) -> _Units:
         """Follows the logarithm of the largest gradient of a finite step."""
-        finite_steps = increment(now.finite_steps)
-        held_steps = increment(now.held_steps)
+        finite_steps: Any = optax.safe_increment(now.finite_steps)
+        held_steps: Any = optax.safe_increment(now.held_steps)
         is_searching = now.finite_steps >= self.period
         rise = jnp.where(is_searching, _rise(self.search_period), _rise(self.period))
         # 2 binades below the largest scaled gradient of this step, which has proved to fit.

@@ -12,11 +12,13 @@ from .._gradients.scaled import Scaled
 from .._gradients.verdict import all_finite
 from .._gradients.verdict import largest as largest_of
 from .._jax import AxisNames
-from .._state.find import check_policy_state
-from .._state.scale import LossScaleState
-from .._trees.arguments import Check, check_fields, normal_float32, scalar_bool
+from .._state.find import is_scaling
+from .._state.optimizer import LossScaledState
+from .._state.scale import LossScaleState, check_alone, is_wrapped, unwrap
+from .._trees.arguments import Check, check_fields, normal_float32
 from .._trees.numbers import SMALLEST_NORMAL
-from .._trees.pytrees import Grads, ScaleState
+from .._trees.pytrees import Grads, PyTree, ScaleState
+from .._trees.selection import scalar_bool
 from .factors import check_largest
 
 
@@ -109,7 +111,7 @@ class LossScale(abc.ABC):
             grads_finite = jax.lax.is_finite(largest)
         return adjust_scale(self, state, grads_finite, largest), grads_finite
 
-    def hold(self, state: ScaleState) -> Any:
+    def clip_to_bounds(self, state: ScaleState) -> Any:
         """Returns a state with a scale that this policy may have, if a restored one is not such.
 
         A policy of the user's own keeps what it gets, as its range is not known.
@@ -140,6 +142,38 @@ def adjust_scale(
     if policy.needs_largest:
         return policy.adjust(state, grads_finite, largest=largest)
     return policy.adjust(state, grads_finite)
+
+
+def check_policy_state(
+    call: str, state: PyTree, kind: type = object, grads: Grads = None
+) -> Any:
+    """Returns the state that a policy was given, as arrays, or raises a `TypeError`.
+
+    The `grads` that came with it tell whether the arguments were swapped.
+    """
+    are_swapped = grads is not None and is_scaling(grads) and not is_scaling(state)
+    holds_state = isinstance(state, LossScaledState) or hasattr(state, "opt_state")
+    if isinstance(state, kind) and not are_swapped and not holds_state:
+        if is_wrapped(getattr(state, "loss_scale", None)):
+            state = unwrap(state)
+        check_alone(f"{call}(state=...)", state)
+        return state
+    if are_swapped:
+        hint = "The order of the arguments is (state, grads)."
+    elif holds_state:
+        hint = (
+            "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
+        )
+    else:
+        hint = (
+            "Pass what the policy's `init`, or its last step, returned. To take over the state of "
+            "another policy, use `jaxscale.from_state_dict(policy.init(), "
+            "jaxscale.to_state_dict(state))`."
+        )
+    expected = "the state of a policy" if kind is object else f"a `{kind.__name__}`"
+    raise TypeError(
+        f"`{call}(state=...)` must be {expected}, got {type(state).__name__}. {hint}"
+    )
 
 
 class CheckedLossScale(LossScale):
@@ -184,9 +218,9 @@ class CheckedLossScale(LossScale):
         if largest is not None:
             largest = check_largest(call, largest)
         state = check_policy_state(call, state, self._state_type)
-        return self._move(self.hold(state), grads_finite, largest)
+        return self._move(self.clip_to_bounds(state), grads_finite, largest)
 
-    def hold(self, state: ScaleState) -> Any:
+    def clip_to_bounds(self, state: ScaleState) -> Any:
         """Returns a state whose scale is between the bounds.
 
         A state may come from a checkpoint of another scaler, whose scale had run away. A scale of

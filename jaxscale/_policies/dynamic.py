@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._state.scale import LossScaleState
 from .._trees.arguments import int32
-from .._trees.numbers import increment
 from .._trees.pytrees import ScaleState
 from .base import CheckedLossScale, new_state
 from .factors import check_backoff_factor, check_growth_factor
@@ -88,7 +88,7 @@ class DynamicLossScale(CheckedLossScale):
     def _move(
         self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
     ) -> Any:
-        streak = increment(state.growth_tracker)
+        streak: Any = optax.safe_increment(state.growth_tracker)
         grows = grads_finite & (streak >= self.growth_interval)
         left = jnp.maximum(state.hysteresis_tracker, 1) - 1
         backs_off = ~grads_finite & (left == 0)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import AxisNames
-from .._state.find import check_policy_state
 from .._state.scale import LossScaleState, UnitLossScaleState
-from .._trees.arguments import check_fields, limited, normal_float32, scalar_bool
+from .._trees.arguments import check_fields, limited, normal_float32
 from .._trees.pytrees import Grads, ScaleState
-from .base import LossScale, new_state
+from .._trees.selection import scalar_bool
+from .base import LossScale, check_policy_state, new_state
 
 _check_scale = limited(
     normal_float32,
@@ -63,7 +63,7 @@ class FixedLossScale(LossScale):
         """Returns `state` with this scale."""
         call = f"{type(self).__name__}.adjust"
         scalar_bool(call, "grads_finite", grads_finite)
-        return self.hold(check_policy_state(call, state, LossScaleState))
+        return self.clip_to_bounds(check_policy_state(call, state, LossScaleState))
 
     def update(
         self, state: LossScaleState, grads: Grads, *, axis_name: AxisNames = None
@@ -72,9 +72,9 @@ class FixedLossScale(LossScale):
         state = check_policy_state(
             f"{type(self).__name__}.update", state, LossScaleState, grads
         )
-        return self.hold(state), jnp.array(True)
+        return self.clip_to_bounds(state), jnp.array(True)
 
-    def hold(self, state: ScaleState) -> Any:
+    def clip_to_bounds(self, state: ScaleState) -> Any:
         """Returns a state with this scale in the place of another, as a resumed run may have.
 
         A subclass with an `adjust` of its own moves the scale, so it keeps what the state has.

@@ -11,12 +11,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.typing import ArrayLike
 
 from .._state.optimizer import SPIKE_WINDOWS, SpikeState
 from .._trees.arguments import check_fields, finite_number, int32, limited
-from .._trees.numbers import increment, increment_if
-from .._trees.selection import tree_where
+from .._trees.selection import where
 from .base import new_state
 from .spike_statistics import Statistics, measure, min_relative_std
 
@@ -180,19 +180,21 @@ class SpikeRule:
         # A step whose norm is 0 offers nothing to learn from, and would distort the judgement of
         # later steps.
         counts = jnp.asarray(finite) & (jnp.asarray(grad_norm) != 0)
-        return is_spike & counts, tree_where(counts, next_state, state)
+        return is_spike & counts, where(counts, next_state, state)
 
     def _count_step(
         self, state: SpikeState, is_spike: jax.Array, norm_overflows: jax.Array
     ) -> SpikeState:
         """Counts a step that was judged."""
-        in_row = increment(state.spike_count)
+        total_spikes = optax.safe_increment(state.total_spikes)
+        overflows = optax.safe_increment(state.total_norm_overflows)
+        in_row = optax.safe_increment(state.spike_count)
         left = jnp.maximum(state.cooldown, 1) - 1
         return state._replace(
-            total_spikes=increment_if(is_spike, state.total_spikes),
+            total_spikes=jnp.where(is_spike, total_spikes, state.total_spikes),
             spike_count=jnp.where(is_spike, in_row, 0),
-            total_norm_overflows=increment_if(
-                norm_overflows, state.total_norm_overflows
+            total_norm_overflows=jnp.where(
+                norm_overflows, overflows, state.total_norm_overflows
             ),
             cooldown=jnp.where(is_spike, self.window, left),
         )

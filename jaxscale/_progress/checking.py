@@ -14,13 +14,13 @@ from .._state.find import find_optimizer_state, restore_types
 from .._state.optimizer import LossScaledState
 from .._state.scale import UnitLossScaleState, unwrap
 from .._step.bare_optimizer import as_optimizer, say_inside
-from .._step.report import list_numbers
 from .._step.wrapped_optimizer import find_wrapped_optimizer
 from .._trees.arguments import int32
 from .._trees.leaves import check_in_reach
 from .._trees.pytrees import Leaf, PyTree
 from . import texts
 from .causes import explain_row
+from .numbers import list_numbers
 from .optimizers import is_inside_of_another, is_lost
 from .symptoms import find_symptoms
 

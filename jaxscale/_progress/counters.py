@@ -3,8 +3,9 @@
 import jax
 
 from .._state.find import find_scale_state, is_loss_scaled, restore_types
-from .._step.report import numbers_of
+from .._state.nodes import states_in
 from .._trees.pytrees import PyTree
+from .numbers import numbers_of
 
 
 def metrics(tree: PyTree, *, prefix: str = "") -> dict[str, jax.Array]:
@@ -51,7 +52,8 @@ def metrics(tree: PyTree, *, prefix: str = "") -> dict[str, jax.Array]:
         )
     tree = restore_types(tree)
     scaling = find_scale_state("metrics", tree)
-    nodes = jax.tree.leaves(tree, is_leaf=is_loss_scaled)
-    state = next(filter(is_loss_scaled, nodes), None)  # there may be a policy's alone
+    state = None  # there may be a policy's alone
+    for _, node in states_in(tree, is_loss_scaled):
+        state = node
     numbers = numbers_of(scaling, state)
     return {f"{prefix}{name}": number for name, number in numbers.items()}

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from .._state.find import is_loss_scaled
+from .._state.nodes import states_in
 from .._state.optimizer import WINDOW_STATES
 from .._step.bare_optimizer import holds_loss_scaled, possible_states
 from .._step.wrapped_optimizer import find_wrapped_optimizer
@@ -22,8 +23,7 @@ def is_inside_of_another(tree: PyTree, tx: Any) -> bool:
     """Returns whether a `loss_scaled` optimizer is inside of another one, as far as one can see."""
     if tx is not None and find_wrapped_optimizer(tx) is None:
         return any(map(holds_loss_scaled, possible_states(tx)))
-    nodes = jax.tree.leaves(tree, is_leaf=_is_outer)
-    return _is_chain(tree) or any(map(_is_outer, nodes))
+    return _is_chain(tree) or bool(states_in(tree, _is_outer))
 
 
 def _is_outer(node: PyTree) -> bool:

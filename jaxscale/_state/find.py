@@ -11,23 +11,30 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._trees.pytrees import Grads, PyTree
+from .._trees.pytrees import PyTree
+from .nodes import states_in
 from .optimizer import LossScaledState, SpikeState
-from .scale import AdaptiveState, LossScaleState, is_policy_state, unwrap
+from .scale import (
+    AdaptiveState,
+    LossScaleState,
+    check_alone,
+    is_policy_state,
+    unwrap,
+)
 from .storage import WeightsState
 
 # A mapping with these fields is what NNX made of a `LossScaledState`. Others may be left out, as
 # NNX leaves out what is empty, such as the inner state of plain SGD.
-_TELLING_FIELDS = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
+_SIGNATURE = {"scaling", "notfinite_count", "total_steps", "backoff_count"}
 
 
 def is_loss_scaled(node: object) -> bool:
-    """Returns whether a node of a tree is a `LossScaledState`."""
+    """True for a `LossScaledState`."""
     return isinstance(node, LossScaledState)
 
 
 def is_scaling(node: object) -> bool:
-    """Returns whether a node of a tree is, or directly holds, a loss scale state."""
+    """True for a node that is, or directly holds, a loss scale state."""
     return is_loss_scaled(node) or is_policy_state(node)
 
 
@@ -36,8 +43,7 @@ def restore_types(tree: PyTree) -> Any:
 
     `nnx.state(optimizer)` and `nnx.split(optimizer)` make mappings of named tuples.
     """
-    nodes = jax.tree.leaves(tree, is_leaf=is_scaling)
-    if any(map(is_scaling, nodes)):
+    if states_in(tree, is_scaling):
         return tree
 
     def restore(node: PyTree) -> Any:
@@ -49,7 +55,7 @@ def restore_types(tree: PyTree) -> Any:
 
 
 def _is_mapping_of_state(node: object) -> bool:
-    return isinstance(node, Mapping) and set(node) >= _TELLING_FIELDS
+    return isinstance(node, Mapping) and set(node) >= _SIGNATURE
 
 
 def _restore_state(mapping: Mapping[str, Any]) -> LossScaledState:
@@ -112,69 +118,24 @@ def find_scale(call: str, argument: str, tree: PyTree) -> Any:
     return state
 
 
-def check_policy_state(
-    call: str, state: PyTree, kind: type = object, grads: Grads = None
-) -> Any:
-    """Returns the state that a policy was given, as arrays, or raises a `TypeError`.
-
-    The `grads` that came with it tell whether the arguments were swapped.
-    """
-    are_swapped = is_scaling(grads) and not is_scaling(state)
-    holds_state = is_loss_scaled(state) or hasattr(state, "opt_state")
-    if isinstance(state, kind) and not are_swapped and not holds_state:
-        state = unwrap(state)
-        check_alone(f"{call}(state=...)", state)
-        return state
-    if are_swapped:
-        hint = "The order of the arguments is (state, grads)."
-    elif holds_state:
-        hint = (
-            "Pass `opt_state.scaling`, or call `tx.update`, which moves the scale too."
-        )
-    else:
-        hint = (
-            "Pass what the policy's `init`, or its last step, returned. To take over the state of "
-            "another policy, use `jaxscale.from_state_dict(policy.init(), "
-            "jaxscale.to_state_dict(state))`."
-        )
-    expected = "the state of a policy" if kind is object else f"a `{kind.__name__}`"
-    raise TypeError(
-        f"`{call}(state=...)` must be {expected}, got {type(state).__name__}. {hint}"
-    )
-
-
-def check_alone(argument: str, state: PyTree) -> None:
-    """Raises a `ValueError` if a state is that of several members of a population."""
-    shape = jnp.shape(getattr(state, "loss_scale", 0.0))
-    if shape != ():
-        raise ValueError(
-            f"`{argument}` must hold the one scale of one training run, got a `loss_scale` that "
-            f"has shape {shape}: call it under `jax.vmap`, which gives each member its own."
-        )
-
-
 def find_one(call: str, tree: PyTree, matches: Callable[[Any], bool], what: str) -> Any:
     """Returns the one node of a tree that `matches`, or raises a `ValueError`."""
-    places = []
-    nodes = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches):
-        if matches(node):
-            places.append(jax.tree_util.keystr(path))
-            nodes.append(node)
-    if len(nodes) == 1:
-        return nodes[0]
+    found = states_in(tree, matches)
+    if len(found) == 1:
+        return found[0][1]
     message = f"`{call}` needs a tree with exactly one {what}, got "
-    if not nodes:
+    if not found:
         raise ValueError(
             f"{message}none in a {type(tree).__name__}. {_suggest_state(tree)}"
         )
+    places = ", ".join(jax.tree_util.keystr(path) for path, _ in found)
     raise ValueError(
-        f"{message}{len(nodes)}, at {', '.join(places)}. Pass the one that belongs to this loss."
+        f"{message}{len(found)}, at {places}. Pass the one that belongs to this loss."
     )
 
 
 def _suggest_state(tree: PyTree) -> str:
-    """Returns what to pass instead of a tree without a state."""
+    """The hint of what to pass instead of a tree without a state."""
     if hasattr(tree, "init"):
         return "It makes states and is not one itself: pass what its `init` returned."
     # The search could not look inside of a leaf.

@@ -1,9 +1,20 @@
-"""Nodes of a training state: their children by name, and whose they are."""
+"""Nodes of a training state: a search for them, their children by name, and whose they are."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
+
+from .._trees.pytrees import PyTree
+
+
+def states_in(
+    tree: PyTree, matches: Callable[[Any], bool]
+) -> list[tuple[KeyPath, Any]]:
+    """Lists the nodes of a tree that match, the outermost ones, each with its path."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
+    return [(path, node) for path, node in pairs if matches(node)]
 
 
 def children_of(node: object) -> dict[str, Any] | None:
@@ -28,7 +39,7 @@ def _flatten_once(node: object) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def is_own_state(node: object) -> bool:
-    """Returns whether a node is a state of jaxscale."""
+    """True for a state of jaxscale."""
     # Only named tuples: a `TrainState` is also jaxscale's own, but its fields have no defaults.
     if hasattr(node, "_fields"):
         package = type(node).__module__.partition(".")[0]

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 
+from .nodes import states_in
 from .scale import LossScaleState
 
 
@@ -79,15 +80,15 @@ class LossScaledState(NamedTuple):
     @property
     def hyperparams(self) -> dict[str, Any]:
         """The dictionary of the one `optax.inject_hyperparams` inside, to read and to write."""
-        nodes = jax.tree.leaves(self.inner_state, is_leaf=_has_hyperparams)
-        injected = list(filter(_has_hyperparams, nodes))
+        injected = states_in(self.inner_state, _has_hyperparams)
         if len(injected) != 1:
             # An `AttributeError`, as trainers ask by `hasattr` whether there are any.
             raise AttributeError(
                 "`LossScaledState.hyperparams` needs exactly one `optax.inject_hyperparams` inside "
                 f"of `loss_scaled`, got {len(injected)}."
             )
-        return injected[0].hyperparams
+        ((_, node),) = injected
+        return node.hyperparams
 
 
 def _has_hyperparams(node: object) -> bool:

@@ -82,7 +82,7 @@ def init_state(loss_scale: float) -> LossScaleState:
 
 
 def is_policy_state(node: object) -> bool:
-    """Returns whether a node of a tree is the state of a policy, by the mark of its type.
+    """True for the state of a policy, by the mark of its type.
 
     A field called `loss_scale` proves nothing: parameters, carries and logs also have them.
     """
@@ -91,7 +91,7 @@ def is_policy_state(node: object) -> bool:
 
 
 def is_wrapped(node: object) -> bool:
-    """Returns whether a node is a variable around an array, as in an optimizer of Flax NNX."""
+    """True for a variable around an array, as in an optimizer of Flax NNX."""
     return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
 
 
@@ -104,3 +104,13 @@ def unwrap(tree: PyTree) -> Any:
         return leaf
 
     return jax.tree.map(get_array, tree, is_leaf=is_wrapped)
+
+
+def check_alone(argument: str, state: PyTree) -> None:
+    """Raises a `ValueError` if a state is that of several members of a population."""
+    shape = jnp.shape(getattr(state, "loss_scale", 0.0))
+    if shape != ():
+        raise ValueError(
+            f"`{argument}` must hold the one scale of one training run, got a `loss_scale` that "
+            f"has shape {shape}: call it under `jax.vmap`, which gives each member its own."
+        )

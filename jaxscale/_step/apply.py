@@ -1,53 +1,27 @@
 """Update and apply in one skip: `apply_gradients`."""
 
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import optax
 
 from .._gradients.scaled import Scaled
-from .._trees.pytrees import Grads, OptState, Params
-from .._trees.selection import select_new
-from .._went import warn_of
-from .backward_pass import Pass
+from .._gradients.value_and_grad import BackwardPass
+from .._trees.pytrees import Grads
 from .bare_optimizer import as_optimizer
-from .checks import is_pair
-from .matching_trees import check_gradients
-from .step_plan import apply_pass
+from .checks import check_gradients
+from .train_step import apply_pass
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
-_Kept = TypeVar("_Kept")
 
 
-@overload
 def apply_gradients(
     tx: optax.GradientTransformation,
     grads: Grads,
     opt_state: _State,
     params: _Params,
-    *,
-    keep: None = None,
     **extra_args: Any,
-) -> tuple[_Params, _State]: ...
-@overload
-def apply_gradients(
-    tx: optax.GradientTransformation,
-    grads: Grads,
-    opt_state: _State,
-    params: _Params,
-    *,
-    keep: tuple[_Kept, _Kept],
-    **extra_args: Any,
-) -> tuple[_Params, _State, _Kept]: ...
-def apply_gradients(
-    tx: optax.GradientTransformation,
-    grads: Grads,
-    opt_state: OptState,
-    params: Params,
-    *,
-    keep: tuple[Any, Any] | None = None,
-    **extra_args: Any,
-) -> Any:
+) -> tuple[_Params, _State]:
     """Applies gradients: returns the parameters and the optimizer state after one step.
 
     This is the same as `tx.update` followed by `optax.apply_updates`, to rounding. If `tx` is a
@@ -64,54 +38,38 @@ def apply_gradients(
       opt_state: the state of `tx`. For an Equinox module `model`, make it with
         `tx.init(equinox.filter(model, equinox.is_inexact_array))`.
       params: the parameters.
-      keep: it goes in 0.7.0: write `jaxscale.tree_where(opt_state.step_applied, new, old)`. A pair
-        `(new, old)` of any other state, two trees as `jaxscale.tree_where` takes them: batch
-        statistics, target networks, loss weights. A skipped step keeps the old one.
       **extra_args: passed to `tx.update`: `value=loss` and so on.
 
     Returns:
-      The new parameters, with the shapes and dtypes of `params`, and the new state; with `keep`,
-      also the chosen member of the pair. After a skipped step the parameters are the old ones,
-      bit for bit.
+      The new parameters, with the shapes and dtypes of `params`, and the new state. After a
+      skipped step the parameters are the old ones, bit for bit.
 
     Warns:
       UserWarning: if `tx` has a `loss_scaled` optimizer inside of another one.
 
     Raises:
-      TypeError: if `tx` is not a gradient transformation, if `opt_state` is not its state, or if
-        `keep` is not a pair.
-      ValueError: if `grads` has another structure or other shapes than `params`, if `opt_state` is
-        that of other parameters, or if the trees in `keep` differ in structure or shapes.
+      TypeError: if `tx` is not a gradient transformation, or if `opt_state` is not its state.
+      ValueError: if `grads` has another structure or other shapes than `params`, or if `opt_state`
+        is that of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import jaxscale
       >>> tx = jaxscale.loss_scaled(optax.sgd(0.5))
-      >>> params, mean = jnp.array(1.0), jnp.array(0.0)
+      >>> params = jnp.array(1.0)
       >>> opt_state = tx.init(params)
       >>> for grad in [jnp.array(1.0), jnp.array(jnp.inf)]:
       ...     params, opt_state = jaxscale.apply_gradients(tx, grad, opt_state, params)
-      ...     mean = jaxscale.tree_where(opt_state.step_applied, mean + 1, mean)
-      ...     print(params, mean)
-      0.5 1.0
-      0.5 1.0
+      ...     print(params, opt_state.step_applied)
+      0.5 True
+      0.5 False
     """
-    if keep is not None:
-        warn_of("keep")
-    if keep is not None and not is_pair(keep):
-        raise TypeError(
-            f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
-        )
-    own = as_optimizer("apply_gradients", tx)
+    optimizer = as_optimizer("apply_gradients", tx)
     order = "(tx, grads, opt_state, params)"
-    state = own.enter("apply_gradients(opt_state=...)", opt_state, order)
+    state = optimizer.enter("apply_gradients(opt_state=...)", opt_state, order)
     check_gradients("apply_gradients(grads=...)", grads, params)
-    own.check_same("apply_gradients(opt_state=...)", state, params)
+    optimizer.check_same("apply_gradients(opt_state=...)", state, params)
     value = extra_args.pop("value", extra_args.get("loss"))
-    run = Pass(Scaled(grads), loss=value)
-    made = apply_pass(own, run, state, params, extra_args)
-    if keep is None:
-        return made.params, made.opt_state
-    new, old = keep
-    kept = select_new("apply_gradients(keep=...)", made.applied, new, old)
-    return made.params, made.opt_state, kept
+    backward_pass = BackwardPass(Scaled(grads), loss=value)
+    made = apply_pass(optimizer, backward_pass, state, params, extra_args)
+    return made.params, made.opt_state

@@ -1,7 +1,6 @@
-"""`BareOptimizer`: one that `loss_scaled` has not wrapped, as a wrapped one without judges."""
+"""`BareOptimizer`: an optimizer that `loss_scaled` has not wrapped."""
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,28 +9,38 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._gradients.value_and_grad import BackwardPass
 from .._policies.fixed import NoOpLossScale
-from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
+from .._state.find import (
+    find_optimizer_state,
+    find_scale,
+    is_loss_scaled,
+    is_scaling,
+)
+from .._state.nodes import states_in
 from .._state.optimizer import LossScaledState
-from .._trees.overwrites import holds_overwrites, overwrite, zero_overwrites
+from .._trees.gradient_leaves import holds_overwrites, overwrite, zero_overwrites
 from .._trees.params import apply_updates
 from .._trees.pytrees import OptState, Params
-from .._trees.selection import tree_where
-from .backward_pass import Pass
-from .call_update import call_update
-from .checks import as_transformation
+from .._trees.selection import where
+from .checks import TreeTypes, as_transformation, types_of
 from .counters import start_state
-from .matching_trees import TreeTypes, types_of
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 
-@dataclasses.dataclass(frozen=True)
 class BareOptimizer(WrappedOptimizer):
     """An optimizer that applies every step, and sees what Optax alone would show it.
 
     Its state is its own. There may be a `loss_scaled` optimizer further inside, whose state then is
     a part of that: its scale is that of the pass, and its verdict that of the step.
+
+    Its `apply` is a body of its own, and not an `advance` that refuses nothing: nothing is widened
+    here, the state keeps what `update` returned, FP8 statistics enter as zeros, and the verdict
+    comes from inside. In one body, each of these would be a condition that every reader of the
+    default step reads.
     """
+
+    widens = False
 
     def enter(self, argument: str, state: OptState, order: str) -> LossScaledState:
         if holds_loss_scaled(state):
@@ -49,18 +58,22 @@ class BareOptimizer(WrappedOptimizer):
 
     def apply(
         self,
-        run: Pass,
+        backward_pass: BackwardPass,
         state: LossScaledState,
         params: Params,
         extra_args: Mapping[str, Any],
     ) -> tuple[Any, LossScaledState]:
-        grads = run.grads.divided
+        grads = backward_pass.grads.divided
         optimizer_grads = grads
         overwrites = holds_overwrites(grads)
         if overwrites:
             optimizer_grads = zero_overwrites(grads)
-        updates, inner_state = call_update(
-            self.inner, optimizer_grads, state.inner_state, params, run.loss, extra_args
+        updates, inner_state = self.inner.update(
+            optimizer_grads,
+            state.inner_state,
+            params,
+            value=backward_pass.loss,
+            **extra_args,
         )
         state = state._replace(inner_state=inner_state)
         outcome = apply_updates(params, updates)
@@ -68,12 +81,11 @@ class BareOptimizer(WrappedOptimizer):
             outcome = overwrite(outcome, grads, params)
             verdict = self.find_verdict(state)
             if verdict is not None:
-                outcome = tree_where(verdict.step_applied, outcome, params)
+                outcome = where(verdict.step_applied, outcome, params)
         return outcome, state
 
     def find_start_scale(self, state: LossScaledState) -> Any:
-        nodes = jax.tree.leaves(state.inner_state, is_leaf=is_scaling)
-        if not any(map(is_scaling, nodes)):
+        if not states_in(state.inner_state, is_scaling):
             return state.scaling
         return find_scale("train_step", "opt_state", state.inner_state)
 
@@ -86,7 +98,7 @@ class BareOptimizer(WrappedOptimizer):
         return types_of(jax.eval_shape(self.inner.init, params))
 
     def hides_loss_scaled(self) -> bool:
-        """Returns whether this is another optimizer around a `loss_scaled` one."""
+        """True if this is another optimizer around a `loss_scaled` one."""
         return any(map(holds_loss_scaled, possible_states(self.inner)))
 
 
@@ -100,9 +112,8 @@ def as_optimizer(call: str, tx: object) -> WrappedOptimizer:
 
 
 def holds_loss_scaled(state: OptState) -> bool:
-    """Returns whether a state is, or holds, that of a `loss_scaled` optimizer."""
-    nodes = jax.tree.leaves(state, is_leaf=is_loss_scaled)
-    return any(map(is_loss_scaled, nodes))
+    """True if a state is, or holds, that of a `loss_scaled` optimizer."""
+    return bool(states_in(state, is_loss_scaled))
 
 
 def possible_states(tx: Any) -> Iterator[Any]:
@@ -117,7 +128,7 @@ def possible_states(tx: Any) -> Iterator[Any]:
 
 
 def say_inside(call: str) -> str:
-    """Returns what a call says of a `loss_scaled` optimizer that is inside of another one."""
+    """The message of a call about a `loss_scaled` optimizer inside of another one."""
     return (
         f"`{call}`: the `loss_scaled` optimizer, or one that another function of jaxscale made, is "
         "inside of another one, whose state and updates a bad step can corrupt for good, and whose "

@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._gradients.facts import Facts
+from .._gradients.value_and_grad import Retries
 from .._state.optimizer import LossScaledState
-from .._trees.numbers import increment, increment_if
 from .._trees.pytrees import OptState, ScaleState
-from .backward_pass import Retries
 
 # The first steps, in which a scale comes down from its start: their falls do not count.
 _FIRST_STEPS = 25
@@ -58,11 +58,13 @@ def count_step(
     row_notfinite_loss = increment_if(bad_loss, state.row_notfinite_loss)
     return state._replace(
         step_applied=applied,
-        notfinite_count=jnp.where(finite, 0, increment(state.notfinite_count)),
+        notfinite_count=jnp.where(
+            finite, 0, optax.safe_increment(state.notfinite_count)
+        ),
         total_notfinite=increment_if(~finite, state.total_notfinite),
         total_notfinite_loss=increment_if(bad_loss, state.total_notfinite_loss),
         row_notfinite_loss=jnp.where(finite, 0, row_notfinite_loss),
-        total_steps=increment(state.total_steps),
+        total_steps=optax.safe_increment(state.total_steps),
     )
 
 
@@ -113,3 +115,8 @@ def _count_backoffs(
     # Several falls in a row of skipped steps count as one.
     counts = falls & state.step_applied & (state.total_steps >= _FIRST_STEPS)
     return jnp.where(after > last_pass, 0, increment_if(counts, state.backoff_count))
+
+
+def increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
+    """Adds 1 to a counter where something happened. It stays at the largest number."""
+    return jnp.where(event, optax.safe_increment(counter), counter)

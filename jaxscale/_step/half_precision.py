@@ -14,8 +14,6 @@ import optax
 from .._storage.compact import CompactOptimizer
 from .._storage.weights import MasterWeights, Rounded, StochasticRounding, Weights
 from .._trees.arguments import int32, one_of
-from .._trees.pytrees import OptState
-from .call_update import call_update
 from .checks import as_transformation
 from .transformations import rewrap, wrap
 from .wrapped_optimizer import find_wrapped_optimizer
@@ -217,20 +215,8 @@ def compact_state(
             "its scale are not for rounding. Put `compact_state` inside: "
             "`jaxscale.loss_scaled(jaxscale.compact_state(optax.adamw(1e-3)))`."
         )
-    taken = as_transformation("compact_state(inner)", inner)
-
-    def update(
-        updates: optax.Updates,
-        state: OptState,
-        params: optax.Params | None = None,
-        *,
-        value: object = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
-        return call_update(taken, updates, state, params, value, extra_args)
-
     optimizer = CompactOptimizer(
-        inner=optax.GradientTransformationExtraArgs(taken.init, update),
+        inner=as_transformation("compact_state(inner)", inner),
         seed=_check_seed("compact_state", seed),
         mask=mask,
     )

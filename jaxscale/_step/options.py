@@ -1,18 +1,15 @@
-"""`Options`: what `loss_scaled` and the wrappers around it were asked for."""
+"""`Options`: an optimizer, and what `loss_scaled` and the wrappers around it were asked for."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import optax
 
 from .._policies.base import LossScale
-from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._policies.spikes import SpikeRule
 from .._storage.weights import Rounded, Weights
-from .judges import FiniteJudge, Judge, SpikeJudge
-from .matching_trees import TreeTypes
-from .window import EachStep, Window
+from .checks import TreeTypes
+from .window import Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +21,12 @@ class Options:
       policy: how the loss scale moves.
       call: the public function that made it, the outermost of several, for messages.
       axis_name: the axes whose devices decide together, or `None`.
-      window: how micro-batches are accumulated; `EachStep` if they are not.
+      window: how micro-batches are accumulated, `None` if they are not.
       max_norm: the global norm to clip gradients to, or `None`.
-      skips: whether bad steps are skipped. If not, there are no judges.
+      skips: whether bad steps are skipped. If not, no step is judged.
       check_updates: whether a step is taken back if what it makes is not finite.
       track_leaves: whether the state says which leaves the last overflow was in.
       spikes: the rule that skips finite steps, or `None`.
-      on_skip: the function that is called on the host after each skipped step, or `None`.
       weights: how half-precision parameters are kept.
       known_types: the types of the inner states for parameters that were seen, to trace less.
       known_unread: which gradients are never read, by the kind of call, to trace less.
@@ -40,13 +36,12 @@ class Options:
     policy: LossScale
     call: str = dataclasses.field(default="loss_scaled", compare=False)
     axis_name: Any = None
-    window: Window | EachStep = dataclasses.field(default_factory=EachStep)
+    window: Window | None = None
     max_norm: float | None = None
     skips: bool = True
     check_updates: bool = False
     track_leaves: bool = False
     spikes: SpikeRule | None = None
-    on_skip: Callable[[dict[str, Any]], Any] | None = None
     weights: Weights = dataclasses.field(default_factory=Rounded)
     known_types: dict[Any, TreeTypes] = dataclasses.field(
         default_factory=dict, compare=False
@@ -54,23 +49,3 @@ class Options:
     known_unread: dict[Any, list[bool]] = dataclasses.field(
         default_factory=dict, compare=False
     )
-
-    @property
-    def judges(self) -> tuple[Judge, ...]:
-        """The judges that may refuse a step, in the order in which they are asked."""
-        if not self.skips:
-            return ()
-        judges: list[Judge] = [FiniteJudge(self.track_leaves)]
-        if self.spikes is not None:
-            judges.append(SpikeJudge(self.spikes))
-        return tuple(judges)
-
-    @property
-    def shows_norm(self) -> bool:
-        """The state shows the norm of the gradients."""
-        return self.max_norm is not None or self.spikes is not None
-
-    @property
-    def can_back_off(self) -> bool:
-        """The scale moves, so that a retry may help."""
-        return not isinstance(self.policy, NoOpLossScale | FixedLossScale)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._gradients.facts import Facts
+from .._gradients.value_and_grad import BackwardPass, Retries
 from .._jax import varying
 from .._policies.base import LossScale, adjust_scale
-from .._trees.casts import blank
 from .._trees.flat_functions import Traced
+from .._trees.leaves import blank
 from .._trees.pytrees import PyTree, ScaleState
-from .._trees.selection import tree_where
-from .backward_pass import Pass, Retries
+from .._trees.selection import where
 
 # How often a policy is told of one overflow. A policy with hysteresis lowers its scale only after
 # several; one that tolerates more than this is left alone, and the step is skipped.
@@ -28,7 +28,7 @@ _MAX_BACKOFFS_PER_OVERFLOW = 100
 class _Attempt(NamedTuple):
     """A pass, and what is to come after it."""
 
-    run: Pass
+    backward_pass: BackwardPass
     scaling: Any  # that of the next pass; that of this one, unless it overflowed
     again: jax.Array  # bool[], whether there is a next pass
 
@@ -43,12 +43,12 @@ class _Backoff(NamedTuple):
 def repeat_backward(
     call: str,
     policy: LossScale,
-    backward: Callable[[Any], Pass],
+    backward: Callable[[Any], BackwardPass],
     scaling: ScaleState,
     retries: int,
     *,
     traced: bool,
-) -> Pass:
+) -> BackwardPass:
     """Repeats a pass until its gradients are finite, and returns the last one with its `retries`.
 
     A pass is made again if its loss is finite, its gradients are not, and the policy lowers the
@@ -58,12 +58,12 @@ def repeat_backward(
     """
 
     def try_pass(scaling: ScaleState, number: jax.Array) -> _Attempt:
-        run = backward(scaling)
-        facts: Any = run.facts  # known for every optimizer whose scale moves
+        backward_pass = backward(scaling)
+        facts: Any = backward_pass.facts  # known for every optimizer whose scale moves
         overflow = facts.loss_finite & ~facts.grads_finite & (number < retries)
         next_scaling = _lower_scale(policy, scaling, overflow, facts, traced)
         again = overflow & _is_lower(next_scaling, scaling)
-        return _Attempt(run, next_scaling, again)
+        return _Attempt(backward_pass, next_scaling, again)
 
     number = jnp.zeros((), jnp.int32)
     if traced:
@@ -74,10 +74,10 @@ def repeat_backward(
         while last.again:
             number = number + 1
             last = try_pass(last.scaling, number)
-    facts: Any = last.run.facts
+    facts: Any = last.backward_pass.facts
     # If even the last pass failed, the scale was not to blame.
-    kept = tree_where(facts.grads_finite, last.scaling, scaling)
-    return last.run._replace(retries=Retries(number, kept))
+    kept = where(facts.grads_finite, last.scaling, scaling)
+    return last.backward_pass._replace(retries=Retries(number, kept))
 
 
 def _repeat_in_program(
@@ -124,7 +124,7 @@ def _repeat_in_program(
 
 
 def is_traced(*inputs: Any) -> bool:
-    """Returns whether a step with these inputs is traced, so that their values are not known."""
+    """True if a step with these inputs is traced, so that their values are not known."""
     # Under `jit` even a sum of constants is traced; under `vmap` alone only what is mapped is.
     leaves = [jax.lax.add(1, 1), *jax.tree.leaves(inputs)]
     return any(isinstance(leaf, Tracer) for leaf in leaves)
@@ -156,7 +156,7 @@ def _lower_scale(
 
 
 def _is_lower(state: ScaleState, than: ScaleState) -> jax.Array:
-    """Returns whether a scale is lower than another. One that is NaN is higher than any number."""
+    """True if a scale is lower than another. One that is NaN is higher than any number."""
     # A checkpoint of another scaler may have NaN, which the policy replaces.
     is_replaced = jnp.isnan(than.loss_scale) & ~jnp.isnan(state.loss_scale)
     return is_replaced | (state.loss_scale < than.loss_scale)

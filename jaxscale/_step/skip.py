@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._jax import vary, varying
-from .._trees.casts import aval_of, common_sharding, filled, placed
-from .._trees.flat_functions import Traced
+from .._jax import ShapedArray
 from .._trees.gradient_leaves import map_gradients
-from .._trees.pytrees import Leaf, PyTree
-from .._trees.selection import tree_where
+from .._trees.leaves import filled, in_common_type, is_on_mesh
+from .._trees.pytrees import PyTree
+from .._trees.selection import where
 
 # Returns the leaves that are kept in the place of those of a result. These are arrays or types.
 Keep = Callable[[list[Any]], list[Any]]
@@ -43,30 +42,37 @@ def make_or_keep(
     # The step runs on zeros where its result is not used, so that no inf or NaN enters arithmetic.
     is_used = due | branches
     operand = _zeros_unless(is_used, operand)
-    program = Traced(make, operand)
-    kept = keep(program.output_leaves)
-    pairs = list(zip(kept, program.output_leaves, strict=True))
-    axes = [varying(aval_of(old)) | varying(aval_of(new)) for old, new in pairs]
-    shardings = [common_sharding(old, new) for old, new in pairs]
+    structures = []
+
+    @jax.jit
+    def make_leaves(operand: PyTree) -> list[Any]:
+        leaves, structure = jax.tree.flatten(make(operand))
+        structures.append(structure)
+        return leaves
+
+    types = jax.make_jaxpr(make_leaves)(operand).out_avals  # traced here, and only here
+    kept = keep(types)
 
     def in_one_type(leaves: list[Any]) -> list[Any]:
         # Both sides of a branch must vary along the same axes of a mesh, and lie on it alike.
-        leaves = list(map(placed, leaves, shardings))
-        return list(map(_vary, leaves, axes))
+        if not any(is_on_mesh(leaf) for leaf in leaves):
+            return leaves
+        return list(map(in_common_type, leaves, kept, types))
 
     made = jax.lax.cond(
         due | ~branches,
-        lambda: in_one_type(jax.tree.leaves(program(operand))),
+        lambda: in_one_type(make_leaves(operand)),
         lambda: in_one_type(kept),
     )
     # If the program branches, nothing is left to select.
-    return program.rebuilt(tree_where(is_used, made, kept))
+    made = where(is_used, made, in_one_type(kept))
+    return structures[0].unflatten(made)
 
 
 def choose(pred: jax.Array, made: Any, keep: Keep) -> Any:
     """Returns a result if `pred` holds, and otherwise what is kept in its place."""
     leaves, structure = jax.tree.flatten(made)
-    return structure.unflatten(tree_where(pred, leaves, keep(leaves)))
+    return structure.unflatten(where(pred, leaves, keep(leaves)))
 
 
 def minus_zeros(like: list[Any]) -> list[Any]:
@@ -77,7 +83,7 @@ def minus_zeros(like: list[Any]) -> list[Any]:
     by_type: dict[Any, jax.Array] = {}  # one array serves all leaves of one type
     updates = []
     for leaf in like:
-        aval = aval_of(leaf)
+        aval = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
         if aval not in by_type:
             minus_zero: Any = -0.0
             if jnp.issubdtype(aval.dtype, jnp.complexfloating):
@@ -89,10 +95,4 @@ def minus_zeros(like: list[Any]) -> list[Any]:
 
 def _zeros_unless(due: jax.Array, operand: PyTree) -> Any:
     """Returns an operand, or zeros in the place of its gradients if no step is due."""
-    return tree_where(due, operand, map_gradients(jnp.zeros_like, operand))
-
-
-def _vary(leaf: Leaf, axes: frozenset[Any]) -> Any:
-    if axes:
-        return vary(leaf, axes)
-    return leaf
+    return where(due, operand, map_gradients(jnp.zeros_like, operand))

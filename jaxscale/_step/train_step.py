@@ -1,23 +1,39 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
-backward passes and the step, and `select_new` chooses between new and old state.
+`make_step` makes the backward passes, with the hook and the retries; all that follows is in
+`advance`. The steps of `jaxscale.flax` and `jaxscale.nnx` also call it; what is theirs is how they
+make one backward pass.
 """
 
-from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import optax
 
+from .._gradients.value_and_grad import BackwardPass, scale_transform
+from .._gradients.verdict import axis_names
+from .._jax import AxisNames, collective_axes, is_visible_in_types
+from .._state.optimizer import WINDOW_STATES, LossScaledState
+from .._trees.arguments import int32
+from .._trees.flat_functions import Traced
+from .._trees.grammar import with_article
+from .._trees.params import combine, trained_params
 from .._trees.pytrees import OptState, Params, ScaleState
 from .._trees.selection import select_new
-from .._went import warn_of
-from .backward_pass import Pass
-from .bare_optimizer import as_optimizer, possible_states
-from .retry import is_traced
-from .step_plan import StepPlan
-from .wrapped_optimizer import find_wrapped_optimizer
+from .advance import judge_pass
+from .bare_optimizer import (
+    BareOptimizer,
+    as_optimizer,
+    holds_loss_scaled,
+    possible_states,
+    say_inside,
+)
+from .loss_calls import call_hook, explain_mistakes
+from .retry import is_traced, repeat_backward
+from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -35,7 +51,6 @@ def train_step(
     has_aux: Literal[False] = False,
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: None = None,
     **kwargs: Any,
 ) -> Callable[Concatenate[_Params, Any, _Args], tuple[_Params, Any, jax.Array]]: ...
 @overload
@@ -48,7 +63,6 @@ def train_step(
     has_aux: Literal[True],
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Args], tuple[_Params, Any, tuple[jax.Array, _Aux]]
@@ -63,7 +77,6 @@ def train_step(
     has_aux: Literal[False] = False,
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[_Params, _Carried], _Carried] | None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Carried, _Args], tuple[_Params, Any, _Carried, jax.Array]
@@ -80,7 +93,6 @@ def train_step(
     has_aux: Literal[True],
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[_Params, _Carried], _Carried] | None = None,
     **kwargs: Any,
 ) -> Callable[
     Concatenate[_Params, Any, _Carried, _Args],
@@ -96,7 +108,6 @@ def train_step(
     has_aux: bool = False,
     retries: int = 0,
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[Any, Any], Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]: ...
 def train_step(
@@ -108,7 +119,6 @@ def train_step(
     has_aux: bool = False,
     retries: int = 0,
     on_grads: Any = None,
-    after: Any = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, ...]]:
     """Makes a training step: `value_and_grad` and `apply_gradients` in one function.
@@ -143,13 +153,6 @@ def train_step(
         an inf or a NaN, the step is skipped, so clipping cannot hide an overflow. All devices along
         the axes that it or `loss_fn` averages over skip and repeat together, even without the
         `axis_name` of `tx`.
-      after: it goes in 0.7.0: the page *Recipes* does the same after the step, by
-        `jaxscale.tree_where`. A function `after(params, state)` of the new parameters and the state
-        that returns the next state, for moving averages of the parameters and target networks. Its
-        result is used if the optimizer made a step: with `jaxscale.multi_steps`, once for each
-        group of micro-batches. If an average starts as the parameters and both are donated, start
-        it from a copy, `jax.tree.map(jnp.copy, params)`. It needs `has_state`. It should have no
-        side effects: it may run even if the optimizer made no step, and its result is then dropped.
       **kwargs: passed to `transform`.
 
     Warns:
@@ -166,9 +169,9 @@ def train_step(
     Raises:
       TypeError: if `tx` is not an optimizer; when called, if `opt_state` is not the state of `tx`,
         or if `loss_fn` takes other arguments or returns something else.
-      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves, or if `after`
-        comes without `has_state`; when called, if `opt_state` belongs to other parameters, or if
-        `loss_fn` or a hook changes the structure or the shapes of the state or of the gradients.
+      ValueError: if `retries` is below 0, or above 0 without a loss scale that moves; when
+        called, if `opt_state` belongs to other parameters, or if `loss_fn` or the hook changes the
+        structure or the shapes of the state or of the gradients.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -183,41 +186,28 @@ def train_step(
       0.2 1.0 1
     """
     call = "train_step"
-    plan = StepPlan(
-        call=call,
-        loss_fn=loss_fn,
-        transform=transform or jax.value_and_grad,
-        has_state=has_state,
-        has_aux=has_aux,
-        retries=retries,
-        kwargs=kwargs,
-        on_grads=on_grads,
-        after=after,
-    )
-    if after is not None:
-        warn_of("after")
-    if after is not None and not has_state:
-        raise ValueError(
-            "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."
-        )
-    own = as_optimizer(call, tx)
-    plan.check_retries(own)
+    transform = transform or jax.value_and_grad
+    optimizer = as_optimizer(call, tx)
+    check_retries(call, optimizer, retries)
+    warned: list[str] = []
     if find_wrapped_optimizer(tx) is None:
         # No `loss_scaled` is visible from outside, but there may be one inside, such as in an
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
         for state in possible_states(tx):
-            plan.warn_if_bare(own, state, stacklevel=3)
+            warn_if_bare(call, optimizer, state, warned, stacklevel=3)
     order = "(params, opt_state, ...)"
     if has_state:
         order = "(params, opt_state, state, ...)"
+    loss_fn = explain_mistakes(call, loss_fn, has_state, has_aux)
 
     def step(
         params: Params, opt_state: OptState, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
         argument = "train_step(...)(opt_state=...)"
-        before = own.enter(argument, opt_state, order)
-        own.check_same(argument, before, params)
+        before = optimizer.enter(argument, opt_state, order)
+        optimizer.check_same(argument, before, params)
+        warn_if_bare(call, optimizer, before.inner_state, warned, stacklevel=3)
         carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:
@@ -229,27 +219,36 @@ def train_step(
         # Equinox invalidates a state that was replaced, so each reader gets a copy.
         leaves, treedef = jax.tree.flatten(carried)
 
-        def backward(scaling: ScaleState) -> Pass:
+        def backward(scaling: ScaleState) -> BackwardPass:
             copy = treedef.unflatten(leaves)
-            return plan.differentiate(scaling, params, *copy, *args, **loss_kwargs)
+            make_pass = scale_transform(
+                call,
+                loss_fn,
+                scaling,
+                has_state or has_aux,
+                transform,
+                kwargs,
+                "loss_fn",
+            )
+            return make_pass(params, *copy, *args, **loss_kwargs)
 
-        traced = is_traced(params, before, leaves, args, loss_kwargs)
-        made = plan.make_step(own, before, params, backward, traced=traced)
-        output = made.run.loss
-        if has_aux:
-            output = (made.run.loss, made.run.aux)
+        inputs = (params, before, leaves, args, loss_kwargs)
+        made = make_step(
+            call, optimizer, before, params, backward, inputs, retries, on_grads
+        )
+        loss = made.backward_pass.loss
+        aux = made.backward_pass.aux
         if not has_state:
+            output = (loss, aux) if has_aux else loss
             return made.params, made.opt_state, output
 
+        state = aux
+        output = loss
+        if has_aux:
+            state, aux = aux
+            output = (loss, aux)
         (old,) = treedef.unflatten(leaves)
-        call = "train_step(has_state=True)"
-        state = select_new(call, made.applied, made.run.state, old)
-        if after is not None:
-            leaves, treedef = jax.tree.flatten(state)  # a copy for each reader
-            hooked = after(made.params, treedef.unflatten(leaves))
-            unhooked = treedef.unflatten(leaves)
-            call = "train_step(after=...)"
-            state = select_new(call, made.stepped, hooked, unhooked)
+        state = select_new("train_step(has_state=True)", made.applied, state, old)
         return made.params, made.opt_state, state, output
 
     return name_step(step)
@@ -260,3 +259,144 @@ def name_step(step: Callable[..., Any]) -> Callable[..., Any]:
     step.__name__ = "train_step"
     step.__qualname__ = "train_step"
     return step
+
+
+class MadeStep(NamedTuple):
+    """A step that was made or skipped."""
+
+    backward_pass: BackwardPass  # the last one
+    params: Any
+    opt_state: Any  # as users get it
+    # bool[], whether it was not skipped, and whether the optimizer made a step; `None` if always
+    applied: jax.Array | None
+    stepped: jax.Array | None
+
+
+def make_step(
+    call: str,
+    optimizer: WrappedOptimizer,
+    state: LossScaledState,
+    params: optax.Params,
+    backward: Callable[[Any], BackwardPass],
+    inputs: Any,
+    retries: int,
+    on_grads: Callable[[Any], Any] | None,
+) -> MadeStep:
+    """Makes the backward passes of a step, and the step. `backward` makes one pass.
+
+    The `inputs` are all that the step was given: they tell whether it is traced.
+    """
+    start = optimizer.find_start_scale(state)
+    if not retries and on_grads is None:
+        return apply_pass(optimizer, backward(start), state, params, {})
+
+    def hooked_pass(scaling: ScaleState) -> BackwardPass:
+        backward_pass = backward(scaling)
+        if on_grads is None:
+            return backward_pass
+        return call_hook(call, on_grads, backward_pass, params)
+
+    # A pass that is repeated, or exchanges numbers in a hook, is traced once, before it is needed:
+    # its program says along which axes the devices have to agree.
+    traced = is_traced(inputs)
+    one_pass = hooked_pass
+    if optimizer.skips and traced:
+        one_pass = Traced(hooked_pass, start)
+        axes = collective_axes(one_pass.jaxpr)
+        axis_name = _add_axes(optimizer.axis_name, axes, on_grads is not None)
+        optimizer = dataclasses.replace(optimizer, axis_name=axis_name)
+    if not retries:
+        return apply_pass(optimizer, one_pass(start), state, params, {})
+
+    def judged_pass(scaling: ScaleState) -> BackwardPass:
+        backward_pass = one_pass(scaling)
+        trained = trained_params(params, backward_pass.grads.grads)
+        return judge_pass(optimizer, backward_pass, state, trained, {})
+
+    backward_pass = repeat_backward(
+        call, optimizer.policy, judged_pass, start, retries, traced=traced
+    )
+    return apply_pass(optimizer, backward_pass, state, params, {})
+
+
+def apply_pass(
+    optimizer: WrappedOptimizer,
+    backward_pass: BackwardPass,
+    state: LossScaledState,
+    params: Params,
+    extra_args: Mapping[str, Any],
+) -> MadeStep:
+    """Makes a step of a backward pass. The caller has checked the state."""
+    # Leaves without a gradient go around the step, as only arrays can be selected and compiled.
+    trained = trained_params(params, backward_pass.grads.grads)
+    trained, new_state = optimizer.apply(backward_pass, state, trained, extra_args)
+    verdict = optimizer.find_verdict(new_state)
+    applied = None
+    if verdict is not None:
+        applied = verdict.step_applied
+    stepped = applied
+    window = (verdict or new_state).inner_state
+    if isinstance(window, WINDOW_STATES):  # ours, or that of Optax
+        # One that is not full makes no step, though its micro-batch is not skipped either.
+        window_before = (optimizer.find_verdict(state) or state).inner_state
+        stepped = window.gradient_step != window_before.gradient_step
+    return MadeStep(
+        backward_pass=backward_pass,
+        params=combine(trained, params),
+        opt_state=optimizer.leave(new_state),
+        applied=applied,
+        stepped=stepped,
+    )
+
+
+def _add_axes(axis_name: AxisNames, axes: Sequence[Any], hooked: bool) -> Any:
+    """Adds axes along which a pass exchanges numbers to those whose devices agree."""
+    # Devices that part would wait for each other for ever, or go on with other parameters.
+    # Without a hook they cannot part unnoticed where types say what differs.
+    names = list(axis_names(axis_name))
+    for axis in axes:
+        may_part = hooked or not is_visible_in_types(axis)
+        if may_part and axis not in names:
+            names.append(axis)
+    if not names:
+        return None
+    return tuple(names)
+
+
+def check_retries(call: str, optimizer: WrappedOptimizer, retries: int) -> None:
+    """Raises a `ValueError` if retries cannot help, as the scale of the optimizer is fixed."""
+    int32(call, "retries", retries, least=0)
+    if not retries or optimizer.can_back_off:
+        return
+    got = f"one with {with_article(type(optimizer.policy).__name__)}"
+    if isinstance(optimizer, BareOptimizer):
+        if optimizer.hides_loss_scaled():
+            raise ValueError(say_inside(f"{call}(retries={retries})"))
+        got = "a bare optimizer"
+    raise ValueError(
+        f"`{call}(retries={retries})` needs a loss scale that can be lowered, got "
+        f"{got}. Write `tx = jaxscale.loss_scaled(tx)`, whose policy lowers it, or leave "
+        "`retries` out."
+    )
+
+
+def warn_if_bare(
+    call: str,
+    optimizer: WrappedOptimizer,
+    opt_state: OptState,
+    warned: list[str],
+    stacklevel: int,
+) -> None:
+    """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
+    if warned or not isinstance(optimizer, BareOptimizer):
+        return
+    if holds_loss_scaled(opt_state):
+        return
+    message = (
+        f"`{call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "
+        "an inf or a NaN is applied. Wrap it: `tx = jaxscale.loss_scaled(tx)`, or, for "
+        "bfloat16 and float32, `jaxscale.skip_nonfinite(tx)`. If this is intentional, write "
+        "`jaxscale.loss_scaled(tx, None, skip_nonfinite=False)`."
+    )
+    warned.append(message)
+    warnings.warn(message, stacklevel=stacklevel)

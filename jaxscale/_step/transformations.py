@@ -18,7 +18,7 @@ from .._policies.fixed import NoOpLossScale
 from .._policies.spikes import SpikeRule, check_spikes
 from .._trees.arguments import int32, positive
 from .._trees.grammar import with_article
-from .._went import refuse, warn_of
+from .._went import refuse
 from .checks import as_transformation
 from .window import Window
 from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
@@ -34,7 +34,6 @@ def loss_scaled(
     check_updates: bool = False,
     track_leaves: bool = False,
     spikes: SpikeRule | None = None,
-    on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer, so that it skips non-finite steps and moves a loss scale.
 
@@ -82,18 +81,6 @@ def loss_scaled(
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
         gradients, is finite but stands out among those of the last steps. The scale stays where it
         is. With `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
-      on_skip: it goes in 0.7.0: the page *Recipes* has the lines around `update` that do the same.
-        A function on the host that is called after each skipped step, and only then, for trainers
-        that do not return the state of their optimizer. It gets what `jaxscale.metrics` shows, as
-        Python numbers. It should be quick, and return nothing. Without it the program has no
-        callback, and as long as nothing is skipped, nothing waits for the host. With
-        `train_step(retries=...)` a step counts once; with `multi_steps`, each skipped micro-batch
-        counts. Under `vmap`, inside or outside `scan`, it is called for each member of the
-        population that skipped, with the member's number as `"member"`. In `shard_map` and `pmap`
-        it is called once, by the first device, or by each device whose type says that it skips by
-        itself. Calls may arrive in another order than the steps; `total_steps` says which step a
-        call is about. An exception in it surfaces later, as an error of the step or of
-        `jax.effects_barrier()`. `jax.export` cannot serialize such a program.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
@@ -117,9 +104,9 @@ def loss_scaled(
       TypeError: if `inner` is not a gradient transformation, or is wrapped with a scale already,
         or if `loss_scale` is not a policy.
       ValueError: if `max_norm` is not above 0, or if `skip_nonfinite=False` comes with something
-        that needs a verdict: a dynamic scale, `check_updates`, `track_leaves`, `on_skip`, a window
-        of `multi_steps`; at `init`, if `max_norm` would clip each micro-batch of an
-        `optax.MultiSteps` inside, and not their mean.
+        that needs a verdict: a dynamic scale, `check_updates`, `track_leaves`, a window of
+        `multi_steps`; at `init`, if `max_norm` would clip each micro-batch of an `optax.MultiSteps`
+        inside, and not their mean.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -144,7 +131,6 @@ def loss_scaled(
         check_updates=check_updates,
         track_leaves=track_leaves,
         spikes=spikes,
-        on_skip=on_skip,
     )
 
 
@@ -157,8 +143,6 @@ def _wrap_scaled(
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Does what `loss_scaled` does, with errors in the name of `call`."""
-    if options["on_skip"] is not None:
-        warn_of("on_skip")
     optimizer = wrap(call, inner)
     if optimizer.policy != NoOpLossScale():
         raise TypeError(
@@ -179,15 +163,14 @@ def _wrap_scaled(
     return rewrap(optimizer, call, policy=policy, skips=skips, **given)
 
 
-def _check_needs_no_judges(optimizer: WrappedOptimizer) -> None:
+def _check_needs_no_verdict(optimizer: WrappedOptimizer) -> None:
     """Raises a `ValueError` if an optimizer that skips nothing has a part that needs a verdict."""
     parts = {
         with_article(type(optimizer.policy).__name__): optimizer.can_back_off,
         "check_updates=True": optimizer.check_updates,
         "track_leaves=True": optimizer.track_leaves,
         "a `SpikeRule`": optimizer.spikes is not None,
-        "`on_skip`": optimizer.on_skip is not None,
-        "a window of `multi_steps`": optimizer.window.averages,
+        "a window of `multi_steps`": optimizer.window is not None,
     }
     names = [name for name, needs_verdict in parts.items() if needs_verdict]
     if names:
@@ -206,7 +189,6 @@ def skip_nonfinite(
     check_updates: bool = False,
     track_leaves: bool = False,
     spikes: SpikeRule | None = None,
-    on_skip: Callable[[dict[str, Any]], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer, so that it skips non-finite steps, without any scaling.
 
@@ -232,7 +214,6 @@ def skip_nonfinite(
       check_updates: as in `loss_scaled`.
       track_leaves: as in `loss_scaled`.
       spikes: as in `loss_scaled`.
-      on_skip: as in `loss_scaled`.
 
     Warns:
       UserWarning: as `loss_scaled`.
@@ -255,7 +236,6 @@ def skip_nonfinite(
         check_updates=check_updates,
         track_leaves=track_leaves,
         spikes=spikes,
-        on_skip=on_skip,
     )
 
 
@@ -309,7 +289,7 @@ def multi_steps(
     """
     refuse("multi_steps", went)
     optimizer = wrap("multi_steps", inner)
-    if optimizer.window.averages:
+    if optimizer.window is not None:
         raise TypeError(
             "`multi_steps(inner)`: `inner` has a window already. Make that one longer instead."
         )
@@ -336,5 +316,5 @@ def rewrap(
         optimizer, call=call, known_types={}, known_unread={}, **changes
     )
     if not optimizer.skips:
-        _check_needs_no_judges(optimizer)
+        _check_needs_no_verdict(optimizer)
     return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)

@@ -16,74 +16,72 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.scaled import Scaled
+from .._gradients.value_and_grad import BackwardPass
 from .._jax import without_unused
-from .._trees.casts import widen
 from .._trees.flat_functions import Flat
-from .._trees.gradient_leaves import map_gradients
-from .._trees.leaves import is_inexact_leaf
-from .._trees.overwrites import holds_overwrites
+from .._trees.gradient_leaves import holds_overwrites, map_gradients
+from .._trees.leaves import is_inexact_leaf, widen
 from .._trees.pytrees import OptState
-from .backward_pass import Pass
-from .call_update import call_update
-from .matching_trees import types_of
+from .checks import types_of
 from .options import Options
 
 
 def leave_out_unread(
-    own: Options,
-    run: Pass,
+    optimizer: Options,
+    backward_pass: BackwardPass,
     state: OptState,
     params: optax.Params | None,
     extra_args: Mapping[str, Any],
-) -> Pass:
-    """Returns a backward pass with zeros for the gradients that the optimizer never reads."""
+) -> BackwardPass:
+    """Puts zeros in the place of the gradients that the optimizer never reads."""
     opt_state = state.inner_state
-    if own.window.averages:
+    if optimizer.window is not None:
         opt_state = getattr(opt_state, "inner_opt_state", None)
     if not _may_leave_unread(opt_state):
-        return run
-    grads = run.grads.grads
+        return backward_pass
+    grads = backward_pass.grads.grads
     names = tuple(sorted(extra_args))
-    call = (types_of((grads, params)), run.loss is None, names)
-    if call not in own.known_unread:
-        own.known_unread[call] = _find_unread(own, run, opt_state, params, extra_args)
+    call = (types_of((grads, params)), backward_pass.loss is None, names)
+    if call not in optimizer.known_unread:
+        optimizer.known_unread[call] = _find_unread(
+            optimizer, backward_pass, opt_state, params, extra_args
+        )
     leaves, structure = jax.tree.flatten(grads)
     kept = []
-    for leaf, is_unread in zip(leaves, own.known_unread[call], strict=True):
+    for leaf, is_unread in zip(leaves, optimizer.known_unread[call], strict=True):
         if is_unread and is_inexact_leaf(leaf):
             leaf = jnp.zeros_like(leaf)
         kept.append(leaf)
-    left = Scaled(structure.unflatten(kept), run.grads.divisor)
-    return run._replace(grads=left)
+    left = Scaled(structure.unflatten(kept), backward_pass.grads.divisor)
+    return backward_pass._replace(grads=left)
 
 
 def _may_leave_unread(opt_state: OptState) -> bool:
-    """Returns whether an optimizer may leave gradients unread, as far as its state shows.
+    """True if an optimizer may leave gradients unread, as far as its state shows.
 
     The states in it stand in the order in which its parts see the gradients.
     """
-    for node in jax.tree.leaves(opt_state, is_leaf=_is_masked):
-        if _is_masked(node):
+    nodes = jax.tree.leaves(
+        opt_state, is_leaf=lambda node: isinstance(node, optax.MaskedState)
+    )
+    for node in nodes:
+        if isinstance(node, optax.MaskedState):
             return True
-        if jnp.ndim(node) > 0:
+        if getattr(node, "ndim", 0) > 0:
             # Moments, as of an Adam with a mask for its decay: all gradients are in them.
             return False
     return False
 
 
-def _is_masked(node: object) -> bool:
-    return isinstance(node, optax.MaskedState)
-
-
 def _find_unread(
-    own: Options,
-    run: Pass,
+    optimizer: Options,
+    backward_pass: BackwardPass,
     opt_state: OptState,
     params: optax.Params | None,
     extra_args: Mapping[str, Any],
 ) -> list[bool]:
-    """Returns for each leaf of the gradients whether the optimizer never reads it."""
-    grads = run.grads.grads
+    """Lists a flag for each leaf of the gradients: set if the optimizer never reads it."""
+    grads = backward_pass.grads.grads
     leaves = jax.tree.leaves(grads)
     nothing = [False] * len(leaves)
     are_arrays = all(isinstance(leaf, jax.Array) for leaf in leaves)
@@ -93,8 +91,8 @@ def _find_unread(
 
     def update(grads: optax.Updates) -> Any:
         wide_grads = map_gradients(widen, grads)
-        return call_update(
-            own.inner, wide_grads, opt_state, wide_params, run.loss, extra_args
+        return optimizer.inner.update(
+            wide_grads, opt_state, wide_params, value=backward_pass.loss, **extra_args
         )
 
     flat = Flat(update, (grads,), {}, "update")

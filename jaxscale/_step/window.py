@@ -1,7 +1,7 @@
 """The window of `multi_steps`: the mean gradients of the micro-batches that count.
 
 A step calls `add` with each micro-batch, and gets what a step of the optimizer is to be made from,
-and whether it is due; `close` empties a window that is full. `EachStep` is no window.
+and whether it is due; `close` empties a window that is full.
 """
 
 import dataclasses
@@ -16,12 +16,11 @@ from jax.typing import ArrayLike
 
 from .._gradients.scaled import Scaled
 from .._state.optimizer import MultiStepsState
-from .._trees.casts import cast
 from .._trees.gradient_leaves import is_overwrite, leaf_name
-from .._trees.leaves import dtype_of, is_inexact_leaf
-from .._trees.numbers import increment, increment_if
+from .._trees.leaves import cast, dtype_of, is_inexact_leaf, is_none
 from .._trees.pytrees import Grads, Leaf, OptState, PyTree
-from .._trees.selection import tree_where
+from .._trees.selection import where
+from .counters import increment_if
 
 
 class Ready(NamedTuple):
@@ -37,29 +36,6 @@ class Ready(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EachStep:
-    """No window: a step is due whenever the gradients are good. It has the methods of `Window`."""
-
-    averages = False
-
-    def open(self, params: optax.Params, opt_state: OptState) -> Any:
-        return opt_state
-
-    def add(
-        self,
-        opt_state: OptState,
-        grads: Scaled,
-        loss: ArrayLike | None,
-        good: jax.Array,
-    ) -> tuple[Any, Ready]:
-        ready = Ready(good, opt_state, grads.grads, grads.times_reciprocal, loss)
-        return opt_state, ready
-
-    def close(self, window: PyTree, opt_state: OptState, stepped: jax.Array) -> Any:
-        return opt_state
-
-
-@dataclasses.dataclass(frozen=True)
 class Window:
     """The number of micro-batches that make a step of the optimizer.
 
@@ -68,8 +44,6 @@ class Window:
     """
 
     length: int | Callable[[jax.Array], Any]
-
-    averages = True  # whether gradients are means of several micro-batches
 
     def open(self, params: optax.Params, opt_state: OptState) -> MultiStepsState:
         """Returns the first window, which is empty."""
@@ -120,7 +94,7 @@ class Window:
             return add_to_sum(acc, leaf)
 
         state = state._replace(
-            mini_step=increment(state.mini_step),
+            mini_step=optax.safe_increment(state.mini_step),
             counted=increment_if(good, state.counted),
             acc_grads=_map_sums(accumulate, state.acc_grads, new_grads),
             divisor=divisor,
@@ -157,7 +131,7 @@ class Window:
             mini_step=jnp.where(full, 0, state.mini_step),
             gradient_step=increment_if(stepped, state.gradient_step),
             counted=jnp.where(full, 0, state.counted),
-            acc_grads=tree_where(full, _empty_sums(state.acc_grads), state.acc_grads),
+            acc_grads=where(full, _empty_sums(state.acc_grads), state.acc_grads),
             acc_value=jnp.where(full, 0.0, state.acc_value),
             inner_opt_state=opt_state,
             divisor=jnp.where(full, 0, state.divisor),
@@ -198,6 +172,4 @@ def _empty_sums(tree: PyTree) -> Any:
 
 def _map_sums(fun: Callable[[Any, Any, Any], Any], sums: PyTree, grads: Grads) -> Any:
     """Maps `fun(path, sum, gradient)` over all leaves, `None` among them."""
-    return jax.tree_util.tree_map_with_path(
-        fun, sums, grads, is_leaf=lambda leaf: leaf is None
-    )
+    return jax.tree_util.tree_map_with_path(fun, sums, grads, is_leaf=is_none)

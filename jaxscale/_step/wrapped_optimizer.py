@@ -1,30 +1,29 @@
 """`WrappedOptimizer`: what `loss_scaled` returns, and what a training step asks of it."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from .._gradients.facts import flags_by_leaf
 from .._gradients.scaled import Scaled
+from .._gradients.value_and_grad import BackwardPass
+from .._policies.fixed import FixedLossScale, NoOpLossScale
 from .._state.optimizer import LossScaledState, MultiStepsState
-from .._trees.casts import cast_like, widen
-from .._trees.gradient_leaves import map_gradients
-from .._trees.leaves import is_array_like
-from .._trees.overwrites import holds_overwrites, without_overwrites
+from .._trees.gradient_leaves import (
+    holds_overwrites,
+    map_gradients,
+    only_gradients,
+    without_overwrites,
+)
+from .._trees.leaves import cast_like, is_array_like, widen
 from .._trees.pytrees import OptState, Params
 from . import checks
-from .advance import NEW_PARAMS, UPDATES, advance
-from .backward_pass import Pass
+from .advance import advance
+from .checks import TreeTypes, check_gradients, explain_difference, types_of
 from .counters import start_state
-from .matching_trees import (
-    TreeTypes,
-    are_half,
-    check_gradients,
-    check_not_narrower,
-    explain_difference,
-    types_of,
-)
 from .options import Options
 
 _MADE_BY_INIT = (
@@ -36,8 +35,25 @@ class WrappedOptimizer(Options):
     """An optimizer whose bad steps are skipped.
 
     Its methods `init` and `update` are those of the transformation that users get. The others are
-    what a training step asks of an optimizer. A `BareOptimizer` is one without judges.
+    what a training step asks of an optimizer.
     """
+
+    widens = True  # the optimizer sees float32 in the place of half precision
+
+    @property
+    def shows_norm(self) -> bool:
+        """The state shows the norm of the gradients."""
+        return self.max_norm is not None or self.spikes is not None
+
+    @functools.cached_property
+    def state_type(self) -> type:
+        """The type of the state of the policy."""
+        return type(jax.eval_shape(self.policy.init))
+
+    @property
+    def can_back_off(self) -> bool:
+        """The scale moves, so that a retry may help."""
+        return not isinstance(self.policy, NoOpLossScale | FixedLossScale)
 
     def init(self, params: optax.Params) -> LossScaledState:
         # `update` passes the parameters to the inner optimizer in float32 or wider, so its moments
@@ -52,14 +68,19 @@ class WrappedOptimizer(Options):
         # would not be, so the second step would compile anew. A cast to its own dtype makes a leaf
         # strongly typed.
         inner_state = cast_like(inner_state, inner_state)
-        window_state = self.window.open(wide_params, inner_state)
+        window_state = inner_state
+        if self.window is not None:
+            window_state = self.window.open(wide_params, inner_state)
         if not self.known_types:  # once, however often states are made
             self.weights.warn_of_losses(self.call, params, inner_state)
         self.known_types[types_of(params)] = types_of(window_state)
 
         state = start_state(self.policy.init(), window_state)
-        for judge in self.judges:
-            state = state._replace(**judge.init(wide_params))
+        if self.spikes is not None:
+            state = state._replace(spikes=self.spikes.init())
+        if self.track_leaves:
+            # One flag for the gradient of each parameter. None is set, as nothing overflowed yet.
+            state = state._replace(nonfinite_leaves=flags_by_leaf(wide_params))
         if self.shows_norm:
             state = state._replace(grad_norm=jnp.array(0, jnp.float32))
         return state._replace(weights=self.weights.init(without_overwrites(params)))
@@ -84,19 +105,25 @@ class WrappedOptimizer(Options):
         if params is not None:
             check_gradients(f"{call}(updates=...)", updates, params)
             self.check_same(f"{call}(state=...)", state, params)
-        self._check_moments(state, params)
         if value is None:
             value = extra_args.get("loss")  # some trainers pass it under this name
         # A `Scaled` without a divisor: these gradients are unscaled already.
-        run = Pass(Scaled(updates), loss=value)
-        return advance(self, run, state, params, extra_args, UPDATES)
+        backward_pass = BackwardPass(Scaled(updates), loss=value)
+        return advance(
+            self, backward_pass, state, params, extra_args, returns_params=False
+        )
 
     def apply(
-        self, run: Pass, state: LossScaledState, params: Params, extra_args: Any
+        self,
+        backward_pass: BackwardPass,
+        state: LossScaledState,
+        params: Params,
+        extra_args: Any,
     ) -> tuple[Any, LossScaledState]:
         """Applies a backward pass: returns the new parameters and the state."""
-        self._check_moments(state, params)
-        return advance(self, run, state, params, extra_args, NEW_PARAMS)
+        return advance(
+            self, backward_pass, state, params, extra_args, returns_params=True
+        )
 
     def enter(self, argument: str, state: OptState, order: str) -> LossScaledState:
         """Checks that an argument is the state of a step, and returns it as arrays.
@@ -105,10 +132,10 @@ class WrappedOptimizer(Options):
         policy by its number, and others by the nearest in range. `order` is the order of the call's
         arguments, for the error message.
         """
-        state = checks.check_state(argument, state, self.policy, order)
+        state = checks.check_state(argument, state, self.policy, self.state_type, order)
         self.weights.check(argument, state.weights)
         self._check_has_parts(argument, state)
-        return state._replace(scaling=self.policy.hold(state.scaling))
+        return state._replace(scaling=self.policy.clip_to_bounds(state.scaling))
 
     def leave(self, state: LossScaledState) -> Any:
         """Returns the state that users get back after a step."""
@@ -144,31 +171,33 @@ class WrappedOptimizer(Options):
         way_out: str = _MADE_BY_INIT,
     ) -> None:
         """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
-        if not all(map(is_array_like, jax.tree.leaves(params))):
-            # for such parameters `init` saw only a part of them, and which is not known
-            return
+        types = types_of(state.inner_state)
+        if types == self.known_types.get(types_of(params)):
+            return  # the usual case
+        are_arrays = all(map(is_array_like, jax.tree.leaves(params)))
         try:
+            if not are_arrays:
+                params = only_gradients(params)
             expected = self.expected_types(params)
         except Exception:  # an `init` that needs values cannot be asked here
             return
-        difference = explain_difference(state.inner_state, expected)
+        # If not all are arrays, `init` saw only a part of them, and which is not known.
+        difference = are_arrays and explain_difference(state.inner_state, expected)
         if difference:
             raise ValueError(
                 f"`{argument}` is the state of another optimizer or of other parameters. "
                 f"`tx.init(params)` {difference}. {way_out}"
             )
-
-    def _check_moments(self, state: LossScaledState, params: Params) -> None:
-        """Raises a `ValueError` if moments are narrower than this optimizer makes them."""
-        if params is not None and are_half(params):
-            check_not_narrower(state.inner_state, self.expected_types(params))
+        if self.widens:
+            checks.check_not_narrower(state.inner_state, expected)
 
     def _check_has_parts(self, argument: str, state: LossScaledState) -> None:
         """Raises a `ValueError` if a state lacks what the optimizer around it was built with.
 
         It comes from a run with other options. What it lacks would be off, and nobody would notice.
         """
-        if self.window.averages and not isinstance(state.inner_state, MultiStepsState):
+        has_window = isinstance(state.inner_state, MultiStepsState)
+        if self.window is not None and not has_window:
             raise TypeError(
                 "`multi_steps(...).update(state=...)` must be a state that its `init` or the last "
                 f"step returned, got one with a {type(state.inner_state).__name__} for its window. "

@@ -27,10 +27,9 @@ import optax
 from .._jax import spread, users_stacklevel, without_unused
 from .._state.find import is_loss_scaled
 from .._state.storage import CompactState
-from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
 from .._trees.grammar import list_some
-from .._trees.leaves import is_array_like
+from .._trees.leaves import cast, is_array_like, widen
 from .._trees.pytrees import Leaf
 from . import rounding
 from .noise import draw_words, make_key, make_noise, split_key

@@ -11,8 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import ArrayLike
-from .._trees.casts import cast, common_sharding, placed, widen
-from .._trees.leaves import dtype_of, is_array_like, is_inexact_leaf
+from .._trees.leaves import (
+    cast,
+    dtype_of,
+    in_common_type,
+    is_array_like,
+    is_inexact_leaf,
+    widen,
+)
 from . import rounding
 from .noise import make_noise
 from .rounding import Halves
@@ -29,14 +35,6 @@ class Stored(NamedTuple):
 
     param: Any
     beside: Any  # what stands beside it, `None` if nothing does
-
-
-def _placed_as(beside: jax.Array, param: ArrayLike) -> jax.Array:
-    """Returns a parameter that lies on a mesh as what stands beside it.
-
-    With a divided state and whole parameters, each device then widens only its own part.
-    """
-    return placed(param, common_sharding(beside, param))
 
 
 class Plain:
@@ -68,7 +66,8 @@ class Remainder:
         return getattr(beside, "dtype", None) == _INT16
 
     def widen(self, param: ArrayLike, beside: jax.Array) -> jax.Array:
-        return rounding.join(_placed_as(beside, param), beside)
+        # With a divided state and whole parameters, each device widens only its own part.
+        return rounding.join(in_common_type(param, beside, param), beside)
 
     def store(self, wide: jax.Array, param: Param, words: object) -> Stored:
         halves: Halves = rounding.split(wide)
@@ -85,7 +84,7 @@ class Copy:
         return getattr(beside, "dtype", None) == jnp.float32
 
     def widen(self, param: ArrayLike, beside: jax.Array) -> jax.Array:
-        return rounding.follow(beside, _placed_as(beside, param))
+        return rounding.follow(beside, in_common_type(param, beside, param))
 
     def store(self, wide: jax.Array, param: Param, words: object) -> Stored:
         return Stored(rounding.nearest(wide, dtype_of(param)), wide)

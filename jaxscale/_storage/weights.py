@@ -16,10 +16,10 @@ import optax
 
 from .._jax import ArrayLike
 from .._state.storage import WeightsState
-from .._trees.casts import cast, widen
 from .._trees.gradient_leaves import map_gradients
-from .._trees.params import apply_updates, cast_updates
-from .._trees.pytrees import Params
+from .._trees.leaves import cast, dtype_of, is_inexact_leaf, widen
+from .._trees.params import apply_updates
+from .._trees.pytrees import Leaf, Params
 from .._trees.store_once import store_once
 from .lost_updates import warn_of_losses
 from .noise import draw_words, make_key, split_key
@@ -81,7 +81,7 @@ class Rounded:
         """Adds updates to parameters: returns the new ones, or only the updates."""
         if returns_params:
             return Applied(apply_updates(params, updates), None)
-        return Applied(cast_updates(params, updates), None)
+        return Applied(_cast_updates(params, updates), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class _Kept(abc.ABC):
         if returns_params:
             return Applied(tree.unflatten(new_params), new_state)
 
-        outcome = tree.structure.flatten_up_to(cast_updates(params, updates))
+        outcome = tree.structure.flatten_up_to(_cast_updates(params, updates))
         for index, leaf in enumerate(tree.leaves):
             if leaf.format is not PLAIN:
                 outcome[index] = _difference(new_params[index], leaf.param)
@@ -272,3 +272,22 @@ def _difference(new: ArrayLike, old: ArrayLike) -> jax.Array:
     wide_old = cast(old, jnp.float32)
     difference = wide_new - wide_old
     return jnp.where(wide_new == wide_old, jnp.float32(-0.0), difference)
+
+
+def _cast_updates(params: Params, updates: optax.Updates) -> optax.Updates:
+    """Casts updates to dtypes that `optax.apply_updates` can add to the parameters.
+
+    JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
+    """
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return updates
+
+    def make_addable(update: Leaf, param: Leaf) -> Any:
+        if update is None or not is_inexact_leaf(param):
+            return update
+        dtype = dtype_of(param)
+        if jnp.finfo(dtype).bits > 8:
+            return update
+        return cast(update, dtype)
+
+    return jax.tree.map(make_addable, updates, params)

@@ -10,7 +10,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from .numbers import LARGEST, SMALLEST_NORMAL
@@ -100,18 +99,6 @@ def one_of(call: str, name: str, value: object, choices: tuple[Any, ...]) -> Any
     raise ValueError(
         f"`{call}({name}=...)` must be one of {', '.join(map(repr, choices))}, got {value!r}."
     )
-
-
-def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
-    """Returns `value` as a `bool[]` array, or raises a `TypeError`."""
-    dtype = getattr(value, "dtype", type(value))
-    is_bool = dtype in (bool, jnp.bool_)
-    if isinstance(value, type) or not is_bool or jnp.shape(value):
-        raise TypeError(
-            f"`{call}({name}=...)` must be a scalar bool, got {describe_value(value)}. "
-            "To reduce a tree of gradients to one, use `jaxscale.all_finite(grads)`."
-        )
-    return jnp.asarray(value, jnp.bool_)
 
 
 def describe_value(value: Any) -> str:

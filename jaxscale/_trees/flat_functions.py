@@ -55,7 +55,7 @@ class Flat:
         return returned
 
     def restored(self, outputs: Iterable[Any]) -> Any:
-        """Returns what the original function returns, given the arrays in it."""
+        """Makes the result of the original function, given the arrays in it."""
         return jax.tree.unflatten(self.output_structure, self.with_others(outputs))
 
     def with_others(self, outputs: Iterable[Any]) -> Iterator[Any]:
@@ -71,7 +71,7 @@ class Flat:
                 yield output
 
 
-class Traced:
+class Traced(Flat):
     """A function of trees as a program: traced once, however often it is called.
 
     It is called with the arrays of other trees like those that it is made with.
@@ -82,10 +82,10 @@ class Traced:
     """
 
     def __init__(self, fun: Callable[..., Any], *args: Any) -> None:
-        self._flat = Flat(fun, args, {}, getattr(fun, "__name__", "traced"))
-        self._compiled = jax.jit(self._flat)
-        self.jaxpr = jax.make_jaxpr(self._compiled)(*self._flat.arrays)
-        self.output_leaves = list(self._flat.with_others(self.jaxpr.out_avals))
+        super().__init__(fun, args, {}, getattr(fun, "__name__", "traced"))
+        self._compiled = jax.jit(super().__call__)
+        self.jaxpr = jax.make_jaxpr(self._compiled)(*self.arrays)
+        self.output_leaves = list(self.with_others(self.jaxpr.out_avals))
 
     def __call__(self, *args: Any) -> Any:
         return self.restored(self.call_flat(*args))
@@ -94,14 +94,6 @@ class Traced:
         """Returns the arrays among what the function returns."""
         arrays = [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, TRACED)]
         return self._compiled(*arrays)
-
-    def restored(self, arrays: Iterable[Any]) -> Any:
-        """Returns what the function returns, given the arrays in it."""
-        return self._flat.restored(arrays)
-
-    def rebuilt(self, leaves: list[Any]) -> Any:
-        """Returns the tree that the function returns, given other leaves of it."""
-        return jax.tree.unflatten(self._flat.output_structure, leaves)
 
 
 # Stands for an array among the outputs of a function. No function returns it.

@@ -1,16 +1,19 @@
-"""Leaves of a tree: an array, a number or neither, and the dtype that holds it."""
+"""Leaves of a tree: an array, a number or neither; casts of them, and zeros of a type."""
 
 import enum
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
-from .._jax import is_inexact
+from .._jax import ShapedArray, is_inexact, vary, varying
 from .pytrees import Leaf
+
+_Tree = TypeVar("_Tree")
 
 
 class NumberKind(enum.IntEnum):
@@ -40,7 +43,7 @@ def kind_of(dtype: DTypeLike) -> NumberKind:
 
 
 def is_array_like(leaf: object) -> bool:
-    """Returns whether a leaf is an array to JAX, or a number.
+    """True for an array of JAX or NumPy, and for a number.
 
     The type decides, as modules and abstract values also have a `dtype`. A NumPy array of numbers
     counts even if JAX does not support its dtype, so that JAX itself refuses it.
@@ -56,7 +59,7 @@ def is_array_like(leaf: object) -> bool:
 
 
 def is_python_number(leaf: object) -> bool:
-    """Returns whether a leaf is a number without a dtype."""
+    """True for a number without a dtype."""
     if not isinstance(leaf, (bool, int, float, complex)):
         return False
     # A member of an enumeration is a choice, even where it is an int to Python. NumPy's float64
@@ -64,13 +67,20 @@ def is_python_number(leaf: object) -> bool:
     return not isinstance(leaf, (enum.Enum, np.generic))
 
 
+def is_none(leaf: object) -> bool:
+    """True for `None`, which JAX takes for a node without leaves unless it is asked."""
+    return leaf is None
+
+
 def is_weak(leaf: object) -> bool:
-    """Returns whether a leaf is a weakly typed array."""
+    """True for a weakly typed array."""
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type
 
 
 def is_inexact_leaf(leaf: object) -> bool:
-    """Returns whether a leaf is a floating-point or complex array or number."""
+    """True for a floating-point or complex array or number."""
+    if isinstance(leaf, jax.Array):
+        return is_inexact(leaf.dtype)
     return is_array_like(leaf) and is_inexact(dtype_of(leaf))
 
 
@@ -82,7 +92,7 @@ def dtype_of(leaf: object) -> Any:
 
 
 def is_equal(a: Leaf, b: Leaf) -> bool:
-    """Returns whether two leaves that are not arrays are the same, or of one type and equal."""
+    """True if two leaves that are not arrays are the same, or of one type and equal."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -113,3 +123,97 @@ def check_in_reach(argument: str, leaf: object) -> None:
         "all parts first, in all processes: "
         "`jax.experimental.multihost_utils.process_allgather(tree, tiled=True)`."
     )
+
+
+# Casts, placement and zeros.
+
+
+def widen(leaf: Leaf) -> jax.Array:
+    """Casts an inexact leaf to float32, unless its own dtype is as wide or wider."""
+    return cast(leaf, widened(leaf))
+
+
+def widened(leaf: object) -> Any:
+    """Returns the dtype that `widen` gives an inexact leaf."""
+    dtype = jnp.result_type(leaf)
+    if jnp.finfo(dtype).bits >= 32:
+        return dtype
+    return jnp.dtype(jnp.float32)
+
+
+def cast(leaf: Leaf, dtype: DTypeLike) -> Any:
+    """Casts a leaf to a strongly typed array of a dtype.
+
+    Typed keys and `float0`, whose dtypes do not hold numbers, stay as they are.
+    """
+    # Most leaves have it already, and a conversion takes longer to trace than a product.
+    if isinstance(leaf, jax.Array) and leaf.dtype == dtype and not is_weak(leaf):
+        return leaf
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return leaf
+    return jax.lax.convert_element_type(leaf, dtype)
+
+
+def cast_like(tree: _Tree, like: Leaf) -> _Tree:
+    """Casts the leaves of a tree to the dtypes of another tree of the same structure."""
+
+    def cast_leaf(leaf: object, other: Leaf) -> Any:
+        if not is_array_like(other):
+            return leaf
+        return cast(leaf, dtype_of(other))
+
+    return jax.tree.map(cast_leaf, tree, like)
+
+
+def blank(aval: Any) -> jax.Array:
+    """Returns zeros of a type, with its sharding and the mesh axes along which it varies."""
+    return filled(aval, 0)
+
+
+def filled(aval: ShapedArray, number: Any) -> jax.Array:
+    """Returns an array of a type, as `blank` does, with one number in all places."""
+    sharding = _explicit_sharding(aval)
+    array = jax.lax.full(aval.shape, number, aval.dtype, sharding=sharding)
+    return array if aval.sharding.mesh.empty else vary(array, varying(aval))
+
+
+def uninitialized(aval: ShapedArray) -> jax.Array:
+    """Returns an array of a type that nobody reads before it is written."""
+    sharding = _explicit_sharding(aval)
+    array = jax.lax.empty(aval.shape, aval.dtype, out_sharding=sharding)
+    return vary(array, varying(aval))
+
+
+def aval_of(leaf: object) -> Any:
+    """Returns the type of an array or number. A type is returned as it is."""
+    return jax.typeof(leaf) if is_array_like(leaf) else leaf
+
+
+def is_on_mesh(leaf: object) -> bool:
+    """True if the type of an array names a mesh, explicit or that of `shard_map`."""
+    return not jax.typeof(leaf).sharding.mesh.empty
+
+
+def in_common_type(leaf: Any, old: Leaf, new: Leaf) -> jax.Array:
+    """Returns one of two arrays, as both can be returned in one place.
+
+    On a mesh with explicit axes it lies as the old one, if its type says how, and it varies along
+    the axes along which either does.
+    """
+    types = [aval_of(old), aval_of(new)]
+    for aval in types:
+        sharding = _explicit_sharding(aval)
+        if sharding is not None:
+            if jax.typeof(leaf).sharding != sharding:
+                leaf = jax.sharding.reshard(leaf, sharding)
+            break
+    return vary(leaf, varying(types[0]) | varying(types[1]))
+
+
+def _explicit_sharding(aval: ShapedArray) -> Any:
+    """Returns the sharding of a type, or `None` if the type does not say it."""
+    # `full` takes no sharding for keys.
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
+        return aval.sharding
+    return None

@@ -1,8 +1,7 @@
-"""Counters that stop at their limit, and the bits of floats."""
+"""The bits of floats."""
 
 import jax
 import jax.numpy as jnp
-import optax
 
 # The normal numbers of float32.
 SMALLEST_NORMAL = float(jnp.finfo(jnp.float32).smallest_normal)
@@ -26,13 +25,3 @@ def float_of_bits(bits: jax.Array) -> jax.Array:
     """Returns the floats that have some bits, of the width of those."""
     floating = jnp.dtype(f"float{jnp.iinfo(bits.dtype).bits}")
     return jax.lax.bitcast_convert_type(bits, floating)
-
-
-def increment(counter: jax.Array) -> jax.Array:
-    """Returns a counter plus 1, or its dtype's largest number if it is there already."""
-    return jnp.asarray(optax.safe_increment(counter))
-
-
-def increment_if(event: jax.Array, counter: jax.Array) -> jax.Array:
-    """Returns a counter plus 1 where something happened, and the counter where it did not."""
-    return jnp.where(event, increment(counter), counter)

@@ -3,11 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from .casts import cast, widen
-from .leaves import dtype_of, is_array_like, is_inexact_leaf
+from .leaves import cast, dtype_of, is_array_like, is_inexact_leaf, is_none, widen
 from .pytrees import Leaf, Params
 
 
@@ -17,7 +15,7 @@ def trained_params(params: optax.Params, grads: optax.Updates) -> optax.Params:
     Those may be functions or text, which cannot be selected or compiled. Gradients of another
     structure, as `optax.lookahead` takes them, need parameters that are all arrays.
     """
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_none)
     try:
         by_leaf = structure.flatten_up_to(grads)
     except ValueError:
@@ -38,17 +36,13 @@ def trained_params(params: optax.Params, grads: optax.Updates) -> optax.Params:
 
 def combine(trained: optax.Params, params: optax.Params) -> optax.Params:
     """Merges what `trained_params` returned with the parameters that it left out."""
-    if not any(map(_is_none, jax.tree.leaves(trained, is_leaf=_is_none))):
+    if not any(map(is_none, jax.tree.leaves(trained, is_leaf=is_none))):
         return trained
 
     def fill(leaf: object, other: Leaf) -> Any:
         return other if leaf is None else leaf
 
-    return jax.tree.map(fill, trained, params, is_leaf=_is_none)
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None
+    return jax.tree.map(fill, trained, params, is_leaf=is_none)
 
 
 def apply_updates(params: Params, updates: optax.Updates) -> Any:
@@ -66,23 +60,4 @@ def apply_updates(params: Params, updates: optax.Updates) -> Any:
         wide_param = widen(param) if is_inexact_leaf(param) else param
         return cast(wide_param + update, dtype_of(param))
 
-    return jax.tree.map(add, params, updates, is_leaf=_is_none)
-
-
-def cast_updates(params: Params, updates: optax.Updates) -> optax.Updates:
-    """Casts updates to dtypes that `optax.apply_updates` can add to the parameters.
-
-    JAX does not promote floating-point numbers of 8 bits or less: these need their own dtype.
-    """
-    if jax.tree.structure(updates) != jax.tree.structure(params):
-        return updates
-
-    def make_addable(update: Leaf, param: Leaf) -> Any:
-        if update is None or not is_inexact_leaf(param):
-            return update
-        dtype = dtype_of(param)
-        if jnp.finfo(dtype).bits > 8:
-            return update
-        return cast(update, dtype)
-
-    return jax.tree.map(make_addable, updates, params)
+    return jax.tree.map(add, params, updates, is_leaf=is_none)

@@ -1,5 +1,6 @@
 """One of two trees, selected leaf by leaf, and the errors where they do not match."""
 
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -7,9 +8,17 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike, DTypeLike
 
-from .arguments import scalar_bool
-from .casts import cast, common_sharding, placed
-from .leaves import dtype_of, is_array_like, is_equal, is_python_number, is_weak
+from .arguments import describe_value
+from .leaves import (
+    cast,
+    dtype_of,
+    in_common_type,
+    is_array_like,
+    is_equal,
+    is_on_mesh,
+    is_python_number,
+    is_weak,
+)
 from .pytrees import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")
@@ -76,10 +85,26 @@ def select(call: str, pred: ArrayLike, on_true: PyTree, on_false: PyTree) -> Any
     return jax.tree_util.tree_map_with_path(select_leaf, on_true, on_false)
 
 
+def where(pred: jax.Array, new: _Tree, old: _Tree) -> _Tree:
+    """Selects as `tree_where` does, which looks closely only at trees that do not match."""
+    leaves, structure = jax.tree.flatten(old)
+    new_leaves, new_structure = jax.tree.flatten(new)
+    if new_structure != structure or not all(
+        map(_are_arrays_of_one_type, new_leaves, leaves)
+    ):
+        return tree_where(pred, new, old)
+    chosen = [
+        _select_array(pred, *both) for both in zip(new_leaves, leaves, strict=True)
+    ]
+    return structure.unflatten(chosen)
+
+
 def _select_array(pred: ArrayLike, new: Leaf, old: Leaf) -> jax.Array:
     """Selects one of two arrays of one shape and dtype, which may lie on a mesh in two ways."""
-    sharding = common_sharding(old, new)
-    return jax.lax.select(pred, placed(new, sharding), placed(old, sharding))
+    if is_on_mesh(old) or is_on_mesh(new):
+        common = functools.partial(in_common_type, old=old, new=new)
+        return jax.lax.select(pred, common(new), common(old))
+    return jax.lax.select(pred, new, old)
 
 
 def _are_arrays_of_one_type(a: Leaf, b: Leaf) -> bool:
@@ -141,11 +166,8 @@ def _as_array(leaf: object, dtype: DTypeLike) -> Any:
 
 
 def _unequal(call: str, path: KeyPath, what: str, a: Leaf, b: Leaf) -> str:
-    return f"`{call}` needs leaves of equal {what}: those at {_place(path)} have {a} and {b}."
-
-
-def _place(path: KeyPath) -> str:
-    return jax.tree_util.keystr(path) or "the root"
+    place = jax.tree_util.keystr(path) or "the root"
+    return f"`{call}` needs leaves of equal {what}: those at {place} have {a} and {b}."
 
 
 def _check_same_structure(call: str, first: PyTree, second: PyTree) -> None:
@@ -157,3 +179,15 @@ def _check_same_structure(call: str, first: PyTree, second: PyTree) -> None:
             f"`{call}` needs two trees of one structure. They are {first_structure} and "
             f"{second_structure}."
         )
+
+
+def scalar_bool(call: str, name: str, value: Any) -> jax.Array:
+    """Returns `value` as a `bool[]` array, or raises a `TypeError`."""
+    dtype = getattr(value, "dtype", type(value))
+    is_bool = dtype in (bool, jnp.bool_)
+    if isinstance(value, type) or not is_bool or jnp.shape(value):
+        raise TypeError(
+            f"`{call}({name}=...)` must be a scalar bool, got {describe_value(value)}. "
+            "To reduce a tree of gradients to one, use `jaxscale.all_finite(grads)`."
+        )
+    return jnp.asarray(value, jnp.bool_)

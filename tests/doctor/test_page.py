@@ -151,7 +151,7 @@ def test_whatever_it_is_given_is_escaped(exam, no_pictures):
     assert EVIL in shown.texts["code"]
 
 
-def test_what_is_computed_and_what_is_stored_is_told_apart(exam, no_pictures):
+def test_what_is_computed_and_what_is_stored_is_visible_in_types(exam, no_pictures):
     """Each table names its own scale."""
     grads = {"small": jnp.array([2.0**-30, 1.0]), "fine": jnp.ones(2)}
     calibration = diagnostics.Calibration(2.0**8, *[None] * 5)

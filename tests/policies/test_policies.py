@@ -433,3 +433,37 @@ def test_a_fixed_policy_with_an_adjust_of_its_own_moves():
     assert state.scaling.loss_scale == 64
     _, state, _ = step(params, state)
     assert state.scaling.loss_scale == 32
+
+
+# What the `adjust` of a policy makes of a state, and the error of the step.
+MISTAKES = {
+    "another dtype": (
+        lambda state: state._replace(loss_scale=state.loss_scale.astype(jnp.float16)),
+        TypeError,
+        "equal dtypes: those at .loss_scale have float16 and float32. Cast",
+    ),
+    "another shape": (
+        lambda state: state._replace(loss_scale=state.loss_scale * jnp.ones(2)),
+        ValueError,
+        r"equal shapes: those at .loss_scale have \(2,\) and \(\)",
+    ),
+    "another structure": (
+        lambda state: (state.loss_scale,),
+        ValueError,
+        "two trees of one structure",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_step_says_what_a_policy_of_ones_own_changed(name):
+    change, error, words = MISTAKES[name]
+
+    class Changing(jaxscale.DynamicLossScale):
+        def adjust(self, state, grads_finite, largest=None):
+            return change(state)
+
+    tx = jaxscale.loss_scaled(optax.sgd(0.1), Changing())
+    params = jnp.ones(2)
+    with pytest.raises(error, match=words):
+        tx.update(params, tx.init(params), params)

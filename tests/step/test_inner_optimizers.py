@@ -215,6 +215,26 @@ def test_a_mean_of_the_largest_numbers_is_finite(length, dtype):
     np.testing.assert_allclose(mean / largest, number / largest, rtol=1e-5)
 
 
+@cases("retries", [0, 2])
+def test_a_state_may_hold_what_is_not_an_array_where_nothing_is_compiled(retries):
+    """An optimizer may keep its name, or the function that it was made with."""
+
+    def init(params):
+        return {"name": "mine", "schedule": abs, "count": jnp.array(0)}
+
+    def update(updates, state, params=None):
+        return updates, state | {"count": state["count"] + 1}
+
+    tx = jaxscale.loss_scaled(optax.GradientTransformation(init, update))
+    step = jaxscale.train_step(lambda w, x: jnp.sum(w * x), tx, retries=retries)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    for x, count in ((1.0, 1), (jnp.nan, 1), (2.0, 2)):
+        params, state, _ = step(params, state, x)
+        assert state.inner_state == {"name": "mine", "schedule": abs, "count": count}
+    np.testing.assert_array_equal(params, [4.0, 4.0])
+
+
 def test_optax_can_tell_parameters_from_flags():
     tx = jaxscale.loss_scaled(optax.adam(0.1), track_leaves=True)
     state = tx.init(TWO)

@@ -65,10 +65,9 @@ def whole_steps(params: Params, x: jax.Array) -> tuple[jax.Array, int, int]:
     params, opt_state, (loss, output) = with_output(params, opt_state, x)
     with_state = jaxscale.train_step(loss_with_state, tx, has_state=True)
     params, opt_state, count, loss = with_state(params, opt_state, 3, x)
-    grads, keep = jaxscale.grad(loss_fn, opt_state)(params, x), (count, 2)
-    params, opt_state, count = jaxscale.apply_gradients(
-        tx, grads, opt_state, params, keep=keep
-    )
+    grads = jaxscale.grad(loss_fn, opt_state)(params, x)
+    params, opt_state = jaxscale.apply_gradients(tx, grads, opt_state, params)
+    count = jaxscale.tree_where(opt_state.step_applied, count, 2)
     return loss + params.w.sum(), output["size"], count
 
 

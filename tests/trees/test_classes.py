@@ -192,7 +192,7 @@ def test_they_are_trained_watched_and_saved(name):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("wrap", [lambda update: update, jax.jit])
-def test_they_are_updated_and_kept(wrap):
+def test_they_are_updated(wrap):
     tx = adam(track_leaves=True)
     grads = jax.grad(loss)(PARAMS, BATCH)
 
@@ -200,12 +200,10 @@ def test_they_are_updated_and_kept(wrap):
     def update(opt_state):
         updates, opt_state = tx.update(grads, opt_state, PARAMS)
         params = optax.apply_updates(PARAMS, updates)
-        kept = (BATCH, BATCH)
-        return jaxscale.apply_gradients(tx, grads, opt_state, params, keep=kept)
+        return jaxscale.apply_gradients(tx, grads, opt_state, params)
 
-    params, _, kept = update(tx.init(PARAMS))
+    params, _ = update(tx.init(PARAMS))
     assert isinstance(params, Checked)
-    assert isinstance(kept, Batch)
 
 
 # What is said of them.

@@ -21,8 +21,8 @@ from training import x64
 import jaxscale
 from jaxscale._gradients import verdict as _verdict
 from jaxscale._gradients.scaled import Scaled
-from jaxscale._trees.casts import cast_like
 from jaxscale._trees.gradient_leaves import map_gradients, only_gradients
+from jaxscale._trees.leaves import cast_like
 from jaxscale._trees.params import apply_updates
 
 

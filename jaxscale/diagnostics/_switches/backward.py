@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._gradients.scaled import divide
-from ..._gradients.value_and_grad import seed_cotangent, unpack_output
+from ..._gradients.value_and_grad import scale_transform
 from ..._jax.jaxprs import without_refs
 from ..._state.scale import LossScaleState
-from ..._trees.casts import widen
 from ..._trees.gradient_leaves import leaf_name
-from ..._trees.leaves import is_inexact_leaf
+from ..._trees.leaves import is_inexact_leaf, widen
 from ..._trees.pytrees import Leaf, PyTree
 from .._formats import describe, is_array
 from .places import Constants
@@ -78,17 +77,18 @@ class Backward:
             # Not the state itself: with that of a `NoOpLossScale` no cotangent is scaled, and
             # there would be none to follow.
             state = LossScaleState(loss_scale, jnp.zeros(()), jnp.zeros(()))
-            seeded, reduce_seed = seed_cotangent("trace", fun, state, has_aux)
-            differentiated = transform(seeded, has_aux=True, **kwargs)
+            run_backward = scale_transform(
+                "trace", fun, state, has_aux, transform, kwargs
+            )
             # Copied inside the traced function: modules of Flax NNX may only change there.
             copies, copied_kwargs = jax.tree.map(lambda leaf: leaf, (args, fun_kwargs))
-            output = unpack_output("trace", differentiated(*copies, **copied_kwargs))
+            run = run_backward(*copies, **copied_kwargs)
             # In float32: the bounds of the divisor would be 0 and inf in float16, and the trace
             # would report them.
-            grads = divide(output.grads, widen(reduce_seed(output.seed)))
+            grads = divide(run.grads.grads, widen(run.grads.divisor))
             return {
-                "loss": output.loss,
-                **_name_inexact("aux", output.aux),
+                "loss": run.loss,
+                **_name_inexact("aux", run.aux),
                 **_name_inexact(OF_GRADIENT, grads, leaf_name),
             }
 
