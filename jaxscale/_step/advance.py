@@ -43,11 +43,16 @@ from .._trees.gradient_leaves import (
     overwriting_updates,
     without_overwrites,
 )
-from .._trees.leaves import cast_like, in_common_type, is_inexact_leaf, widen
+from .._trees.leaves import (
+    cast_like,
+    in_common_type,
+    is_inexact_leaf,
+    store_once,
+    widen,
+)
 from .._trees.params import apply_updates
 from .._trees.pytrees import OptState, PyTree
 from .._trees.selection import where
-from .._trees.store_once import store_once
 from . import checks
 from .counters import count_step
 from .options import Options

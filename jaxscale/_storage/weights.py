@@ -17,10 +17,9 @@ import optax
 from .._jax import ArrayLike
 from .._state.storage import WeightsState
 from .._trees.gradient_leaves import map_gradients
-from .._trees.leaves import cast, dtype_of, is_inexact_leaf, widen
+from .._trees.leaves import cast, dtype_of, is_inexact_leaf, store_once, widen
 from .._trees.params import apply_updates
 from .._trees.pytrees import Leaf, Params
-from .._trees.store_once import store_once
 from .lost_updates import warn_of_losses
 from .noise import draw_words, make_key, split_key
 from .param_leaves import (

@@ -1,4 +1,4 @@
-"""Leaves of a tree: an array, a number or neither; casts of them, and zeros of a type."""
+"""Leaves of a tree: an array, a number or neither; casts, zeros of a type, and their storage."""
 
 import enum
 from typing import Any, TypeVar
@@ -10,8 +10,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
-from .._jax import ShapedArray, is_inexact, vary, varying
-from .pytrees import Leaf
+from .._jax import VIEWS_ARE_FREE, ShapedArray, is_inexact, vary, varying
+from .pytrees import Leaf, PyTree
 
 _Tree = TypeVar("_Tree")
 
@@ -172,9 +172,11 @@ def blank(aval: Any) -> jax.Array:
 
 def filled(aval: ShapedArray, number: Any) -> jax.Array:
     """Returns an array of a type, as `blank` does, with one number in all places."""
+    if aval.sharding.mesh.empty:
+        return jax.lax.full(aval.shape, number, aval.dtype)
     sharding = _explicit_sharding(aval)
     array = jax.lax.full(aval.shape, number, aval.dtype, sharding=sharding)
-    return array if aval.sharding.mesh.empty else vary(array, varying(aval))
+    return vary(array, varying(aval))
 
 
 def uninitialized(aval: ShapedArray) -> jax.Array:
@@ -217,3 +219,48 @@ def _explicit_sharding(aval: ShapedArray) -> Any:
     if not is_key and AxisType.Explicit in aval.sharding.mesh.axis_types:
         return aval.sharding
     return None
+
+
+def store_once(tree: PyTree) -> Any:
+    """Makes a CPU compute the arrays of a tree once, and store them.
+
+    XLA takes casts and additions for cheap, and would fuse those at the end of a half-precision
+    backward pass, or of a step, into each reader. On a CPU they cost more than to read float32.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    # JAX gives all arrays that share a barrier the mesh axes of all of them. So one barrier serves
+    # those that vary along the same axes, which usually are all.
+    groups: dict[frozenset[Any], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tracer):
+            axes = varying(jax.typeof(leaf)) if is_on_mesh(leaf) else frozenset()
+            groups.setdefault(axes, []).append(index)
+    for indices in groups.values():
+        stored = jax.lax.platform_dependent(
+            [leaves[index] for index in indices],
+            cpu=_store_by_rows,
+            default=lambda arrays: arrays,
+        )
+        for index, array in zip(indices, stored, strict=True):
+            leaves[index] = array
+    return structure.unflatten(leaves)
+
+
+def _store_by_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns arrays that XLA stores, each in the order of its elements.
+
+    JAX transposes the product that is the gradient of a matrix. XLA puts that into the product, but
+    not if a cast stands between: it would store the matrix by columns, and the step reads by rows.
+    A flat view can only be had of rows. Arrays that may be divided among devices have none.
+    """
+    has_views = VIEWS_ARE_FREE and jax.device_count() == 1
+    views = []
+    for array in arrays:
+        if has_views and not is_on_mesh(array):
+            array = jax.lax.reshape(array, (array.size,))
+        views.append(array)
+    views = jax.lax.optimization_barrier(views)
+    stored = []
+    for array, view in zip(arrays, views, strict=True):
+        stored.append(jax.lax.reshape(view, array.shape))
+    return stored

@@ -26,7 +26,7 @@ from tables import (
 
 import jaxscale
 from jaxscale._jax import varying
-from jaxscale._trees.store_once import store_once
+from jaxscale._trees.leaves import store_once
 
 pytestmark = pytest.mark.standard_promotion
 
