@@ -34,7 +34,6 @@ from .._jax.jaxprs import (
     variables,
 )
 from . import table
-from .narrow_values import is_float32
 
 # What these return does not follow from the numbers that they read.
 _UNRELATED = Op.READS_BITS | Op.RUNS_ELSEWHERE | Op.KERNEL | Op.ALGORITHM | Op.ON_REFS
@@ -86,7 +85,7 @@ def find_exact(
     products = set()
     inside = {}
     for eqn in program.eqns:
-        if eqn.primitive.name in table.PRODUCTS and is_float32(eqn.outvars[0]):
+        if eqn.primitive.name in table.PRODUCTS:
             (var,) = eqn.outvars
             if var in counts or uses.get(var) is Use.INTEGERS:
                 products.add(id(eqn))

@@ -60,6 +60,9 @@ PASSING_ON_BY_NAME = {
 # JAX's attention asks for its logits in float32, as a mask or a large key needs.
 ATTENTION_FILE, ATTENTION = "nn/functions.py", "_dot_product_attention_core"
 
+# These repeat an operand of fewer elements than they return.
+ELEMENTWISE = primitives_that(Op.ELEMENTWISE)
+
 # What may be computed again in the backward pass: elements one by one, one number of many, and
 # moves that XLA makes a part of what reads them.
 CHEAP = primitives_that(Op.CHEAP)

@@ -37,7 +37,7 @@ from .cast_products import (
     casts_anything,
     has_products,
     is_cast,
-    is_float32_product,
+    is_castable,
     is_never_entered,
     why_not_cast,
 )
@@ -301,7 +301,7 @@ def _find_uncast(
     """
     for eqn in jaxprs.closed(program).jaxpr.eqns:
         own_line = jaxprs.users_line(eqn) or line
-        if is_float32_product(eqn):
+        if eqn.primitive.name in table.PRODUCTS and is_castable(eqn):
             reason = why_not_cast(eqn, site) or around
             if reason and reason != NOT_OF_MATRICES:
                 yield _Uncast(_SAID.get(reason, reason), own_line)
