@@ -14,6 +14,8 @@ from .._jax.jaxprs import Form, Op, primitives_of, primitives_that
 FULL_PRECISION = "jaxscale_full_precision"
 # That of what gets its float32 arguments in half precision.
 HALF_PRECISION = "jaxscale_half_precision"
+# That of an `autocast` inside of another one.
+INNER_AUTOCAST = "jaxscale_inner_autocast"
 
 # Half precision: matrix products and convolutions.
 PRODUCTS = primitives_that(Op.PRODUCT)
