@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import jax
 import numpy as np
 
 from .._jax.jaxprs import (

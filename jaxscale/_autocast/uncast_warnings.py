@@ -238,18 +238,20 @@ def warn_of_halves_left(program: ClosedJaxpr, dtype: str) -> None:
 def describe_halves_left(program: ClosedJaxpr, dtype: str) -> tuple[str, ...]:
     """Says which products are written in another half precision, and what to do about it.
 
-    Without any, it says nothing.
+    It says nothing without any, nor if the program is given nothing in that precision: then all of
+    it was cast by hand.
     """
-    others: set[str] = set()
+    (other,) = HALVES - {dtype}
+    given = _name_inexact([*program.jaxpr.constvars, *program.jaxpr.invars])
+    if other not in given:
+        return ()
     lines = []
     for product in _find_products(program, outermost(program), "", ""):
-        formats = jaxprs.formats_of_product(product.eqn)
-        if product.reason == OF_OTHER_ARRAYS and formats <= HALVES - {dtype}:
-            others |= formats
+        is_in_other = jaxprs.formats_of_product(product.eqn) == {other}
+        if is_in_other and product.reason == OF_OTHER_ARRAYS:
             lines.append(product.line)
     if not lines:
         return ()
-    (other,) = others
     what = f"a product of {other} arrays"
     if len(lines) > 1:
         what = f"{len(lines)} products of {other} arrays"
