@@ -286,6 +286,7 @@ TOKENS = (
     jnp.arange(16384) % 7 * (jnp.arange(16384) % 3)
 )  # rows of 64, some of them often
 ROWS = jnp.arange(32.0).reshape(4, 8) % 5
+NOTHING = jnp.zeros((3000, 8))
 
 
 def embedded(table):
@@ -365,9 +366,64 @@ def on_two_devices(table):
     return jnp.sum(mapped(table, TOKENS))
 
 
+def bias_of_rows(table):
+    return jnp.sum((NOTHING.astype(table.dtype) + table[0]).astype(jnp.float32))
+
+
+def gain_of_columns(table):
+    columns = jnp.ones((64, 3000), table.dtype)
+    return jnp.sum((columns * table[:, :1]).astype(jnp.float32))
+
+
+def gain_of_all(table):
+    return jnp.sum((jnp.ones((60, 50), table.dtype) * table[0, 0]).astype(jnp.float32))
+
+
+def bound_of_rows(table):
+    rows = NOTHING.astype(table.dtype)
+    return jnp.sum(jnp.clip(rows, table[0] / 2, table[1]).astype(jnp.float32))
+
+
+def chosen_for_rows(table):
+    is_chosen = jnp.arange(3000)[:, None] % 8 > 0
+    return jnp.sum(jnp.where(is_chosen, table[0], 0).astype(jnp.float32))
+
+
+def repeated_after_float32(table):
+    row = (3 * table[0].astype(jnp.float32)).astype(table.dtype)
+    rows = jnp.broadcast_to(row, (3000, 8))
+    return jnp.sum((rows + row).astype(jnp.float32))
+
+
+def bias_in_calls(table):
+    @jax.checkpoint
+    @jax.jit
+    def add(rows, bias):
+        return jnp.abs(rows + bias)
+
+    return jnp.sum(add(NOTHING.astype(table.dtype), table[0]).astype(jnp.float32))
+
+
+def bias_in_a_loop(table):
+    def layer(rows, bias):
+        return rows + bias, None
+
+    rows, _ = jax.lax.scan(layer, NOTHING.astype(table.dtype), table[:4])
+    return jnp.sum(rows.astype(jnp.float32))
+
+
 READ_OFTEN = [embedded, tied_embedding, weight_over_steps, messages, bias_in_each_turn]
 READ_OFTEN += [weight_of_many_layers, added_in_a_jitted_block, in_a_branch]
 READ_OFTEN += [by_a_derivative_rule, on_two_devices]
+# What an operation repeats.
+READ_OFTEN += [
+    bias_of_rows,
+    gain_of_columns,
+    gain_of_all,
+    bound_of_rows,
+    chosen_for_rows,
+]
+READ_OFTEN += [repeated_after_float32, bias_in_calls, bias_in_a_loop]
 READ_OFTEN = {fun.__name__: fun for fun in READ_OFTEN}
 
 
@@ -408,6 +464,9 @@ def is_allowed(name, way, dtype):
         ("embedded", "alone", "bfloat16"),
         ("weight_over_steps", "closed over", "float16"),
         ("tied_embedding", "scale_backward inside", "bfloat16"),
+        ("bias_of_rows", "alone", "bfloat16"),
+        ("gain_of_columns", "scale_backward inside", "bfloat16"),
+        ("repeated_after_float32", "in jit and remat", "float16"),
     ],
 )
 def test_the_gradient_of_a_half_precision_array_is_rounded_once(name, way, dtype):
@@ -433,6 +492,17 @@ def test_the_value_of_what_reads_a_half_precision_array_keeps_its_bits(name, dty
         fun = jaxscale.full_precision(fun)  # their products are cast
     value = jax.jit(jaxscale.autocast(fun, half))(table)
     np.testing.assert_array_equal(value, jax.jit(fun)(table))
+
+
+def test_a_gradient_with_a_literal_in_half_precision_is_rewritten():
+    """The derivative of a row pads it with zeros."""
+
+    def loss_fn(table):
+        return jnp.sum((table[0] * table[1]).astype(jnp.float32))
+
+    table = jnp.full((3, 4), 2, jnp.bfloat16)
+    gradient = jaxscale.autocast(jax.grad(loss_fn), jnp.bfloat16)(table)
+    np.testing.assert_array_equal(gradient, [[2] * 4, [2] * 4, [0] * 4])
 
 
 def test_products_share_the_rounded_copy_of_what_they_read():
