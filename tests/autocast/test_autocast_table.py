@@ -137,7 +137,7 @@ OF_TWO_FORMATS = {
     "w.T @ x.T": lambda x, w: w.T @ x.T,
     "einsum": lambda x, w: jnp.einsum("ij,jk->ki", x, w),
     "batches": lambda x, w: jnp.einsum(
-        "bij,bjk->bik", jnp.stack([x, x]), w[None] + w[:2, :1, None]
+        "bij,bjk->bik", jnp.stack([x, x]), jnp.stack([w, w])
     ),
     "dot_general": lambda x, w: jax.lax.dot_general(x, w, DIMENSIONS),
     "ragged": lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([len(x)])),
