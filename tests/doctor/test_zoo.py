@@ -295,6 +295,15 @@ ASKED = {
     "wide in float16": Asked(
         IN_FLOAT16, 0, ["`jaxscale.autocast` changes nothing"], never=["off by"]
     ),
+    "kept in float16": Asked(
+        IN_FLOAT16,
+        0,
+        [
+            "`autocast` to float16 leaves a product of bfloat16 arrays as written, the first at",
+            "keep the weights in float32 or float16.",
+        ],
+    ),
+    "kept in bfloat16": Asked(IN_BFLOAT16, 0, ["Nothing is wrong"], never=["leaves a"]),
     "embedded in bfloat16": Asked(
         IN_BFLOAT16, 0, ["Nothing is wrong"], never=["is a sum of"]
     ),
