@@ -79,7 +79,8 @@ def autocast(
 
     A loop that ends when little changes, such as a fixed point to 1e-5, may never end: its products
     are rounded at 1e-3 in float16, and at 4e-3 in bfloat16. Nor is a small distance right that is
-    `x @ x - 2 * x @ y + y @ y`, the difference of large products. Mark both with `full_precision`.
+    computed of squares, as `x2 + y2 - 2 * x @ y.T`: it is a difference of large products. Mark both
+    with `full_precision`.
 
     Modules of Flax NNX may be arguments, and may be changed in place. NumPy arrays, numbers and
     everything else that is not an array of JAX reach the function as they are.

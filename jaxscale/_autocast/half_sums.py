@@ -72,11 +72,12 @@ def find_repeated(eqn: JaxprEqn) -> list[bool]:
     is_elementwise = eqn.primitive.name in table.ELEMENTWISE and has_gradient(eqn)
     if not is_elementwise or is_full_precision(eqn):
         return [False] * len(eqn.invars)
-    (output,) = eqn.outvars
+    output: Any = eqn.outvars[0]
     flags = []
     for atom in eqn.invars:
-        is_variable_half = is_half(atom) and not isinstance(atom, Literal)
-        flags.append(is_variable_half and atom.aval.shape != output.aval.shape)
+        aval: Any = atom.aval
+        is_variable = is_half(atom) and not isinstance(atom, Literal)
+        flags.append(is_variable and aval.shape != output.aval.shape)
     return flags
 
 

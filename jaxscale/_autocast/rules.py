@@ -56,7 +56,7 @@ def multiply_matrices(env: Environment, eqn: JaxprEqn) -> Outputs:
     # In a float32 jaxpr, JAX asks products for float32 outputs. Asking for half precision instead
     # only rounds the result: hardware accumulates in float32 anyway.
     params = with_preferred_type(eqn, old=FLOAT32, new=env.dtype)
-    (result,) = eqn.outvars
+    result: Any = eqn.outvars[0]
     if not is_half(result) or has_dtype(result.aval, env.dtype):
         return _multiply(env, eqn, params)
     # What is declared in the other half precision is rounded to that once. A convolution that
@@ -68,22 +68,19 @@ def multiply_matrices(env: Environment, eqn: JaxprEqn) -> Outputs:
 
 def _multiply(env: Environment, eqn: JaxprEqn, params: dict[str, Any]) -> Outputs:
     operands = list(map(env.read_half, eqn.invars))
+    are_half = list(map(holds_half, operands))
     are_cast = [has_dtype(operand, env.dtype) for operand in operands]
-    are_half = [holds_half(operand) for operand in operands]
     if not (all(are_half) and dot_dimensions(eqn)):
         # a convolution, or one operand is of integers
-        if are_half != are_cast:
-            return _cast_inside(env, eqn, operands, params)
-        return bind(eqn, operands, params)
+        if are_half == are_cast:
+            return bind(eqn, operands, params)
+        return _cast_inside(env, eqn, operands, params)
     sources = list(map(env.read_source, eqn.invars))
+    is_plain = all(are_cast) and all(source is None for source in sources)
     if is_attention_scores(eqn, env.site.owner):
         # A softmax in float32 reads the scores, so they stay in float32.
         params = with_preferred_type(eqn, old=FLOAT32, new=FLOAT32)
-    elif (
-        all(are_cast)
-        and not _has_batch_dimensions(eqn)
-        and all(source is None for source in sources)
-    ):
+    elif is_plain and not _has_batch_dimensions(eqn):
         return bind(eqn, operands, params)
     return [multiply_half(operands, sources, params, env.dtype)]
 
@@ -97,12 +94,11 @@ def _cast_inside(
     """
 
     def multiply(*operands: jax.Array) -> Outputs:
-        halves = []
+        cast_operands = []
         for operand in operands:
-            if holds_half(operand):
-                operand = cast(operand, env.dtype)
-            halves.append(operand)
-        return bind(eqn, halves, params)
+            is_half = holds_half(operand)
+            cast_operands.append(cast(operand, env.dtype) if is_half else operand)
+        return bind(eqn, cast_operands, params)
 
     program = jax.make_jaxpr(multiply)(*operands)
     return recomputed(program, in_loop=env.site.in_loop)(*operands)

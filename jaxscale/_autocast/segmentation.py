@@ -176,11 +176,9 @@ def cut(jaxpr: Jaxpr, products: set[int], *, has_segments: bool) -> list[Part]:
     for key in in_order:
         equations.append([jaxpr.eqns[number] for number in numbers[key]])
     are_segments = []
-    for (position, _), eqns in zip(in_order, equations, strict=True):
-        is_segment = position.kind is _Kind.CHEAP
-        if position.kind is _Kind.OTHER:
-            # What it repeats is repeated again backward, and not kept.
-            is_segment = any(find_repeated(eqns[0]))
+    for (position, _), (first, *_) in zip(in_order, equations, strict=True):
+        # What one equation repeats is repeated again backward, and not kept.
+        is_segment = position.kind is _Kind.CHEAP or any(find_repeated(first))
         are_segments.append(is_segment)
     return list(_describe(equations, are_segments, jaxpr))
 

@@ -252,14 +252,9 @@ def describe_halves_left(program: ClosedJaxpr, dtype: str) -> tuple[str, ...]:
             lines.append(product.line)
     if not lines:
         return ()
-    what = f"a product of {other} arrays"
-    if len(lines) > 1:
-        what = f"{len(lines)} products of {other} arrays"
-    said = f"`autocast` to {dtype} leaves {what} as written"
-    if lines[0]:
-        said += f", the first at {lines[0]}"
     return (
-        f"{said}.",
+        f"`autocast` to {dtype} leaves products of {other} arrays alone as they are written: "
+        f"{len(lines)}, the first at {lines[0] or 'no line of yours'}.",
         f"For products in {dtype}, keep the weights in float32 or {dtype}. If {other} is what you "
         "want, mark the function with `jaxscale.full_precision`.",
     )

@@ -290,7 +290,7 @@ UNTOUCHED = {
 WARNED_OF = {
     "float64": "changes nothing in .*: its products are in .*float64",
     "complex64": "changes nothing in .*: its products are in .*complex64",
-    "bfloat16": "leaves a product of bfloat16 arrays",
+    "bfloat16": "leaves products of bfloat16 arrays",
 }
 
 

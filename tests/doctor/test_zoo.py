@@ -299,11 +299,13 @@ ASKED = {
         IN_FLOAT16,
         0,
         [
-            "`autocast` to float16 leaves a product of bfloat16 arrays as written, the first at",
+            "leaves products of bfloat16 arrays alone as they are written: 1, the first at",
             "keep the weights in float32 or float16.",
         ],
     ),
-    "kept in bfloat16": Asked(IN_BFLOAT16, 0, ["Nothing is wrong"], never=["leaves a"]),
+    "kept in bfloat16": Asked(
+        IN_BFLOAT16, 0, ["Nothing is wrong"], never=["leaves products"]
+    ),
     "embedded in bfloat16": Asked(
         IN_BFLOAT16, 0, ["Nothing is wrong"], never=["is a sum of"]
     ),

@@ -82,7 +82,8 @@ def formats_of_product(eqn: JaxprEqn) -> set[str]:
     """
     if eqn.primitive is _PRODUCT:
         return {eqn.params["dtype"].name}
-    return {atom.aval.dtype.name for atom in eqn.invars if holds_inexact(atom.aval)}
+    operands: list[Any] = eqn.invars
+    return {atom.aval.dtype.name for atom in operands if holds_inexact(atom.aval)}
 
 
 def find_pulled_inputs(eqn: JaxprEqn) -> list[bool]:
