@@ -16,7 +16,7 @@ from .._jax.jaxprs import (
     programs,
 )
 from . import table
-from .narrow_values import HALVES, is_float32, is_full_precision, is_half, marker_of
+from .narrow_values import HALVES, is_full_precision, marker_of
 from .product_owner import CallSite, Owner, outermost, owner_of
 
 # Why a product is not cast.
@@ -27,7 +27,7 @@ OF_LIBRARY = "a step of a library that is written for float32"
 OF_OTHER_ARRAYS = "not of float32 arrays"
 
 # The formats that are cast, from and to.
-FORMATS = HALVES | {"float32"}
+_FORMATS = HALVES | {"float32"}
 
 
 def is_cast(eqn: JaxprEqn, site: CallSite) -> bool:
@@ -64,17 +64,11 @@ def is_castable(eqn: JaxprEqn) -> bool:
     inside of this one. One operand may be of integers. A product of integers alone is exact in
     float32, even if its sum is beyond the range of half precision.
     """
-    (result,) = eqn.outvars
+    result: Any = eqn.outvars[0]
     formats = jaxprs.formats_of_product(eqn)
-    if not formats or not formats <= FORMATS:
+    if not formats | {result.aval.dtype.name} <= _FORMATS:
         return False
-    is_result_known = is_float32(result) or is_half(result)
-    return is_result_known and not is_of_halves_alone(formats)
-
-
-def is_of_halves_alone(formats: set[str]) -> bool:
-    """Checks that operands have one format, which is in half precision."""
-    return len(formats) == 1 and formats <= HALVES
+    return "float32" in formats or len(formats) > 1
 
 
 def _is_of_matrices(eqn: JaxprEqn) -> bool:

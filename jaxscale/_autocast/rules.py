@@ -34,6 +34,7 @@ from .._jax.jaxprs import (
     programs,
     recomputed,
     with_preferred_type,
+    with_result_type,
 )
 from . import table
 from .cast_products import is_attention_scores
@@ -62,7 +63,7 @@ def multiply_matrices(env: Environment, eqn: JaxprEqn) -> Outputs:
     # What is declared in the other half precision is rounded to that once. A convolution that
     # returns float32 has no derivative.
     result_dtype = FLOAT32 if dot_dimensions(eqn) else env.dtype
-    (output,) = _multiply(env, eqn, params | {"preferred_element_type": result_dtype})
+    (output,) = _multiply(env, eqn, with_result_type(params, result_dtype))
     return [cast(output, result.aval.dtype)]
 
 
