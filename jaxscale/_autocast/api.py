@@ -42,18 +42,20 @@ def autocast(
     function is traced, as by `jax.jit`, and runs by one rule: products in half precision, all else
     in float32, and only what products read or return is kept for the backward pass.
 
-    *Products* are matrix products and convolutions that read and return float32 (JAX's primitives
-    dot_general, conv_general_dilated, ragged_dot and ragged_dot_general), forward and backward,
-    products of a matrix with a vector included. Dots of vectors, even in batches, outer products
-    and other sums over a dimension of 1 stay as they are. So do products that must be exact: of
-    numbers that come from integers, booleans and indices alone, such as a count, and those of which
-    nothing but integers is made, such as a flat index. Of a model that returns its prediction, that
-    is the last product. So do products that JAX and Optax call for their own algorithms, such as a
-    matrix exponential, a step of `jax.experimental.ode` or `optax.ctc_loss`, and those with an
-    `algorithm` of their own or with the `precision` "highest". What `default_matmul_precision` sets
-    for all products is no such demand. JAX gives `preferred_element_type=float32` to any product in
-    a float32 program, so this does not keep a product in float32: `full_precision` does. But
-    `jax.nn.dot_product_attention` asks for its logits in float32, and these are not rounded.
+    *Products* are matrix products and convolutions that read float32, or arrays in two formats,
+    such as bfloat16 weights and float32 activations (JAX's primitives dot_general,
+    conv_general_dilated, ragged_dot and ragged_dot_general), forward and backward, products of a
+    matrix with a vector included. One of half-precision arrays in a single format stays in that.
+    Dots of vectors, even in batches, outer products and other sums over a dimension of 1 stay as
+    they are. So do products that must be exact: of numbers that come from integers, booleans and
+    indices alone, such as a count, and those of which nothing but integers is made, such as a flat
+    index. Of a model that returns its prediction, that is the last product. So do products that JAX
+    and Optax call for their own algorithms, such as a matrix exponential, a step of
+    `jax.experimental.ode` or `optax.ctc_loss`, and those with an `algorithm` of their own or with
+    the `precision` "highest". What `default_matmul_precision` sets for all products is no such
+    demand. JAX gives `preferred_element_type=float32` to any product in a float32 program, so this
+    does not keep a product in float32: `full_precision` does. But `jax.nn.dot_product_attention`
+    asks for its logits in float32, and these are not rounded.
 
     *All else* runs in float32: biases, activations, norms, softmax, losses, comparisons, and
     constants, which are not rounded either. What only moves the results of products to other
@@ -76,6 +78,11 @@ def autocast(
     likewise in the body, that is halved. The price: if a layer adds less than 2**-12 of the sum
     (2**-9 in bfloat16), that is lost, and in float16 the sum ends at 65504. So do it for layers,
     and not for loops that add small numbers to a large one many times, such as the steps of an ODE.
+
+    A loop that ends when little changes, such as a fixed point to 1e-5, may never end: its products
+    are rounded at 1e-3 in float16, and at 4e-3 in bfloat16. Nor is a small distance right that is
+    computed of squares, as `x2 + y2 - 2 * x @ y.T`: it is a difference of large products. Mark both
+    with `full_precision`.
 
     Modules of Flax NNX may be arguments, and may be changed in place. NumPy arrays, numbers and
     everything else that is not an array of JAX reach the function as they are.
@@ -100,10 +107,12 @@ def autocast(
         parameters, or that it takes values of a type that is not an array. Callbacks, exported
         functions and foreign kernels that get float32 values of the program also give a warning,
         because nothing can look into them. There is one warning of products that are cast although
-        it is not known whether an algorithm of JAX calls them, as with a later JAX. If there is no
-        such warning, there is one if nothing in `fun` is cast, with the reason and the line. What
-        `full_precision` marks gives no warning, and an `autocast` inside another one does not warn
-        that it changes nothing.
+        it is not known whether an algorithm of JAX calls them, as with a later JAX. There is one if
+        the program is given arrays in the other half precision than `dtype`, and has products of
+        nothing but such arrays: with their number, the first line, and what to write. If there is
+        no such warning, there is one if nothing in `fun` is cast, with the reason and the line.
+        What `full_precision` marks gives no warning, and an `autocast` inside another one does not
+        warn that it changes nothing.
 
     Source: the autocast op reference of PyTorch and the lists of TensorFlow's auto mixed precision.
 

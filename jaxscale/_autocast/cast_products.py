@@ -5,29 +5,29 @@ All of this is known before the jaxpr runs.
 
 from typing import Any
 
-from jax.core import ShapedArray
-
 from .._jax import jaxprs
 from .._jax.jaxprs import (
-    Atom,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Search,
     form_of,
-    holds_inexact,
     once_for_each_program,
     programs,
 )
 from . import table
-from .narrow_values import is_float32, is_full_precision, marker_of
+from .narrow_values import HALVES, is_full_precision, marker_of
 from .product_owner import CallSite, Owner, outermost, owner_of
 
-# Why a product of float32 arrays stays in float32.
+# Why a product is not cast.
 NOT_OF_MATRICES = "of vectors or elements, not of matrices"
 OWN_PRECISION = "it asks for a precision of its own"
 EXACT = "of numbers that must be exact, such as counts and indices"
 OF_LIBRARY = "a step of a library that is written for float32"
+OF_OTHER_ARRAYS = "not of float32 arrays"
+
+# The formats that are cast, from and to.
+_FORMATS = HALVES | {"float32"}
 
 
 def is_cast(eqn: JaxprEqn, site: CallSite) -> bool:
@@ -44,8 +44,6 @@ def why_not_cast(eqn: JaxprEqn, site: CallSite) -> str:
     """Returns the reason to run an equation as it is written, `""` if its inputs are cast."""
     if is_full_precision(eqn):
         return "marked by `jaxscale.full_precision`"
-    if not is_float32_product(eqn):
-        return "not of float32 arrays"
     if not _is_of_matrices(eqn):
         return NOT_OF_MATRICES
     if id(eqn) in site.exact.products:
@@ -54,27 +52,23 @@ def why_not_cast(eqn: JaxprEqn, site: CallSite) -> str:
         return OF_LIBRARY
     if jaxprs.demands_precision(eqn):
         return OWN_PRECISION
+    if not is_castable(eqn):
+        return OF_OTHER_ARRAYS
     return ""
 
 
-def is_float32_product(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is a product of float32 numbers that returns float32.
+def is_castable(eqn: JaxprEqn) -> bool:
+    """Checks that a product is of float32 arrays, or of arrays in two formats up to float32.
 
-    One operand may be of integers. A product of integers alone is exact in float32, even if its sum
-    is beyond the range of half precision.
+    One of half-precision arrays in a single format is as its author wants it, or an `autocast`
+    inside of this one. One operand may be of integers. A product of integers alone is exact in
+    float32, even if its sum is beyond the range of half precision.
     """
-    if eqn.primitive.name not in table.PRODUCTS or not is_float32(eqn.outvars[0]):
+    result: Any = eqn.outvars[0]
+    formats = jaxprs.formats_of_product(eqn)
+    if not formats | {result.aval.dtype.name} <= _FORMATS:
         return False
-    operands: list[Any] = eqn.invars
-    return any(map(is_float32, operands)) and not any(
-        map(_has_other_precision, operands)
-    )
-
-
-def _has_other_precision(atom: Atom) -> bool:
-    """Returns whether a variable is an array of numbers that are not float32, nor integers."""
-    is_array = type(atom.aval) is ShapedArray
-    return is_array and holds_inexact(atom.aval) and not is_float32(atom)
+    return "float32" in formats or len(formats) > 1
 
 
 def _is_of_matrices(eqn: JaxprEqn) -> bool:
@@ -88,7 +82,7 @@ def _is_of_matrices(eqn: JaxprEqn) -> bool:
         return True
     has_sum = False
     has_free = False
-    operands: list[Any] = eqn.invars
+    operands: list[Any] = eqn.invars[: len(dimensions)]  # ours have more inputs
     for atom, (summed, batch) in zip(operands, dimensions, strict=True):
         for i, size in enumerate(atom.aval.shape):
             # it is not a number if it is not known yet

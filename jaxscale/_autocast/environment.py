@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import jax
 import numpy as np
 
 from .._jax.jaxprs import (
@@ -142,7 +141,7 @@ class Environment:
     def read_float32(self, atom: Atom) -> Any:
         """Returns the float32 view of a narrow value, and any other value as it is."""
         if isinstance(atom, Literal):
-            return atom.val
+            return cast(atom.val, FLOAT32) if is_half(atom) else atom.val
         if atom in self.wides:
             return self.wides[atom]
         if not self.is_narrow(atom):
@@ -178,8 +177,10 @@ class Environment:
             self.halves[var] = cast(self.values[var], self.dtype, var.aval.weak_type)
         return self.halves[var]
 
-    def read_narrow(self, var: Atom) -> jax.Array:
+    def read_narrow(self, var: Atom) -> Any:
         """Returns the half-precision array of a narrow value, for what has no gradient."""
+        if isinstance(var, Literal):
+            return var.val
         if var not in self.values:
             dtype = var.aval.dtype if is_half(var) else self.dtype
             self.values[var] = cast(self.wides[var], dtype)

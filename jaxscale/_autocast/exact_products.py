@@ -37,7 +37,6 @@ from .._jax.jaxprs import (
     variables,
 )
 from . import table
-from .narrow_values import is_float32
 
 # What these return does not follow from the numbers that they read.
 _UNRELATED = Op.READS_BITS | Op.RUNS_ELSEWHERE | Op.KERNEL | Op.ALGORITHM | Op.ON_REFS
@@ -111,7 +110,7 @@ def _find_exact(
     found: set[Any] = set()
     for eqn in program.eqns:
         again = is_again or jaxprs.is_computed_again(eqn)
-        if eqn.primitive.name in table.PRODUCTS and is_float32(eqn.outvars[0]):
+        if eqn.primitive.name in table.PRODUCTS:
             (var,) = eqn.outvars
             line = jaxprs.traceback_of(eqn)
             is_index = uses.get(var) is Use.INTEGERS and (not again or line in lines)

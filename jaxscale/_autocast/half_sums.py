@@ -14,6 +14,7 @@ from .._jax.jaxprs import (
     Form,
     Jaxpr,
     JaxprEqn,
+    Literal,
     UnknownFormError,
     form_of,
     holds_inexact,
@@ -63,6 +64,23 @@ def find_pulled_halves(eqn: JaxprEqn) -> list[Any]:
     return halves
 
 
+def find_repeated(eqn: JaxprEqn) -> list[bool]:
+    """Flags the inputs in half precision that an elementwise equation repeats along an axis.
+
+    JAX repeats a bias in the addition itself, and adds what comes back to it.
+    """
+    is_elementwise = eqn.primitive.name in table.ELEMENTWISE and has_gradient(eqn)
+    if not is_elementwise or is_full_precision(eqn):
+        return [False] * len(eqn.invars)
+    output: Any = eqn.outvars[0]
+    flags = []
+    for atom in eqn.invars:
+        aval: Any = atom.aval
+        is_variable = is_half(atom) and not isinstance(atom, Literal)
+        flags.append(is_variable and aval.shape != output.aval.shape)
+    return flags
+
+
 @once_for_each_program
 def adds_halves(program: Jaxpr) -> bool:
     """Returns whether the derivative of a jaxpr adds up cotangents in half precision."""
@@ -100,5 +118,5 @@ def _adds(eqn: JaxprEqn) -> bool:
         case Form.SHARD_MAP:
             pass
         case _ if eqn.primitive.name not in table.SUMMED_BACKWARD:
-            return False
+            return any(find_repeated(eqn))
     return any(map(is_half, variables(summed)))

@@ -7,7 +7,7 @@ values of one jaxpr, each in the precision it was computed in, and casts each on
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -48,9 +48,11 @@ from .product_owner import CallSite, Owner
 from .rules import SIMPLE_RULES, Outputs, Rule, run_as_written
 from .segmentation import Part
 from .segments import run_segment
+from .table import INNER_AUTOCAST
 from .uncast_warnings import (
     forget_warnings,
     warn_if_unchanged,
+    warn_of_halves_left,
     warn_of_uncast_primitives,
 )
 
@@ -176,10 +178,15 @@ class Autocast:
         """
         is_outermost = not traced_for.value.dtype
         traced = self._trace(fun, args, kwargs)
+        scope: AbstractContextManager[Any] = nullcontext()
+        if not is_outermost:
+            scope = jax.named_scope(INNER_AUTOCAST)
 
         def run_and_warn() -> list[Any]:
             forget_warnings()
-            outputs = self._run_traced(traced, CallSite())
+            warn_of_halves_left(traced.program, self.dtype.name)
+            with scope:
+                outputs = self._run_traced(traced, CallSite())
             if is_outermost:
                 warn_if_unchanged(traced.program, traced.flat.__name__)
             return outputs

@@ -16,7 +16,7 @@ from .._jax.jaxprs import ArrayLike, Atom, DTypeLike, JaxprEqn, cast, scope_name
 from .table import FULL_PRECISION, HALF_PRECISION
 
 FLOAT32 = np.dtype("float32")
-_HALF = (np.dtype("float16"), jax.numpy.bfloat16.dtype)
+HALVES = frozenset({"float16", "bfloat16"})
 
 
 class Narrow(NamedTuple):
@@ -51,7 +51,7 @@ def is_float32(atom: Atom) -> bool:
 def is_half(atom: Atom) -> bool:
     """Returns whether a variable or a literal is declared as an array in half precision."""
     aval = atom.aval
-    return type(aval) is ShapedArray and aval.dtype in _HALF
+    return type(aval) is ShapedArray and aval.dtype.name in HALVES
 
 
 def marker_of(eqn: JaxprEqn) -> str:

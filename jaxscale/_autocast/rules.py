@@ -18,6 +18,7 @@ A rule evaluates one equation of a jaxpr and returns its outputs. The words:
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._jax.jaxprs import (
@@ -25,11 +26,15 @@ from .._jax.jaxprs import (
     JaxprEqn,
     Literal,
     bind,
+    cast,
     dot_dimensions,
     fill_value,
+    holds_half,
     multiply_half,
     programs,
+    recomputed,
     with_preferred_type,
+    with_result_type,
 )
 from . import table
 from .cast_products import is_attention_scores
@@ -49,22 +54,55 @@ def multiply_matrices(env: Environment, eqn: JaxprEqn) -> Outputs:
     """Evaluates a matrix product or a convolution, in half precision if `autocast` casts it."""
     if id(eqn) not in env.plan.products:
         return run_as_written(env, eqn)
-    operands = list(map(env.read_half, eqn.invars))
     # In a float32 jaxpr, JAX asks products for float32 outputs. Asking for half precision instead
     # only rounds the result: hardware accumulates in float32 anyway.
     params = with_preferred_type(eqn, old=FLOAT32, new=env.dtype)
-    operands_are_half = all(has_dtype(operand, env.dtype) for operand in operands)
-    if not (operands_are_half and dot_dimensions(eqn)):
-        return bind(
-            eqn, operands, params
-        )  # a convolution, or one operand is of integers
+    result: Any = eqn.outvars[0]
+    if not is_half(result) or has_dtype(result.aval, env.dtype):
+        return _multiply(env, eqn, params)
+    # What is declared in the other half precision is rounded to that once. A convolution that
+    # returns float32 has no derivative.
+    result_dtype = FLOAT32 if dot_dimensions(eqn) else env.dtype
+    (output,) = _multiply(env, eqn, with_result_type(params, result_dtype))
+    return [cast(output, result.aval.dtype)]
+
+
+def _multiply(env: Environment, eqn: JaxprEqn, params: dict[str, Any]) -> Outputs:
+    operands = list(map(env.read_half, eqn.invars))
+    are_half = list(map(holds_half, operands))
+    are_cast = [has_dtype(operand, env.dtype) for operand in operands]
+    if not (all(are_half) and dot_dimensions(eqn)):
+        # a convolution, or one operand is of integers
+        if are_half == are_cast:
+            return bind(eqn, operands, params)
+        return _cast_inside(env, eqn, operands, params)
     sources = list(map(env.read_source, eqn.invars))
+    is_plain = all(are_cast) and all(source is None for source in sources)
     if is_attention_scores(eqn, env.site.owner):
         # A softmax in float32 reads the scores, so they stay in float32.
         params = with_preferred_type(eqn, old=FLOAT32, new=FLOAT32)
-    elif not _has_batch_dimensions(eqn) and all(source is None for source in sources):
+    elif is_plain and not _has_batch_dimensions(eqn):
         return bind(eqn, operands, params)
-    return [multiply_half(operands, sources, params)]
+    return [multiply_half(operands, sources, params, env.dtype)]
+
+
+def _cast_inside(
+    env: Environment, eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]
+) -> Outputs:
+    """Evaluates a product of JAX's own that reads the other half precision, as one equation.
+
+    Its derivative keeps what it reads. A copy of a weight, cast, would be as large as the weight.
+    """
+
+    def multiply(*operands: jax.Array) -> Outputs:
+        cast_operands = []
+        for operand in operands:
+            is_half = holds_half(operand)
+            cast_operands.append(cast(operand, env.dtype) if is_half else operand)
+        return bind(eqn, cast_operands, params)
+
+    program = jax.make_jaxpr(multiply)(*operands)
+    return recomputed(program, in_loop=env.site.in_loop)(*operands)
 
 
 def _has_batch_dimensions(eqn: JaxprEqn) -> bool:

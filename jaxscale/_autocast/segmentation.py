@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from .._jax.jaxprs import Jaxpr, JaxprEqn, Search, holds_inexact, operation, variables
 from . import table
+from .half_sums import find_repeated
 from .narrow_values import is_float32, is_full_precision
 
 _CHEAP_OR_CALL = table.CHEAP | table.CHEAP_CALLS
@@ -174,7 +175,11 @@ def cut(jaxpr: Jaxpr, products: set[int], *, has_segments: bool) -> list[Part]:
     equations = []
     for key in in_order:
         equations.append([jaxpr.eqns[number] for number in numbers[key]])
-    are_segments = [position.kind is _Kind.CHEAP for position, _ in in_order]
+    are_segments = []
+    for (position, _), (first, *_) in zip(in_order, equations, strict=True):
+        # What one equation repeats is repeated again backward, and not kept.
+        is_segment = position.kind is _Kind.CHEAP or any(find_repeated(first))
+        are_segments.append(is_segment)
     return list(_describe(equations, are_segments, jaxpr))
 
 

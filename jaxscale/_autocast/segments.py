@@ -33,8 +33,8 @@ from .._jax.jaxprs import (
 )
 from . import table
 from .environment import Environment
-from .half_sums import adds_halves_inside, find_pulled_halves
-from .narrow_values import FLOAT32, Narrow, Value, has_dtype, is_float32
+from .half_sums import adds_halves_inside, find_pulled_halves, find_repeated
+from .narrow_values import FLOAT32, Narrow, Value, has_dtype, is_float32, is_half
 from .segmentation import Part
 
 
@@ -156,8 +156,8 @@ def _run_equations(
         reads.update(find_pulled_halves(eqn))
 
     def keep(var: Atom, value: Any) -> None:
-        if reads[var] > 1 and not isinstance(value, Narrow):
-            value = Narrow(value, cast(value, FLOAT32))
+        if reads[var] > 1:
+            value = _view_twice(value)
         values[var] = value
 
     for var, value in list(values.items()):
@@ -170,9 +170,44 @@ def _run_equations(
             outputs = _run_inside(eqn, inputs, scopes, outer)
         else:
             with context(eqn), source(eqn, scopes, outer):
-                outputs = bind(eqn, inputs)
+                outputs = _bind_adding_in_float32(eqn, values, inputs)
         for var, output in zip(eqn.outvars, outputs, strict=True):
             keep(var, output)
+
+
+def _bind_adding_in_float32(
+    eqn: JaxprEqn, values: dict[Any, Any], inputs: list[Any]
+) -> list[Any]:
+    """Evaluates an equation. What comes back to a half that it repeats is added in float32."""
+    if operation(eqn) in table.SUMMED_BACKWARD and is_half(eqn.outvars[0]):
+        views = []
+        for atom in eqn.invars:
+            value = atom.val if isinstance(atom, Literal) else values[atom]
+            views.append(_view_twice(value))
+        (half,) = bind(eqn, [view.half for view in views])
+        (wide,) = bind(eqn, [view.wide for view in views])
+        return [Narrow(half, wide)]
+    output: Any = eqn.outvars[0]
+    for number, is_repeated in enumerate(find_repeated(eqn)):
+        if is_repeated:
+            views = _view_twice(values[eqn.invars[number]])
+            inputs[number] = _repeat(views, output.aval.shape)
+    return bind(eqn, inputs)
+
+
+def _view_twice(value: Any) -> Narrow:
+    """Returns both views of a half-precision array."""
+    if isinstance(value, Narrow):
+        return value
+    return Narrow(value, cast(value, FLOAT32))
+
+
+def _repeat(views: Narrow, shape: tuple[int, ...]) -> Any:
+    """Returns a half-precision array in a shape, whose gradient goes to the float32 view."""
+    axes = range(views.half.ndim)
+    half = jax.lax.broadcast_in_dim(views.half, shape, axes)
+    wide = jax.lax.broadcast_in_dim(views.wide, shape, axes)
+    return stand_in(half, wide, half.dtype)
 
 
 def _run_inside(

@@ -14,6 +14,8 @@ from .._jax.jaxprs import Form, Op, primitives_of, primitives_that
 FULL_PRECISION = "jaxscale_full_precision"
 # That of what gets its float32 arguments in half precision.
 HALF_PRECISION = "jaxscale_half_precision"
+# That of an `autocast` inside of another one.
+INNER_AUTOCAST = "jaxscale_inner_autocast"
 
 # Half precision: matrix products and convolutions.
 PRODUCTS = primitives_that(Op.PRODUCT)
@@ -59,6 +61,9 @@ PASSING_ON_BY_NAME = {
 
 # JAX's attention asks for its logits in float32, as a mask or a large key needs.
 ATTENTION_FILE, ATTENTION = "nn/functions.py", "_dot_product_attention_core"
+
+# These repeat an operand of fewer elements than they return.
+ELEMENTWISE = primitives_that(Op.ELEMENTWISE)
 
 # What may be computed again in the backward pass: elements one by one, one number of many, and
 # moves that XLA makes a part of what reads them.

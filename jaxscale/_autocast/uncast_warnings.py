@@ -33,16 +33,17 @@ from .cast_products import (
     EXACT,
     NOT_OF_MATRICES,
     OF_LIBRARY,
+    OF_OTHER_ARRAYS,
     OWN_PRECISION,
     casts_anything,
     has_products,
     is_cast,
-    is_float32_product,
+    is_castable,
     is_never_entered,
     why_not_cast,
 )
 from .half_sums import adds_halves
-from .narrow_values import is_float32, is_full_precision, is_half, marker_of
+from .narrow_values import HALVES, is_float32, is_full_precision, is_half, marker_of
 from .product_owner import OF_MODEL, CallSite, Origin, origin_of, outermost
 from .rules import SIMPLE_RULES
 
@@ -225,6 +226,40 @@ def warn_if_unchanged(program: ClosedJaxpr, name: str) -> None:
         )
 
 
+def warn_of_halves_left(program: ClosedJaxpr, dtype: str) -> None:
+    """Warns of products that are written in another half precision than `autocast` casts to."""
+    said = describe_halves_left(program, dtype)
+    if not said:
+        return
+    _warned_of.set(_warned_of.get() | table.PRODUCTS)
+    _warn(" ".join(said))
+
+
+def describe_halves_left(program: ClosedJaxpr, dtype: str) -> tuple[str, ...]:
+    """Says which products are written in another half precision, and what to do about it.
+
+    It says nothing without any, nor if the program is given nothing in that precision: then all of
+    it was cast by hand.
+    """
+    (other,) = HALVES - {dtype}
+    given = _name_inexact([*program.jaxpr.constvars, *program.jaxpr.invars])
+    if other not in given:
+        return ()
+    lines = []
+    for product in _find_products(program, outermost(program), "", ""):
+        is_in_other = jaxprs.formats_of_product(product.eqn) == {other}
+        if is_in_other and product.reason == OF_OTHER_ARRAYS:
+            lines.append(product.line)
+    if not lines:
+        return ()
+    return (
+        f"`autocast` to {dtype} leaves products of {other} arrays alone as they are written: "
+        f"{len(lines)}, the first at {lines[0] or 'no line of yours'}.",
+        f"For products in {dtype}, keep the weights in float32 or {dtype}. If {other} is what you "
+        "want, mark the function with `jaxscale.full_precision`.",
+    )
+
+
 def _is_boundary_of_halves(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is a `scale_backward` of half-precision arrays.
 
@@ -256,14 +291,16 @@ def _reason_unchanged(program: ClosedJaxpr) -> str:
     return _reasons_of_products(program) or _NO_PRODUCT
 
 
-class _Uncast(NamedTuple):
-    """A product of float32 matrices that stays in float32.
+class _Product(NamedTuple):
+    """A product of a jaxpr, or of one inside.
 
     Attributes:
-      reason: why, as what is said of one product.
+      eqn: the equation.
+      reason: why it runs as it is written, or `""` if it is cast.
       line: the user's, or `""`.
     """
 
+    eqn: JaxprEqn
     reason: str
     line: str
 
@@ -271,8 +308,10 @@ class _Uncast(NamedTuple):
 def _reasons_of_products(program: ClosedJaxpr) -> str:
     """Lists the products of float32 matrices that are left, with reasons; `""` without any."""
     lines_by_reason: dict[str, list[str]] = defaultdict(list)
-    for product in _find_uncast(program, outermost(program), "", ""):
-        lines_by_reason[product.reason].append(product.line)
+    for product in _find_products(program, outermost(program), "", ""):
+        reason = product.reason
+        if is_castable(product.eqn) and reason and reason != NOT_OF_MATRICES:
+            lines_by_reason[_SAID.get(reason, reason)].append(product.line)
     parts: list[str] = []
     for reason, lines in lines_by_reason.items():
         what = "its product"
@@ -288,23 +327,26 @@ def _reasons_of_products(program: ClosedJaxpr) -> str:
     return "; ".join(parts)
 
 
-def _find_uncast(
+def _find_products(
     program: Jaxpr | ClosedJaxpr, site: CallSite, around: str, line: str
-) -> Iterator[_Uncast]:
-    """Yields the products of float32 matrices in a jaxpr that stay in float32.
+) -> Iterator[_Product]:
+    """Yields the products in a jaxpr, but for those that are marked, or of an `autocast` inside.
 
     Args:
       program: the jaxpr.
       site: what is known of it from where it is called.
-      around: why they stay in float32 if each for itself would not, or `""`.
+      around: why they run as they are written if each for itself would not, or `""`.
       line: the user's line that calls the jaxpr, or `""`.
     """
     for eqn in jaxprs.closed(program).jaxpr.eqns:
+        if marker_of(eqn) or table.INNER_AUTOCAST in jaxprs.scope_names(eqn):
+            continue
         own_line = jaxprs.users_line(eqn) or line
-        if is_float32_product(eqn):
-            reason = why_not_cast(eqn, site) or around
-            if reason and reason != NOT_OF_MATRICES:
-                yield _Uncast(_SAID.get(reason, reason), own_line)
+        if eqn.primitive.name in table.PRODUCTS:
+            reason = why_not_cast(eqn, site)
+            if around and reason in ("", OF_OTHER_ARRAYS):
+                reason = around
+            yield _Product(eqn, reason, own_line)
         inside = around
         if is_never_entered(eqn):
             inside = (
@@ -312,7 +354,7 @@ def _find_uncast(
             )
         for inner in programs(eqn):
             inner_site = site.inside(eqn, inner)
-            yield from _find_uncast(inner, inner_site, inside, own_line)
+            yield from _find_products(inner, inner_site, inside, own_line)
 
 
 def _name_inexact(atoms: Iterable[Any]) -> set[str]:

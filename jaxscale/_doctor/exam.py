@@ -40,6 +40,8 @@ class Exam(NamedTuple):
       is_auto: whether no loss scale was asked for.
       loss: the loss, under `jaxscale.autocast` if that was used.
       loss_as_written: the loss without `jaxscale.autocast`, or `None` if that was not used.
+      halves_left: which products `jaxscale.autocast` leaves in the other half precision, and what
+        helps, as sentences. None without such products.
       dtypes: the formats in which the loss is computed.
       dtypes_of_parameters: in which they are stored.
       sums_of_gradients: of how many numbers the gradient of each half-precision parameter is a
@@ -92,6 +94,7 @@ class Exam(NamedTuple):
     is_auto: bool
     loss: float
     loss_as_written: float | None
+    halves_left: tuple[str, ...]
     dtypes: tuple[str, ...]
     dtypes_of_parameters: tuple[str, ...]
     sums_of_gradients: tuple[SumOfGradient, ...]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._autocast.uncast_warnings import describe_halves_left
 from .._jax.jaxprs import (
     ClosedJaxpr,
     Op,
@@ -60,8 +61,10 @@ def examine(
     loss in `dtype`, if there is one.
     """
     loss_as_written = None
+    halves_left = ()
     if dtype is not None:
         loss_as_written = float(jax.jit(target.loss_fn)(*target.args))
+        halves_left = describe_halves_left(target.program, dtype)
         target = target.under_autocast(dtype)
     program = target.program
     dtypes = _find_dtypes(program)
@@ -102,6 +105,7 @@ def examine(
         is_auto=loss_scale is None,
         loss=loss,
         loss_as_written=loss_as_written,
+        halves_left=halves_left,
         dtypes=tuple(sorted(map(str, dtypes))),
         dtypes_of_parameters=_name_dtypes(target.params),
         sums_of_gradients=(),

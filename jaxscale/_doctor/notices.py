@@ -53,6 +53,8 @@ def find_effect_of_autocast(exam: Exam) -> Iterator[Finding]:
     """Notes what autocast changes, unless the gradients are wrong."""
     if not exam.autocast:
         return
+    if exam.halves_left:
+        yield make_finding(*exam.halves_left)
     if exam.autocast not in exam.dtypes:
         yield make_finding(
             "`jaxscale.autocast` changes nothing: this model has no float32 matrix product or "

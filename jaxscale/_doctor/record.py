@@ -18,7 +18,7 @@ from .finding import Finding, has_problem
 _VERSION = 3
 _NONFINITE = {math.inf: "Infinity", -math.inf: "-Infinity"}  # as JSON may write them
 # What the parts of an exam keep for the text alone.
-_NOT_WRITTEN = ("is_raised", "is_divided", "is_lost", "grads", "error")
+_NOT_WRITTEN = ("halves_left", "is_raised", "is_divided", "is_lost", "grads", "error")
 
 
 def make_record(exam: Exam, findings: Sequence[Finding]) -> dict[str, Any]:

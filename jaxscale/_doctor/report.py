@@ -81,7 +81,7 @@ def examine_target(
     try:
         # What NumPy and `autocast` warn of while JAX traces is in the report.
         with np.errstate(over="ignore", under="ignore"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`autocast` changes nothing")
+            warnings.filterwarnings("ignore", "`autocast` (changes nothing|to)")
             exam = examine(target, loss_scale, dtype, announce, is_quick=is_quick)
     except TargetError:
         raise

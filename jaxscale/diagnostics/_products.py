@@ -11,7 +11,7 @@ import numpy as np
 from .._autocast.cast_products import is_never_entered, why_not_cast
 from .._autocast.product_owner import CallSite, outermost
 from .._autocast.table import KERNELS, PRODUCTS
-from .._jax.jaxprs import Jaxpr, JaxprEqn, closed, programs
+from .._jax.jaxprs import Jaxpr, JaxprEqn, closed, formats_of_product, programs
 from .._trees.flat_functions import Flat
 from .._trees.grammar import and_more
 from .._trees.nnx_objects import wrap_call
@@ -184,6 +184,7 @@ def _find(
 
 
 def _find_dtype(eqn: JaxprEqn) -> str:
-    """Returns the widest dtype of the two operands. Ragged products also take integers."""
+    """Returns the widest format of the two operands, or of integers their dtype."""
     operands: list[Any] = eqn.invars[:2]
-    return str(jnp.result_type(*(atom.aval.dtype for atom in operands)))
+    dtypes = formats_of_product(eqn) or {atom.aval.dtype for atom in operands}
+    return str(jnp.result_type(*map(jnp.dtype, dtypes)))

@@ -12,8 +12,8 @@ import jax.scipy.signal
 import numpy as np
 import optax
 import pytest
-from half_programs import products
-from tables import cases
+from half_programs import assert_near_by_norm, products
+from tables import avals, cases, pairs
 
 import jaxscale
 
@@ -128,6 +128,82 @@ def test_a_product_of_integers_and_float32_is_in_half_precision():
     ones = jnp.ones((4, 300), jnp.int8)
     assert products(jaxscale.autocast(mixed), ones, ROWS.T) == ["float16"]
     np.testing.assert_array_equal(jaxscale.autocast(mixed)(ones, ROWS.T), 6000)
+
+
+# Products of a weight and an array in another format, which declare float32, or bfloat16.
+DIMENSIONS = (((1,), (0,)), ((), ()))
+OF_TWO_FORMATS = {
+    "x @ w": lambda x, w: x @ w,
+    "w.T @ x.T": lambda x, w: w.T @ x.T,
+    "einsum": lambda x, w: jnp.einsum("ij,jk->ki", x, w),
+    "batches": lambda x, w: jnp.einsum(
+        "bij,bjk->bik", jnp.stack([x, x]), jnp.stack([w, w])
+    ),
+    "dot_general": lambda x, w: jax.lax.dot_general(x, w, DIMENSIONS),
+    "ragged": lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([len(x)])),
+    "mapped": jax.vmap(lambda x, w: w.T @ x, (0, None)),
+    "into bfloat16": lambda x, w: jnp.matmul(x, w, preferred_element_type="bfloat16"),
+}
+FORMATS = [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
+FORMATS += [(w, x) for x, w in FORMATS]
+
+
+@cases(
+    "name, formats, dtype",
+    pairs(OF_TWO_FORMATS, FORMATS, ["float16", "bfloat16"]),
+    fast=[
+        ("x @ w", ("float32", "bfloat16"), "float16"),
+        ("ragged", ("float32", "bfloat16"), "float16"),
+        ("into bfloat16", ("float32", "float16"), "float16"),
+    ],
+)
+def test_a_product_of_two_formats_is_in_the_one_asked_for(name, formats, dtype):
+    """Its result and its gradients keep the formats that the program declares."""
+    fun = OF_TWO_FORMATS[name]
+    x, w = (normal(4, 4).astype(format) for format in formats)
+    cast = jaxscale.autocast(fun, jnp.dtype(dtype))
+    assert products(cast, x, w) == [dtype]
+
+    def value_and_gradients(fun, *args):
+        value, pull = jax.vjp(fun, *args)
+        return value, pull(jnp.ones_like(value))
+
+    actual = value_and_gradients(cast, x, w)
+    assert avals(actual) == avals(value_and_gradients(fun, x, w))
+    exact = value_and_gradients(fun, x.astype("float32"), w.astype("float32"))
+    assert_near_by_norm(as_float32(actual), as_float32(exact), share=0.01)
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def test_what_is_declared_in_bfloat16_may_be_larger_than_float16_holds():
+    x, w = jnp.full((4, 8), 256.0), jnp.full((8, 4), 256, "bfloat16")
+    for way in (
+        OF_TWO_FORMATS["into bfloat16"],
+        lambda x, w: jnp.full((4, 8), 256.0) @ w,
+    ):
+        product = jaxscale.autocast(way)(x, w)
+        assert product.dtype == "bfloat16"
+        np.testing.assert_array_equal(product, 2**19)
+
+
+@cases("name", ["x @ w", "ragged"])
+def test_a_weight_in_another_format_is_kept_as_it_is(name):
+    """A frozen weight is cast one layer at a time, and the backward pass keeps no copy."""
+    weights = jnp.ones((3, 4, 4), "bfloat16")
+
+    def loss_fn(x):
+        def layer(x, w):
+            return jnp.tanh(OF_TWO_FORMATS[name](x, w)), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    program = jax.make_jaxpr(jax.grad(jaxscale.autocast(loss_fn)))(jnp.ones((2, 4)))
+    made = [var.aval.shape for eqn in program.eqns for var in eqn.outvars]
+    assert (3, 2, 4) in made
+    assert weights.shape not in made
 
 
 # Functions of libraries, with the arguments that they take.

@@ -365,9 +365,73 @@ def on_two_devices(table):
     return jnp.sum(mapped(table, TOKENS))
 
 
+def rows_of_zeros(table):
+    return jnp.zeros((500, 8), table.dtype)
+
+
+def weigh(rows):
+    """A sum whose derivatives are integers of both signs, up to 135."""
+    weights = jnp.arange(500.0) * 37 % 251 - 115
+    return jnp.sum(rows.astype(jnp.float32) * weights[:, None])
+
+
+def bias_of_rows(table):
+    return weigh(rows_of_zeros(table) + table[0])
+
+
+def gain_of_columns(table):
+    columns = jnp.ones((64, 500), table.dtype)
+    return weigh((columns * table[:, :1]).T)
+
+
+def gain_of_all(table):
+    return weigh(jnp.exp(rows_of_zeros(table)) * table[0, 0])
+
+
+def bound_of_rows(table):
+    return weigh(jnp.clip(rows_of_zeros(table), table[0] / 2, table[1]))
+
+
+def chosen_for_rows(table):
+    is_chosen = jnp.arange(500)[:, None] % 8 > 0
+    return weigh(jnp.where(is_chosen, table[0], 0))
+
+
+def repeated_after_float32(table):
+    row = (3 * table[0].astype(jnp.float32)).astype(table.dtype)
+    rows = jnp.broadcast_to(row, (500, 8))
+    return weigh(rows + row)
+
+
+def bias_in_calls(table):
+    @jax.checkpoint
+    @jax.jit
+    def add(rows, bias):
+        return jnp.abs(rows + bias)
+
+    return weigh(add(rows_of_zeros(table), table[0]))
+
+
+def bias_in_a_loop(table):
+    def layer(rows, bias):
+        return rows + bias, None
+
+    rows, _ = jax.lax.scan(layer, rows_of_zeros(table), table[:4])
+    return weigh(rows)
+
+
 READ_OFTEN = [embedded, tied_embedding, weight_over_steps, messages, bias_in_each_turn]
 READ_OFTEN += [weight_of_many_layers, added_in_a_jitted_block, in_a_branch]
 READ_OFTEN += [by_a_derivative_rule, on_two_devices]
+# What an operation repeats.
+READ_OFTEN += [
+    bias_of_rows,
+    gain_of_columns,
+    gain_of_all,
+    bound_of_rows,
+    chosen_for_rows,
+]
+READ_OFTEN += [repeated_after_float32, bias_in_calls, bias_in_a_loop]
 READ_OFTEN = {fun.__name__: fun for fun in READ_OFTEN}
 
 
@@ -408,6 +472,9 @@ def is_allowed(name, way, dtype):
         ("embedded", "alone", "bfloat16"),
         ("weight_over_steps", "closed over", "float16"),
         ("tied_embedding", "scale_backward inside", "bfloat16"),
+        ("bias_of_rows", "alone", "bfloat16"),
+        ("gain_of_columns", "scale_backward inside", "bfloat16"),
+        ("repeated_after_float32", "in jit and remat", "float16"),
     ],
 )
 def test_the_gradient_of_a_half_precision_array_is_rounded_once(name, way, dtype):
@@ -433,6 +500,17 @@ def test_the_value_of_what_reads_a_half_precision_array_keeps_its_bits(name, dty
         fun = jaxscale.full_precision(fun)  # their products are cast
     value = jax.jit(jaxscale.autocast(fun, half))(table)
     np.testing.assert_array_equal(value, jax.jit(fun)(table))
+
+
+def test_a_gradient_with_a_literal_in_half_precision_is_rewritten():
+    """The derivative of a row pads it with zeros."""
+
+    def loss_fn(table):
+        return jnp.sum((table[0] * table[1]).astype(jnp.float32))
+
+    table = jnp.full((3, 4), 2, jnp.bfloat16)
+    gradient = jaxscale.autocast(jax.grad(loss_fn), jnp.bfloat16)(table)
+    np.testing.assert_array_equal(gradient, [[2] * 4, [2] * 4, [0] * 4])
 
 
 def test_products_share_the_rounded_copy_of_what_they_read():

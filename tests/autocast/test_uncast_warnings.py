@@ -356,7 +356,7 @@ NOTHING_TO_CAST = {
     ),
 }
 AS_IT_SHOULD = {
-    "a product": (multiply, X),
+    1: (multiply, X),
     "in a loop": (run_twice(multiply), X),
     "backward": (jax.grad(lambda x: jnp.sum(multiply(x) ** 2)), X),
     "in half precision": (multiply_by_itself, X.astype("float16")),
@@ -370,6 +370,100 @@ AS_IT_SHOULD = {
         X,
     ),
 }
+
+
+IN_BFLOAT16 = W.astype("bfloat16")
+
+
+def multiply_in_bfloat16(x):
+    return x.astype(jnp.bfloat16) @ IN_BFLOAT16[0]
+
+
+@jaxscale.full_precision
+def multiply_in_marked(x):
+    return multiply_in_bfloat16(x)
+
+
+def multiply_in_loops(x):
+    def layer(x, w):
+        return jax.jit(jnp.matmul)(x, w), None
+
+    x, _ = jax.lax.scan(layer, x.astype(jnp.bfloat16), IN_BFLOAT16)
+    return multiply_in_bfloat16(x)
+
+
+def multiply_by_hand(x):
+    return x.astype(jnp.bfloat16) @ W[0].astype(jnp.bfloat16)
+
+
+def multiply_two_formats(x):
+    return x @ IN_BFLOAT16[0]
+
+
+def multiply_in_kernel(x):
+    return run_kernel(multiplied, x.astype(jnp.bfloat16), IN_BFLOAT16[0])
+
+
+def multiply_inside(fun, around=lambda fun: fun):
+    return around(jaxscale.autocast(fun, jnp.bfloat16))
+
+
+def scan_layers(x):
+    return jnp.sum(
+        jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, IN_BFLOAT16)[0]
+    )
+
+
+# What is left in bfloat16, where float16 is asked for: how many, and the function with the first.
+LEFT_IN_BFLOAT16 = {
+    "one": (multiply_in_bfloat16, 1, multiply_in_bfloat16),
+    "in loops and calls": (multiply_in_loops, 2, None),
+    "backward": (
+        jax.grad(lambda x: jnp.sum(multiply_in_bfloat16(x).astype(jnp.float32))),
+        2,
+        multiply_in_bfloat16,
+    ),
+    "beside others": (
+        lambda x: multiply_in_bfloat16(x) + multiply(x),
+        1,
+        multiply_in_bfloat16,
+    ),
+}
+NOT_LEFT = {
+    "two formats": multiply_two_formats,
+    "cast by hand": multiply_by_hand,
+    "marked": multiply_in_marked,
+    "a kernel": multiply_in_kernel,
+    "an autocast inside": multiply_inside(multiply_two_formats),
+    "its gradient": multiply_inside(scan_layers, jax.grad),
+    "vectors": lambda x: jnp.vdot(IN_BFLOAT16[0], IN_BFLOAT16[1]) + jnp.sum(x @ W[0]),
+    "a count": lambda x: (
+        (jnp.eye(4, dtype="bfloat16") @ jnp.ones((4, 8), "bfloat16")) + x
+    ),
+    "a precision": lambda x: jnp.matmul(
+        x.astype("bfloat16"), IN_BFLOAT16[0], precision="highest"
+    ),
+}
+
+
+@cases("name", LEFT_IN_BFLOAT16)
+def test_products_that_stay_in_the_other_half_precision_are_counted(name):
+    fun, number, first = LEFT_IN_BFLOAT16[name]
+    line = line_in(first) if first else ""
+    message = (
+        f"products of bfloat16 arrays .*: {number}, .*{line}.*in float32 or float16"
+    )
+    with pytest.warns(UserWarning, match=message) as warnings:
+        counts = diagnostics.products(jaxscale.autocast(fun), X).counts
+    assert len(warnings) == 1
+    assert counts["bfloat16"] == number
+    jaxscale.autocast(fun, jnp.bfloat16)(X)  # without a warning
+
+
+@pytest.mark.filterwarnings("ignore:`autocast` changes nothing")
+@cases("name", NOT_LEFT)
+def test_what_is_cast_or_meant_to_be_in_its_precision_gives_no_warning(name):
+    jaxscale.autocast(NOT_LEFT[name])(X)
 
 
 @pytest.mark.worlds

@@ -100,6 +100,15 @@ def test_products_count_in_their_precision_wherever_they_are(name):
             assert not any(line.reason for line in found.lines)
 
 
+@pytest.mark.standard_promotion
+@cases("dtype", ["float16", "bfloat16"])
+def test_a_product_of_two_formats_counts_in_the_one_that_it_is_cast_to(dtype):
+    args = W.astype("bfloat16"), X
+    assert products(twice, *args).counts == {"float32": 2}
+    cast = jaxscale.autocast(twice, jnp.dtype(dtype))
+    assert products(cast, *args).counts == {dtype: 2}
+
+
 def line_of(function):
     """Name of the file and number of the only line in the body of a function."""
     code = function.__code__

@@ -295,6 +295,17 @@ ASKED = {
     "wide in float16": Asked(
         IN_FLOAT16, 0, ["`jaxscale.autocast` changes nothing"], never=["off by"]
     ),
+    "kept in float16": Asked(
+        IN_FLOAT16,
+        0,
+        [
+            "leaves products of bfloat16 arrays alone as they are written: 1, the first at",
+            "keep the weights in float32 or float16.",
+        ],
+    ),
+    "kept in bfloat16": Asked(
+        IN_BFLOAT16, 0, ["Nothing is wrong"], never=["leaves products"]
+    ),
     "embedded in bfloat16": Asked(
         IN_BFLOAT16, 0, ["Nothing is wrong"], never=["is a sum of"]
     ),

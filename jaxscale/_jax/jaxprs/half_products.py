@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
+from ..dtypes import holds_inexact
 from ..jaxpr_types import (
     Arrays,
     BatchAxis,
@@ -38,7 +39,10 @@ _NUM_OPERANDS = 2
 
 
 def multiply_half(
-    operands: Sequence[Any], sources: Sequence[Any], params: dict[str, Any]
+    operands: Sequence[Any],
+    sources: Sequence[Any],
+    params: dict[str, Any],
+    dtype: np.dtype | None = None,
 ) -> Any:
     """Returns a product of matrices in half precision.
 
@@ -52,13 +56,16 @@ def multiply_half(
       gradient, it keeps the operand of the other meanwhile: another array of queries times keys.
 
     Args:
-      operands: two arrays in one half-precision dtype.
+      operands: two arrays in half precision. The derivative keeps them as they are, and the
+        product casts one that is not in `dtype`.
       sources: for each of them, the float32 array that it was rounded from, or `None`.
       params: those of a `dot_general`.
+      dtype: the half precision that it multiplies in, by default that of the first operand.
     """
     have_source = tuple(source is not None for source in sources)
     args = (*operands, *itertools.compress(sources, have_source))
-    dtype = operands[0].dtype
+    if dtype is None:
+        dtype = operands[0].dtype
     # `None` means the dtype of the operands; a product of the same operands may ask for another.
     result_dtype = params["preferred_element_type"] or dtype
     own = {"dtype": dtype, "have_source": have_source}
@@ -66,6 +73,17 @@ def multiply_half(
     if is_differentiated(args):
         return bind_once(_PRODUCT, args, params)
     return _PRODUCT.bind(*args, **params)
+
+
+def formats_of_product(eqn: JaxprEqn) -> set[str]:
+    """Names the floating-point dtypes of the operands of a product.
+
+    Of a product of our own, that is the one that it casts them to.
+    """
+    if eqn.primitive is _PRODUCT:
+        return {eqn.params["dtype"].name}
+    operands: list[Any] = eqn.invars
+    return {atom.aval.dtype.name for atom in operands if holds_inexact(atom.aval)}
 
 
 def find_pulled_inputs(eqn: JaxprEqn) -> list[bool]:
@@ -168,7 +186,9 @@ def _transpose(
             given = (_in_dtype(cotangent, dtype), args[1 - number])
             aval = args[target].aval
             own = {"number": number, "aval": aval, "dtype": dtype}
-            params |= {"preferred_element_type": aval.dtype}
+            # Another half precision is rounded to from float32.
+            result_dtype = dtype if aval.dtype == dtype else np.dtype("float32")
+            params |= {"preferred_element_type": result_dtype}
             cotangents[target] = call_once(_pull, given, params | own)
     return cotangents
 

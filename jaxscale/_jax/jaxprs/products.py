@@ -70,6 +70,11 @@ def with_preferred_type(eqn: JaxprEqn, old: np.dtype, new: np.dtype) -> dict[str
     return params | {"preferred_element_type": new}
 
 
+def with_result_type(params: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """Makes a product return a dtype, given its other parameters."""
+    return params | {"preferred_element_type": dtype}
+
+
 def _without_algorithm(eqn: JaxprEqn) -> dict[str, Any]:
     if not _is_algorithm(product_precision(eqn)):
         return eqn.params

@@ -221,6 +221,11 @@ def embedded(half, tokens=np.arange(300) % 4, *, table=jnp.ones((4, 8), jnp.bflo
     return mean(table[tokens])  # line
 
 
+@healthy("weights and activations in bfloat16")
+def kept(half, x=jnp.ones((3, 8), jnp.bfloat16), *, w=jnp.ones((8, 4), jnp.bfloat16)):
+    return mean(x @ w)
+
+
 def loop(length):
     def loss(half, x=ones((length, 8)), *, w=jnp.ones(8, jnp.bfloat16)):
         def step(carry, x):
