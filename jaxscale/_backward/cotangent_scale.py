@@ -80,10 +80,5 @@ def choose_power(largest: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(largest), power, jnp.ones_like(power))
 
 
-def power_below(number: jax.Array) -> jax.Array:
-    """Returns the largest power of two that is at most a positive normal number."""
-    return float_of_bits(float_bits(number) >> MANTISSA_BITS << MANTISSA_BITS)
-
-
 def _exponent(number: jax.Array) -> jax.Array:
     return (float_bits(number) >> MANTISSA_BITS) - EXPONENT_BIAS

@@ -6,7 +6,8 @@ their own. The gradients are the sums, as a backward pass is linear.
 
 All gradients may be next to nothing though no cotangent is: then these became small on their way,
 and the pass is repeated at a larger scale. That one may overflow, so the gradients of the first are
-kept. A finite pass is never given up for one that is not.
+kept, and each number is taken from there if it is not finite. A finite number is never given up for
+one that is not.
 
 One loop makes all passes, so the compiled program holds one.
 
@@ -28,10 +29,20 @@ from .._gradients.verdict import agree_on_size
 from .._jax import jaxprs
 from .._jax.jaxprs import AxisNames
 from .._trees.casts import blank, cast, uninitialized
-from .cotangent_scale import Sizes, choose_power, find_sizes, magnitude, power_below
+from .cotangent_scale import Sizes, choose_power, find_sizes, magnitude
 
 # The scale is divided by this after an overflow.
 _BACKOFF = 2.0**8
+
+# The scale is multiplied by this if all gradients are small: cotangents that stand as high as they
+# may at first then still fit in float16.
+_RISE = 2.0**4
+
+# If a loop hides where cotangents enter half precision, nothing says what fits, and the scale is
+# multiplied by the first. What was too small to be exact then is, but for what is smaller by
+# 2**20. By the second if nothing but zeros came out: all of it flushed.
+_RISE_IN_LOOP = 2.0**24
+_RISE_OF_ZEROS = 2.0**34
 
 # A scale below this would not be a normal number, and might be flushed to 0; nor would the
 # reciprocal of one above the other.
@@ -58,6 +69,7 @@ class Options(NamedTuple):
     retries: int
     axes: Any  # the named axes along which devices must use one scale
     may_flush: bool = False  # whether half precision flushes what float32 holds
+    in_loop: bool = False  # whether a loop hides where cotangents enter half precision
 
     @property
     def may_divide(self) -> bool:
@@ -69,9 +81,7 @@ class PassReport(NamedTuple):
     """A report of the passes of one call."""
 
     num_repeats: Any  # i32[], how many were repeated at another scale
-    is_raised: (
-        Any  # bool[], whether that was a larger one, as all gradients were almost 0
-    )
+    is_raised: Any  # bool[], whether that was a larger one, as gradients were almost 0
     is_divided: Any  # bool[], whether small and large cotangents were pulled back apart
     is_lost: Any  # bool[], whether gradients were nothing but zeros, as most cotangents flushed
 
@@ -215,25 +225,24 @@ def _advance(
     is_finite = jnp.all(jnp.isfinite(sizes))
     # No retry helps if a cotangent is inf or NaN before it is scaled.
     has_retry = jnp.isfinite(largest) & (progress.num_repeats < options.retries)
-    lower = progress.factor / _BACKOFF
-    # A scale that was raised from one without overflows falls only as long as it is larger.
-    may_fall = (progress.factor <= 1) | (lower > 1)
-    repeats = has_retry & ~is_finite & may_fall
-    factor = jnp.where(repeats, lower, progress.factor)
+    # A larger scale than one without overflows is not lowered.
+    repeats = has_retry & ~is_finite & (progress.factor <= 1)
+    factor = jnp.where(repeats, progress.factor / _BACKOFF, progress.factor)
     is_first = progress.stage == _ALL
     asks = jnp.zeros_like(progress.asks)
     rises = jnp.array(False)
     if options.may_divide:
         # Whether some cotangents are inexact beside the largest.
         are_spread = largest * of_cotangents.largest_reciprocal > 1 / _SMALLEST_NORMAL
-        # If they are not, and all gradients are small, the cotangents became small on their way, as
-        # in a loop that divides by the length of the batch. The largest gradient is then brought
-        # to where the largest cotangent stands. One that is 0 may be as large as what flushes.
-        stands_at = largest * progress.scale
-        largest_gradient = jnp.max(sizes)
-        are_small = is_finite & (largest > 0) & (largest_gradient < _SMALL * stands_at)
-        rises = is_first & has_retry & (progress.factor == 1) & ~are_spread & are_small
-        rise = power_below(stands_at / jnp.maximum(largest_gradient, _FLUSHED))
+        # If they are not, and all gradients are small, the cotangents became small on their way.
+        # In a loop that shows in one gradient, as the losses in it may be far apart.
+        are_small = jnp.max(sizes) < _SMALL * largest * progress.scale
+        rise = jnp.float32(_RISE)
+        if options.in_loop:
+            are_small |= jnp.any(sizes < _SMALLEST_NORMAL)
+            rise = jnp.where(jnp.any(sizes > 0), _RISE_IN_LOOP, _RISE_OF_ZEROS)
+        may_rise = is_first & has_retry & is_finite & (progress.factor == 1)
+        rises = may_rise & (largest > 0) & ~are_spread & are_small
         factor = jnp.where(rises, rise, factor)
         repeats |= rises
         still_asks = jnp.where(
@@ -266,28 +275,28 @@ def _finish(
     """Returns the unscaled gradients after the last pass, and what happened."""
     progress = carry.progress
     is_raised = progress.factor > 1
-    is_divided = progress.stage == _LARGE_ONES
-    # The gradients of the small cotangents come before those of the large ones. If they gave
-    # nothing to what asked, or are not finite, those of all were kept; so they were if a larger
-    # scale gave nothing finite.
-    counts_last = (progress.stage != _SMALL_ONES) & (progress.is_finite | ~is_raised)
-    counts_kept = is_divided | ~counts_last
     is_lost = jnp.array(False)
     if options.may_flush:
-        # What is not finite is not 0.
-        only_zeros = progress.only_zeros & (progress.is_finite | ~counts_last)
         scale = jnp.where(progress.is_finite, progress.scale, progress.kept_scale)
-        is_lost = _have_flushed(cotangents, scale, only_zeros, options.axes)
+        is_lost = _have_flushed(cotangents, scale, progress.only_zeros, options.axes)
     scale = _nan_if(is_lost, progress.scale)
     if options.may_divide:
         kept_scale = _nan_if(is_lost, progress.kept_scale)
-        gradients = []
-        for last, kept, dtype in zip(carry.last, carry.kept, dtypes, strict=True):
-            of_last = _Term(last, scale, counts_last)
-            of_kept = _Term(kept, kept_scale, counts_kept)
-            gradients.append(_add_terms(of_last, of_kept, dtype=jnp.dtype(dtype)))
+        gradients = [
+            _combine(
+                last,
+                kept,
+                scale,
+                kept_scale,
+                progress.stage,
+                is_raised,
+                dtype=jnp.dtype(dtype),
+            )
+            for last, kept, dtype in zip(carry.last, carry.kept, dtypes, strict=True)
+        ]
     else:
         gradients = _unscale(carry.last, dtypes, scale)
+    is_divided = progress.stage == _LARGE_ONES
     report = PassReport(progress.num_repeats, is_raised, is_divided, is_lost)
     return gradients, report
 
@@ -333,21 +342,24 @@ def _divide(gradient: jax.Array, scale: jax.Array, *, dtype: Any) -> jax.Array:
     return divide(cast(gradient, dtype), scale)
 
 
-class _Term(NamedTuple):
-    """A gradient of one pass, as a term of the sum of several."""
-
-    gradient: jax.Array  # scaled
-    scale: jax.Array
-    counts: jax.Array  # bool[]
-
-
 @functools.partial(jax.jit, static_argnames="dtype")
-def _add_terms(last: _Term, kept: _Term, *, dtype: Any) -> jax.Array:
-    """Adds two gradients, unscaled, of which one or both count."""
-    of_last = _divide(last.gradient, last.scale, dtype=dtype)
-    of_kept = _divide(kept.gradient, kept.scale, dtype=dtype)
-    both = jnp.where(kept.counts, of_last + of_kept, of_last)
-    return jnp.where(last.counts, both, of_kept)
+def _combine(
+    last: jax.Array,
+    kept: jax.Array,
+    scale: jax.Array,
+    kept_scale: jax.Array,
+    stage: jax.Array,
+    is_raised: jax.Array,
+    *,
+    dtype: Any,
+) -> jax.Array:
+    """Returns the gradient that two passes give, unscaled, after the last stage."""
+    last = _divide(last, scale, dtype=dtype)
+    kept = _divide(kept, kept_scale, dtype=dtype)
+    of_all = jnp.where(is_raised & ~jnp.isfinite(last), kept, last)
+    divided = jnp.where(stage == _LARGE_ONES, kept + last, of_all)
+    # If the small cotangents gave nothing to what asked, or nothing finite, those of all count.
+    return jnp.where(stage == _SMALL_ONES, kept, divided)
 
 
 @jax.jit

@@ -139,7 +139,7 @@ def outlying(half, x=array([0, 1]), *, w=W):
 @healthy(
     "a loop over micro-batches that divides, whose own cotangent is 1",
     says=[
-        "All gradients shrink on their way through the loss, and `scale_backward` repeats the "
+        "Gradients shrink on their way through the loss, and `scale_backward` repeats the "
         "backward pass of this batch once.",
         "wrap the loss inside the loop",
     ],
