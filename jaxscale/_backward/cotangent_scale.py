@@ -10,7 +10,7 @@ from .._gradients.reduction import reduce_sizes
 from .._gradients.scaled import Scaled
 from .._gradients.verdict import agree_on_size
 from .._jax.jaxprs import AxisNames
-from .._trees.casts import widen
+from .._trees.casts import cast, widen
 from .._trees.numbers import EXPONENT_BIAS, MANTISSA_BITS, float_bits, float_of_bits
 
 # The magnitudes of cotangents come to sum to about 2 to this power, as those of a mean do under a
@@ -51,12 +51,11 @@ def _find_sizes(cotangent: jax.Array) -> jax.Array:
     size = magnitude(cotangent)
     smallest = jnp.finfo(size.dtype).smallest_normal
     reciprocal = jnp.where(size > 0, 1 / jnp.maximum(size, smallest), 0)
-    total = jnp.sum(size)
     bits = [
-        reduce_sizes(Scaled([each])).largest_bits()
-        for each in (cotangent, reciprocal, total)
+        reduce_sizes(Scaled([each])).largest_bits() for each in (cotangent, reciprocal)
     ]
-    return jnp.stack(bits)
+    total = cast(jnp.sum(size), jnp.float32)
+    return jnp.stack([*bits, float_bits(total)])
 
 
 def magnitude(cotangent: jax.Array) -> jax.Array:
