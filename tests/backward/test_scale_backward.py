@@ -797,6 +797,18 @@ OF_ONE_PASS = sorted(
 
 @pytest.mark.worlds
 @pytest.mark.standard_promotion
+@cases("name", OF_ONE_PASS, fast=["attention", "lstm"])
+def test_an_ordinary_program_makes_one_backward_pass(name):
+    fun, args = half_programs.PROGRAMS[name]
+    loss = half_programs.loss_of(scaled_autocast(fun))
+    with reported() as reports:
+        jax.jit(jax.grad(loss))(*args)
+        jax.effects_barrier()
+    assert not any(report.num_repeats or report.is_divided for report in reports)
+
+
+@pytest.mark.worlds
+@pytest.mark.standard_promotion
 @cases("name", OF_ONE_PASS, fast=["mlp", "own_precision"])
 def test_as_many_products_are_in_half_precision_inside_of_autocast_and_outside(name):
     fun, args = half_programs.PROGRAMS[name]

@@ -115,7 +115,7 @@ inward = healthy(
         "# line",
     ],
     never=["not enough"],
-)(growing(2.0**9, 2.0**-10))
+)(growing(2.0**6, 2.0**-4))
 far_inward = healthy(
     "gradients that grow more",
     says=["twice, which is not enough.", "scale_backward(loss_fn, scale=2**10)"],
