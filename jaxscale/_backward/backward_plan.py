@@ -26,7 +26,7 @@ from .._jax import jaxprs
 from .._jax.jaxprs import AxisName, AxisNames, Flags, SymbolicTangent, SymbolicTangents
 from .._trees.leaves import cast, widen
 from .half_finder import counts_products, may_flush
-from .head_and_tail import split
+from .head_and_tail import ends_in_loop, split
 from .jaxpr_parts import Part
 from .known_zeros import is_noting, note_tangents, note_zeros, noting
 from .passes import Options, PassReport, observe, pull_back
@@ -68,6 +68,7 @@ class BackwardPlan:
       entries: the outputs of the head where cotangents of the tail may enter it.
       axes: the named axes along which the jaxpr communicates.
       may_flush: whether its half precision flushes what float32 holds.
+      in_loop: whether cotangents enter half precision inside of what is not divided, as a loop.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class BackwardPlan:
         self.head_sources = [self.sources.get(var, var) for var in self.head_by]
         self.tail_by = [var for var in self.tail.inputs if var in differentiated_by]
         self.entries = [var for var in self.head.outputs if var in derived]
+        self.in_loop = ends_in_loop(self.head.steps, self.entries)
         # Calls of equal jaxprs share a plan, and what JAX knows of these two functions: each is
         # traced once for arrays of the same types.
         self._traced_forward = jax.jit(self._run_forward)
@@ -176,7 +178,9 @@ class BackwardPlan:
         nonzero = jax.tree.leaves(at_entries)
         if self.head_by and nonzero:
             axes = self._find_agreed_axes(nonzero, options.axes)
-            options = options._replace(axes=axes, may_flush=self.may_flush)
+            options = options._replace(
+                axes=axes, may_flush=self.may_flush, in_loop=self.in_loop
+            )
             # Only a signal: inside of `noting`, `_warn_unscaled` of an inner `scale_backward` knows
             # that this one scales it. The list is not read.
             with noting():

@@ -196,6 +196,23 @@ def _list_shared(head: Sequence[Step], tail: Sequence[Step]) -> list[Step]:
     return shared[::-1]
 
 
+def ends_in_loop(steps: Iterable[Step], outputs: Iterable[Any]) -> bool:
+    """Returns whether some outputs of steps come out of what is never divided, such as a loop."""
+    ends = set(variables(outputs))
+    return any(not ends.isdisjoint(step.outvars) and _is_loop(step) for step in steps)
+
+
+def _is_loop(step: Step) -> bool:
+    """Returns whether a step is a loop, or a call whose outputs come out of one."""
+    if step.part is not None:
+        return ends_in_loop(step.part.steps, step.part.outputs)
+    called = find_divisible(step.eqn)
+    if called is None:
+        return _may_loop(step.eqn)
+    whole = [Step(eqn, eqn.invars, eqn.outvars, True) for eqn in called.jaxpr.eqns]
+    return ends_in_loop(whole, called.jaxpr.outvars)
+
+
 def _may_loop(eqn: JaxprEqn) -> bool:
     """Returns whether an equation holds a jaxpr, and is not just a call of it."""
     return any(programs(eqn)) and not jaxprs.is_divisible(eqn)

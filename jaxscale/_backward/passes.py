@@ -4,8 +4,10 @@ A few cotangents may be far larger than all others, and set the power for them. 
 next to nothing in it then, small and large cotangents are pulled back apart, each at a power of
 their own. The gradients are the sums, as a backward pass is linear.
 
-All gradients may be next to nothing though all cotangents are as large as they may be: then these
-became small on their way, and the pass is repeated at a larger scale.
+All gradients may be next to nothing though no cotangent is: then these became small on their way,
+and the pass is repeated at a larger scale. That one may overflow, so the gradients of the first are
+kept, and each number is taken from there if it is not finite. A finite number is never given up for
+one that is not.
 
 One loop makes all passes, so the compiled program holds one.
 
@@ -13,6 +15,7 @@ A step in which one pass is enough pays for no other. What the loop would keep f
 not written then, and starts uninitialized.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -25,11 +28,21 @@ from .._gradients.scaled import Scaled, divide, multiply
 from .._gradients.verdict import agree_on_size
 from .._jax import jaxprs
 from .._jax.jaxprs import AxisNames
-from .._trees.leaves import blank, cast, uninitialized, widen
-from .cotangent_scale import MOST_RAISED, choose_power
+from .._trees.leaves import blank, cast, uninitialized
+from .cotangent_scale import Sizes, choose_power, find_sizes, magnitude
 
-# The scale is divided by this after an overflow. Two retries reach a 256th.
-_BACKOFF = 16.0
+# The scale is divided by this after an overflow.
+_BACKOFF = 2.0**8
+
+# The scale is multiplied by this if all gradients are small: cotangents that stand as high as they
+# may at first then still fit in float16.
+_RISE = 2.0**4
+
+# If a loop hides where cotangents enter half precision, nothing says what fits, and the scale is
+# multiplied by the first. What was too small to be exact then is, but for what is smaller by
+# 2**20. By the second if nothing but zeros came out: all of it flushed.
+_RISE_IN_LOOP = 2.0**24
+_RISE_OF_ZEROS = 2.0**34
 
 # A scale below this would not be a normal number, and might be flushed to 0; nor would the
 # reciprocal of one above the other.
@@ -39,9 +52,6 @@ _LARGEST_SCALE = 2.0**126
 # In float16 a number below the first is inexact, and one up to the second becomes 0.
 _SMALLEST_NORMAL = 2.0**-14
 _FLUSHED = 2.0**-25
-
-# The scale is multiplied by this at most if gradients are smaller than they may be.
-_MOST_RAISED = 2.0**24
 
 # The part of the largest cotangent up to which others are small, and gradients as well if all are.
 # It lies above `_SMALLEST_NORMAL`, so that large ones are exact at the power of the largest.
@@ -59,6 +69,7 @@ class Options(NamedTuple):
     retries: int
     axes: Any  # the named axes along which devices must use one scale
     may_flush: bool = False  # whether half precision flushes what float32 holds
+    in_loop: bool = False  # whether a loop hides where cotangents enter half precision
 
     @property
     def may_divide(self) -> bool:
@@ -70,9 +81,7 @@ class PassReport(NamedTuple):
     """A report of the passes of one call."""
 
     num_repeats: Any  # i32[], how many were repeated at another scale
-    is_raised: (
-        Any  # bool[], whether that was a larger one, as all gradients were almost 0
-    )
+    is_raised: Any  # bool[], whether that was a larger one, as gradients were almost 0
     is_divided: Any  # bool[], whether small and large cotangents were pulled back apart
     is_lost: Any  # bool[], whether gradients were nothing but zeros, as most cotangents flushed
 
@@ -96,10 +105,13 @@ class _Progress(NamedTuple):
     is_unfinished: jax.Array  # bool[], whether there is a next pass
     num_repeats: jax.Array  # i32[]
     factor: jax.Array  # f32[], what scales are multiplied by in repeated passes
+    start: jax.Array  # f32[], the first scale
     threshold: jax.Array  # f32[], up to which cotangents are small
     asks: jax.Array  # bool[n], which gradients ask for another pass
     only_zeros: jax.Array  # bool[], whether no pass gave anything else
     scale: jax.Array  # f32[], of the last gradients
+    is_finite: jax.Array  # bool[], whether these are finite
+    is_kept: jax.Array  # bool[], whether they are kept
     kept_scale: jax.Array  # f32[], of those that are kept
 
 
@@ -108,7 +120,9 @@ class _Carry(NamedTuple):
 
     progress: _Progress
     last: list[Any]  # the scaled gradients of the last pass
-    kept: list[Any]  # those of the stage before, if there was one
+    kept: list[
+        Any
+    ]  # those of the stage before, or before a larger scale, if there was one
 
 
 def pull_back(
@@ -132,7 +146,7 @@ def pull_back(
       gradients are NaN where they would be nothing but zeros because most cotangents flushed.
     """
     if not options.retries:
-        scale, _ = _choose_scale(cotangents, options)
+        scale = _choose_scale(find_sizes(cotangents, options.axes), options)
         gradients = pull([_scale(each, scale) for each in cotangents])
         return _unscale(gradients, dtypes, scale), None
 
@@ -142,19 +156,23 @@ def pull_back(
         if options.may_divide:
             stage, threshold = progress.stage, progress.threshold
             chosen = [_choose(each, stage, threshold) for each in cotangents]
-        scale, sizes = _choose_scale(chosen, options)
+        sizes = find_sizes(chosen, options.axes)
+        scale = _choose_scale(sizes, options)
+        # The large ones have the first scale, at which all cotangents were finite: alone, their sum
+        # may be so much smaller that they would overflow at a scale of their own.
+        start = jnp.where(progress.stage == _ALL, scale, progress.start)
+        scale = jnp.where(progress.stage == _SMALL_ONES, scale, start)
         scale = jnp.clip(scale * progress.factor, _SMALLEST_SCALE, _LARGEST_SCALE)
         gradients = pull([_scale(each, scale) for each in chosen])
-        progress = progress._replace(scale=scale)
+        progress = progress._replace(start=start, scale=scale)
         return _advance(progress, gradients, sizes, options), gradients
 
     def run_next(carry: _Carry) -> _Carry:
         progress, gradients = run_pass(carry.progress)
         kept = carry.kept
         if options.may_divide:
-            goes_on = progress.stage > carry.progress.stage
             # A selection would read and write all of them in each pass.
-            kept = jax.lax.cond(goes_on, lambda: gradients, lambda: carry.kept)
+            kept = jax.lax.cond(progress.is_kept, lambda: gradients, lambda: carry.kept)
         return _Carry(vary(progress), gradients, kept)
 
     start = _Progress(
@@ -162,13 +180,17 @@ def pull_back(
         is_unfinished=jnp.array(True),
         num_repeats=jnp.int32(0),
         factor=jnp.float32(1),
+        start=jnp.float32(1),
         threshold=jnp.float32(0),
         asks=jnp.ones(len(dtypes), jnp.bool_),
         only_zeros=jnp.array(True),
         scale=jnp.float32(1),
+        is_finite=jnp.array(False),
+        is_kept=jnp.array(False),
         kept_scale=jnp.float32(1),
     )
     numbers, types = _types_of(run_pass, start)
+    types = tuple(types)
     # What the loop carries must vary along the axes that its result varies along.
     axes = frozenset().union(*map(jaxprs.varying, numbers))
 
@@ -180,67 +202,67 @@ def pull_back(
         run_next,
         _Carry(
             progress=vary(start),
-            last=list(map(uninitialized, types)),
-            kept=list(map(uninitialized, types)) if options.may_divide else [],
+            last=_starts(types),
+            kept=_starts(types) if options.may_divide else [],
         ),
     )
     return _finish(last, cotangents, dtypes, options)
 
 
-def _choose_scale(
-    cotangents: list[Any], options: Options
-) -> tuple[jax.Array, "_Sizes"]:
-    """Returns the scale for some cotangents, and how large they are."""
-    sizes = _find_sizes(cotangents, options.axes)
+def _choose_scale(sizes: Sizes, options: Options) -> jax.Array:
     if options.scale is not None:
-        return jnp.float32(options.scale), sizes
-    # Only a retry could take a raised scale back.
-    most_raised = MOST_RAISED if options.retries else 0
-    return choose_power(sizes.largest, most_raised), sizes
+        return jnp.float32(options.scale)
+    return choose_power(sizes.largest, sizes.total)
 
 
 def _advance(
-    progress: _Progress, gradients: list[Any], of_cotangents: "_Sizes", options: Options
+    progress: _Progress, gradients: list[Any], of_cotangents: Sizes, options: Options
 ) -> _Progress:
     """Chooses the next pass: a repetition, the next stage, or none."""
-    groups = reduce_sizes(Scaled(gradients), by_leaf=options.may_divide).numbers
-    sizes = agree_on_size(jnp.stack(groups), options.axes)
-    largest = jnp.max(of_cotangents.largest)
-    finite_cotangents = jnp.isfinite(largest)
-    finite = jnp.all(jnp.isfinite(sizes))
+    bits = jnp.concatenate(list(map(_find_largest, gradients)))
+    sizes = agree_on_size(bits, options.axes)
+    largest = of_cotangents.largest
+    is_finite = jnp.all(jnp.isfinite(sizes))
     # No retry helps if a cotangent is inf or NaN before it is scaled.
-    has_retry = finite_cotangents & (progress.num_repeats < options.retries)
-    repeats = ~finite & has_retry
-    factor = progress.factor / _BACKOFF
+    has_retry = jnp.isfinite(largest) & (progress.num_repeats < options.retries)
+    # A larger scale than one without overflows is not lowered.
+    repeats = has_retry & ~is_finite & (progress.factor <= 1)
+    factor = jnp.where(repeats, progress.factor / _BACKOFF, progress.factor)
     is_first = progress.stage == _ALL
     asks = jnp.zeros_like(progress.asks)
+    rises = jnp.array(False)
     if options.may_divide:
         # Whether some cotangents are inexact beside the largest.
         are_spread = largest * of_cotangents.largest_reciprocal > 1 / _SMALLEST_NORMAL
-        # If they are not, and all gradients are small, the cotangents became small on their way, as
-        # in a loop that divides by the length of the batch.
-        are_small = finite & (largest > 0) & (jnp.max(sizes) < _SMALL)
-        shrinks = is_first & has_retry & ~are_spread & are_small
-        rise = jnp.minimum(choose_power(jnp.max(sizes)[None], 0), _MOST_RAISED)
-        factor = jnp.where(shrinks, progress.factor * rise, factor)
-        repeats |= shrinks
-        has_next = finite & finite_cotangents & are_spread
-        still_asks = jnp.select(
-            [is_first, progress.stage == _SMALL_ONES],
-            [has_next & (sizes < _SMALLEST_NORMAL), sizes != 0],
-            False,
+        # If they are not, and all gradients are small, the cotangents became small on their way.
+        # In a loop that shows in one gradient, as the losses in it may be far apart.
+        are_small = jnp.max(sizes) < _SMALL * largest * progress.scale
+        rise = jnp.float32(_RISE)
+        if options.in_loop:
+            are_small |= jnp.any(sizes < _SMALLEST_NORMAL)
+            rise = jnp.where(jnp.any(sizes > 0), _RISE_IN_LOOP, _RISE_OF_ZEROS)
+        may_rise = is_first & has_retry & is_finite & (progress.factor == 1)
+        rises = may_rise & (largest > 0) & ~are_spread & are_small
+        factor = jnp.where(rises, rise, factor)
+        repeats |= rises
+        still_asks = jnp.where(
+            is_first, are_spread & (sizes < _SMALLEST_NORMAL), sizes != 0
         )
+        still_asks &= is_finite & jnp.isfinite(largest)
         asks = jnp.where(repeats, progress.asks, progress.asks & still_asks)
-    goes_on = ~repeats & jnp.any(asks)
+    goes_on = ~repeats & jnp.any(asks) & (progress.stage != _LARGE_ONES)
+    is_kept = goes_on | rises
     return progress._replace(
         stage=progress.stage + goes_on.astype(jnp.int32),
         is_unfinished=repeats | goes_on,
         num_repeats=progress.num_repeats + repeats.astype(jnp.int32),
-        factor=jnp.where(repeats, factor, progress.factor),
+        factor=factor,
         threshold=jnp.where(is_first, largest * _SMALL, progress.threshold),
         asks=asks,
-        only_zeros=progress.only_zeros & jnp.all(sizes == 0),
-        kept_scale=jnp.where(goes_on, progress.scale, progress.kept_scale),
+        only_zeros=progress.only_zeros & (~is_finite | jnp.all(sizes == 0)),
+        is_finite=is_finite,
+        is_kept=is_kept,
+        kept_scale=jnp.where(is_kept, progress.scale, progress.kept_scale),
     )
 
 
@@ -252,28 +274,35 @@ def _finish(
 ) -> tuple[list[jax.Array], PassReport]:
     """Returns the unscaled gradients after the last pass, and what happened."""
     progress = carry.progress
+    is_raised = progress.factor > 1
     is_lost = jnp.array(False)
     if options.may_flush:
-        is_lost = _have_flushed(
-            cotangents, progress.scale, progress.only_zeros, options.axes
-        )
-    gradients = _unscale(carry.last, dtypes, _nan_if(is_lost, progress.scale))
-    is_divided = progress.stage == _LARGE_ONES
+        scale = jnp.where(progress.is_finite, progress.scale, progress.kept_scale)
+        is_lost = _have_flushed(cotangents, scale, progress.only_zeros, options.axes)
+    scale = _nan_if(is_lost, progress.scale)
     if options.may_divide:
-        # Those of the small cotangents, before the large ones. Or those of all, if the small ones
-        # gave nothing to what asked.
-        kept = _unscale(carry.kept, dtypes, _nan_if(is_lost, progress.kept_scale))
-        is_small = progress.stage == _SMALL_ONES
-        for i, before in enumerate(kept):
-            undivided = jnp.where(is_small, before, gradients[i])
-            gradients[i] = jnp.where(is_divided, before + gradients[i], undivided)
-    is_raised = progress.factor > 1
+        kept_scale = _nan_if(is_lost, progress.kept_scale)
+        gradients = [
+            _combine(
+                last,
+                kept,
+                scale,
+                kept_scale,
+                progress.stage,
+                is_raised,
+                dtype=jnp.dtype(dtype),
+            )
+            for last, kept, dtype in zip(carry.last, carry.kept, dtypes, strict=True)
+        ]
+    else:
+        gradients = _unscale(carry.last, dtypes, scale)
+    is_divided = progress.stage == _LARGE_ONES
     report = PassReport(progress.num_repeats, is_raised, is_divided, is_lost)
     return gradients, report
 
 
-# What is done with each cotangent is compiled as a function, as a block that is called a hundred
-# times may have a hundred of them.
+# What is done with each cotangent and each gradient is compiled as a function, as a block that is
+# called a hundred times may have hundreds of them.
 
 
 @jax.jit
@@ -285,58 +314,71 @@ def _scale(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
 @jax.jit
 def _choose(cotangent: jax.Array, stage: jax.Array, threshold: jax.Array) -> jax.Array:
     """Returns a cotangent with zeros in the place of what a pass does not pull back."""
-    is_large = _magnitude(cotangent) > threshold
+    is_large = magnitude(cotangent) > threshold
     left_out = (stage == _SMALL_ONES) & is_large | (stage == _LARGE_ONES) & ~is_large
     return jnp.where(left_out, jnp.zeros_like(cotangent), cotangent)
 
 
-@jax.jit
-def _find_size(cotangent: jax.Array) -> jax.Array:
-    """Returns the largest magnitude in a cotangent and its largest reciprocal, as bits, `i32[2]`.
+@functools.partial(jax.jit, static_argnums=0)
+def _start(aval: Any) -> jax.Array:
+    """Returns an array of a type that the first pass writes."""
+    return uninitialized(aval)
 
-    What is 0 or NaN has no reciprocal.
-    """
-    size = _magnitude(cotangent)
-    smallest = jnp.finfo(size.dtype).smallest_normal
-    reciprocal = jnp.where(size > 0, 1 / jnp.maximum(size, smallest), 0)
-    bits = [
-        reduce_sizes(Scaled([each])).largest_bits() for each in (cotangent, reciprocal)
-    ]
-    return jnp.stack(bits)
+
+@functools.partial(jax.jit, static_argnums=0)
+def _starts(types: tuple[Any, ...]) -> list[jax.Array]:
+    return list(map(_start, types))
+
+
+@jax.jit
+def _find_largest(gradient: jax.Array) -> jax.Array:
+    """Returns the largest magnitude in a gradient, as bits, an `i32[1]`."""
+    return reduce_sizes(Scaled([gradient])).largest_bits()[None]
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _divide(gradient: jax.Array, scale: jax.Array, *, dtype: Any) -> jax.Array:
+    """Returns a gradient divided by a scale, in a dtype of its own, or in float32."""
+    return divide(cast(gradient, dtype), scale)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _combine(
+    last: jax.Array,
+    kept: jax.Array,
+    scale: jax.Array,
+    kept_scale: jax.Array,
+    stage: jax.Array,
+    is_raised: jax.Array,
+    *,
+    dtype: Any,
+) -> jax.Array:
+    """Returns the gradient that two passes give, unscaled, after the last stage."""
+    last = _divide(last, scale, dtype=dtype)
+    kept = _divide(kept, kept_scale, dtype=dtype)
+    of_all = jnp.where(is_raised & ~jnp.isfinite(last), kept, last)
+    divided = jnp.where(stage == _LARGE_ONES, kept + last, of_all)
+    # If the small cotangents gave nothing to what asked, or nothing finite, those of all count.
+    return jnp.where(stage == _SMALL_ONES, kept, divided)
 
 
 @jax.jit
 def _count_flushed(cotangent: jax.Array, scale: jax.Array) -> jax.Array:
     """Counts the elements of a cotangent that flush at a scale, minus those that do not."""
-    size = _magnitude(cotangent)
+    size = magnitude(cotangent)
     flushes = size * cast(scale, size.dtype) <= _FLUSHED
     votes = jnp.where(size > 0, jnp.where(flushes, 1.0, -1.0), 0.0)
     return jnp.sum(votes, dtype=jnp.float32)
-
-
-def _magnitude(cotangent: jax.Array) -> jax.Array:
-    return jnp.abs(widen(cotangent))
-
-
-class _Sizes(NamedTuple):
-    """The sizes of some cotangents, on all devices along the axes."""
-
-    largest: jax.Array  # f32[n], the largest magnitude of each
-    largest_reciprocal: jax.Array  # f32[], of the magnitudes that are not 0
-
-
-def _find_sizes(cotangents: Sequence[Any], axes: AxisNames) -> _Sizes:
-    """Returns the sizes of cotangents."""
-    bits = jnp.stack(list(map(_find_size, cotangents)))
-    largest, reciprocals = agree_on_size(bits, axes).T
-    return _Sizes(largest, jnp.max(reciprocals))
 
 
 def _unscale(
     gradients: Sequence[Any], dtypes: Sequence[Any], scale: jax.Array
 ) -> list[jax.Array]:
     """Returns gradients divided by a scale, each in a dtype of its own, or in float32."""
-    return divide(list(map(cast, gradients, dtypes)), scale)
+    return [
+        _divide(gradient, scale, dtype=jnp.dtype(dtype))
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    ]
 
 
 def _have_flushed(

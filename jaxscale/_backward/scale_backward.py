@@ -56,10 +56,11 @@ def scale_backward(
 
     The function is traced, as by `jax.jit`. The part after its last half-precision value, such as
     the loss, runs backward unscaled in float32. The cotangents that reach half precision are
-    multiplied by one power of two, which brings the largest to about 1, however large the loss is.
-    The gradients for all inputs are divided by that number, in float32 or wider. Matrix products
-    in float32 count as half precision if a `jaxscale.autocast` is around the function, or if there
-    is nothing else in half precision.
+    multiplied by one power of two, however large the loss is. It brings the sum of their magnitudes
+    to about 2**15, as a loss scale of 2**15 does for a mean, but the largest to no more than about
+    2**10, and to no less than 1. The gradients for all inputs are divided by that number, in
+    float32 or wider. Matrix products in float32 count as half precision if a `jaxscale.autocast` is
+    around the function, or if there is nothing else in half precision.
 
     A few cotangents may be so large that the others flush beside them, such as those of a row of
     padding under a norm. If a gradient is almost 0 for that reason, small and large cotangents are
@@ -67,10 +68,13 @@ def scale_backward(
     nothing but zeros, because most cotangents flushed, the gradients are NaN, and not 0.
 
     The function is not cut inside a loop or a branch, so wrap the loss inside a `jax.lax.scan` over
-    micro-batches. Around the `scan`, the first pass sees cotangents of 1. If all gradients are
-    small then, it is repeated at a larger scale: the gradients are right, at twice the price.
-    `jit`, `shard_map` and `jax.checkpoint` can be cut. A `jax.checkpoint` outside the wrapped
-    function is cheaper than one inside, which is computed again with each retry.
+    micro-batches. Around the `scan`, the first pass sees cotangents of 1. If a gradient is almost 0
+    then, the pass is repeated at a larger scale, and each number comes from there unless it
+    overflows: the gradients are right, at twice the price. Losses in one `scan` that are further
+    apart than about 2**-50 still lose the smaller one in silence, and those further apart than
+    about 2**-32 if the same parameters have a gradient of both. `jit`, `shard_map` and
+    `jax.checkpoint` can be cut. A `jax.checkpoint` outside the wrapped function is cheaper than one
+    inside, which is computed again with each retry.
 
     A backward rule that is not linear, such as `clip_gradient` in JAX's documentation, sees scaled
     cotangents inside the function. Apply it outside, to the inputs, or clip in the optimizer.
@@ -81,14 +85,16 @@ def scale_backward(
         also get gradients.
       scale: `"auto"`, or a number to scale by. Then small and large cotangents are not pulled back
         apart.
-      retries: how often the backward pass may be repeated: at a 16th of the scale if the
-        gradients are not finite although the cotangents were, and at a larger one, by 2**24 at
-        most, if all gradients are small although the cotangents are not. The forward pass is not
-        repeated. If gradients become 2**15 times larger on their way, the pass is repeated in every
-        step; `jaxscale doctor` then says which number to pass as `scale`. The loop keeps all
-        gradients of `fun` in memory at once, where an optimizer might use each as it comes; in
-        float16 twice, in half precision, unless `scale` is a number. On a CPU XLA takes many times
-        as long for a convolution in a loop. With 0 there is no loop and just one pass:
+      retries: how often the backward pass may be repeated: at a 256th of the scale if the
+        gradients are not finite although the cotangents were, and once at a larger one if all
+        gradients are small although the cotangents are not. Numbers that were finite are not given
+        up for others that are not, and true zeros stay zeros. The forward pass is not repeated. If
+        gradients become 2**5 times larger than the cotangents on their way, as may happen in the
+        discriminator of a GAN, the pass is repeated in every step; `jaxscale doctor` then says
+        which number to pass as `scale`. The loop keeps all gradients of `fun` in memory at once,
+        where an optimizer might use each as it comes; in float16 twice, in half precision, unless
+        `scale` is a number. On a CPU XLA takes many times as long for a convolution in a loop. With
+        0 there is no loop and just one pass, from the same scale: what overflows stays so, and
         where a few cotangents are far larger than the others, gradients may be 0, and nothing says
         so. The backward pass can then be differentiated in reverse mode. That derivative is not
         scaled: wrap what you compute from the gradients, such as a penalty, in `scale_backward` as

@@ -36,7 +36,7 @@ class BackwardTrial(NamedTuple):
       repeats: how often it repeats a backward pass at another scale, and whether the gradients are
         finite in the end; `None` if that is not known.
       scale_backward_raised: what it raised, in one line, or `""`; `None` if it was not tried.
-      is_raised: whether that scale is larger, as all gradients were almost 0.
+      is_raised: whether that scale is larger, as gradients were almost 0.
       is_divided: whether it pulls small and large cotangents back apart.
       is_lost: whether it returns NaN in the place of nothing but zeros.
     """

@@ -84,7 +84,7 @@ def find_inward_growth(exam: Exam) -> Iterator[Finding]:
     times = {1: "once", 2: "twice"}.get(num_repeats, f"{num_repeats} times")
     if exam.trial.is_raised:
         yield make_finding(
-            "All gradients shrink on their way through the loss, and `scale_backward` repeats the "
+            "Gradients shrink on their way through the loss, and `scale_backward` repeats the "
             f"backward pass of this batch {times}.",
             "A loop that divides inside, such as a `jax.lax.scan` over micro-batches, does that: "
             "wrap the loss inside the loop in `scale_backward`, and the first pass is enough.",
@@ -97,7 +97,8 @@ def find_inward_growth(exam: Exam) -> Iterator[Finding]:
     yield make_finding(
         "Gradients grow on their way through the model, and `scale_backward` repeats the backward "
         f"pass of this batch {times}.",
-        "It begins at the scale at which the gradients that enter half precision are about 1. "
+        "It begins where the gradients that enter half precision sum to about 2**15, the largest "
+        "being at most about 2**10. "
         "Where a trainer owns the step, write "
         f"`jaxscale.scale_backward(loss_fn, scale={scale})`. In a step of your own "
         "`jaxscale.loss_scaled` finds such a scale by itself.",

@@ -187,6 +187,28 @@ def test_a_block_that_is_called_often_stays_one_function(name):
         assert growth < 2 * plain_growth, form
 
 
+def test_many_gradients_of_a_block_make_a_program_at_most_six_times_as_long():
+    """What is done with a gradient is a line for each, and a function for all of one type."""
+    layers = [{"w": PARAMS["w"][0], "b": PARAMS["b"], "gain": PARAMS["b"]}] * 40
+
+    @jax.jit
+    def layer(x, p):
+        mean = jnp.mean(x, -1, keepdims=True)
+        rms = jnp.sqrt(jnp.mean((x - mean) ** 2, -1, keepdims=True) + 1e-6)
+        return x + jnp.tanh((x - mean) / rms @ p["w"] + p["b"][None]) * p["gain"][None]
+
+    def loss(layers):
+        x = X
+        for p in layers:
+            x = layer(x, p)
+        return jnp.mean(x**2)
+
+    def count_lines(loss):
+        return jax.jit(jax.grad(loss)).lower(layers).as_text().count("\n")
+
+    assert count_lines(scaled_autocast(loss)) <= 6 * count_lines(loss)
+
+
 # A block that is wrapped by itself.
 
 

@@ -17,7 +17,7 @@ PARAMS = {
 }
 ACCURACY = 2e-3  # of float16 in these small networks; rounding alone costs 6e-4
 SMALL = 2.0**-30  # a loss that float16 flushes all gradients of
-HIGH = 2.0**54  # a scale at which that loss overflows twice, and no more
+HIGH = 2.0**62  # a scale at which that loss overflows twice, and no more
 
 
 def net(p, x, dtype=HALF, out=jnp.float32):

@@ -115,7 +115,7 @@ inward = healthy(
         "# line",
     ],
     never=["not enough"],
-)(growing(2.0**9, 2.0**-10))
+)(growing(2.0**6, 2.0**-4))
 far_inward = healthy(
     "gradients that grow more",
     says=["twice, which is not enough.", "scale_backward(loss_fn, scale=2**10)"],
@@ -139,7 +139,7 @@ def outlying(half, x=array([0, 1]), *, w=W):
 @healthy(
     "a loop over micro-batches that divides, whose own cotangent is 1",
     says=[
-        "All gradients shrink on their way through the loss, and `scale_backward` repeats the "
+        "Gradients shrink on their way through the loss, and `scale_backward` repeats the "
         "backward pass of this batch once.",
         "wrap the loss inside the loop",
     ],
