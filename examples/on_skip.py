@@ -38,10 +38,10 @@ def telling(tx, tell):
         if not metrics["step_applied"]:
             tell(metrics)
 
-    def update(grads, opt_state, params=None, **extra_args):
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-        jax.debug.callback(report, jaxscale.metrics(opt_state))
-        return updates, opt_state
+    def update(updates, state, params=None, **extra_args):
+        updates, state = tx.update(updates, state, params, **extra_args)
+        jax.debug.callback(report, jaxscale.metrics(state))
+        return updates, state
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
