@@ -9,9 +9,10 @@ in half precision, such as a parameter.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import jax
 import numpy as np
 
 from .._jax.jaxprs import (
@@ -20,6 +21,7 @@ from .._jax.jaxprs import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    Recomputed,
     cast,
     current_scopes,
     stand_in,
@@ -67,6 +69,20 @@ class Rewriter(Protocol):
         ...
 
 
+class Made(NamedTuple):
+    """The origin of a value in float32 that a segment made.
+
+    Attributes:
+      segment: what the segment runs as.
+      number: which of its outputs the value is.
+      arrays: its outputs, and then its inputs.
+    """
+
+    segment: Recomputed
+    number: int
+    arrays: Sequence[jax.Array]
+
+
 class Environment:
     """The values of one jaxpr while it runs.
 
@@ -82,6 +98,7 @@ class Environment:
       cotangent_sums: the variables whose cotangents are summed in float32, here or further back.
       wides: narrow values in float32.
       halves: values in float32, rounded for products.
+      made: values in float32 that segments made.
       segments: what its segments run as. Equal ones run as one function.
     """
 
@@ -99,7 +116,8 @@ class Environment:
         self.cotangent_sums = set(plan.cotangent_sums)
         self.wides: dict[Any, Any] = {}
         self.halves: dict[Any, Any] = {}
-        self.segments: dict[Any, Callable[..., list[Any]]] = {}
+        self.made: dict[Any, Made] = {}
+        self.segments: dict[Any, Recomputed] = {}
 
     # What is known of a value, and of what an equation reads.
 
@@ -231,7 +249,7 @@ class Environment:
 
     def forget(self, var: Atom) -> None:
         """Lets go of the arrays of a variable that is not read again."""
-        for arrays in (self.values, self.halves, self.wides):
+        for arrays in (self.values, self.halves, self.wides, self.made):
             arrays.pop(var, None)
 
 

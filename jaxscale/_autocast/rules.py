@@ -25,6 +25,7 @@ from .._jax.jaxprs import (
     ArrayLike,
     JaxprEqn,
     Literal,
+    Recomputed,
     bind,
     cast,
     dot_dimensions,
@@ -32,7 +33,6 @@ from .._jax.jaxprs import (
     holds_half,
     multiply_half,
     programs,
-    recomputed,
     with_preferred_type,
     with_result_type,
 )
@@ -102,7 +102,7 @@ def _cast_inside(
         return bind(eqn, cast_operands, params)
 
     program = jax.make_jaxpr(multiply)(*operands)
-    return recomputed(program, in_loop=env.site.in_loop)(*operands)
+    return Recomputed(program, env.site.in_loop).run(*operands)
 
 
 def _has_batch_dimensions(eqn: JaxprEqn) -> bool:

@@ -8,8 +8,9 @@ only products read of it is rounded once, at its end. Nothing within it is round
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,19 +21,23 @@ from .._jax.jaxprs import (
     JaxprEqn,
     Literal,
     NameStack,
+    Recomputed,
     Search,
     at_line,
     bind,
     cast,
     context,
     form_of,
+    is_small,
+    is_statistic,
     operation,
+    size_of,
     source,
     stand_in,
     variables,
 )
 from . import table
-from .environment import Environment
+from .environment import Environment, Made
 from .half_sums import adds_halves_inside, find_pulled_halves, find_repeated
 from .narrow_values import FLOAT32, Narrow, Value, has_dtype, is_float32, is_half
 from .segmentation import Part
@@ -44,14 +49,34 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
     It also rounds those in float32 that products and poolings read, so that its derivative may read
     their signs from these copies, and keep nothing in float32 for them.
     """
+    if not part.outputs:
+        return []
     starts = _name_starts(part, list(map(env.read_for_call, part.inputs)))
+    largest = max((var.aval for var in part.outputs), key=size_of)
     rounded = []
     shared = []
     for var in part.outputs:
         rounded.append(is_float32(var) and env.is_only_rounded(var))
         if is_float32(var) and not rounded[-1] and var in env.plan.kept:
             shared.append(var)
-    arrays, tree = jax.tree.flatten(starts)
+    recipes = {}
+    are_kept = True
+    arrays: list[Any] = []
+    for number, var in enumerate(part.inputs):
+        start = starts[number]
+        if has_dtype(start, FLOAT32) and not is_small(var.aval, largest):
+            made = env.made.get(var)
+            if not _is_kept(part, var):
+                are_kept = False
+            # One with a name is another array, and is to be kept.
+            elif made and made.arrays[made.number] is start:
+                recipe = made.segment.recipe(made.number)
+                if recipe:
+                    recipes[len(arrays)] = recipe.program
+                    sources = itertools.compress(made.arrays, recipe.used)
+                    starts[number] = _Sourced(start, tuple(sources))
+        arrays += jax.tree.leaves(starts[number])
+    tree = jax.tree.structure(starts)
     scopes = jaxprs.common_scopes(part.eqns)
     outer = len(scopes)
     scopes = env.scopes + scopes
@@ -59,7 +84,7 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
     def compute(scopes: NameStack, *arrays: jax.Array) -> list[Any]:
         with source(part.eqns[0], scopes, outer):
             values = _start(part, jax.tree.unflatten(tree, arrays))
-        _run_equations(part.eqns, values, scopes, outer)
+        statistics = _run_equations(part.eqns, values, scopes, outer)
         outputs = []
         with source(part.eqns[-1], scopes, outer):
             for var, is_rounded in zip(part.outputs, rounded, strict=True):
@@ -70,10 +95,10 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
             for var in shared:
                 half = cast(values[var], env.dtype, var.aval.weak_type)
                 outputs.append(half)
-        return outputs
+        return outputs + statistics
 
     def write(outputs: list[Any]) -> list[Any]:
-        env.halves |= zip(shared, outputs[len(part.outputs) :], strict=True)
+        env.halves |= zip(shared, outputs[len(part.outputs) :], strict=False)
         return outputs[: len(part.outputs)]
 
     if not any(map(_keeps_something, part.eqns)):
@@ -86,12 +111,50 @@ def run_segment(env: Environment, part: Part) -> list[Any]:
         types,
         tuple(rounded),
         tuple(map(part.outputs.index, shared)),
+        tuple(recipes.items()),
     )
-    # Layers that differ in their names alone share a jaxpr: the scopes that are around all of a
-    # segment are those of its one equation, not of what is in it.
-    alone = functools.partial(compute, jaxprs.no_scopes())
+
+    def make() -> Recomputed:
+        # Layers that differ in their names alone share a jaxpr: the scopes that are around all of a
+        # segment are those of its one equation, not of what is in it.
+        alone = functools.partial(compute, jaxprs.no_scopes())
+        program = jax.make_jaxpr(alone)(*types)
+        return Recomputed(program, env.site.in_loop, recipes)
+
     with at_line(part.eqns[-1], scopes):
-        return write(_recomputed(env, key, alone, types)(*arrays))
+        segment = _share(env, key, make)
+        outputs = segment.run(*arrays)
+    for number, var in enumerate(part.outputs):
+        if are_kept and is_float32(var) and not rounded[number]:
+            env.made[var] = Made(segment, number, [*outputs, *arrays])
+    return write(outputs)
+
+
+class _Sourced(NamedTuple):
+    """A value, and what a derivative computes it from again."""
+
+    value: jax.Array
+    sources: tuple[jax.Array, ...]
+
+
+def _is_kept(part: Part, start: Any) -> bool:
+    """Returns whether the derivative of a segment reads an input, but does not normalize it.
+
+    What is normalized is read so often that it is dearer to compute it each time.
+    """
+    is_read = False
+    depend = {start}
+    for eqn in part.eqns:
+        inputs = depend.intersection(variables(eqn.invars))
+        if not (inputs and eqn.outvars):
+            continue
+        is_read |= _keeps_something(eqn)
+        made = eqn.outvars[0].aval
+        is_spread = any(is_small(var.aval, start.aval) for var in inputs)
+        if is_spread and not is_small(made, start.aval):
+            return False
+        depend.update(eqn.outvars)
+    return is_read
 
 
 def _name_starts(part: Part, starts: Sequence[Any]) -> list[Any]:
@@ -138,7 +201,9 @@ def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
     """
     values: dict[Any, Any] = {}
     for var, start in zip(part.inputs, starts, strict=True):
-        if isinstance(start, Narrow):
+        if isinstance(start, _Sourced):
+            start = start.value
+        elif isinstance(start, Narrow):
             if is_float32(var):
                 start = stand_in(start.half, start.wide, FLOAT32)
         elif _is_half(var, start):
@@ -149,8 +214,12 @@ def _start(part: Part, starts: Sequence[Any]) -> dict[Any, Any]:
 
 def _run_equations(
     eqns: Sequence[JaxprEqn], values: dict[Any, Any], scopes: NameStack, outer: int
-) -> None:
-    """Evaluates equations as they are written, and adds their outputs to `values`."""
+) -> list[Any]:
+    """Evaluates equations as they are written, and adds their outputs to `values`.
+
+    Returns the results of reductions.
+    """
+    statistics: list[Any] = []
     reads: collections.Counter[Any] = collections.Counter()
     for eqn in eqns:
         reads.update(find_pulled_halves(eqn))
@@ -166,13 +235,21 @@ def _run_equations(
         inputs = [_read(values, atom) for atom in eqn.invars]
         if operation(eqn) in table.NAMES:  # what it starts from has the name
             outputs = inputs
-        elif form_of(eqn) is Form.JIT and adds_halves_inside(eqn):
-            outputs = _run_inside(eqn, inputs, scopes, outer)
+        elif form_of(eqn) is Form.JIT and (adds_halves_inside(eqn) or _reduces(eqn)):
+            # Several equations inside read one half-precision array, or one is a reduction.
+            called = jaxprs.callee(eqn)
+            inside = dict(zip(called.jaxpr.invars, inputs, strict=True))
+            inside |= zip(called.jaxpr.constvars, called.consts, strict=True)
+            statistics += _run_equations(called.jaxpr.eqns, inside, scopes, outer)
+            outputs = [_read(inside, atom) for atom in called.jaxpr.outvars]
         else:
             with context(eqn), source(eqn, scopes, outer):
                 outputs = _bind_adding_in_float32(eqn, values, inputs)
+        if is_statistic(eqn):
+            statistics += outputs
         for var, output in zip(eqn.outvars, outputs, strict=True):
             keep(var, output)
+    return statistics
 
 
 def _bind_adding_in_float32(
@@ -210,17 +287,6 @@ def _repeat(views: Narrow, shape: tuple[int, ...]) -> Any:
     return stand_in(half, wide, half.dtype)
 
 
-def _run_inside(
-    eqn: JaxprEqn, inputs: Sequence[Any], scopes: NameStack, outer: int
-) -> list[Any]:
-    """Evaluates a call by its equations, of which several read one half-precision array."""
-    called = jaxprs.callee(eqn)
-    variables_inside = [*called.jaxpr.constvars, *called.jaxpr.invars]
-    values = dict(zip(variables_inside, [*called.consts, *inputs], strict=True))
-    _run_equations(called.jaxpr.eqns, values, scopes, outer)
-    return [_read(values, atom) for atom in called.jaxpr.outvars]
-
-
 def _read(values: dict[Any, Any], atom: Atom) -> Any:
     """Returns a value in the dtype that the jaxpr declares."""
     if isinstance(atom, Literal):
@@ -237,17 +303,13 @@ def _is_nonlinear(eqn: JaxprEqn) -> bool:
 
 
 _keeps_something = Search(_is_nonlinear)
+_reduces = Search(is_statistic)
 
 
-def _recomputed(
-    env: Environment, key: Hashable, compute: Callable[..., Any], types: Sequence[Any]
-) -> Callable[..., list[Any]]:
-    """Returns a function that the backward pass runs again, the same one for equal segments."""
-
-    def make() -> Callable[..., list[Any]]:
-        program = jax.make_jaxpr(compute)(*types)
-        return jaxprs.recomputed(program, in_loop=env.site.in_loop)
-
+def _share(
+    env: Environment, key: Hashable, make: Callable[[], Recomputed]
+) -> Recomputed:
+    """Returns what the backward pass computes again, the same for equal segments."""
     try:
         known = env.segments.get(key)
     except TypeError:  # a parameter that has no hash

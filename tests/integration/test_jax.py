@@ -412,7 +412,7 @@ SQUASHED = (X, jnp.float32(1.5), jnp.int32(1))
 
 
 def squash_again(*args):
-    return tuple(jaxprs.recomputed(jax.make_jaxpr(squash)(*SQUASHED))(*args))
+    return tuple(jaxprs.Recomputed(jax.make_jaxpr(squash)(*SQUASHED), False).run(*args))
 
 
 def by_x_and_scale(fun):
@@ -462,7 +462,7 @@ def test_a_recomputed_program_keeps_what_its_derivative_reads():
         return [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.ndim]
 
     program = jax.make_jaxpr(lambda x, y: jnp.exp(jnp.sin(x)) + y)(X, X)
-    assert keep(jaxprs.recomputed(program)) == [X.shape]
+    assert keep(jaxprs.Recomputed(program, False).run) == [X.shape]
 
 
 @jax.custom_jvp
@@ -487,7 +487,7 @@ def test_a_rule_in_a_recomputed_program_may_ask_what_has_a_derivative(by):
         return jnp.sin(pass_if_asked_for(x, y))
 
     argnums = tuple(map("xy".index, by))
-    again = jaxprs.recomputed(jax.make_jaxpr(squash)(X, X))
+    again = jaxprs.Recomputed(jax.make_jaxpr(squash)(X, X), False).run
     actual = jax.grad(lambda x, y: jnp.sum(again(x, y)[0]), argnums)(X, X)
     expected = jax.grad(lambda x, y: jnp.sum(squash(x, y)), argnums)(X, X)
     assert_same_bits(actual, expected)

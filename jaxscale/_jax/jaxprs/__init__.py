@@ -23,6 +23,7 @@ from .hijax import *
 from .inner_jaxprs import *
 from .jaxpr_search import *
 from .kept_rules import *
+from .known_outputs import *
 from .operations import *
 from .products import *
 from .recomputed import *

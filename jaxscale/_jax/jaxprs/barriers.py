@@ -1,9 +1,9 @@
 """A barrier that stands on a CPU, and round some arrays on a GPU.
 
 XLA for accelerators decides by itself what to compute again, and a barrier only keeps it from
-fusing, but for one case: XLA for GPUs rather keeps what a transcendental function returns, in
-float32, than compute it twice. XLA for TPUs moves more with a barrier there, too. XLA for CPUs
-merges whatever is computed twice, unless a barrier stands between.
+fusing, but for one case: XLA for GPUs rather keeps in float32 what it has computed from an array in
+half precision, which is kept anyway, than compute it twice. XLA for TPUs moves more with a barrier
+there, too. XLA for CPUs merges whatever is computed twice, unless a barrier stands between.
 `jax.checkpoint(prevent_cse=True)` and `jax.lax.optimization_barrier` have no choice of platform. A
 `jax.lax.platform_dependent` has one, but is a branch with all its residuals.
 """

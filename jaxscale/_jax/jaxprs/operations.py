@@ -48,9 +48,6 @@ class Op(enum.Flag):
     )  # of two numbers: the larger one, or whether the first is larger
     SELECTS = enum.auto()  # takes each element from one of several arrays
     RANDOM = enum.auto()  # makes random bits
-    TRANSCENDENTAL = (
-        enum.auto()
-    )  # takes a GPU so long that XLA computes it once if it can
     # Its bits mean something in one dtype only.
     READS_BITS = enum.auto()
     # Takes a ref outside of `jit`, too.
@@ -79,15 +76,13 @@ _ROWS = {
     _ELEMENT | Op.PASSES_ON | Op.KEEPS_NOTHING | Op.CASTS: "convert_element_type",
     _ELEMENT | Op.ARITHMETIC | Op.MULTIPLIES: "mul",
     _ELEMENT | Op.ARITHMETIC | Op.DIVIDES: "div",
-    _ELEMENT | Op.ARITHMETIC: "rem",
-    _ELEMENT | Op.ARITHMETIC | Op.TRANSCENDENTAL: "pow",
-    _ELEMENT | Op.EXPONENTIAL | Op.TRANSCENDENTAL: "exp exp2",
-    _ELEMENT | Op.LOGARITHM | Op.TRANSCENDENTAL: "log log1p",
-    _ELEMENT | Op.SIGMOID | Op.TRANSCENDENTAL: "logistic",
-    _ELEMENT | Op.TRANSCENDENTAL: """
-        cbrt expm1 sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
-        erf erfc erf_inv""",
+    _ELEMENT | Op.ARITHMETIC: "rem pow",
+    _ELEMENT | Op.EXPONENTIAL: "exp exp2",
+    _ELEMENT | Op.LOGARITHM: "log log1p",
+    _ELEMENT | Op.SIGMOID: "logistic",
     _ELEMENT: """
+        cbrt expm1 sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh
+        erf erfc erf_inv
         integer_pow square sqrt rsqrt
         eq eq_to is_finite le_to lt_to ne
         and or not xor""",

@@ -11,7 +11,7 @@ A derivative forward and its transpose are jaxprs of this kind, too, and so on.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,16 +27,30 @@ from ..jaxpr_types import (
     Flags,
     Tangents,
 )
-from ..pruned_jaxprs import ClosedJaxpr, find_dependent_outputs, spread, without_unused
+from ..pruned_jaxprs import (
+    ClosedJaxpr,
+    Pruned,
+    find_dependent_outputs,
+    spread,
+    without_unused,
+)
 from . import hijax
 from .barriers import barrier
 from .batching import over_batch, set_batching
 from .derivatives import tangent_type
 from .equation_forms import RECOMPUTED
-from .inner_jaxprs import walk_program
-from .operations import Op, does
+from .known_outputs import (
+    evaluate,
+    find_known,
+    is_small,
+    read_outputs,
+    size_of,
+    tell_signs,
+)
 from .program_primitives import program_primitive
-from .signs import find_signs, read_signs, tell_signs
+from .stand_ins import is_stand_in, value_of_stand_in
+
+_MOST_READ = 4.5  # numbers that a recipe reads, for each one that it computes
 
 
 class _Derivative(NamedTuple):
@@ -50,20 +64,22 @@ class _Derivative(NamedTuple):
     for them, so the backward pass must be of the same inputs.
     """
 
-    function: "_Function"
+    function: "Recomputed"
     perturbed: Flags
     varied: Flags
     used: Flags
     returned: Flags
 
 
-class _Function:
-    """A jaxpr, and what is derived from it, each derived once.
+class Recomputed:
+    """A jaxpr that the backward pass computes again, and what is derived from it, each once.
 
     Attributes:
       program: the jaxpr.
       in_loop: whether it is part of the body of a loop, where XLA cannot merge forward and backward
         pass.
+      recipes: by their numbers, inputs that derivatives compute from those behind them, which
+        nothing else reads, so that they are not kept.
       blocked: of a backward pass, the inputs round which GPUs have a barrier, too.
       derivative: of what it is the derivative, if it is one.
     """
@@ -72,29 +88,72 @@ class _Function:
         self,
         program: ClosedJaxpr,
         in_loop: bool,
+        recipes: Mapping[int, ClosedJaxpr] = {},
         blocked: Flags | None = None,
         derivative: _Derivative | None = None,
     ) -> None:
         self.program = program
         self.in_loop = in_loop
+        self.recipes = recipes
         self.blocked = blocked
         self.derivative = derivative
         self.differentiate = functools.cache(self._differentiate)
         self.transpose = functools.cache(self._transpose)
         self.telling = functools.cache(self._telling)
+        self.recipe = functools.cache(self._recipe)
 
-    def _telling(self, telling: Flags) -> "_Function":
+    def run(self, *args: jax.Array) -> list[Any]:
+        """Computes the outputs."""
+        if hijax.in_forward_rule.get():
+            return _run_by_inputs(self.program, self.in_loop, args)
+        return _bind(self, *args)
+
+    def _telling(self, telling: Flags) -> "Recomputed":
         """Returns this function with outputs from which its derivative can read signs."""
         program = tell_signs(self.program, telling)
-        return self if program is self.program else _Function(program, self.in_loop)
+        if program is self.program:
+            return self
+        return Recomputed(program, self.in_loop, self.recipes)
 
-    def _differentiate(self, perturbed: Flags) -> "_Function":
+    def _make_again(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the inputs, of which some are computed from those behind them."""
+        made = list(inputs)
+        for number, recipe in self.recipes.items():
+            end = number + 1 + len(recipe.in_avals)
+            (made[number],) = jaxpr_as_fun(recipe)(*inputs[number + 1 : end])
+        return made
+
+    def _recipe(self, number: int) -> Pruned | None:
+        """Returns a jaxpr of an output, from statistics and what a derivative starts from.
+
+        Which of the outputs and inputs these are is `used`. It is None if that would read too much.
+        """
+        types = self.program.out_avals
+        # What has the gradient of a stand-in is not read for its value.
+        stand_ins = filter(is_stand_in, self.program.jaxpr.eqns)
+        values = dict.fromkeys(map(id, stand_ins), value_of_stand_in)
+
+        def make(*inputs: jax.Array) -> list[Any]:
+            outputs = evaluate(self.program, self._make_again(inputs), values)
+            return [*outputs, outputs[number]]
+
+        program = jax.make_jaxpr(make)(*self.program.in_avals)
+        known = find_known(program, len(types)).values()
+        # A rounded copy tells signs only where something is differentiated.
+        given = tuple(n in known and not holds_half(t) for n, t in enumerate(types))
+        program, used = without_unused(read_outputs(program, given))
+        if sum(map(size_of, program.in_avals)) > _MOST_READ * size_of(types[number]):
+            return None
+        return Pruned(program, (*_where(given, used), *used[sum(given) :]))
+
+    def _differentiate(self, perturbed: Flags) -> "Recomputed":
         """Returns the derivative by some of the inputs, of all outputs that depend on them."""
         types = self.program.in_avals
         returned = tuple(map(holds_inexact, self.program.out_avals))
 
         def derive(*args: jax.Array) -> Any:
             inputs, tangents = args[: len(types)], args[len(types) :]
+            inputs = self._make_again(inputs)
             fun = self._of_some(inputs, perturbed, returned)
             varied = tuple(itertools.compress(inputs, perturbed))
             _, derivatives, outputs = jax.jvp(fun, varied, tangents, has_aux=True)
@@ -103,9 +162,9 @@ class _Function:
         tangents = list(map(tangent_type, itertools.compress(types, perturbed)))
         program = jax.make_jaxpr(derive)(*types, *tangents)
         count = len(self.program.out_avals)
-        telling = set(find_signs(program, count).values())
-        given = tuple(number in telling for number in range(count))
-        program = read_signs(program, given)
+        known = set(find_known(program, count).values())
+        given = tuple(number in known for number in range(count))
+        program = read_outputs(program, given)
         is_tangent = [False] * (sum(given) + len(types)) + [True] * len(tangents)
         depends = find_dependent_outputs(program, is_tangent)
         returned = _where(returned, depends)
@@ -113,11 +172,11 @@ class _Function:
         varied = _where(perturbed, used[sum(given) + len(types) :])
         used = (*_where(given, used), *used[sum(given) :][: len(types)])
         derivative = _Derivative(self, perturbed, varied, used, returned)
-        return _Function(program, self.in_loop, derivative=derivative)
+        return Recomputed(program, self.in_loop, derivative=derivative)
 
     def _transpose(
         self, perturbed: Flags, wanted: Flags, used: Flags, returned: Flags
-    ) -> "_Function":
+    ) -> "Recomputed":
         """Returns the backward pass: from cotangents of some outputs to those of some inputs.
 
         It takes the outputs and inputs that the derivative depends on, and then the cotangents.
@@ -137,6 +196,7 @@ class _Function:
             inputs = []
             for aval, is_used in zip(types, used, strict=True):
                 inputs.append(next(remaining) if is_used else _zeros(aval))
+            inputs = self._make_again(inputs)
             fun = self._of_some(inputs, perturbed, returned)
             varied = itertools.compress(inputs, perturbed)
             _, vjp, outputs = jax.vjp(fun, *varied, has_aux=True)
@@ -148,13 +208,13 @@ class _Function:
         cotangents = itertools.compress(self.program.out_avals, returned)
         kept = itertools.compress(types, used)
         program = jax.make_jaxpr(pull)(*kept, *map(tangent_type, cotangents))
-        program = read_signs(program, given)
+        program = read_outputs(program, given)
         program, _ = without_unused(program, kept=True)
         blocked = [False] * len(program.in_avals)
-        if _is_kept_on_gpus(self.program):
-            starts = program.in_avals[: sum(given) + sum(used)]
-            blocked[: len(starts)] = map(holds_half, starts)
-        return _Function(program, self.in_loop, blocked=tuple(blocked))
+        starts = program.in_avals[sum(given) :][: sum(used)]
+        if self.recipes or _are_half(starts):
+            blocked[sum(given) : sum(given) + len(starts)] = map(holds_half, starts)
+        return Recomputed(program, self.in_loop, blocked=tuple(blocked))
 
     def _of_some(
         self, inputs: Sequence[Any], varied: Flags, returned: Flags
@@ -163,27 +223,16 @@ class _Function:
 
         def fun(*given: jax.Array) -> tuple[Any, Any]:
             args = spread(varied, given, inputs)
-            outputs = jaxpr_as_fun(self.program)(*args)
+            outputs = evaluate(self.program, args)
             return tuple(itertools.compress(outputs, returned)), outputs
 
         return fun
 
 
-def recomputed(
-    program: ClosedJaxpr, *, in_loop: bool = False
-) -> Callable[..., list[Any]]:
-    """Returns a function that runs a jaxpr, which the backward pass computes again.
-
-    `in_loop` says that the jaxpr is part of the body of a loop. Elsewhere XLA for CPUs gets a
-    barrier between what the backward pass starts from and what the forward pass computed.
-    """
-    if hijax.in_forward_rule.get():
-        return _split_by_inputs(program, in_loop)
-    return functools.partial(_bind, _Function(program, in_loop))
-
-
-def _split_by_inputs(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[Any]]:
-    """Returns a function that runs a jaxpr as one equation for each set of inputs it reads.
+def _run_by_inputs(
+    program: ClosedJaxpr, in_loop: bool, args: Sequence[Any]
+) -> list[Any]:
+    """Runs a jaxpr as one equation for each set of inputs it reads.
 
     A forward rule computes values and tangents, and JAX takes all outputs of an equation for
     tangents if it reads one.
@@ -194,33 +243,26 @@ def _split_by_inputs(program: ClosedJaxpr, in_loop: bool) -> Callable[..., list[
         alone = [number == other for other in range(count)]
         used = without_unused(program, returned=alone).used
         numbers.setdefault(used, []).append(number)
-    parts = []
+    values: dict[int, Any] = {}
     for used, outputs in numbers.items():
         returned = [number in outputs for number in range(count)]
         part = without_unused(program, returned=returned).program
-        parts.append((_Function(part, in_loop), used, outputs))
-
-    def run(*args: jax.Array) -> list[Any]:
-        values: dict[int, Any] = {}
-        for function, used, outputs in parts:
-            results = _bind(function, *itertools.compress(args, used))
-            values |= zip(outputs, results, strict=True)
-        return [values[number] for number in range(count)]
-
-    return run
+        results = _bind(Recomputed(part, in_loop), *itertools.compress(args, used))
+        values |= zip(outputs, results, strict=True)
+    return [values[number] for number in range(count)]
 
 
 def recomputed_like(eqn: JaxprEqn, program: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns a function that runs another jaxpr as such an equation does."""
-    return recomputed(program, in_loop=eqn.params["function"].in_loop)
+    return Recomputed(program, eqn.params["function"].in_loop).run
 
 
-def _bind(function: _Function, *args: jax.Array) -> list[Any]:
+def _bind(function: Recomputed, *args: jax.Array) -> list[Any]:
     return _RECOMPUTED.bind(*args, call_jaxpr=function.program, function=function)
 
 
 def _expand(
-    *args: jax.Array, function: _Function, call_jaxpr: ClosedJaxpr
+    *args: jax.Array, function: Recomputed, call_jaxpr: ClosedJaxpr
 ) -> list[Any]:
     """Returns the outputs by operations of JAX.
 
@@ -236,7 +278,7 @@ def _jvp(
     inputs: Arrays,
     tangents: Tangents,
     *,
-    function: _Function,
+    function: Recomputed,
     call_jaxpr: ClosedJaxpr,
 ) -> tuple[list[Any], list[Any]]:
     perturbed = tuple(type(tangent) is not ad.Zero for tangent in tangents)
@@ -256,7 +298,7 @@ def _jvp(
 def _transpose(
     cotangents: Tangents,
     *args: Any,
-    function: _Function,
+    function: Recomputed,
     call_jaxpr: ClosedJaxpr,
 ) -> list[Any]:
     linear = tuple(map(ad.is_undefined_primal, args))
@@ -279,15 +321,11 @@ def _transpose(
     return spread(linear, pulled, itertools.repeat(None))
 
 
-def _is_kept_on_gpus(program: ClosedJaxpr) -> bool:
-    """Returns whether XLA for GPUs keeps what a jaxpr computes, rather than compute it again.
-
-    It does not compute a transcendental function twice. With a barrier it would also reduce arrays
-    twice, so a jaxpr that does is better left as it is.
-    """
-    done = [does(eqn.primitive.name) for eqn in walk_program(program)]
-    reduces = any(Op.REDUCTION in op for op in done)
-    return not reduces and any(Op.TRANSCENDENTAL in op for op in done)
+def _are_half(starts: Sequence[Any]) -> bool:
+    """Returns whether all floats that a backward pass starts from are half precision, or small."""
+    largest = max(starts, key=size_of, default=None)
+    floats = filter(holds_inexact, starts)
+    return all(holds_half(aval) or is_small(aval, largest) for aval in floats)
 
 
 def _where(flags: Flags, of_those: Flags) -> Flags:
@@ -304,12 +342,12 @@ def _batch(
     args: Arrays,
     dims: BatchDims,
     *,
-    function: _Function,
+    function: Recomputed,
     call_jaxpr: ClosedJaxpr,
 ) -> Any:
     run = over_batch(jaxpr_as_fun(call_jaxpr), axis, tuple(dims))
     batched = jax.make_jaxpr(run)(*map(jax.typeof, args))
-    in_batch = _Function(batched, function.in_loop, function.blocked)
+    in_batch = Recomputed(batched, function.in_loop, blocked=function.blocked)
     return _bind(in_batch, *args), [0] * len(batched.out_avals)
 
 

@@ -33,6 +33,11 @@ def is_stand_in(eqn: JaxprEqn) -> bool:
     return eqn.primitive is _STAND_IN
 
 
+def value_of_stand_in(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Returns what a `stand_in` returns, without the array that has its gradient."""
+    return [_compute(*inputs, **eqn.params)]
+
+
 def _compute(value: jax.Array, source: jax.Array, *, dtype: np.dtype) -> Any:
     if value.dtype == dtype:
         return value
