@@ -1,34 +1,41 @@
-"""Nodes of a training state: their children by name, and whose they are."""
+"""The nodes of a training state by their paths, and which of them are states of jaxscale."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+# The names of the fields, keys and indices that lead to a node.
+Path = tuple[str, ...]
+Nodes = dict[Path, Any]
+
 
 def children_of(node: object) -> dict[str, Any] | None:
     """Returns the children of a node by name, `None` for a leaf."""
     if jax.tree_util.all_leaves([node]):
         return None
-    pairs, _ = _flatten_once(node)
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
     return {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
 
 
-def rebuild(node: object, children: list[Any]) -> Any:
-    """Returns a node with other children."""
-    _, structure = _flatten_once(node)
-    return structure.unflatten(children)
+def nodes_of(node: object, path: Path = ()) -> Nodes:
+    """Returns a node and those below it by path, without those that hold no leaf."""
+    nodes = {path: node}
+    for name, child in (children_of(node) or {}).items():
+        if jax.tree.leaves(child):
+            nodes |= nodes_of(child, (*path, name))
+    return nodes
 
 
-def _flatten_once(node: object) -> tuple[list[tuple[Any, Any]], Any]:
-    """Returns the children of a node, each with its path, and the structure around them."""
-    return jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda child: child is not node
-    )
+def names_in(node: object) -> set[str]:
+    """Returns the names of the children of a node."""
+    return set(children_of(node) or ())
 
 
 def is_own_state(node: object) -> bool:
-    """Returns whether a node is a state of jaxscale."""
+    """Tells a state of jaxscale from any other node."""
     # Only named tuples: a `TrainState` is also jaxscale's own, but its fields have no defaults.
     if hasattr(node, "_fields"):
         package = type(node).__module__.partition(".")[0]

@@ -82,7 +82,7 @@ def init_state(loss_scale: float) -> LossScaleState:
 
 
 def is_policy_state(node: object) -> bool:
-    """Returns whether a node of a tree is the state of a policy, by the mark of its type.
+    """Tells the state of a policy from any other node of a tree, by the mark of its type.
 
     A field called `loss_scale` proves nothing: parameters, carries and logs also have them.
     """
@@ -91,7 +91,7 @@ def is_policy_state(node: object) -> bool:
 
 
 def is_wrapped(node: object) -> bool:
-    """Returns whether a node is a variable around an array, as in an optimizer of Flax NNX."""
+    """Tells a variable around an array, as in an optimizer of Flax NNX, from any other node."""
     return hasattr(type(node), "__jax_array__") and not isinstance(node, jax.Array)
 
 
