@@ -1,5 +1,6 @@
 """Update and apply in one skip: `apply_gradients`."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
 import optax
@@ -11,7 +12,7 @@ from .backward_pass import Pass
 from .bare_optimizer import as_optimizer
 from .checks import is_pair
 from .matching_trees import check_gradients
-from .step_plan import apply_pass
+from .step_plan import MadeStep, apply_pass
 
 _Params = TypeVar("_Params")
 _State = TypeVar("_State")
@@ -99,16 +100,31 @@ def apply_gradients(
         raise TypeError(
             f"`apply_gradients(keep=...)` must be a pair (new, old), got {type(keep).__name__}."
         )
-    own = as_optimizer("apply_gradients", tx)
+    call = "apply_gradients"
     order = "(tx, grads, opt_state, params)"
-    state = own.enter("apply_gradients(opt_state=...)", opt_state, order)
-    check_gradients("apply_gradients(grads=...)", grads, params)
-    own.check_same("apply_gradients(opt_state=...)", state, params)
     value = extra_args.pop("value", extra_args.get("loss"))
-    run = Pass(Scaled(grads), loss=value)
-    made = apply_pass(own, run, state, params, extra_args)
+    made = apply_once(call, tx, grads, opt_state, params, value, extra_args, order)
     if keep is None:
         return made.params, made.opt_state
     new, old = keep
     kept = select_new("apply_gradients(keep=...)", made.applied, new, old)
     return made.params, made.opt_state, kept
+
+
+def apply_once(
+    call: str,
+    tx: Any,
+    grads: Grads,
+    opt_state: OptState,
+    params: Params,
+    value: Any,
+    extra_args: Mapping[str, Any],
+    order: str = "",
+) -> MadeStep:
+    """Makes one step of an optimizer, in the name of a `call`."""
+    own = as_optimizer(call, tx)
+    state = own.enter(f"{call}(opt_state=...)", opt_state, order)
+    check_gradients(f"{call}(grads=...)", grads, params)
+    own.check_same(f"{call}(opt_state=...)", state, params)
+    run = Pass(Scaled(grads), loss=value)
+    return apply_pass(own, run, state, params, extra_args)

@@ -246,6 +246,17 @@ class StepPlan:
         return run._replace(grads=Scaled(grads), before_hook=run.grads)
 
 
+def explain_mistakes(
+    call: str,
+    loss_fn: Callable[..., Any],
+    has_state: bool = False,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Wraps a loss function so that errors say what does not fit: its arguments, or its output."""
+    plan = StepPlan(call, loss_fn, jax.value_and_grad, has_state, has_aux, 0, {})
+    return plan.call_loss
+
+
 def apply_pass(
     own: WrappedOptimizer,
     run: Pass,

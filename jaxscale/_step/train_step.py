@@ -1,10 +1,10 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
-The steps of `jaxscale.flax` and `jaxscale.nnx` are made of the same parts: a `StepPlan` makes the
-backward passes and the step, and `select_new` chooses between new and old state.
+The steps of `jaxscale.flax` and `jaxscale.nnx` are this one, under their own names: `build_step`.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
@@ -16,7 +16,7 @@ from .backward_pass import Pass
 from .bare_optimizer import as_optimizer, possible_states
 from .retry import is_traced
 from .step_plan import StepPlan
-from .wrapped_optimizer import find_wrapped_optimizer
+from .wrapped_optimizer import MADE_BY_INIT, find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -180,7 +180,69 @@ def train_step(
       >>> print(w, loss, opt_state.total_retries)
       0.2 1.0 1
     """
-    call = "train_step"
+    if after is not None and not has_state:
+        raise ValueError(
+            "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."
+        )
+    order = "(params, opt_state, ...)"
+    if has_state:
+        order = "(params, opt_state, state, ...)"
+    names = StepNames(
+        call="train_step",
+        opt_state="train_step(...)(opt_state=...)",
+        order=order,
+        state="train_step(has_state=True)",
+    )
+    return build_step(
+        names,
+        loss_fn,
+        tx,
+        transform=transform,
+        has_state=has_state,
+        has_aux=has_aux,
+        retries=retries,
+        on_grads=on_grads,
+        after=after,
+        kwargs=kwargs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNames:
+    """What messages call a step and the parts of its call.
+
+    Attributes:
+      call: the function that makes the step.
+      opt_state: where the step is given the state of the optimizer.
+      order: the arguments of the step.
+      state: where what is carried besides the parameters comes from.
+      way_out: what to do about the state of another optimizer, if not to call `init`.
+      warnings_given: filled by the first warning of a bare optimizer, so that it is the only one.
+    """
+
+    call: str
+    opt_state: str
+    order: str = ""
+    state: str = ""
+    way_out: str = MADE_BY_INIT
+    warnings_given: list[str] = dataclasses.field(default_factory=list)
+
+
+def build_step(
+    names: StepNames,
+    loss_fn: Callable[..., Any],
+    tx: Any,
+    *,
+    transform: Callable[..., Any] | None = None,
+    has_state: bool = False,
+    has_aux: bool = False,
+    retries: int = 0,
+    on_grads: Any = None,
+    after: Any = None,
+    kwargs: Mapping[str, Any],
+) -> Callable[..., tuple[Any, ...]]:
+    """Makes a `train_step` under the names that it has in a front end."""
+    call = names.call
     plan = StepPlan(
         call=call,
         loss_fn=loss_fn,
@@ -190,12 +252,8 @@ def train_step(
         retries=retries,
         kwargs=kwargs,
         on_grads=on_grads,
-        after=after,
+        warnings_given=names.warnings_given,
     )
-    if after is not None and not has_state:
-        raise ValueError(
-            "`train_step(after=...)` needs has_state=True, so that the step has a state to give it."
-        )
     own = as_optimizer(call, tx)
     plan.check_retries(own)
     if find_wrapped_optimizer(tx) is None:
@@ -203,22 +261,18 @@ def train_step(
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
         for state in possible_states(tx):
-            plan.warn_if_bare(own, state, stacklevel=3)
-    order = "(params, opt_state, ...)"
-    if has_state:
-        order = "(params, opt_state, state, ...)"
+            plan.warn_if_bare(own, state, stacklevel=4)
 
     def step(
         params: Params, opt_state: OptState, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
-        argument = "train_step(...)(opt_state=...)"
-        before = own.enter(argument, opt_state, order)
-        own.check_same(argument, before, params)
+        before = own.enter(names.opt_state, opt_state, names.order)
+        own.check_same(names.opt_state, before, params, names.way_out)
         carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:
                 raise TypeError(
-                    f"`train_step(has_state=True)` returns a step that takes {order}."
+                    f"`train_step(has_state=True)` returns a step that takes {names.order}."
                 )
             carried = args[:1]
             args = args[1:]
@@ -238,14 +292,12 @@ def train_step(
             return made.params, made.opt_state, output
 
         (old,) = treedef.unflatten(leaves)
-        call = "train_step(has_state=True)"
-        state = select_new(call, made.applied, made.run.state, old)
+        state = select_new(names.state, made.applied, made.run.state, old)
         if after is not None:
             leaves, treedef = jax.tree.flatten(state)  # a copy for each reader
             hooked = after(made.params, treedef.unflatten(leaves))
             unhooked = treedef.unflatten(leaves)
-            call = "train_step(after=...)"
-            state = select_new(call, made.stepped, hooked, unhooked)
+            state = select_new("train_step(after=...)", made.stepped, hooked, unhooked)
         return made.params, made.opt_state, state, output
 
     return name_step(step)

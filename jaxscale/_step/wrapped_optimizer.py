@@ -27,7 +27,7 @@ from .matching_trees import (
 )
 from .options import Options
 
-_MADE_BY_INIT = (
+MADE_BY_INIT = (
     "Pass the state that `init` of this optimizer returned for these parameters."
 )
 
@@ -141,7 +141,7 @@ class WrappedOptimizer(Options):
         argument: str,
         state: LossScaledState,
         params: Params,
-        way_out: str = _MADE_BY_INIT,
+        way_out: str = MADE_BY_INIT,
     ) -> None:
         """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
         if not all(map(is_array_like, jax.tree.leaves(params))):

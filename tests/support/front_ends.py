@@ -35,7 +35,7 @@ def loss_fn(params, stats, x):
 
 
 def averaged(params, stats):
-    """The hook after a step, which averages."""
+    """The statistics after a step of the optimizer."""
     average = stats["average"] / 2 + params["last"] / 2
     return stats | {"average": average}
 
@@ -68,11 +68,29 @@ class Run:
         return counters(self._optimizer or self._carry)
 
 
+def once_made(before, opt_state, new, old):
+    """What is new once the optimizer has made a step, as the page of recipes has it."""
+    has_stepped = opt_state.step_applied
+    window = opt_state.inner_state
+    if isinstance(window, jaxscale.MultiStepsState):
+        has_stepped = window.gradient_step > before.inner_state.gradient_step
+    return jaxscale.tree_where(has_stepped, new, old)
+
+
 def plain(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **options):
     """A function of a tree."""
     if hooks:
-        options |= {"after": averaged, "on_grads": frozen}
-    step = jax.jit(jaxscale.train_step(cast(loss_fn), tx, has_state=True, **options))
+        options |= {"on_grads": frozen}
+    train_step = jaxscale.train_step(cast(loss_fn), tx, has_state=True, **options)
+
+    @jax.jit
+    def step(params, opt_state, stats, x):
+        before = opt_state
+        params, opt_state, stats, loss = train_step(params, opt_state, stats, x)
+        if hooks:
+            stats = once_made(before, opt_state, averaged(params, stats), stats)
+        return params, opt_state, stats, loss
+
     carry = params, tx.init(params), STATS
     return Run(step, carry, lambda params, _, stats: (params, stats))
 
@@ -92,17 +110,24 @@ def equinox(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **o
     def loss(model, stats, x):
         return loss_fn(model.as_dict(), stats, x)
 
-    def after(model, stats):
-        return averaged(model.as_dict(), stats)
-
     def freeze(grads):
         return eqx.tree_at(lambda model: model.first, grads, FROZEN)
 
     if hooks:
-        options |= {"after": after, "on_grads": freeze}
+        options |= {"on_grads": freeze}
     options |= {"transform": eqx.filter_value_and_grad, "has_state": True}
     model = Module(**params)
-    step = eqx.filter_jit(jaxscale.train_step(cast(loss), tx, **options))
+    train_step = jaxscale.train_step(cast(loss), tx, **options)
+
+    @eqx.filter_jit
+    def step(model, opt_state, stats, x):
+        before = opt_state
+        model, opt_state, stats, loss = train_step(model, opt_state, stats, x)
+        if hooks:
+            new = averaged(model.as_dict(), stats)
+            stats = once_made(before, opt_state, new, stats)
+        return model, opt_state, stats, loss
+
     carry = model, tx.init(eqx.filter(model, eqx.is_inexact_array)), STATS
     return Run(step, carry, lambda model, _, stats: (model.as_dict(), stats))
 
@@ -118,12 +143,20 @@ def linen(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **opt
         value, stats = loss_fn(params, fields["batch_stats"], x)
         return value, {"batch_stats": stats}
 
-    def after(state):
-        return state.replace(batch_stats=averaged(state.params, state.batch_stats))
-
     if hooks:
-        options |= {"after": after, "on_grads": frozen}
-    step = jax.jit(jaxscale.flax.train_step(cast(loss), has_state=True, **options))
+        options |= {"on_grads": frozen}
+    train_step = jaxscale.flax.train_step(cast(loss), has_state=True, **options)
+
+    @jax.jit
+    def step(state, x):
+        before = state.opt_state
+        state, loss = train_step(state, x)
+        if hooks:
+            new = averaged(state.params, state.batch_stats)
+            stats = once_made(before, state.opt_state, new, state.batch_stats)
+            state = state.replace(batch_stats=stats)
+        return state, loss
+
     state = State.create(apply_fn=None, params=params, tx=tx, batch_stats=STATS)
     return Run(step, (state,), lambda state: (state.params, state.batch_stats))
 
@@ -154,14 +187,22 @@ def objects(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **o
         model.write(stats)
         return value
 
-    def after(model):
-        model.write(averaged(*model.as_dicts()))
-
     if hooks:
-        options |= {"after": after, "on_grads": frozen}
+        options |= {"on_grads": frozen}
     model = Network(params)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = nnx.jit(jaxscale.nnx.train_step(cast(loss), **options))
+    train_step = jaxscale.nnx.train_step(cast(loss), **options)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        before = nnx.as_pure(optimizer.opt_state)
+        loss = train_step(model, optimizer, x)
+        if hooks:
+            params, stats = model.as_dicts()
+            opt_state = nnx.as_pure(optimizer.opt_state)
+            model.write(once_made(before, opt_state, averaged(params, stats), stats))
+        return loss
+
     return Run(lambda x: (step(model, optimizer, x),), (), model.as_dicts, optimizer)
 
 
