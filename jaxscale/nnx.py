@@ -9,7 +9,7 @@ streams of random numbers go on. If a skipped step should let other variables go
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -135,11 +135,11 @@ def train_step(
         objects = [leaf for leaf in inputs if _is_object(leaf)]
         values = [None if _is_object(leaf) else leaf for leaf in inputs]
         filters = _make_filters(nnx.state((model, objects)), wrt, keep)
-        graphdef, _, statistics, kept, passing = nnx.split((model, objects), *filters)
+        graphdef, _, *carried, passing = nnx.split((model, objects), *filters)
         params = unwrap(nnx.state(model, wrt))
 
         def pure_loss(
-            params: Params, carried: Any, passing: nnx.State, values: list[Any]
+            params: Params, carried: _Carried, passing: nnx.State, values: list[Any]
         ) -> Any:
             # A copy, made where the pass is traced: NNX lets a variable change only there.
             states = (nnx.State({0: params}), *carried, passing)
@@ -154,8 +154,8 @@ def train_step(
             aux = None
             if has_aux:
                 loss, aux = loss
-            _, _, *carried, passing = nnx.split(copies, *filters)
-            return loss, (tuple(carried), (passing, aux))
+            _, _, *states, passing = nnx.split(copies, *filters)
+            return loss, (_Carried(*states), (passing, aux))
 
         pure_step = build_step(
             names,
@@ -170,7 +170,7 @@ def train_step(
         )
         opt_state = unwrap(optimizer.opt_state)
         params, opt_state, carried, (loss, (passing, aux)) = pure_step(
-            params, opt_state, (statistics, kept), passing, values
+            params, opt_state, _Carried(*carried), passing, values
         )
         nnx.update((model, objects), *carried, passing)
         nnx.update(model, params)
@@ -181,6 +181,15 @@ def train_step(
         return loss
 
     return name_step(step)
+
+
+class _Carried(NamedTuple):
+    """The variables of a model, and of objects beside it, that a skipped step keeps."""
+
+    statistics: (
+        nnx.State
+    )  # of the model; what arrives as their gradients is their next values
+    others: nnx.State
 
 
 def _is_object(node: object) -> bool:
@@ -216,19 +225,18 @@ def _value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiates as `jax.value_and_grad`, and puts statistics that are gradients in place."""
 
-    def differentiated(params: Params, carried: Any, *args: Any) -> Any:
-        old, kept = carried
-
+    def differentiated(params: Params, carried: _Carried, *args: Any) -> Any:
         def loss(trained: Any, *args: Any) -> Any:
             params, statistics = trained
-            return fun(params, (statistics, kept), *args)
+            return fun(params, carried._replace(statistics=statistics), *args)
 
         value_and_grad = jax.value_and_grad(loss, has_aux=has_aux, **kwargs)
-        (value, output), (grads, new) = value_and_grad((params, old), *args)
-        statistics = jax.tree.map(replace_finite, new, old)
-        (_, kept), others = output.aux
-        output = output._replace(aux=((statistics, kept), others))
-        return (value, output), grads
+        trained = params, carried.statistics
+        (value, output), (grads, new) = value_and_grad(trained, *args)
+        statistics = jax.tree.map(replace_finite, new, carried.statistics)
+        new_carried, others = output.aux
+        new_carried = new_carried._replace(statistics=statistics)
+        return (value, output._replace(aux=(new_carried, others))), grads
 
     return differentiated
 

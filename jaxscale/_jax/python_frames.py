@@ -16,7 +16,23 @@ _FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
 
 def is_called_by_jax() -> bool:
     """Returns whether a function of JAX called the function that calls this."""
-    return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "jax"
+    return _package_of(sys._getframe(2)) == "jax"
+
+
+def stacklevel_outside() -> int:
+    """Returns the `stacklevel` by which a warning names the line that called this package."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) == _package_of(
+        sys._getframe()
+    ):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _package_of(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def caller_of_jax() -> FrameType | None:

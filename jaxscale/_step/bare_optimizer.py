@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._jax import stacklevel_outside
 from .._policies.fixed import NoOpLossScale
 from .._state.find import find_optimizer_state, find_scale, is_loss_scaled, is_scaling
 from .._state.optimizer import LossScaledState
@@ -41,7 +42,8 @@ class BareOptimizer(WrappedOptimizer):
                     "one that `loss_scaled` returned, or `opt_state.inner_state` to go on without "
                     "it."
                 )
-            warnings.warn(say_inside(argument.partition("(")[0]), stacklevel=3)
+            message = say_inside(argument.partition("(")[0])
+            warnings.warn(message, stacklevel=stacklevel_outside())
         return start_state(self.policy.init(), state)
 
     def leave(self, state: LossScaledState) -> Any:

@@ -17,7 +17,12 @@ from jax.tree_util import KeyPath
 from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import scale_transform
 from .._gradients.verdict import axis_names
-from .._jax import AxisNames, collective_axes, is_told_apart
+from .._jax import (
+    AxisNames,
+    collective_axes,
+    is_told_apart,
+    stacklevel_outside,
+)
 from .._state.optimizer import WINDOW_STATES, LossScaledState
 from .._trees.arguments import int32
 from .._trees.casts import cast, widen
@@ -94,9 +99,7 @@ class StepPlan:
             "`retries` out."
         )
 
-    def warn_if_bare(
-        self, own: WrappedOptimizer, opt_state: OptState, stacklevel: int
-    ) -> None:
+    def warn_if_bare(self, own: WrappedOptimizer, opt_state: OptState) -> None:
         """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
         if self.warnings_given or not isinstance(own, BareOptimizer):
             return
@@ -109,7 +112,7 @@ class StepPlan:
             "`jaxscale.loss_scaled(tx, None, skip_nonfinite=False)`."
         )
         self.warnings_given.append(message)
-        warnings.warn(message, stacklevel=stacklevel)
+        warnings.warn(message, stacklevel=stacklevel_outside())
 
     def call_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the loss function, and says what does not fit: its arguments, or its output."""
@@ -164,7 +167,7 @@ class StepPlan:
         traced: bool,
     ) -> MadeStep:
         """Makes the backward passes of a step, and the step. `backward` makes one pass."""
-        self.warn_if_bare(own, state.inner_state, stacklevel=4)
+        self.warn_if_bare(own, state.inner_state)
         start = own.find_start_scale(state)
 
         def hooked_pass(scaling: ScaleState) -> Pass:

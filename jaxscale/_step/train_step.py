@@ -261,7 +261,7 @@ def build_step(
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
         for state in possible_states(tx):
-            plan.warn_if_bare(own, state, stacklevel=4)
+            plan.warn_if_bare(own, state)
 
     def step(
         params: Params, opt_state: OptState, *args: Any, **loss_kwargs: Any

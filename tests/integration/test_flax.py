@@ -209,11 +209,15 @@ def test_objects_among_the_arguments_are_kept_too():
         loss = loss_fn(model, x)
         metric.update(values=loss)
         more["count"][...] += 1
+        more["other"].kernel[...] += 1
         return loss, {"noise": more["rngs"](), "name": more["name"]}
 
     both = created()
     metric = nnx.metrics.Average()
+    other = nnx.Linear(2, 1, rngs=nnx.Rngs(0))  # whose parameters nobody trains
+    before = other.kernel[...]
     more = {"count": Counter(jnp.array(0)), "rngs": nnx.Rngs(7), "name": "as it is"}
+    more["other"] = other
     step = jaxscale.nnx.train_step(fun, has_aux=True)
     noises = set()
     for batch in BATCHES:
@@ -223,6 +227,7 @@ def test_objects_among_the_arguments_are_kept_too():
         noises.add(str(jax.random.key_data(aux["noise"])))
     assert len(noises) == len(BATCHES)
     assert metric.count[...] == more["count"][...] == 4
+    np.testing.assert_allclose(other.kernel[...], before + 4, rtol=1e-6)
     assert jnp.isfinite(metric.total[...])
 
 
