@@ -55,7 +55,7 @@ class TrainState(train_state.TrainState):
       `jaxscale.metrics(state)["total_steps"]` counts all steps, including skipped ones.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import jaxscale, jaxscale.flax
       >>> class State(jaxscale.flax.TrainState):
       ...     mean: jax.Array
