@@ -271,7 +271,7 @@ def _warn_of_adaptive(saved: Nodes, target: Nodes) -> None:
 
 
 def _arrays(argument: str, tree: PyTree) -> Any:
-    """Returns an argument without variables around its arrays, or an error if it is no state."""
+    """Takes variables off the arrays of an argument, or raises an error if it is not a state."""
     if isinstance(tree, optax.GradientTransformation):
         raise TypeError(
             f"`{argument}` must be a state, got the optimizer itself, a {type(tree).__name__}. "

@@ -218,6 +218,7 @@ def test_objects_among_the_arguments_are_kept_too():
     before = other.kernel[...]
     more = {"count": Counter(jnp.array(0)), "rngs": nnx.Rngs(7), "name": "as it is"}
     more["other"] = other
+    more["part"] = both[0].dropout  # of the model
     step = jaxscale.nnx.train_step(fun, has_aux=True)
     noises = set()
     for batch in BATCHES:
