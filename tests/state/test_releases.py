@@ -37,7 +37,7 @@ GONE = [
     (release, name)
     for release, written in WRITTEN.items()
     for name in written["dicts"]
-    if name not in OPTIMIZERS
+    if name not in OPTIMIZERS or name == "adaptive"
 ]
 
 
@@ -80,6 +80,7 @@ def test_a_dictionary_goes_on_as_in_its_release(release, name):
 
 
 @pytest.mark.worlds
+@pytest.mark.filterwarnings("ignore:.*`AdaptiveLossScale`")
 @cases("release, name", GONE)
 def test_a_run_whose_policy_has_gone_goes_on_at_its_scale(release, name):
     written = WRITTEN[release]
@@ -91,6 +92,16 @@ def test_a_run_whose_policy_has_gone_goes_on_at_its_scale(release, name):
     expected_params, expected_counters, _ = written["after"][name]
     assert_same_bits(counters(next_state), expected_counters)
     assert_close(params, expected_params)
+
+
+@pytest.mark.parametrize("release", WRITTEN)
+def test_what_is_dropped_of_an_adaptive_scale_is_said(release):
+    tx, params = OPTIMIZERS["dynamic"]
+    saved = {"opt": WRITTEN[release]["dicts"]["adaptive"]}
+    message = "/opt/scaling has the state of an `AdaptiveLossScale`.*scale is kept"
+    with pytest.warns(UserWarning, match=message) as caught:
+        jaxscale.from_state_dict({"opt": tx.init(params)}, saved)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 # 0.3.0 had a longer state for spikes.

@@ -287,6 +287,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*`AdaptiveLossScale`")
 @cases(
     "origin, to",
     itertools.product(POLICIES, POLICIES),
