@@ -35,6 +35,7 @@ from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.leaves import cast_like
 from ._trees.pytrees import Params
 from ._trees.selection import select_new
+from ._went import refuse_gone
 
 __all__ = ["TrainState", "train_step"]
 
@@ -245,6 +246,7 @@ def train_step(
       [0.5 0.5] 1
     """
     call = "flax.train_step"
+    refuse_gone(call, kwargs)
     int32(call, "retries", retries, least=0)
     names = StepNames(call=call, opt_state=f"{call}(...)(state.opt_state=...)")
     explained_loss = explain_mistakes(call, loss_fn, has_state, has_aux)

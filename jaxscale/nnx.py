@@ -28,6 +28,7 @@ from ._step.train_step import StepNames, build_step, name_step
 from ._trees.arguments import int32
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT, replace_finite
 from ._trees.pytrees import Params
+from ._went import refuse_gone
 
 __all__ = ["train_step"]
 
@@ -102,6 +103,7 @@ def train_step(
       [0.5 0.5] False
     """
     call = "nnx.train_step"
+    refuse_gone(call, kwargs)
     int32(call, "retries", retries, least=0)
     argnums = kwargs.pop("argnums", 0)
     explained_loss = explain_mistakes(call, loss_fn, has_aux=has_aux)

@@ -1,15 +1,17 @@
 """The nodes of what was saved, in the form of a target that keeps the same numbers in another."""
 
+import warnings
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
+from .._jax import users_stacklevel
 from .nodes import Nodes, Path, children_of, is_own_state, nodes_of
 from .optimizer import SPIKE_WINDOWS, SpikeState
 from .saved_numbers import place_of
-from .scale import UnitLossScaleState, is_policy_state
+from .scale import AdaptiveState, UnitLossScaleState, is_policy_state
 from .storage import CompactState
 
 # The fields of a state whose scale is 1, and has never moved.
@@ -41,6 +43,7 @@ def align(saved: object, target: object, path: Path = ()) -> Nodes:
         values = {"inner_state": saved}
     elif values.keys() == set(CompactState._fields) and not children.keys() & values:
         return align(values["inner_state"], target, path)
+    values = _leave_out_adaptive(values, children, path)
     if is_own_state(target):
         if path == () and is_policy_state(target) and _scaled_nothing(values, {}):
             return nodes_of(target)
@@ -57,6 +60,25 @@ def align(saved: object, target: object, path: Path = ()) -> Nodes:
         elif jax.tree.leaves(value):
             nodes[*path, name] = value
     return nodes
+
+
+def _leave_out_adaptive(
+    values: dict[str, Any], children: dict[str, Any], path: Path
+) -> dict[str, Any]:
+    """Takes only the scale from the state of an `AdaptiveLossScale`, and warns of the rest."""
+    fields = set(AdaptiveState._fields)
+    if values.keys() != fields or children.keys() >= fields:
+        return values
+    if "loss_scale" not in children:
+        return values
+    warnings.warn(
+        f"{place_of('from_state_dict(state_dict)', path)} has the state of an "
+        "`AdaptiveLossScale`, a policy that went in jaxscale 0.7.0. Its loss scale is kept, and "
+        "so are all counters of the run; the rest of it is dropped. "
+        "`examples/adaptive_scale.py` has a policy that also follows the largest gradient.",
+        stacklevel=users_stacklevel(),
+    )
+    return children | {"loss_scale": values["loss_scale"]}
 
 
 def _scaled_nothing(scaling: object, state: dict[str, Any]) -> bool:

@@ -5,7 +5,6 @@ the structure of a target, node by node, by their paths: fields of jaxscale's ow
 and go between versions, while everything else must match, as a default would hide a lost number.
 """
 
-import warnings
 from typing import Any
 
 import jax
@@ -30,8 +29,6 @@ _WITH_WEIGHTS = 2
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
 # Of a `WeightsState`, what keeps float32 parameters. Neither of both has what the other keeps.
 _FORMS = {"remainders", "copies"}
-# What the state of an `AdaptiveLossScale` had beside the scale, a policy up to version 0.6.
-_ADAPTIVE_FIELDS = {"peak", "level", "crest", "finite_steps", "held_steps", "overflows"}
 # A message names at most this many leaves.
 _MOST_PATHS = 5
 
@@ -159,7 +156,6 @@ def from_state_dict(target: PyTree, state_dict: PyTree) -> Any:
         if children_of(node) is None:
             leaves[path] = _restore(path, saved, wanted)
     _check_has_numbers(leaves)
-    _warn_of_adaptive(saved, wanted)
     return jax.tree.unflatten(jax.tree.structure(target), leaves.values())
 
 
@@ -252,22 +248,6 @@ def _check_has_numbers(leaves: dict[Path, Any]) -> None:
             f"`from_state_dict(target)` has only types, and nothing was saved for {places}. Pass a "
             "fresh `tx.init(params)`, whose numbers are the defaults."
         )
-
-
-def _warn_of_adaptive(saved: Nodes, target: Nodes) -> None:
-    """Warns if only the scale is read from the state of an `AdaptiveLossScale`."""
-    for path, values in saved.items():
-        if not names_in(values) >= _ADAPTIVE_FIELDS:
-            continue
-        fields = names_in(target.get(path))
-        if "loss_scale" in fields and fields.isdisjoint(_ADAPTIVE_FIELDS):
-            warnings.warn(
-                f"{place_of('from_state_dict(state_dict)', path)} has the state of an "
-                "`AdaptiveLossScale`, a policy that went in jaxscale 0.7.0. Its loss scale is "
-                "kept, and so are all counters of the run; the rest of it is dropped. To go on "
-                "with that rule, use the class in `examples/adaptive_scale.py`.",
-                stacklevel=3,
-            )
 
 
 def _arrays(argument: str, tree: PyTree) -> Any:

@@ -8,6 +8,7 @@ import optax
 from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import BackwardPass
 from .._trees.pytrees import Grads
+from .._went import refuse_gone
 from .bare_optimizer import as_optimizer
 from .checks import check_gradients
 from .train_step import apply_pass
@@ -65,6 +66,7 @@ def apply_gradients(
       0.5 True
       0.5 False
     """
+    refuse_gone("apply_gradients", extra_args)
     order = "(tx, grads, opt_state, params)"
     value = extra_args.pop("value", extra_args.get("loss"))
     return apply_once(

@@ -28,6 +28,7 @@ from .._trees.grammar import with_article
 from .._trees.params import combine, trained_params
 from .._trees.pytrees import OptState, Params, ScaleState
 from .._trees.selection import select_new
+from .._went import refuse_gone
 from .advance import judge_pass
 from .bare_optimizer import (
     BareOptimizer,
@@ -190,6 +191,7 @@ def train_step(
       >>> print(w, loss, opt_state.total_retries)
       0.2 1.0 1
     """
+    refuse_gone("train_step", kwargs)
     order = "(params, opt_state, ...)"
     if has_state:
         order = "(params, opt_state, state, ...)"

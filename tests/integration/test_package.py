@@ -179,7 +179,7 @@ def test_a_wing_knows_nothing_of_those_that_it_does_not_need():
 
 
 CONTRACT = """
-AdaptiveLossScale AdaptiveState DynamicLossScale FixedLossScale LossScale LossScaleState
+DynamicLossScale FixedLossScale LossScale LossScaleState
 LossScaleStuckError LossScaledState MultiStepsState NoOpLossScale SpikeRule SpikeState all_finite
 apply_gradients as_loss_scale autocast check compact_state flax.TrainState flax.train_step
 from_state_dict full_precision grad half_precision loss_scaled master_params master_weights metrics
