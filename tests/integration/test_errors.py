@@ -30,6 +30,7 @@ from bad_input import (
     product_sum,
 )
 from flax import linen, nnx
+from following import Following
 from forged import forged
 from tables import cases
 
@@ -55,6 +56,7 @@ SPIKES = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule())
 HALF = {"w": W.astype(jnp.bfloat16)}
 MASTERS = jaxscale.master_weights(SGD)
 SAVED = jaxscale.to_state_dict(OPT_STATE)
+FOLLOWING = Following().init()
 
 
 def restore(**fields):
