@@ -324,9 +324,8 @@ class MadeStep(NamedTuple):
     backward_pass: BackwardPass  # the last one
     params: Any
     opt_state: Any  # as users get it
-    applied: (
-        jax.Array | None
-    )  # bool[], whether it was not skipped; `None` if it never is
+    # bool[], whether it was not skipped; `None` if no step ever is
+    applied: jax.Array | None
 
 
 def make_step(
