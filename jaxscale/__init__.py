@@ -26,13 +26,12 @@ The rest, by group:
 - Policies, the rules by which the scale moves: `DynamicLossScale`, the default;
   `FixedLossScale`, `NoOpLossScale`, their base class `LossScale`, for rules of your own, and
   `as_loss_scale`, which reads short forms such as `"dynamic"` or 128. `jaxscale.presets` has the
-  rules of other libraries. `AdaptiveLossScale` goes in 0.7.0.
+  rules of other libraries.
 - Spikes: `SpikeRule` also skips finite steps whose loss or gradient norm stands out.
 - Pure functions for your own loop: `scale`, `unscale`, `all_finite`, `tree_where`.
 - Saving: `to_state_dict` and `from_state_dict`.
 - States: `LossScaledState` is that of an optimizer, `LossScaleState` that of a policy,
-  `AdaptiveState` that of an `AdaptiveLossScale`, `MultiStepsState` that of an accumulator, and
-  `SpikeState` that of a `SpikeRule`.
+  `MultiStepsState` that of an accumulator, and `SpikeState` that of a `SpikeRule`.
 - Errors: `LossScaleStuckError`, which `check` raises.
 - Front ends: `jaxscale.flax` has a `TrainState` and a `train_step` for Linen, and `jaxscale.nnx` a
   `train_step` for NNX. Equinox needs none.
@@ -82,14 +81,13 @@ from ._gradients.scaled import scale, unscale
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._gradients.verdict import all_finite
 from ._policies import as_loss_scale
-from ._policies.adaptive import AdaptiveLossScale
 from ._policies.base import LossScale
 from ._policies.dynamic import DynamicLossScale
 from ._policies.fixed import FixedLossScale, NoOpLossScale
 from ._policies.spikes import SpikeRule
 from ._progress import LossScaleStuckError, check, metrics
 from ._state.optimizer import LossScaledState, MultiStepsState, SpikeState
-from ._state.scale import AdaptiveState, LossScaleState
+from ._state.scale import LossScaleState
 from ._state.state_dict import from_state_dict, to_state_dict
 from ._step.apply import apply_gradients
 from ._step.half_precision import compact_state, master_weights, stochastic_rounding
@@ -97,6 +95,7 @@ from ._step.train_step import train_step
 from ._step.transformations import loss_scaled, multi_steps, skip_nonfinite
 from ._storage.master_params import master_params, with_master_params
 from ._trees.selection import tree_where
+from ._went import missing_name as _missing_name
 
 # A group a line, in the order of the docstring and of the API reference.
 __all__ = [  # noqa: RUF022
@@ -107,12 +106,12 @@ __all__ = [  # noqa: RUF022
     "master_weights", "stochastic_rounding", "master_params", "with_master_params",
     "compact_state",
     "autocast", "full_precision", "half_precision",
-    "DynamicLossScale", "AdaptiveLossScale", "FixedLossScale", "NoOpLossScale", "LossScale",
+    "DynamicLossScale", "FixedLossScale", "NoOpLossScale", "LossScale",
     "as_loss_scale",
     "SpikeRule",
     "scale", "unscale", "all_finite", "tree_where",
     "to_state_dict", "from_state_dict",
-    "LossScaledState", "LossScaleState", "AdaptiveState", "MultiStepsState", "SpikeState",
+    "LossScaledState", "LossScaleState", "MultiStepsState", "SpikeState",
     "LossScaleStuckError",
     "diagnostics", "presets",
 ]  # fmt: skip
@@ -148,7 +147,7 @@ else:
             return _importlib.import_module(f".{name}", __name__)
         if name in _FUNCTIONS:
             return getattr(_importlib.import_module(_FUNCTIONS[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _missing_name(__name__, name)
 
     def __dir__():
         """Returns the public names, those of modules that are not imported yet among them."""

@@ -12,7 +12,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # What went, by the module or the function that had it.
 _WENT = {
+    "apply_gradients": "keep",
     "autocast": "half_carries",
+    "flax.train_step": "after",
+    "jaxscale": "AdaptiveLossScale AdaptiveState",
     "jaxscale.diagnostics": """
         History LeafCounts Suggestion TracedConstant TracedNonfinite TracedUnderflow Underflow
         leaf_counts leaf_histograms plot_histogram plot_underflow suggest_scale text_histogram
@@ -24,37 +27,20 @@ _WENT = {
         from_tensorflow from_torch jamp jaxamp mindformers mindspore mindspore_cell
         mindspore_manager mpx olmo openseq2seq_backoff openseq2seq_logmax paddle paddle_op to_torch
     """,
+    "loss_scaled": "on_skip",
     "multi_steps": "drop growth_unit",
+    "nnx.train_step": "after",
+    "skip_nonfinite": "on_skip",
+    "train_step": "after",
 }
-_SEE_PAGE = (
-    ". It is gone: the page *What went, and what goes* has what to write instead."
-)
+SEE_PAGE = "gone: the page *What went, and what goes* has what to write instead."
 
 _SIZES = (
     "`jaxscale.diagnostics.sizes(grads, dtype, loss_scale)` counts what a format loses, leaf by "
     "leaf, and `plot(grads)` draws it."
 )
-_AVERAGES = (
-    "Choose after the step, by `jaxscale.tree_where(opt_state.step_applied, new, old)`: the page "
-    "Recipes has averages and target networks."
-)
 # For each, what goes, and what to write instead.
 _GOES = {
-    "adaptive": (
-        '`AdaptiveLossScale`, or `"adaptive"`,',
-        "Copy the policy in `examples/adaptive_scale.py`, or write "
-        "`DynamicLossScale(growth_interval=200)`, and `retries=10` to lose no batch.",
-    ),
-    "on_skip": (
-        "`on_skip=`",
-        "Call `jax.debug.callback` with `jaxscale.metrics` of the new state: the page Recipes has "
-        "the lines around `tx.update`.",
-    ),
-    "after": ("`after=`", _AVERAGES),
-    "keep": (
-        "`apply_gradients(keep=...)`",
-        "`jaxscale.tree_where(opt_state.step_applied, new, old)` after it makes the same choice.",
-    ),
     "histogram": ("`jaxscale.diagnostics.histogram`", _SIZES),
     "shares": ("`jaxscale.diagnostics.shares`", _SIZES),
     "table": ("`jaxscale.diagnostics.table`", _SIZES),
@@ -75,17 +61,26 @@ def missing_name(module: str, name: str) -> AttributeError:
     """Makes the error of a name that a module does not have."""
     message = f"module {module!r} has no attribute {name!r}"
     if name in _WENT[module].split():
-        message += _SEE_PAGE
+        message += f". It is {SEE_PAGE}"
     return AttributeError(message, name=name, obj=sys.modules[module])
 
 
 def refuse(call: str, unknown: Mapping[str, object]) -> None:
     """Raises a `TypeError` if a function was given arguments that it does not take."""
+    refuse_gone(call, unknown)
     for name in unknown:
-        message = f"{call}() got an unexpected keyword argument {name!r}"
-        if name in _WENT[call].split():
-            message += _SEE_PAGE
-        raise TypeError(message)
+        raise TypeError(_say_unexpected(call, name))
+
+
+def refuse_gone(call: str, passed_on: Mapping[str, object]) -> None:
+    """Raises a `TypeError` if arguments that a function passes on are such as it took once."""
+    for name in _WENT[call].split():
+        if name in passed_on:
+            raise TypeError(f"{_say_unexpected(call, name)}. It is {SEE_PAGE}")
+
+
+def _say_unexpected(call: str, name: str) -> str:
+    return f"{call}() got an unexpected keyword argument {name!r}"
 
 
 def say_goes(name: str) -> str:

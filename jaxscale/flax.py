@@ -6,17 +6,16 @@ state of the optimizer. `train_step` makes the whole step for it.
 
 Declare what the model carries as fields of a subclass, such as `batch_stats: Any`. Name a key for
 dropout in `always_replace`; otherwise the step after a skipped one would draw the same noise again.
-In a step of your optimizer, use `jaxscale.value_and_grad(loss_fn, state)` and
+In a step of your own, use `jaxscale.value_and_grad(loss_fn, state)` and
 `TrainState.apply_gradients`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 
-from ._trees.pytrees import Grads, ScaleState
+from ._trees.pytrees import Grads, OptState
 
 try:
     from flax.training import train_state
@@ -26,26 +25,17 @@ except ModuleNotFoundError as error:
     message = "`jaxscale.flax` needs Flax, which is not installed: pip install flax"
     raise ImportError(message) from error
 
-from ._gradients.scaled import Scaled
-from ._gradients.value_and_grad import BackwardPass, scale_transform
 from ._state.find import find_optimizer_state
-from ._step.bare_optimizer import as_optimizer
-from ._step.checks import check_gradients
+from ._state.optimizer import WINDOW_STATES
+from ._step.apply import apply_once
 from ._step.loss_calls import explain_mistakes
-from ._step.train_step import (
-    MadeStep,
-    apply_pass,
-    check_retries,
-    make_step,
-    name_step,
-    warn_if_bare,
-)
+from ._step.train_step import StepNames, build_step, name_step
 from ._trees.arguments import int32
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT
 from ._trees.leaves import cast_like
 from ._trees.pytrees import Params
 from ._trees.selection import select_new
-from ._went import warn_of
+from ._went import refuse_gone
 
 __all__ = ["TrainState", "train_step"]
 
@@ -66,7 +56,7 @@ class TrainState(train_state.TrainState):
       `jaxscale.metrics(state)["total_steps"]` counts all steps, including skipped ones.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp, optax
       >>> import jaxscale, jaxscale.flax
       >>> class State(jaxscale.flax.TrainState):
       ...     mean: jax.Array
@@ -148,53 +138,45 @@ class TrainState(train_state.TrainState):
         hint = "Arguments for the optimizer go into `extra_args`."
         _check_fields(f"{call}(**kwargs)", kwargs, known, hint)
         _check_fields(f"{call}(always_replace=...)", always_replace, kwargs)
-        optimizer = as_optimizer(call, self.tx)
-        state = optimizer.enter(f"{call}(opt_state=...)", self.opt_state, "")
-        check_gradients(f"{call}(grads=...)", grads, self.params)
-        optimizer.check_same(f"{call}(opt_state=...)", state, self.params)
-        backward_pass = BackwardPass(Scaled(grads), loss=value)
-        made = apply_pass(
-            optimizer, backward_pass, state, self.params, extra_args or {}
+        params, opt_state = apply_once(
+            call,
+            self.tx,
+            grads,
+            self.opt_state,
+            self.params,
+            value,
+            extra_args or {},
         )
-        return self._after_step(call, made, always_replace, kwargs)
+        return self._after_step(call, params, opt_state, always_replace, kwargs)
 
     def _after_step(
         self,
         call: str,
-        made: MadeStep,
+        params: Params,
+        opt_state: OptState,
         always_replace: Collection[str],
         replaced: Mapping[str, Any],
     ) -> Self:
         """Returns the state after a step, with new values of some fields."""
+        verdict = find_optimizer_state(call, opt_state)
+        applied = verdict.step_applied
+        stepped = applied
+        window = verdict.inner_state
+        if isinstance(window, WINDOW_STATES):  # ours, or that of Optax
+            # One that is not full makes no step, though its micro-batch is not skipped either.
+            before = find_optimizer_state(call, self.opt_state).inner_state
+            stepped = window.gradient_step != before.gradient_step
         fields = dict(replaced)
         # In the order of the call, which is the same on all hosts: they must trace one program.
         for name, new in replaced.items():
             if name not in always_replace:
                 old = getattr(self, name)
-                fields[name] = select_new(f"{call}({name}=...)", made.applied, new, old)
-        step = select_new(f"{call}(step=...)", made.stepped, self.step + 1, self.step)
-        return self.replace(
-            step=step, params=made.params, opt_state=made.opt_state, **fields
-        )
-
-    def _after_hook(self, call: str, after: Callable[[Any], Any], stepped: Any) -> Self:
-        """Returns the state that a hook made of this one, if the optimizer made a step."""
-        returned = after(self)
-        if type(returned) is not type(self):
-            raise TypeError(
-                f"`{call}(after=...)` must return the `TrainState` that it got, with other fields, "
-                f"got {type(returned).__name__}. Return `state.replace(...)`."
-            )
-        old = {}
-        new = {}
-        for name in self.__dataclass_fields__:
-            if getattr(returned, name) is not getattr(self, name):
-                old[name] = getattr(self, name)
-                new[name] = getattr(returned, name)
-        return self.replace(**select_new(f"{call}(after=...)", stepped, new, old))
+                fields[name] = select_new(f"{call}({name}=...)", applied, new, old)
+        step = select_new(f"{call}(step=...)", stepped, self.step + 1, self.step)
+        return self.replace(step=step, params=params, opt_state=opt_state, **fields)
 
     def _other_fields(self) -> dict[str, Any]:
-        """Returns the fields that a subclass adds, in the order of their names."""
+        """The fields that a subclass adds, in the order of their names."""
         names = sorted(set(self.__dataclass_fields__) - _OWN_FIELDS)
         return {name: getattr(self, name) for name in names}
 
@@ -208,7 +190,6 @@ def train_step(
     retries: int = 0,
     always_replace: Collection[str] = (),
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a training step for a `TrainState`.
@@ -228,9 +209,6 @@ def train_step(
       retries: as in `jaxscale.train_step`.
       always_replace: names of fields that even a skipped step replaces, such as a PRNG key.
       on_grads: as in `jaxscale.train_step`.
-      after: it goes in 0.7.0, as in `jaxscale.train_step`. A function `after(state)` that gets the
-        `TrainState` after the step, with its new parameters, and returns it with other fields, as
-        in `jaxscale.train_step`. It needs no `has_state`.
       **kwargs: passed to `transform`.
 
     Returns:
@@ -241,8 +219,7 @@ def train_step(
       UserWarning: as `jaxscale.train_step`, when called.
 
     Raises:
-      TypeError: as `jaxscale.train_step`; when called, also if `after` does not return a
-        `TrainState`.
+      TypeError: as `jaxscale.train_step`.
       ValueError: as `jaxscale.train_step`, or if `always_replace` comes without `has_state`; when
         called, also if `loss_fn` returns an unknown field, or does not return a field of
         `always_replace`.
@@ -268,14 +245,11 @@ def train_step(
       [0.5 0.5] 1
       [0.5 0.5] 1
     """
-    if after is not None:
-        warn_of("after")
     call = "flax.train_step"
-    transform = transform or jax.value_and_grad
-    transform_kwargs = kwargs
+    refuse_gone(call, kwargs)
     int32(call, "retries", retries, least=0)
-    warned: list[str] = []
-    loss_fn = explain_mistakes(call, loss_fn, has_state, has_aux)
+    names = StepNames(call=call, opt_state=f"{call}(...)(state.opt_state=...)")
+    explained_loss = explain_mistakes(call, loss_fn, has_state, has_aux)
     always_replace = tuple(always_replace)
     if always_replace and not has_state:
         raise ValueError(
@@ -283,54 +257,39 @@ def train_step(
             "returns these fields."
         )
 
-    def step(state: TrainState, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        optimizer = as_optimizer(call, state.tx)
-        check_retries(call, optimizer, retries)
-        fields = state._other_fields()
+    # The fields are outputs of the loss, as each of them is selected in its own name.
+    def loss_of_fields(params: Params, fields: Any, *args: Any, **kwargs: Any) -> Any:
+        # A copy, as the loss function may change it.
+        return explained_loss(params, dict(fields), *args, **kwargs)
 
-        def backward(scaling: ScaleState) -> BackwardPass:
-            # A copy, as the loss function may change it.
-            carried = (dict(fields),) if has_state else ()
-            make_pass = scale_transform(
-                call,
-                loss_fn,
-                scaling,
-                has_state or has_aux,
-                transform,
-                transform_kwargs,
-                "loss_fn",
-            )
-            return make_pass(state.params, *carried, *args, **kwargs)
-
-        before = optimizer.enter(f"{call}(opt_state=...)", state.opt_state, "")
-        argument = f"{call}(...)(state.opt_state=...)"
-        optimizer.check_same(argument, before, state.params)
-        warn_if_bare(call, optimizer, before.inner_state, warned, stacklevel=3)
-        made = make_step(
-            call,
-            optimizer,
-            before,
-            state.params,
-            backward,
-            (state, args, kwargs),
-            retries,
-            on_grads,
+    def step(state: TrainState, *args: Any, **loss_kwargs: Any) -> tuple[Any, Any]:
+        plain_step = build_step(
+            names,
+            loss_of_fields if has_state else explained_loss,
+            state.tx,
+            transform=transform,
+            has_aux=has_state or has_aux,
+            retries=retries,
+            on_grads=on_grads,
+            kwargs=kwargs,
         )
-        replaced: Mapping[str, Any] = {}
-        aux = made.backward_pass.aux
+        fields = state._other_fields()
         if has_state:
-            replaced, aux = (
-                made.backward_pass.aux if has_aux else (made.backward_pass.aux, None)
-            )
+            args = (fields, *args)
+        params, opt_state, output = plain_step(
+            state.params, state.opt_state, *args, **loss_kwargs
+        )
+        replaced: Any = {}
+        if has_state:
+            output, replaced = output
+            if has_aux:
+                replaced, aux = replaced
+                output = output, aux
             _check_fields(f"{call}(loss_fn, has_state=True)", replaced, fields)
         hint = "What is always replaced, `loss_fn` must return."
         _check_fields(f"{call}(always_replace=...)", always_replace, replaced, hint)
-        state = state._after_step(call, made, always_replace, replaced)
-        if after is not None:
-            state = state._after_hook(call, after, made.stepped)
-        if has_aux:
-            return state, (made.backward_pass.loss, aux)
-        return state, made.backward_pass.loss
+        state = state._after_step(call, params, opt_state, always_replace, replaced)
+        return state, output
 
     return name_step(step)
 

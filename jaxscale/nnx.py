@@ -8,14 +8,10 @@ streams of random numbers go on. If a skipped step should let other variables go
 `nnx.Optimizer`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import KeyPath
-
-from ._trees.pytrees import Leaf, ScaleState
 
 try:
     from flax import nnx
@@ -25,17 +21,14 @@ except ModuleNotFoundError as error:
     message = "`jaxscale.nnx` needs Flax, which is not installed: pip install flax"
     raise ImportError(message) from error
 
-from ._gradients.scaled import Scaled
-from ._gradients.value_and_grad import BackwardPass, scale_transform
 from ._jax import is_called_by_jax
 from ._state.scale import unwrap
-from ._step.bare_optimizer import as_optimizer
 from ._step.loss_calls import explain_mistakes
-from ._step.train_step import check_retries, make_step, name_step, warn_if_bare
+from ._step.train_step import StepNames, build_step, name_step
 from ._trees.arguments import int32
 from ._trees.gradient_leaves import OVERWRITE_WITH_GRADIENT, replace_finite
-from ._trees.selection import select_new
-from ._went import warn_of
+from ._trees.pytrees import Params
+from ._went import refuse_gone
 
 __all__ = ["train_step"]
 
@@ -53,7 +46,6 @@ def train_step(
     retries: int = 0,
     keep: Any = _STATE,
     on_grads: Callable[[Any], Any] | None = None,
-    after: Callable[[Any], None] | None = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Makes a training step that updates a model and its optimizer in place.
@@ -73,11 +65,7 @@ def train_step(
         those of FP8 statistics. These are variables of a type named `_overwrite_with_gradient`, as
         `nnx.bridge.ToNNX` makes them from Flax's. Every applied step replaces them, whatever
         `wrt` is.
-      after: it goes in 0.7.0, as in `jaxscale.train_step`. A function `after(model)` that changes
-        the model in place after the optimizer has changed it, for the uses in
-        `jaxscale.train_step`. If the optimizer made no step, whatever `after` changed is put back,
-        including random numbers. It should have no other side effects.
-      **kwargs: passed to `nnx.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
+      **kwargs: passed to `jax.value_and_grad`. Leave `argnums` out: the optimizer's `wrt` says
         what is differentiated.
 
     Returns:
@@ -96,9 +84,9 @@ def train_step(
 
     Raises:
       TypeError: as `jaxscale.train_step`; when called, also if the second argument is not an
-        `nnx.Optimizer`, if `after` returns anything, or if `jax.jit` calls it.
+        `nnx.Optimizer`, or if `jax.jit` calls it.
       ValueError: as `jaxscale.train_step`; when called, also if `argnums` names something that the
-        optimizer does not train, or if a hook adds or removes variables of the model.
+        optimizer does not train.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -114,131 +102,142 @@ def train_step(
       [0.5 0.5] True
       [0.5 0.5] False
     """
-    if after is not None:
-        warn_of("after")
     call = "nnx.train_step"
+    refuse_gone(call, kwargs)
     int32(call, "retries", retries, least=0)
-    transform_kwargs = kwargs
-    warned: list[str] = []
-    loss_fn = explain_mistakes(call, loss_fn, has_aux=has_aux)
-
-    # `nnx.value_and_grad` accepts no keyword-only arguments.
-    def positional_loss(model: object, args: tuple[Any, ...], kwargs: Any) -> Any:
-        return loss_fn(model, *args, **kwargs)
-
-    is_kept = nnx.filterlib.to_predicate(keep)
+    argnums = kwargs.pop("argnums", 0)
+    explained_loss = explain_mistakes(call, loss_fn, has_aux=has_aux)
+    names = StepNames(
+        call=call,
+        opt_state=f"{call}(...)(optimizer=...)",
+        order="(model, optimizer, ...)",
+        state=f"{call}(loss_fn)",
+        way_out=_MAKE_IT,
+    )
 
     def step(
-        model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **kwargs: Any
+        model: nnx.Module, optimizer: nnx.Optimizer, *args: Any, **loss_kwargs: Any
     ) -> Any:
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
                 f"`{call}(...)(model, optimizer, ...)`: `optimizer` must be an `nnx.Optimizer`, "
                 f"got {type(optimizer).__name__}. {_MAKE_IT}"
             )
-        wrapped = as_optimizer(f"{call}(...)", optimizer.tx)
-        check_retries(call, wrapped, retries)
-        argument = f"{call}(...)(opt_state=...)"
-        order = "(model, optimizer, ...)"
-        before = unwrap(wrapped.enter(argument, optimizer.opt_state, order))
         if is_called_by_jax():
             # Nothing else shows it: the step would run, and its changes would be thrown away.
             raise TypeError(
                 f"`{call}(...)` changes the model in place, and a transformation of JAX gave it a "
                 "copy. Use that of NNX: `nnx.jit(step)` for `jax.jit(step)`."
             )
-        objects = _take_objects(model, args, kwargs)
-        graphdef, state_before = nnx.split(objects.graph)
         wrt = optimizer.wrt
+        _check_argnums(call, argnums, wrt)
+        # Other NNX objects among the arguments change with the model, and so go beside it.
+        inputs, treedef = jax.tree.flatten((args, loss_kwargs), is_leaf=_is_object)
+        objects = [leaf for leaf in inputs if _is_object(leaf)]
+        values = [None if _is_object(leaf) else leaf for leaf in inputs]
+        filters = _make_filters(nnx.state((model, objects)), wrt, keep)
+        graphdef, _, *carried, passing = nnx.split((model, objects), *filters)
         params = unwrap(nnx.state(model, wrt))
-        wrapped.check_same(f"{call}(...)(optimizer=...)", before, params, _MAKE_IT)
-        _check_argnums(call, transform_kwargs.get("argnums", 0), wrt)
-        differentiated = wrt
-        if nnx.to_flat_state(nnx.state(model, _is_overwrite)):
-            # Statistics that travel as gradients are also differentiated; no optimizer sees them.
-            differentiated = nnx.Any(wrt, _is_overwrite)
-        argnums = nnx.DiffState(0, differentiated)
-        leaves, treedef = jax.tree.flatten(state_before)
 
-        def backward(scaling: ScaleState) -> BackwardPass:
+        def pure_loss(
+            params: Params, carried: _Carried, passing: nnx.State, values: list[Any]
+        ) -> Any:
             # A copy, made where the pass is traced: NNX lets a variable change only there.
-            copy = nnx.merge(graphdef, treedef.unflatten(leaves))
-            model, args, kwargs = objects.put_back(copy)
-            make_pass = scale_transform(
-                call,
-                positional_loss,
-                scaling,
-                has_aux,
-                nnx.value_and_grad,
-                {**transform_kwargs, "argnums": argnums},
-                "loss_fn",
-            )
-            result = make_pass(model, args, kwargs)
-            grads = unwrap(nnx.state(result.grads.grads, wrt))
-            overwrites = unwrap(nnx.state(result.grads.grads, _is_overwrite))
-            _, state = nnx.split(copy)
-            return result._replace(
-                aux=(_PassState(state, overwrites), result.aux),
-                grads=Scaled(grads, result.grads.divisor),
-            )
+            states = (nnx.State({0: params}), *carried, passing)
+            copies = nnx.merge(graphdef, *states, copy=True)
+            copied_model, copied_objects = copies
+            remaining = iter(copied_objects)
+            leaves = []
+            for leaf, value in zip(inputs, values, strict=True):
+                leaves.append(next(remaining) if _is_object(leaf) else value)
+            args, loss_kwargs = treedef.unflatten(leaves)
+            loss = explained_loss(copied_model, *args, **loss_kwargs)
+            aux = None
+            if has_aux:
+                loss, aux = loss
+            _, _, *states, passing = nnx.split(copies, *filters)
+            return loss, (_Carried(*states), (passing, aux))
 
-        warn_if_bare(call, wrapped, before.inner_state, warned, stacklevel=3)
-        inputs = (leaves, before, args, kwargs)
-        made = make_step(
-            call, wrapped, before, params, backward, inputs, retries, on_grads
+        pure_step = build_step(
+            names,
+            pure_loss,
+            optimizer.tx,
+            transform=_value_and_grad,
+            has_state=True,
+            has_aux=True,
+            retries=retries,
+            on_grads=on_grads,
+            kwargs=kwargs,
         )
-        state_after_pass, aux = made.backward_pass.aux
-        select = functools.partial(select_new, f"{call}(loss_fn)", made.applied)
-        is_trained = nnx.filterlib.to_predicate(wrt)
-        state = _choose_state(
-            state_before, state_after_pass, is_trained, is_kept, select
+        opt_state = unwrap(optimizer.opt_state)
+        params, opt_state, carried, (loss, (passing, aux)) = pure_step(
+            params, opt_state, _Carried(*carried), passing, values
         )
-        nnx.update(objects.graph, state)
-        nnx.update(model, made.params)
-        if after is not None:
-            select = functools.partial(select_new, f"{call}(after=...)", made.stepped)
-            _apply_after(model, after, select)
-        nnx.update(optimizer.opt_state, nnx.state(made.opt_state))
+        nnx.update((model, objects), *carried, passing)
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(opt_state))
         optimizer.step[...] += 1
         if has_aux:
-            return made.backward_pass.loss, aux
-        return made.backward_pass.loss
+            return loss, aux
+        return loss
 
     return name_step(step)
 
 
-class _PassState(NamedTuple):
-    """The variables of a pass's objects after it."""
+class _Carried(NamedTuple):
+    """The variables of a model, and of objects beside it, that a skipped step keeps."""
 
-    state: nnx.State  # as the forward pass left them
-    # the next values of those that travel as gradients, of the model alone
-    overwrites: nnx.State
-
-
-class _Objects(NamedTuple):
-    """The NNX objects among the arguments of a step."""
-
-    graph: Any  # the model, and a list of the others
-    # from a copy of `graph` to `(model, args, kwargs)` with it
-    put_back: Callable[[Any], Any]
+    statistics: nnx.State  # of the model: what is replaced by its gradients
+    others: nnx.State
 
 
-def _take_objects(model: nnx.Module, args: tuple[Any, ...], kwargs: Any) -> _Objects:
-    """Takes the NNX objects out of the arguments of a step, and says how to put copies back."""
-    is_object = nnx.graph.is_graph_node
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    places = [place for place, leaf in enumerate(leaves) if is_object(leaf)]
-    objects = [leaves[place] for place in places]
+def _is_object(node: object) -> bool:
+    return nnx.graph.is_graph_node(node)
 
-    def put_back(graph: Any) -> Any:
-        copied_model, copies = graph
-        copied_leaves = list(leaves)
-        for place, copy in zip(places, copies, strict=True):
-            copied_leaves[place] = copy
-        args, kwargs = treedef.unflatten(copied_leaves)
-        return copied_model, args, kwargs
 
-    return _Objects(graph=(model, objects), put_back=put_back)
+def _make_filters(state: nnx.State, wrt: Any, keep: Any) -> list[Any]:
+    """Makes filters for the variables of a model and of objects beside it.
+
+    These are what the optimizer trains, what is replaced by its gradient, what a skipped step
+    keeps, and all others: also those that the loss function adds.
+    """
+    is_trained = nnx.filterlib.to_predicate(wrt)
+    is_kept = nnx.filterlib.to_predicate(keep)
+    groups = {}
+    for path, variable in nnx.to_flat_state(state):
+        is_of_model = path[0] == 0  # the first of the pair
+        if is_of_model and is_trained(path[1:], variable):
+            groups[path] = "trained"
+        elif is_of_model and _is_overwrite(variable):
+            groups[path] = "overwritten"
+        elif is_kept(path, variable):
+            groups[path] = "kept"
+
+    def is_in(group: str) -> Callable[[Any, Any], bool]:
+        return lambda path, variable: groups.get(path) == group
+
+    return [is_in("trained"), is_in("overwritten"), is_in("kept"), ...]
+
+
+def _value_and_grad(
+    fun: Callable[..., Any], has_aux: bool, **kwargs: Any
+) -> Callable[..., Any]:
+    """Differentiates as `jax.value_and_grad`, and puts statistics that are gradients in place."""
+
+    def differentiated(params: Params, carried: _Carried, *args: Any) -> Any:
+        def loss(trained: Any, *args: Any) -> Any:
+            params, statistics = trained
+            return fun(params, carried._replace(statistics=statistics), *args)
+
+        value_and_grad = jax.value_and_grad(loss, has_aux=has_aux, **kwargs)
+        trained = params, carried.statistics
+        (value, output), (grads, new) = value_and_grad(trained, *args)
+        statistics = jax.tree.map(replace_finite, new, carried.statistics)
+        new_carried, others = output.aux
+        new_carried = new_carried._replace(statistics=statistics)
+        return (value, output._replace(aux=(new_carried, others))), grads
+
+    return differentiated
 
 
 def _check_argnums(call: str, argnums: Any, wrt: Any) -> None:
@@ -252,93 +251,6 @@ def _check_argnums(call: str, argnums: Any, wrt: Any) -> None:
         )
 
 
-def _is_overwrite(path: KeyPath, variable: object) -> bool:
-    """Returns whether what is returned as the gradient of a variable is its next value."""
+def _is_overwrite(variable: object) -> bool:
+    """Tells a variable whose gradient is its next value."""
     return OVERWRITE_WITH_GRADIENT in (base.__name__ for base in type(variable).__mro__)
-
-
-def _choose_state(
-    before: nnx.State,
-    after_pass: _PassState,
-    is_trained: Callable[[Any, Any], bool],
-    is_kept: Callable[[Any, Any], bool],
-    select: Callable[[Any, Any], Any],
-) -> nnx.State:
-    """Returns the next state of the objects of a step, without what the optimizer trains.
-
-    `select` chooses between a new and an old value. It is asked about the variables that a skipped
-    step keeps; the others are new.
-    """
-    new: dict[Any, Any] = dict(nnx.to_flat_state(after_pass.state))
-    # The model is the first of the objects, so 0 is the first part of its paths.
-    overwrites: dict[Any, Any] = {}
-    for path, leaf in nnx.to_flat_state(after_pass.overwrites):
-        overwrites[0, *path] = leaf
-    for path, variable in nnx.to_flat_state(before):
-        if is_trained(path, variable):
-            del new[path]
-            continue
-        if path not in overwrites and not is_kept(path, variable):
-            continue
-        old_value = unwrap(variable)
-        new_value = unwrap(new[path])
-        if path in overwrites:
-            new_value = replace_finite(overwrites[path], old_value)
-        chosen = _select_named(select, path, new_value, old_value)
-        new[path] = _with_value(variable, chosen)
-    return nnx.from_flat_state(new)
-
-
-def _apply_after(
-    model: nnx.Module, after: Callable[[Any], Any], select: Callable[[Any, Any], Any]
-) -> None:
-    """Lets a hook change a model, and puts into it what `select` chooses of new and old."""
-    call = "`nnx.train_step(after=...)`"
-    old = _read_variables(model)
-    output = after(model)
-    if output is not None:
-        raise TypeError(
-            f"{call} changes the model in place and must return None, got {type(output).__name__}."
-        )
-    new = _read_variables(model)
-    only_one_has = new.keys() ^ old.keys()
-    if only_one_has:
-        names = sorted({_join_path(path) for path in only_one_has})
-        raise ValueError(
-            f"{call} must keep the variables of the model, but it added or removed "
-            f"{', '.join(names)}. Make them where the model is made."
-        )
-    changed = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        value = new[path]
-        if value is not old[path]:
-            chosen = _select_named(select, path, value, old[path])
-            changed[path] = _with_value(variable, chosen)
-    nnx.update(model, nnx.from_flat_state(changed))
-
-
-def _with_value(variable: object, value: object) -> Any:
-    """Returns a variable of a state with another value.
-
-    A value alone would not do: if that is a dictionary, NNX takes it for a part of the state.
-    """
-    if isinstance(variable, nnx.Variable):
-        return variable.replace(value)
-    return value
-
-
-def _read_variables(model: nnx.Module) -> dict[Any, Any]:
-    """Returns the arrays in the variables of a model, by path."""
-    return {path: unwrap(leaf) for path, leaf in nnx.to_flat_state(nnx.state(model))}
-
-
-def _select_named(
-    select: Callable[[Any, Any], Any], path: KeyPath, new: Leaf, old: Leaf
-) -> Any:
-    """Calls `select` with two values under the name of their variable, for its messages."""
-    name = _join_path(path)
-    return select({name: new}, {name: old})[name]
-
-
-def _join_path(path: KeyPath) -> str:
-    return ".".join(map(str, path))

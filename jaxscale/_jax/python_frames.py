@@ -34,8 +34,8 @@ def caller_of_jax() -> FrameType | None:
 
 def users_stacklevel() -> int:
     """Finds the `stacklevel` with which a warning of the caller is shown at the user's line."""
-    # The last two pass on `jax.jit(function)`, and `dataclasses.replace(policy)`.
-    libraries = {"flax", "jax", "optax", "jaxscale", "contextlib", "dataclasses"}
+    # The last passes on `jax.jit(function)`.
+    libraries = {"flax", "jax", "optax", "jaxscale", "contextlib"}
     level = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -2,7 +2,7 @@
 
 import numbers
 
-from .adaptive import AdaptiveLossScale
+from .._went import SEE_PAGE
 from .base import LossScale
 from .dynamic import DynamicLossScale
 from .fixed import FixedLossScale, NoOpLossScale
@@ -15,7 +15,7 @@ def as_loss_scale(spec: object) -> LossScale:
     Args:
       spec: `None` for `jaxscale.NoOpLossScale`, a Python or NumPy number such as 8 for
         `jaxscale.FixedLossScale`, `"dynamic"` for `jaxscale.DynamicLossScale` with its defaults,
-        or a `jaxscale.LossScale`, which is returned as it is. (`"adaptive"` is taken until 0.7.0.)
+        or a `jaxscale.LossScale`, which is returned as it is.
 
     Raises:
       TypeError: if `spec` is anything else, such as a bool or an array.
@@ -37,13 +37,13 @@ def read_loss_scale(call: str, spec: object) -> LossScale:
         return spec
     if isinstance(spec, str) and spec == "dynamic":
         return DynamicLossScale()
-    if isinstance(spec, str) and spec == "adaptive":
-        return AdaptiveLossScale()
     if isinstance(spec, numbers.Real) and not isinstance(spec, bool):
         return FixedLossScale(float(spec))
     error = ValueError if isinstance(spec, str) else TypeError
     hint = ""
-    if isinstance(spec, SpikeRule):
+    if isinstance(spec, str) and spec == "adaptive":
+        hint = f' "adaptive" is {SEE_PAGE}'
+    elif isinstance(spec, SpikeRule):
         hint = " A rule for spikes is no loss scale: pass it as `spikes=`."
     elif isinstance(spec, type):
         hint = f" Did you mean `{spec.__name__}()`?"

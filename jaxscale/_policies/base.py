@@ -19,7 +19,6 @@ from .._trees.arguments import Check, check_fields, normal_float32
 from .._trees.numbers import SMALLEST_NORMAL
 from .._trees.pytrees import Grads, PyTree, ScaleState
 from .._trees.selection import scalar_bool
-from .factors import check_largest
 
 
 class LossScale(abc.ABC):
@@ -78,8 +77,8 @@ class LossScale(abc.ABC):
             gradients.
 
         Raises:
-          TypeError: if `grads_finite` is not a scalar bool, if `largest` is not a scalar, or if
-            `state` is that of another policy.
+          TypeError: if `grads_finite` is not a scalar bool, or if `state` is that of another
+            policy.
           ValueError: if `state` is the state of a population: call this under `jax.vmap`.
         """
 
@@ -186,8 +185,7 @@ class CheckedLossScale(LossScale):
     init_scale: float
     min_scale: float
     max_scale: float
-    # The type of the states, and for each argument the function that checks it and returns it.
-    _state_type: ClassVar[type] = LossScaleState
+    # For each argument the function that checks it and returns it.
     _checks: ClassVar[dict[str, Check]] = dict.fromkeys(
         ("init_scale", "min_scale", "max_scale"), normal_float32
     )
@@ -215,10 +213,8 @@ class CheckedLossScale(LossScale):
     ) -> LossScaleState:
         call = f"{type(self).__name__}.adjust"
         grads_finite = scalar_bool(call, "grads_finite", grads_finite)
-        if largest is not None:
-            largest = check_largest(call, largest)
-        state = check_policy_state(call, state, self._state_type)
-        return self._move(self.clip_to_bounds(state), grads_finite, largest)
+        state = check_policy_state(call, state, LossScaleState)
+        return self._move(self.clip_to_bounds(state), grads_finite)
 
     def clip_to_bounds(self, state: ScaleState) -> Any:
         """Returns a state whose scale is between the bounds.
@@ -236,9 +232,7 @@ class CheckedLossScale(LossScale):
         return state._replace(loss_scale=jnp.clip(scale, lowest, highest))
 
     @abc.abstractmethod
-    def _move(
-        self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
-    ) -> Any:
+    def _move(self, state: ScaleState, grads_finite: jax.Array) -> Any:
         """Returns the next state, given one that is checked and whose scale is in range."""
 
 

@@ -85,9 +85,7 @@ class DynamicLossScale(CheckedLossScale):
             hysteresis_tracker=self.hysteresis,
         )
 
-    def _move(
-        self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
-    ) -> Any:
+    def _move(self, state: ScaleState, grads_finite: jax.Array) -> Any:
         streak: Any = optax.safe_increment(state.growth_tracker)
         grows = grads_finite & (streak >= self.growth_interval)
         left = jnp.maximum(state.hysteresis_tracker, 1) - 1

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._policies.base import adjust_scale
 from .._policies.fixed import FixedLossScale
 from .._trees.grammar import list_some
 from .._trees.pytrees import ScaleState
@@ -53,9 +54,6 @@ def _explain_gradients(run: SimpleNamespace) -> str:
     scale = float(run.loss_scale)
     run.lowest = _find_lowest_scale(run)
     run.floor_exponent = max(math.frexp(scale)[1] - 15, -126)
-    run.kind = "Dynamic"
-    if not math.isnan(run.peak):
-        run.kind = "Adaptive"
     if run.lowest < scale:
         return texts.FALLING
     if scale == 1:
@@ -76,7 +74,7 @@ def _find_lowest_scale(run: SimpleNamespace) -> float:
     is_finite = jnp.array(False)
 
     def skip(_: Any, scaling: ScaleState) -> Any:
-        return run.policy.adjust(scaling, is_finite)
+        return adjust_scale(run.policy, scaling, is_finite, None)
 
     last = jax.lax.fori_loop(0, 10_000, skip, start._replace(**numbers))
     return float(last.loss_scale)

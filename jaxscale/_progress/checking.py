@@ -8,7 +8,6 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._policies.adaptive import UNSEEN
 from .._policies.fixed import NoOpLossScale
 from .._state.find import find_optimizer_state, restore_types
 from .._state.optimizer import LossScaledState
@@ -31,10 +30,6 @@ _NOT_SHOWN = {
     "total_exhausted": 0,
     "growth_tracker": 0,
     "hysteresis_tracker": 0,
-    "peak": np.nan,
-    "crest": np.nan,
-    "finite_steps": 0,
-    "held_steps": 0,
     "grad_norm": np.nan,
     "norm_count": 1,
     "total_spikes": 0,
@@ -91,8 +86,7 @@ def check(
           With `tx`, or in a `TrainState`, this is always seen.
         - `tree` is a `TrainState` that has made more steps than its optimizer. Then the optimizer
           was not restored from a checkpoint.
-        - The loss scale decays: it is below 2**15 with a `backoff_count` of 6 or more, or an
-          `AdaptiveLossScale` has made more and more room for gradients that never came. With
+        - The loss scale decays: it is below 2**15 with a `backoff_count` of 6 or more. With
           `max_norm` or `spikes` the text says whether the gradients themselves have grown. A policy
           that raises its scale in every finite step, such as
           `DynamicLossScale(growth_interval=1)`, never decays.
@@ -104,11 +98,10 @@ def check(
           1000.
 
     Raises:
-      LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped, or if an
-        `AdaptiveLossScale` has seen nothing but zeros in more steps of the optimizer than that. The
-        message has the numbers, the likely cause and, with `track_leaves=True`, the leaves of the
-        last overflow. The cause is that of the steps in this row. If the state of the optimizer
-        itself holds a NaN, which it made of finite gradients, that is the cause.
+      LossScaleStuckError: if more than `max_consecutive` steps in a row were skipped. The message
+        has the numbers, the likely cause and, with `track_leaves=True`, the leaves of the last
+        overflow. The cause is that of the steps in this row. If the state of the optimizer itself
+        holds a NaN, which it made of finite gradients, that is the cause.
       ValueError: if `tree` holds no such state, or several, or if `max_consecutive` is below 0.
       TypeError: if called inside `jit`.
 
@@ -130,15 +123,11 @@ def check(
         as_optimizer("check", tx)
     tx = tx or getattr(tree, "tx", None)
     run = _read_run(state, tx)
-    steps = run.optimizer_steps
 
     stuck = run.notfinite_count * (run.notfinite_count > most)
     if np.any(stuck):
         member = _find_worst(stuck, run)
         raise _make_error(explain_row(member), member)
-    blind = steps * ((run.peak <= UNSEEN) & (steps > most))
-    if np.any(blind):
-        raise _make_error(texts.BLIND, _find_worst(blind, run))
 
     step = unwrap(getattr(tree, "step", None))
     symptoms = {

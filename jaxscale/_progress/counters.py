@@ -21,10 +21,10 @@ def metrics(tree: PyTree, *, prefix: str = "") -> dict[str, jax.Array]:
     Returns:
       A dictionary of scalar arrays, all of them finite: for an inf it has the largest number of its
       dtype. So `json.dumps` of it is JSON. It has `loss_scale` and the trackers of the policy,
-      which its state explains (`jaxscale.LossScaleState`, `jaxscale.AdaptiveState`). If there is
-      an optimizer state, it has `step_applied` and the counters that `jaxscale.LossScaledState`
-      explains. With `jaxscale.multi_steps` these count micro-batches. Then, and with an
-      `optax.MultiSteps` inside `loss_scaled`, there are also `mini_step` and `gradient_step`.
+      which its state explains (`jaxscale.LossScaleState`). If there is an optimizer state, it has
+      `step_applied` and the counters that `jaxscale.LossScaledState` explains. With
+      `jaxscale.multi_steps` these count micro-batches. Then, and with an `optax.MultiSteps` inside
+      `loss_scaled`, there are also `mini_step` and `gradient_step`.
       Without a loss scale, as with `jaxscale.skip_nonfinite`, `loss_scale` is 1, and there are no
       trackers, `backoff_count`, `total_retries` and `total_exhausted`. The mappings of `nnx.state`
       and `nnx.split` do not tell such a state from others: of them these are shown, too, and are 0.

@@ -22,10 +22,6 @@ LOW_SCALE = 2.0**15
 # be larger than the largest element, and the last step smaller than the worst.
 FULL_RANGE = 2.0**10
 
-# An `AdaptiveLossScale` falls in larger and larger steps. It is too low this many binades below
-# what usual gradients allow, if no larger ones were seen and the usual ones are scaled to below 1.
-UNUSED_ROOM = 6.0
-
 # From which scale, and after how many steps, `check` says that nothing has ever overflowed. The
 # default rule stops growing at this scale, which half precision rarely bears.
 HIGH_SCALE = 2.0**24

@@ -19,7 +19,6 @@ from .limits import (
     MANY_ZEROS,
     MEMORY,
     OFTEN,
-    UNUSED_ROOM,
 )
 from .optimizers import are_finite, is_zero, list_moments
 
@@ -32,11 +31,9 @@ def find_symptoms(run: SimpleNamespace) -> dict[str, Any]:
     is_mostly_spikes = run.total_spikes > run.total_notfinite
     is_loss = _is_mostly_loss(run, lost_lately)
 
-    decays = _decays(run)
-    largest = np.exp2(run.peak)
-    largest = np.where(np.isnan(largest), run.grad_norm, largest)
-    is_known = np.isfinite(largest)
-    fills_range = largest * run.loss_scale >= FULL_RANGE
+    decays = (run.backoff_count >= MANY_FALLS) & (run.loss_scale < LOW_SCALE)
+    is_known = np.isfinite(run.grad_norm)
+    fills_range = run.grad_norm * run.loss_scale >= FULL_RANGE
 
     spikes = (run.total_spikes > run.total_steps // 20) & (run.total_steps >= 1000)
     spikes |= (run.spike_count >= 20) | (is_often & is_mostly_spikes)
@@ -95,20 +92,11 @@ def is_row_of_losses(run: SimpleNamespace) -> Any:
     return 2 * run.row_notfinite_loss >= run.notfinite_count
 
 
-def _decays(run: SimpleNamespace) -> Any:
-    """Returns whether the scale fell again and again, and is low."""
-    # An adaptive one falls in larger and larger steps, so it has fallen few times.
-    is_guess = run.held_steps == run.finite_steps
-    is_guess &= run.loss_scale * np.exp2(run.peak) < 1
-    is_guess &= run.crest - run.peak >= UNUSED_ROOM
-    return (is_guess | (run.backoff_count >= MANY_FALLS)) & (run.loss_scale < LOW_SCALE)
-
-
 def _is_idle(run: SimpleNamespace) -> Any:
     """Returns whether the scale has grown far, and nothing has ever overflowed."""
     overflows = run.total_notfinite - run.total_notfinite_loss + run.total_retries
     # One that is fixed tracks nothing. One that grows has 0 finite steps just after it grew, but as
-    # nothing overflowed, all of its hysteresis is left. One that is adaptive has no such trackers.
+    # nothing overflowed, all of its hysteresis is left.
     moves = (run.growth_tracker > 0) | (run.hysteresis_tracker > 0)
     is_high = run.loss_scale >= HIGH_SCALE
     return moves & is_high & (overflows == 0) & (run.total_steps >= MANY_STEPS)

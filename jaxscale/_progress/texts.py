@@ -104,14 +104,6 @@ LOST = (
 )
 
 # In errors names stand for the numbers of a run.
-BLIND = (
-    "All gradients were 0 in {optimizer_steps} steps at loss scale {loss_scale:g}, where "
-    "`AdaptiveLossScale` learns nothing. If they are flushed to 0, start higher, as with "
-    "`AdaptiveLossScale(init_scale=2.0**15)`, or where `jaxscale.diagnostics.calibrate` says. If "
-    "`jax.value_and_grad` makes them, nothing scales them: use "
-    "`jaxscale.value_and_grad(loss_fn, opt_state)`. If neither, the loss does not depend on the "
-    "parameters."
-)
 OF_OPTIMIZER = (
     "The optimizer itself made a NaN of finite gradients: there is one in its state, at "
     "{place_of_nan}, where no step with a gradient that is not finite ever leads. The parameters "
@@ -147,7 +139,7 @@ FIXED = (
 )
 _TOO_LARGE = (
     "Most often the loss is too large for float16: take a mean instead of a sum, or lower "
-    "`min_scale`: `jaxscale.loss_scaled(tx, jaxscale.{kind}LossScale("
+    "`min_scale`: `jaxscale.loss_scaled(tx, jaxscale.DynamicLossScale("
     "min_scale=2.0**{floor_exponent}))`. "
     f"Or it overflows at any scale: {_AT_ANY_SCALE}, or {_STALE}."
 )

@@ -14,13 +14,7 @@ import optax
 from .._trees.pytrees import PyTree
 from .nodes import states_in
 from .optimizer import LossScaledState, SpikeState
-from .scale import (
-    AdaptiveState,
-    LossScaleState,
-    check_alone,
-    is_policy_state,
-    unwrap,
-)
+from .scale import LossScaleState, check_alone, is_policy_state, unwrap
 from .storage import WeightsState
 
 # A mapping with these fields is what NNX made of a `LossScaledState`. Others may be left out, as
@@ -88,9 +82,8 @@ def _restore_scaling(fields: Mapping[str, Any]) -> Any:
     The types of other policies are not known here. A named tuple with the same fields stands for
     the state of such a policy.
     """
-    for known in (LossScaleState, AdaptiveState):
-        if set(known._fields) == set(fields):
-            return known(**fields)
+    if set(LossScaleState._fields) == set(fields):
+        return LossScaleState(**fields)
     stand_in = collections.namedtuple("StateOfAnotherPolicy", list(fields))
     return stand_in(**fields)
 

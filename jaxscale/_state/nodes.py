@@ -1,4 +1,4 @@
-"""Nodes of a training state: a search for them, their children by name, and whose they are."""
+"""Nodes of a training state: a search for them, their paths, and which are of jaxscale."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,25 +17,33 @@ def states_in(
     return [(path, node) for path, node in pairs if matches(node)]
 
 
+# The names of the fields, keys and indices that lead to a node.
+Path = tuple[str, ...]
+Nodes = dict[Path, Any]
+
+
 def children_of(node: object) -> dict[str, Any] | None:
     """Returns the children of a node by name, `None` for a leaf."""
     if jax.tree_util.all_leaves([node]):
         return None
-    pairs, _ = _flatten_once(node)
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda child: child is not node
+    )
     return {jax.tree_util.keystr(path, simple=True): child for path, child in pairs}
 
 
-def rebuild(node: object, children: list[Any]) -> Any:
-    """Returns a node with other children."""
-    _, structure = _flatten_once(node)
-    return structure.unflatten(children)
+def nodes_of(node: object, path: Path = ()) -> Nodes:
+    """Returns a node and those below it by path, without those that hold no leaf."""
+    nodes = {path: node}
+    for name, child in (children_of(node) or {}).items():
+        if jax.tree.leaves(child):
+            nodes |= nodes_of(child, (*path, name))
+    return nodes
 
 
-def _flatten_once(node: object) -> tuple[list[tuple[Any, Any]], Any]:
-    """Returns the children of a node, each with its path, and the structure around them."""
-    return jax.tree_util.tree_flatten_with_path(
-        node, is_leaf=lambda child: child is not node
-    )
+def names_in(node: object) -> set[str]:
+    """Returns the names of the children of a node."""
+    return set(children_of(node) or ())
 
 
 def is_own_state(node: object) -> bool:

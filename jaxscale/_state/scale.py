@@ -42,34 +42,15 @@ class UnitLossScaleState(LossScaleState):
 
 
 class AdaptiveState(NamedTuple):
-    """The state that an `AdaptiveLossScale` carries from one step to the next.
+    """What pickles of an `AdaptiveLossScale` name, a policy up to 0.6. Only its scale is read."""
 
-    Attributes:
-      loss_scale: `f32[]`, the number by which the next loss is scaled, a power of two.
-      peak: `f32[]`, the binary logarithm of the usual largest gradient; -256 before the first.
-      level: `f32[]`, the binary logarithm that the largest scaled gradient may reach.
-      crest: `f32[]`, the binary logarithm of the size that the gradients of rare batches are
-        assumed to reach; -256 unless overflows repeat.
-      finite_steps: `i32[]`, finite steps since the level was lowered, `period` at first.
-      held_steps: `i32[]`, finite steps since the crest was raised or reached.
-      overflows: `i32[]`, overflows in a row, up to now.
-
-    Example:
-      >>> import jaxscale
-      >>> jaxscale.AdaptiveLossScale().init().level
-      Array(13., dtype=float32)
-    """
-
-    # not a field: it tells this type from other named tuples
-    is_loss_scale_state = True
-
-    loss_scale: jax.Array  # f32[]
-    peak: jax.Array  # f32[]
-    level: jax.Array  # f32[]
-    crest: jax.Array  # f32[]
-    finite_steps: jax.Array  # i32[]
-    held_steps: jax.Array  # i32[]
-    overflows: jax.Array  # i32[]
+    loss_scale: jax.Array
+    peak: jax.Array
+    level: jax.Array
+    crest: jax.Array
+    finite_steps: jax.Array
+    held_steps: jax.Array
+    overflows: jax.Array
 
 
 def init_state(loss_scale: float) -> LossScaleState:

@@ -1,35 +1,34 @@
 """A training state as nested dicts of NumPy arrays, which later versions can also read.
 
 `to_state_dict` writes any tree by the names of its fields. `from_state_dict` reads it back into
-the structure of a target: fields of jaxscale's own states may come and go between versions, while
-everything else must match, as a default would hide a lost number.
+the structure of a target, node by node, by their paths: fields of jaxscale's own states may come
+and go between versions, while everything else must match, as a default would hide a lost number.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.core import Tracer
 
 from .._trees.grammar import list_some
 from .._trees.leaves import check_in_reach
-from .._trees.pytrees import PyTree, ScaleState
-from .nodes import children_of, is_own_state, rebuild
-from .optimizer import SPIKE_WINDOWS, SpikeState
-from .saved_numbers import check_number, fill, is_abstract, place_of, restore_leaf
-from .scale import UnitLossScaleState, is_policy_state, unwrap
+from .._trees.pytrees import PyTree
+from .nodes import Nodes, Path, children_of, is_own_state, names_in, nodes_of
+from .saved_nodes import UNMOVED_FIELDS, align
+from .saved_numbers import check_number, is_abstract, place_of, restore_leaf
+from .scale import UnitLossScaleState, unwrap
 from .storage import CompactState, WeightsState
 
 # A new version is for what older code would read wrong, not for any new field. Version 2 has the
 # bits beside half-precision parameters, which readers of version 1 would drop. What has none is
 # written as version 1, so that they can read it.
 _WITH_WEIGHTS = 2
-# The fields of a saved state whose scale is 1, and has never moved.
-_UNMOVED_FIELDS = {"loss_scale": 1, "growth_tracker": 0, "hysteresis_tracker": 0}
 # Fields of our own states that have no default: the optimizer's states, and the number of
 # micro-batches in an accumulator, which cannot be read without it.
 _REQUIRED = ("inner_state", "inner_opt_state", "counted")
+# Of a `WeightsState`, what keeps float32 parameters. Neither of both has what the other keeps.
+_FORMS = {"remainders", "copies"}
 # A message names at most this many leaves.
 _MOST_PATHS = 5
 
@@ -62,24 +61,24 @@ def to_state_dict(tree: PyTree) -> dict[str, Any]:
     """
     nodes = jax.tree.leaves(tree, is_leaf=_is_weights)
     version = _WITH_WEIGHTS if any(map(_is_weights, nodes)) else 1
-    return {"version": version} | _save("", _arrays("to_state_dict(tree)", tree))
+    return {"version": version} | _save((), _arrays("to_state_dict(tree)", tree))
 
 
 def _is_weights(node: object) -> bool:
     return isinstance(node, WeightsState)
 
 
-def _save(path: str, node: object) -> Any:
+def _save(path: Path, node: object) -> Any:
     """Returns a node as nested dicts of NumPy arrays."""
     if node is None:
         return None
     children = children_of(node)
     if children is None:
-        place = place_of("tree", path)
+        place = place_of("to_state_dict(tree)", path)
         number = check_number(place, node)
         check_in_reach(place, number)
         return np.array(number)
-    return {name: _save(f"{path}/{name}", child) for name, child in children.items()}
+    return {name: _save((*path, name), child) for name, child in children.items()}
 
 
 def from_state_dict(target: PyTree, state_dict: PyTree) -> Any:
@@ -123,6 +122,10 @@ def from_state_dict(target: PyTree, state_dict: PyTree) -> Any:
       TypeError: if a leaf is not an array or a number, or is traced, or if it is of another
         kind than the one in `target`, such as a float for an integer.
 
+    Warns:
+      UserWarning: if only the scale is read from the state of an `AdaptiveLossScale`, a policy that
+        went in 0.7.0.
+
     Example:
       >>> import jax.numpy as jnp, optax
       >>> import jaxscale
@@ -139,239 +142,116 @@ def from_state_dict(target: PyTree, state_dict: PyTree) -> Any:
             "after a fresh `tx.init(params)`."
         )
     arrays = _arrays("from_state_dict(target)", target)
-    saved = children_of(state_dict)
-    if saved is None:
+    values = children_of(state_dict)
+    if values is None:
         raise TypeError(
             f"`from_state_dict(state_dict)` must be a dict, got {type(state_dict).__name__}."
         )
-    _check_version(saved.pop("version", 1))
-    unmatched = _Unmatched(missing=[], unknown=[])
-    restored = _restore("", arrays, saved, unmatched)
-    _check_all_matched(unmatched)
-    _check_has_numbers(restored)
-    return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(restored))
+    _check_version(values.pop("version", 1))
+    wanted = nodes_of(arrays)
+    saved = align(values, arrays)
+    _check_same_paths(saved, wanted)
+    leaves = {}
+    for path, node in wanted.items():
+        if children_of(node) is None:
+            leaves[path] = _restore(path, saved, wanted)
+    _check_has_numbers(leaves)
+    return jax.tree.unflatten(jax.tree.structure(target), leaves.values())
 
 
-class _Unmatched(NamedTuple):
-    """The paths of what only one side has, which `_restore` enters here."""
-
-    missing: list[str]  # only in the target
-    unknown: list[str]  # only in the dictionary
-
-
-def _restore(
-    path: str, node: object, saved: PyTree, unmatched: _Unmatched, rounds: bool = False
-) -> Any:
-    """Returns a node of the target with the numbers that were saved of it.
-
-    `rounds` says that numbers are rounded to nearest where the target holds fewer bits.
-    """
-    children = children_of(node)
-    values = children_of(saved)
-    if values is not None and _is_variable(values, children):
-        return _restore(path, node, values["value"], unmatched, rounds)
-    if children is None and values is None:
-        return restore_leaf(path, node, saved, rounds)
-    if children is None or values is None:
-        raise TypeError(
-            f"{place_of('state_dict', path)} must have what the target has there, "
-            f"{type(node).__name__}, got {type(saved).__name__}."
-        )
-    if isinstance(node, UnitLossScaleState):
-        return _fill_unit(node)
-    if isinstance(node, CompactState):
-        rounds = True
-        if "inner_state" not in values:  # that of the optimizer, before it was compact
-            values = {"inner_state": saved}
-    elif values.keys() == set(CompactState._fields) and not children.keys() & values:
-        return _restore(path, node, values["inner_state"], unmatched)
-    if isinstance(node, WeightsState):
-        _check_same_weights(path, children, values)
-
-    # What has no field in common with this state is not another version of it.
-    is_other = bool(values) and values.keys().isdisjoint(children)
-    is_own = is_own_state(node) and not is_other
-    if is_own:
-        if "scaling" in children and _scaled_nothing(values.get("scaling"), values):
-            values["scaling"] = None  # so that the target's stays
-        if path == "" and is_policy_state(node) and _scaled_nothing(values, {}):
-            return node
-    if children.keys() >= set(SpikeState._fields):
-        _resize_windows(children, values)
-
-    restored = []
-    for name, child in children.items():
-        child_path = f"{path}/{name}"
-        value = values.pop(name, None)
-        if not _is_empty(child) and not _is_empty(value):
-            child = _restore(child_path, child, value, unmatched, rounds)
-        elif not is_own or name in _REQUIRED:
-            if not _is_empty(child):
-                unmatched.missing.append(child_path)
-            if not _is_empty(value):
-                unmatched.unknown.append(child_path)
-        else:
-            child = _take_default(node, name, child)
-        restored.append(child)
-    if not is_own:
-        for name, value in values.items():
-            if not _is_empty(value):
-                unmatched.unknown.append(f"{path}/{name}")
-    return rebuild(node, restored)
-
-
-def _take_default(node: object, name: str, child: object) -> Any:
-    """Returns a child of one of our states that was not saved.
-
-    It is that of the target or, where that has only types, the default of the field.
-    """
-    if isinstance(child, UnitLossScaleState):
-        return _fill_unit(child)
-    default = getattr(node, "_field_defaults", {}).get(name)
-    if default is None:
-        return child
-    return fill(child, default)
-
-
-def _fill_unit(state: UnitLossScaleState) -> UnitLossScaleState:
-    """Returns a state whose type says that the scale is 1, whatever was saved."""
-    return UnitLossScaleState(*map(fill, state, _UNMOVED_FIELDS.values()))
-
-
-def _check_same_weights(
-    path: str, children: dict[str, Any], values: dict[str, Any]
-) -> None:
-    """Raises a `ValueError` if float32 parameters were saved beside others than the target's.
-
-    It is the `mask` or the `storage` that has changed, and neither of both has what the other
-    keeps. What keeps none at all is the state of another wrapper.
-    """
-    wanted = _list_beside(children)
-    saved = _list_beside(values)
-    if not saved or not wanted or saved == wanted:
-        return
-    only_wanted = ", ".join(sorted(wanted - saved)) or "none"
-    only_saved = ", ".join(sorted(saved - wanted)) or "none"
-    raise ValueError(
-        f"{place_of('state_dict', path)} has other float32 parameters than the target. Only in the "
-        f"target: {only_wanted}; only in the dictionary: {only_saved}. If the `mask` or the "
-        "`storage` of `master_weights` has changed, restore with those that were saved, `old = "
-        "jaxscale.from_state_dict(old_tx.init(params), state_dict)`, and go on from there, with "
-        "all bits and moments: `_, opt_state = jaxscale.with_master_params(old._replace("
-        "weights=tx.init(params).weights), jaxscale.master_params(old, params))`. If the model has "
-        "changed, make the target from the one that was saved."
-    )
-
-
-def _list_beside(weights: dict[str, Any]) -> set[str]:
-    """Returns the paths of what stands beside parameters, in a state or in what was saved of it."""
-    paths = set()
-    for form in ("remainders", "copies"):
-        pairs = jax.tree_util.tree_leaves_with_path(weights.get(form))
-        for path, _ in pairs:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            # Flax and Orbax write variables as dictionaries.
-            paths.add(f"{form}/{name}".removesuffix("/value"))
-    return paths
-
-
-def _is_variable(values: dict[str, Any], children: dict[str, Any] | None) -> bool:
-    """Returns whether a saved node is a variable around a leaf, as Flax and Orbax write it."""
-    is_named_so = children is not None and "value" in children
-    return values.keys() == {"value"} and not is_named_so
+def _restore(path: Path, saved: Nodes, target: Nodes) -> Any:
+    """Returns a leaf of the target with the numbers that were saved of it, or its default."""
+    leaf = target[path]
+    number = saved.get(path, leaf)
+    if number is leaf:
+        state = target[path[:-1]]
+        defaults = getattr(state, "_field_defaults", {})
+        if isinstance(state, UnitLossScaleState):
+            defaults = UNMOVED_FIELDS
+        default = defaults.get(path[-1])
+        if default is None or not is_abstract(leaf):
+            return leaf
+        number = np.full(leaf.shape, default, leaf.dtype)
+    above = [target[path[:depth]] for depth in range(len(path))]
+    rounds = any(isinstance(node, CompactState) for node in above)
+    return restore_leaf(path, leaf, number, rounds)
 
 
 def _check_version(version: Any) -> None:
     # Orbax and NumPy's files make an array of it.
-    is_integer = np.shape(version) == () and np.asarray(version).dtype.kind in "iu"
-    if not is_integer or int(version) not in range(1, _WITH_WEIGHTS + 1):
+    if not any(np.array_equal(version, known) for known in (1, _WITH_WEIGHTS)):
         raise ValueError(
             f"`from_state_dict(state_dict)` must have a version from 1 to {_WITH_WEIGHTS}, got "
             f"{version!r}. If a later jaxscale wrote it, upgrade jaxscale to read it."
         )
 
 
-def _check_all_matched(unmatched: _Unmatched) -> None:
-    if not unmatched.missing and not unmatched.unknown:
+def _check_same_paths(saved: Nodes, target: Nodes) -> None:
+    """Raises a `ValueError` if one side has what the other lacks, and that has no default."""
+    only_target = _list_only_in(target, saved, target)
+    only_saved = _list_only_in(saved, target, target)
+    if not only_target and not only_saved:
         return
-    missing = ", ".join(unmatched.missing) or "none"
-    unknown = ", ".join(unmatched.unknown) or "none"
+    way_out = (
+        "Make the target from the model and the optimizer that were saved, or rename the keys of "
+        "the dictionary. If only one of the two is the state of a `loss_scaled` optimizer: as the "
+        "target pass `target.inner_state`, and put the result into it by "
+        '`target._replace(inner_state=...)`; or pass what was saved under "inner_state".'
+    )
+    for path in only_target + only_saved:
+        above = [target.get(path[:depth]) for depth in range(len(path))]
+        if any(map(_is_weights, above)):
+            way_out = (
+                "If the `mask` or the `storage` of `master_weights` has changed, restore with "
+                "those that were saved, `old = jaxscale.from_state_dict(old_tx.init(params), "
+                "state_dict)`, and go on from there, with all bits and moments: `_, opt_state = "
+                "jaxscale.with_master_params(old._replace(weights=tx.init(params).weights), "
+                "jaxscale.master_params(old, params))`. If the model has changed, make the target "
+                "from the one that was saved."
+            )
     raise ValueError(
-        "`from_state_dict(target, state_dict)` needs the same keys in both, except for fields "
-        f"of jaxscale's own states. Only in the target: {missing}; only "
-        f"in the dictionary: {unknown}. Make the target from the model "
-        "and the optimizer that were saved, or rename the keys of the dictionary. If only "
-        "one of the two is the state of a `loss_scaled` optimizer: as the target pass "
-        "`target.inner_state`, and put the result into it by `target._replace(inner_state=...)`"
-        '; or pass what was saved under "inner_state".'
+        "`from_state_dict(target, state_dict)` needs the same keys in both, except for fields of "
+        f"jaxscale's own states. Only in the target: {_join(*only_target)}; only in the "
+        f"dictionary: {_join(*only_saved)}. {way_out}"
     )
 
 
-def _check_has_numbers(tree: PyTree) -> None:
-    """Raises a `ValueError` if a restored tree has types where nothing was saved."""
+def _join(*paths: Path) -> str:
+    return ", ".join("/" + "/".join(path) for path in paths) or "none"
+
+
+def _list_only_in(nodes: Nodes, others: Nodes, target: Nodes) -> list[Path]:
+    """Returns the topmost paths that `others` lack and that have no default."""
     paths = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if is_abstract(leaf):
-            paths.append("/" + jax.tree_util.keystr(path, simple=True, separator="/"))
+    for path in nodes:
+        above = path[:-1]
+        if path in others or above not in others:
+            continue
+        names = names_in(nodes[above])
+        other_names = names_in(others[above])
+        # What has no field in common with a state is not another version of it.
+        is_other = bool(names and other_names) and names.isdisjoint(other_names)
+        is_required = path[-1] in _REQUIRED
+        if path[-1] in _FORMS:
+            is_required = any((*above, form) in others for form in _FORMS)
+        if is_other or is_required or not is_own_state(target[above]):
+            paths.append(path)
+    return paths
+
+
+def _check_has_numbers(leaves: dict[Path, Any]) -> None:
+    """Raises a `ValueError` if there are types where nothing was saved."""
+    paths = [path for path, leaf in leaves.items() if is_abstract(leaf)]
     if paths:
-        places = list_some(paths, _MOST_PATHS)
+        places = list_some(list(map(_join, paths)), _MOST_PATHS)
         raise ValueError(
             f"`from_state_dict(target)` has only types, and nothing was saved for {places}. Pass a "
             "fresh `tx.init(params)`, whose numbers are the defaults."
         )
 
 
-def _scaled_nothing(scaling: ScaleState, state: dict[str, Any]) -> bool:
-    """Returns whether a saved scale of 1 is that of a run that scaled nothing.
-
-    `skip_nonfinite`, and a fixed scale of 1, save such a scale. One that came down to 1 looks the
-    same after an overflow, and only there, as any other step counts towards growth. So it is one
-    that came down if the last step of the `state` around it was an overflow.
-    """
-    fields = children_of(scaling) or {}
-    for name, unmoved in _UNMOVED_FIELDS.items():
-        number = _find_number(fields, name)
-        if number is None or np.any(number != unmoved):
-            return False
-    num_bad = _find_number(state, "total_notfinite", default=0)
-    num_bad_losses = _find_number(state, "total_notfinite_loss", default=0)
-    is_applied = _find_number(state, "step_applied", default=True)
-    return not np.any((num_bad > num_bad_losses) & ~is_applied)
-
-
-def _find_number(fields: dict[str, Any], name: str, default: PyTree = None) -> Any:
-    """Returns the number of a saved field as an array, whatever variable is around it."""
-    leaves = jax.tree.leaves(fields.get(name))
-    if not leaves or isinstance(leaves[0], Tracer):  # which is an error later
-        leaves = jax.tree.leaves(default)
-    if not leaves:
-        return None
-    return np.asarray(leaves[0])
-
-
-def _is_empty(node: object) -> bool:
-    return not jax.tree.leaves(node)
-
-
-def _resize_windows(children: dict[str, Any], values: dict[str, Any]) -> None:
-    """Gives the saved windows of a `SpikeState`, and their counts, the lengths of the target's."""
-    for name, count_name, *_ in SPIKE_WINDOWS.values():
-        length = np.shape(children[name])[-1]
-        window = _find_number(values, name)
-        if window is None or window.ndim == 0 or window.shape[-1] == length:
-            continue
-        # The newest entries are at the end, and zeros before them.
-        newest = window[..., -length:]
-        missing = np.zeros((*window.shape[:-1], length), window.dtype)
-        values[name] = np.concatenate([missing, newest], axis=-1)[..., -length:]
-        count = _find_number(values, count_name)
-        if count is not None:
-            count = np.minimum(count, np.int32(length))
-        values[count_name] = count
-
-
 def _arrays(argument: str, tree: PyTree) -> Any:
-    """Returns an argument without variables around its arrays, or an error if it is no state."""
+    """Takes variables off the arrays of an argument, or raises an error if it is not a state."""
     if isinstance(tree, optax.GradientTransformation):
         raise TypeError(
             f"`{argument}` must be a state, got the optimizer itself, a {type(tree).__name__}. "

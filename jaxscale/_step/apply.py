@@ -1,5 +1,6 @@
 """Update and apply in one skip: `apply_gradients`."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import optax
@@ -7,6 +8,7 @@ import optax
 from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import BackwardPass
 from .._trees.pytrees import Grads
+from .._went import refuse_gone
 from .bare_optimizer import as_optimizer
 from .checks import check_gradients
 from .train_step import apply_pass
@@ -64,12 +66,29 @@ def apply_gradients(
       0.5 True
       0.5 False
     """
-    optimizer = as_optimizer("apply_gradients", tx)
+    refuse_gone("apply_gradients", extra_args)
     order = "(tx, grads, opt_state, params)"
-    state = optimizer.enter("apply_gradients(opt_state=...)", opt_state, order)
-    check_gradients("apply_gradients(grads=...)", grads, params)
-    optimizer.check_same("apply_gradients(opt_state=...)", state, params)
     value = extra_args.pop("value", extra_args.get("loss"))
+    return apply_once(
+        "apply_gradients", tx, grads, opt_state, params, value, extra_args, order
+    )
+
+
+def apply_once(
+    call: str,
+    tx: Any,
+    grads: Grads,
+    opt_state: Any,
+    params: Any,
+    value: object,
+    extra_args: Mapping[str, Any],
+    order: str = "",
+) -> tuple[Any, Any]:
+    """Makes one step of an optimizer, in the name of a `call`."""
+    optimizer = as_optimizer(call, tx)
+    state = optimizer.enter(f"{call}(opt_state=...)", opt_state, order)
+    check_gradients(f"{call}(grads=...)", grads, params)
+    optimizer.check_same(f"{call}(opt_state=...)", state, params)
     backward_pass = BackwardPass(Scaled(grads), loss=value)
     made = apply_pass(optimizer, backward_pass, state, params, extra_args)
     return made.params, made.opt_state

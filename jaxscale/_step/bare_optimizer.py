@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from .._gradients.value_and_grad import BackwardPass
+from .._jax import users_stacklevel
 from .._policies.fixed import NoOpLossScale
 from .._state.find import (
     find_optimizer_state,
@@ -50,7 +51,8 @@ class BareOptimizer(WrappedOptimizer):
                     "one that `loss_scaled` returned, or `opt_state.inner_state` to go on without "
                     "it."
                 )
-            warnings.warn(say_inside(argument.partition("(")[0]), stacklevel=3)
+            message = say_inside(argument.partition("(")[0])
+            warnings.warn(message, stacklevel=users_stacklevel())
         return start_state(self.policy.init(), state)
 
     def leave(self, state: LossScaledState) -> Any:

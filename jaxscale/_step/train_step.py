@@ -1,8 +1,8 @@
 """The whole training step in one function: loss, gradients, retries, skip.
 
 `make_step` makes the backward passes, with the hook and the retries; all that follows is in
-`advance`. The steps of `jaxscale.flax` and `jaxscale.nnx` also call it; what is theirs is how they
-make one backward pass.
+`advance`. The steps of `jaxscale.flax` and `jaxscale.nnx` are this one, under their own names:
+`build_step`.
 """
 
 import dataclasses
@@ -15,14 +15,20 @@ import optax
 
 from .._gradients.value_and_grad import BackwardPass, scale_transform
 from .._gradients.verdict import axis_names
-from .._jax import AxisNames, collective_axes, is_visible_in_types
-from .._state.optimizer import WINDOW_STATES, LossScaledState
+from .._jax import (
+    AxisNames,
+    collective_axes,
+    is_visible_in_types,
+    users_stacklevel,
+)
+from .._state.optimizer import LossScaledState
 from .._trees.arguments import int32
 from .._trees.flat_functions import Traced
 from .._trees.grammar import with_article
 from .._trees.params import combine, trained_params
 from .._trees.pytrees import OptState, Params, ScaleState
 from .._trees.selection import select_new
+from .._went import refuse_gone
 from .advance import judge_pass
 from .bare_optimizer import (
     BareOptimizer,
@@ -33,7 +39,7 @@ from .bare_optimizer import (
 )
 from .loss_calls import call_hook, explain_mistakes
 from .retry import is_traced, repeat_backward
-from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
+from .wrapped_optimizer import MADE_BY_INIT, WrappedOptimizer, find_wrapped_optimizer
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -185,34 +191,85 @@ def train_step(
       >>> print(w, loss, opt_state.total_retries)
       0.2 1.0 1
     """
-    call = "train_step"
+    refuse_gone("train_step", kwargs)
+    order = "(params, opt_state, ...)"
+    if has_state:
+        order = "(params, opt_state, state, ...)"
+    names = StepNames(
+        call="train_step",
+        opt_state="train_step(...)(opt_state=...)",
+        order=order,
+        state="train_step(has_state=True)",
+    )
+    return build_step(
+        names,
+        explain_mistakes(names.call, loss_fn, has_state, has_aux),
+        tx,
+        transform=transform,
+        has_state=has_state,
+        has_aux=has_aux,
+        retries=retries,
+        on_grads=on_grads,
+        kwargs=kwargs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepNames:
+    """What messages call a step and the parts of its call.
+
+    Attributes:
+      call: the function that makes the step.
+      opt_state: where the step is given the state of the optimizer.
+      order: the arguments of the step.
+      state: where what is carried besides the parameters comes from.
+      way_out: what to do about the state of another optimizer, if not to call `init`.
+      warnings_given: filled by the first warning of a bare optimizer, so that it is the only one.
+    """
+
+    call: str
+    opt_state: str
+    order: str = ""
+    state: str = ""
+    way_out: str = MADE_BY_INIT
+    warnings_given: list[str] = dataclasses.field(default_factory=list)
+
+
+def build_step(
+    names: StepNames,
+    loss_fn: Callable[..., Any],
+    tx: Any,
+    *,
+    transform: Callable[..., Any] | None = None,
+    has_state: bool = False,
+    has_aux: bool = False,
+    retries: int = 0,
+    on_grads: Any = None,
+    kwargs: Mapping[str, Any],
+) -> Callable[..., tuple[Any, ...]]:
+    """Makes a `train_step` under the names that it has in a front end."""
+    call = names.call
     transform = transform or jax.value_and_grad
     optimizer = as_optimizer(call, tx)
-    check_retries(call, optimizer, retries)
-    warned: list[str] = []
+    _check_retries(call, optimizer, retries)
     if find_wrapped_optimizer(tx) is None:
         # No `loss_scaled` is visible from outside, but there may be one inside, such as in an
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
         for state in possible_states(tx):
-            warn_if_bare(call, optimizer, state, warned, stacklevel=3)
-    order = "(params, opt_state, ...)"
-    if has_state:
-        order = "(params, opt_state, state, ...)"
-    loss_fn = explain_mistakes(call, loss_fn, has_state, has_aux)
+            _warn_if_bare(names, optimizer, state)
 
     def step(
         params: Params, opt_state: OptState, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
-        argument = "train_step(...)(opt_state=...)"
-        before = optimizer.enter(argument, opt_state, order)
-        optimizer.check_same(argument, before, params)
-        warn_if_bare(call, optimizer, before.inner_state, warned, stacklevel=3)
+        before = optimizer.enter(names.opt_state, opt_state, names.order)
+        optimizer.check_same(names.opt_state, before, params, names.way_out)
+        _warn_if_bare(names, optimizer, before.inner_state)
         carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:
                 raise TypeError(
-                    f"`train_step(has_state=True)` returns a step that takes {order}."
+                    f"`train_step(has_state=True)` returns a step that takes {names.order}."
                 )
             carried = args[:1]
             args = args[1:]
@@ -248,7 +305,7 @@ def train_step(
             state, aux = aux
             output = (loss, aux)
         (old,) = treedef.unflatten(leaves)
-        state = select_new("train_step(has_state=True)", made.applied, state, old)
+        state = select_new(names.state, made.applied, state, old)
         return made.params, made.opt_state, state, output
 
     return name_step(step)
@@ -267,9 +324,8 @@ class MadeStep(NamedTuple):
     backward_pass: BackwardPass  # the last one
     params: Any
     opt_state: Any  # as users get it
-    # bool[], whether it was not skipped, and whether the optimizer made a step; `None` if always
+    # bool[], whether it was not skipped; `None` if no step ever is
     applied: jax.Array | None
-    stepped: jax.Array | None
 
 
 def make_step(
@@ -334,18 +390,11 @@ def apply_pass(
     applied = None
     if verdict is not None:
         applied = verdict.step_applied
-    stepped = applied
-    window = (verdict or new_state).inner_state
-    if isinstance(window, WINDOW_STATES):  # ours, or that of Optax
-        # One that is not full makes no step, though its micro-batch is not skipped either.
-        window_before = (optimizer.find_verdict(state) or state).inner_state
-        stepped = window.gradient_step != window_before.gradient_step
     return MadeStep(
         backward_pass=backward_pass,
         params=combine(trained, params),
         opt_state=optimizer.leave(new_state),
         applied=applied,
-        stepped=stepped,
     )
 
 
@@ -363,7 +412,7 @@ def _add_axes(axis_name: AxisNames, axes: Sequence[Any], hooked: bool) -> Any:
     return tuple(names)
 
 
-def check_retries(call: str, optimizer: WrappedOptimizer, retries: int) -> None:
+def _check_retries(call: str, optimizer: WrappedOptimizer, retries: int) -> None:
     """Raises a `ValueError` if retries cannot help, as the scale of the optimizer is fixed."""
     int32(call, "retries", retries, least=0)
     if not retries or optimizer.can_back_off:
@@ -380,23 +429,19 @@ def check_retries(call: str, optimizer: WrappedOptimizer, retries: int) -> None:
     )
 
 
-def warn_if_bare(
-    call: str,
-    optimizer: WrappedOptimizer,
-    opt_state: OptState,
-    warned: list[str],
-    stacklevel: int,
+def _warn_if_bare(
+    names: StepNames, optimizer: WrappedOptimizer, opt_state: OptState
 ) -> None:
     """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
-    if warned or not isinstance(optimizer, BareOptimizer):
+    if names.warnings_given or not isinstance(optimizer, BareOptimizer):
         return
     if holds_loss_scaled(opt_state):
         return
     message = (
-        f"`{call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "
+        f"`{names.call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "
         "an inf or a NaN is applied. Wrap it: `tx = jaxscale.loss_scaled(tx)`, or, for "
         "bfloat16 and float32, `jaxscale.skip_nonfinite(tx)`. If this is intentional, write "
         "`jaxscale.loss_scaled(tx, None, skip_nonfinite=False)`."
     )
-    warned.append(message)
-    warnings.warn(message, stacklevel=stacklevel)
+    names.warnings_given.append(message)
+    warnings.warn(message, stacklevel=users_stacklevel())

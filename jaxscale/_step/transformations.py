@@ -26,7 +26,7 @@ from .wrapped_optimizer import WrappedOptimizer, find_wrapped_optimizer
 
 def loss_scaled(
     inner: optax.GradientTransformation,
-    loss_scale: LossScale | float | Literal["dynamic", "adaptive"] | None = "dynamic",
+    loss_scale: LossScale | float | Literal["dynamic"] | None = "dynamic",
     *,
     axis_name: AxisNames = None,
     max_norm: float | None = None,
@@ -34,6 +34,7 @@ def loss_scaled(
     check_updates: bool = False,
     track_leaves: bool = False,
     spikes: SpikeRule | None = None,
+    **went: Never,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer, so that it skips non-finite steps and moves a loss scale.
 
@@ -81,6 +82,7 @@ def loss_scaled(
       spikes: a `jaxscale.SpikeRule`. A step is then also skipped if its loss, or the norm of its
         gradients, is finite but stands out among those of the last steps. The scale stays where it
         is. With `multi_steps` each micro-batch is judged by itself. This takes no extra pass.
+      **went: none. Arguments of earlier releases are an error that says what to write.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `jaxscale.LossScaledState`.
@@ -121,6 +123,7 @@ def loss_scaled(
       >>> print(optax.apply_updates(params, updates)["w"], state.total_notfinite)
       0.5 1
     """
+    refuse("loss_scaled", went)
     return _wrap_scaled(
         "loss_scaled",
         inner,
@@ -189,6 +192,7 @@ def skip_nonfinite(
     check_updates: bool = False,
     track_leaves: bool = False,
     spikes: SpikeRule | None = None,
+    **went: Never,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer, so that it skips non-finite steps, without any scaling.
 
@@ -214,6 +218,7 @@ def skip_nonfinite(
       check_updates: as in `loss_scaled`.
       track_leaves: as in `loss_scaled`.
       spikes: as in `loss_scaled`.
+      **went: none, as in `loss_scaled`.
 
     Warns:
       UserWarning: as `loss_scaled`.
@@ -227,6 +232,7 @@ def skip_nonfinite(
       >>> print(params + updates, state.total_notfinite)
       1.0 1
     """
+    refuse("skip_nonfinite", went)
     return _wrap_scaled(
         "skip_nonfinite",
         inner,

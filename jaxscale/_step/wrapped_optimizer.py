@@ -26,7 +26,7 @@ from .checks import TreeTypes, check_gradients, explain_difference, types_of
 from .counters import start_state
 from .options import Options
 
-_MADE_BY_INIT = (
+MADE_BY_INIT = (
     "Pass the state that `init` of this optimizer returned for these parameters."
 )
 
@@ -168,7 +168,7 @@ class WrappedOptimizer(Options):
         argument: str,
         state: LossScaledState,
         params: Params,
-        way_out: str = _MADE_BY_INIT,
+        way_out: str = MADE_BY_INIT,
     ) -> None:
         """Raises a `ValueError` if a state is not like the one that `tx.init(params)` makes."""
         types = types_of(state.inner_state)

@@ -55,7 +55,7 @@ class _EndsOfPaths:
                 self._places.add((jnp.shape(leaf), names[start:]))
 
     def has(self, path: KeyPath, shape: tuple[int, ...]) -> bool:
-        """Returns whether there is an array of a shape whose path ends like this one."""
+        """Looks for an array of a shape whose path ends like this one."""
         return (shape, _names(path)) in self._places
 
 

@@ -132,7 +132,7 @@ def make_state(
 
 
 def fits(leaf: Leaf) -> bool:
-    """Returns whether a format finds beside a parameter what it needs."""
+    """Checks that a format finds beside a parameter what it needs."""
     if not leaf.format.fits(leaf.beside):
         return False
     if leaf.beside is None:
@@ -182,7 +182,7 @@ def read_mask(
 
 
 def _is_tree_of_bools(mask: object) -> bool:
-    """Returns whether a mask holds bools itself, as a module does that has a `__call__`, too."""
+    """Tells a mask that holds bools from a function of one: a module has a `__call__`, too."""
     leaves = jax.tree.leaves(mask)
     return bool(leaves) and all(isinstance(leaf, bool | np.bool_) for leaf in leaves)
 

@@ -9,5 +9,5 @@ Params = PyTree
 Grads = PyTree  # with the structure of the parameters; updates, too
 OptState = PyTree
 
-# The state of a policy: a `LossScaleState`, an `AdaptiveState` or one of the user's own.
+# The state of a policy: a `LossScaleState` or one of the user's own.
 ScaleState = Any

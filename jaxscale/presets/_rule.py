@@ -96,10 +96,8 @@ class PresetLossScale(DynamicLossScale):
             hysteresis_tracker=self.hysteresis,
         )
 
-    def _move(
-        self, state: ScaleState, grads_finite: jax.Array, largest: jax.Array | None
-    ) -> Any:
-        after = super()._move(state, grads_finite, largest)
+    def _move(self, state: ScaleState, grads_finite: jax.Array) -> Any:
+        after = super()._move(state, grads_finite)
         left = after.hysteresis_tracker
         if self.refill_on_finite:
             left = jnp.where(grads_finite, self.hysteresis, left)

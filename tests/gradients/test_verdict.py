@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from departing import adaptive
+from following import Following
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tables import cases, spread
 from training import x64
@@ -73,8 +73,8 @@ REDUCTIONS = {
 VERDICTS = REDUCTIONS | {
     "of a step": applies(jaxscale.skip_nonfinite(SGD)),
     "of a step, with norm and leaves": applies(jaxscale.skip_nonfinite(SGD, **TRACKED)),
-    "of a step, adaptive, with norm and leaves": applies(
-        jaxscale.loss_scaled(SGD, adaptive(), **TRACKED)
+    "of a step, following, with norm and leaves": applies(
+        jaxscale.loss_scaled(SGD, Following(), **TRACKED)
     ),
 }
 

@@ -14,9 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 from bad_input import assert_says
 from compilations import COMPILED
-from departing import adaptive
 from flax import serialization
 from flax.training import train_state
+from following import Following
 from tables import (
     INNERS,
     PARAMS,
@@ -52,7 +52,7 @@ NOISY = "noisy"  # an optimizer whose state holds a typed PRNG key
 DYNAMIC = jaxscale.DynamicLossScale(growth_interval=2)
 OPTIMIZERS = {
     "dynamic": jaxscale.loss_scaled(ADAM, DYNAMIC),
-    "adaptive": jaxscale.loss_scaled(ADAM, adaptive()),
+    "following": jaxscale.loss_scaled(ADAM, Following()),
     "deepspeed": jaxscale.loss_scaled(ADAM, presets.deepspeed(scale_window=3)),
     "no scale": jaxscale.skip_nonfinite(ADAM),
     "accumulated": jaxscale.multi_steps(jaxscale.loss_scaled(ADAM), 2),

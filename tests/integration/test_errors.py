@@ -29,8 +29,8 @@ from bad_input import (
     never_traced,
     product_sum,
 )
-from departing import uses_what_goes
 from flax import linen, nnx
+from following import Following
 from forged import forged
 from tables import cases
 
@@ -38,7 +38,7 @@ import jaxscale
 from jaxscale import flax, presets
 from jaxscale.nnx import train_step as nnx_train_step
 
-pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
+pytestmark = pytest.mark.standard_promotion
 
 
 def test_the_error_of_a_number_for_an_optimizer_names_the_way_out():
@@ -56,6 +56,7 @@ SPIKES = jaxscale.skip_nonfinite(SGD, spikes=jaxscale.SpikeRule())
 HALF = {"w": W.astype(jnp.bfloat16)}
 MASTERS = jaxscale.master_weights(SGD)
 SAVED = jaxscale.to_state_dict(OPT_STATE)
+FOLLOWING = Following().init()
 
 
 def restore(**fields):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from departing import adaptive, uses_what_goes
+from following import Following
 from half_programs import WRAPPERS
 from hosts import under
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -19,7 +19,7 @@ from training import amplified
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
+pytestmark = pytest.mark.standard_promotion
 
 
 def test_all_devices_skip_the_step_that_one_of_them_overflows_in():
@@ -92,7 +92,7 @@ ALL_OPTIONS = {
     "spikes": jaxscale.SpikeRule(window=4),
 }
 EVERYTHING = jaxscale.loss_scaled(
-    jaxscale.compact_state(EXACT), adaptive(), **ALL_OPTIONS
+    jaxscale.compact_state(EXACT), Following(), **ALL_OPTIONS
 )
 # Each optimizer, and the dtype of its parameters.
 RUNS = {
@@ -322,11 +322,14 @@ def all_reduces_of_update(tx):
     return all_reduces(functools.partial(step, tx), LEAVES, tx.init(LEAVES), LEAVES)
 
 
+POLICIES = {"dynamic": jaxscale.DynamicLossScale(), "following": Following()}
+
+
 @pytest.mark.worlds
-@cases("policy", ["dynamic", "adaptive"], fast=["dynamic"])
+@cases("policy", POLICIES, fast=["dynamic"])
 def test_the_verdict_costs_one_all_reduce(policy):
     assert all_reduces_of_update(optax.adamw(1e-3)) == []
-    tx = jaxscale.loss_scaled(optax.adamw(1e-3), policy)
+    tx = jaxscale.loss_scaled(optax.adamw(1e-3), POLICIES[policy])
     reduced = all_reduces_of_update(tx)
     assert sum(reduced) == len(LEAVES)  # one flag a leaf
     if combines():
@@ -338,14 +341,14 @@ def test_the_verdict_costs_one_all_reduce(policy):
 
 
 @pytest.mark.slow
-@cases("policy", ["dynamic", "adaptive"])
+@cases("policy", POLICIES)
 def test_in_a_whole_step_the_verdict_travels_with_the_gradients(policy):
-    tx = jaxscale.loss_scaled(optax.adamw(1e-3), policy)
+    tx = jaxscale.loss_scaled(optax.adamw(1e-3), POLICIES[policy])
     before = all_reduces(jax.value_and_grad(squares), LEAVES)
     reduced = all_reduces(jaxscale.train_step(squares, tx), LEAVES, tx.init(LEAVES))
     assert sum(reduced) - sum(before) == len(LEAVES)  # one flag a leaf
     added = len(reduced) - len(before)
-    if policy == "adaptive":
+    if policy == "following":
         assert added <= 1  # maxima travel by themselves
     elif combines():
         assert added <= 0  # sums travel together where XLA joins what is alike
@@ -356,12 +359,12 @@ def test_in_a_whole_step_the_verdict_travels_with_the_gradients(policy):
 @pytest.mark.worlds
 @cases(
     "policy, tracked",
-    itertools.product(["dynamic", "adaptive"], [False, True]),
-    fast=[("dynamic", False), ("adaptive", True)],
+    itertools.product(POLICIES, [False, True]),
+    fast=[("dynamic", False), ("following", True)],
 )
 def test_in_shard_map_a_whole_step_reduces_one_pair_of_flags(policy, tracked):
     tx = jaxscale.loss_scaled(
-        optax.identity(), policy, axis_name=BOTH, track_leaves=tracked
+        optax.identity(), POLICIES[policy], axis_name=BOTH, track_leaves=tracked
     )
 
     def update(params, state, grads, loss):

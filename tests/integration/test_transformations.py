@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from departing import uses_what_goes
 from tables import POLICIES, assert_same_bits, avals, cases, member, unchanged
 from training import FACTORS, INF, MLP, NAN, X, amplified, mlp_loss, trainer, x64
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
+pytestmark = pytest.mark.standard_promotion
 
 
 def test_each_member_of_a_population_has_a_scale_of_its_own():
@@ -130,7 +129,7 @@ def test_64_bit_numbers_change_nothing_of_32_bit_training(policy):
         ("dynamic", jax.jit, "scan"),
         ("dynamic", jax.jit, "vmap"),
     ],
-    fast=[("dynamic", jax.jit, "scan"), ("adaptive", unchanged, "loop")],
+    fast=[("dynamic", jax.jit, "scan"), ("following", unchanged, "loop")],
 )
 def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     # Infinite gradients are what an overflow is. What makes NaNs of them, inf / inf in Adam
@@ -151,7 +150,7 @@ def test_a_skipped_step_raises_nothing_where_nans_are_errors(policy, jit, way):
     assert jaxscale.all_finite(params)
 
 
-@cases("name", POLICIES, fast=["dynamic", "adaptive"])
+@cases("name", POLICIES, fast=["dynamic", "following"])
 def test_gradients_of_0_make_no_nans_in_a_policy(name):
     policy = POLICIES[name]
     zeros = jax.tree.map(jnp.zeros_like, EXACT)

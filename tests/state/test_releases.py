@@ -4,6 +4,7 @@ import gzip
 import pathlib
 import pickle
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from released_states import NEXT_FACTOR, counters, step
 from tables import assert_close, assert_same_bits, avals, cases
 
 import jaxscale
+from jaxscale._state.scale import AdaptiveState
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -80,6 +82,7 @@ def test_a_dictionary_goes_on_as_in_its_release(release, name):
 
 
 @pytest.mark.worlds
+@pytest.mark.filterwarnings("ignore:.*`AdaptiveLossScale`")
 @cases("release, name", GONE)
 def test_a_run_whose_policy_has_gone_goes_on_at_its_scale(release, name):
     written = WRITTEN[release]
@@ -91,6 +94,39 @@ def test_a_run_whose_policy_has_gone_goes_on_at_its_scale(release, name):
     expected_params, expected_counters, _ = written["after"][name]
     assert_same_bits(counters(next_state), expected_counters)
     assert_close(params, expected_params)
+
+
+@pytest.mark.parametrize("release", WRITTEN)
+def test_what_is_dropped_of_an_adaptive_scale_is_said(release):
+    tx, params = OPTIMIZERS["dynamic"]
+    fresh = {"opt": tx.init(params)}
+    of_pickle = jaxscale.to_state_dict(from_pickle(release, "adaptive"))
+    message = "/opt/scaling has the state of an `AdaptiveLossScale`.*scale is kept"
+    states = []
+    for saved in (WRITTEN[release]["dicts"]["adaptive"], of_pickle):
+        with pytest.warns(UserWarning, match=message) as caught:
+            states.append(jaxscale.from_state_dict(fresh, {"opt": saved}))
+        assert [warning.filename for warning in caught] == [__file__]
+    assert_same_bits(*states)
+
+
+class Peaks(NamedTuple):
+    """A state of a user's own. Its `peak` is a number, where that of an adaptive one is a power."""
+
+    is_loss_scale_state = True
+
+    loss_scale: jax.Array
+    peak: jax.Array
+
+
+@pytest.mark.filterwarnings("ignore:.*`AdaptiveLossScale`")
+def test_nothing_but_the_scale_of_an_adaptive_state_is_read_into_another():
+    saved = WRITTEN["0.6.0"]["dicts"]["adaptive"]["scaling"]
+    restored = jaxscale.from_state_dict(Peaks(jnp.float32(1), jnp.float32(3)), saved)
+    assert restored == (saved["loss_scale"], 3)
+    own = AdaptiveState(*map(jnp.zeros_like, saved.values()))  # as a copy of it has
+    restored = jaxscale.from_state_dict({"own": own}, {"own": saved})
+    assert restored["own"] == tuple(saved.values())
 
 
 # 0.3.0 had a longer state for spikes.
@@ -124,7 +160,7 @@ def test_a_dictionary_is_read_into(target, row):
 ADAPTIVE = "loss_scale peak level crest finite_steps held_steps overflows"
 FIELDS = {
     jaxscale.LossScaleState: "loss_scale growth_tracker hysteresis_tracker",
-    jaxscale.AdaptiveState: ADAPTIVE,
+    AdaptiveState: ADAPTIVE,
     jaxscale.MultiStepsState: (
         "mini_step gradient_step counted acc_grads acc_value inner_opt_state divisor"
     ),

@@ -174,7 +174,7 @@ def test_the_largest_gradient_costs_neither_a_pass_nor_a_kernel_for_each_leaf(
     count, row
 ):
     def more(what):
-        return count(what, counted.ADAPTIVE, *row) - count(what, WHOLE, *row)
+        return count(what, counted.FOLLOWING, *row) - count(what, WHOLE, *row)
 
     most_bytes, most_kernels = LARGEST[row]
     assert more(MOVED) <= most_bytes

@@ -11,14 +11,13 @@ import numpy as np
 import optax
 import pytest
 import simulator
-from departing import adaptive, uses_what_goes
 from probe import PARAMS, Batch, probe, simulate, texts_of_check
 from tables import cases, pairs, stack
 
 import jaxscale
 from jaxscale import presets
 
-pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
+pytestmark = pytest.mark.standard_promotion
 
 
 def test_six_falls_of_a_low_scale_are_warned_of():
@@ -82,7 +81,6 @@ STARTS = {
 }
 POLICIES = {
     "dynamic": jaxscale.DynamicLossScale(),
-    "adaptive": adaptive(),
     "hasty": presets.torch(growth_interval=200),
     **STARTS,
 }
@@ -114,13 +112,10 @@ DECAYED = [name for name in POLICIES if name != "hasty"]
 @cases(
     "name, retries",
     product(DECAYED, [0, 8]),
-    fast=[("dynamic", 0), ("adaptive", 0)],
+    fast=[("dynamic", 0)],
 )
 def test_a_scale_that_decays_is_warned_of(name, retries):
-    decaying = DECAYING
-    if retries and name == "adaptive":  # between two slow falls it grows again
-        decaying = {run: trace for run, trace in DECAYING.items() if "bad" in run}
-    for run, states in histories(POLICIES[name], decaying, retries).items():
+    for run, states in histories(POLICIES[name], DECAYING, retries).items():
         assert warns_of(states), run
 
 
@@ -146,7 +141,6 @@ COUNTED = {
     "hysteresis": jaxscale.DynamicLossScale(
         growth_interval=30, hysteresis=2, init_scale=2.0**24
     ),
-    "adaptive": adaptive(init_scale=2.0**20, memory=4, period=64),
 }
 GOOD, BAD = jnp.ones(3), jnp.full(3, jnp.inf)
 TX = jaxscale.loss_scaled(optax.sgd(0.1))
@@ -205,18 +199,15 @@ def test_updates_that_are_not_finite_after_retries_are_no_further_fall():
 @pytest.mark.worlds
 @cases(
     "policy, steps",
-    product(["dynamic", "hysteresis", "adaptive"], [10, 12]),
+    product(COUNTED, [10, 12]),
     fast=[("dynamic", 10), ("dynamic", 12)],
 )
 def test_retries_that_do_not_help_are_warned_of_from_the_sixth_on(policy, steps):
-    """Every second step is bad. At 10, an adaptive scale is warned of as one that decays."""
+    """Every second step is bad."""
     trace = of_ceiling([30, simulator.BAD] * (steps // 2))
     states = histories(COUNTED[policy], {"bad": trace}, retries=3)["bad"]
-    # At its floor, to which these failures drive an adaptive scale, no pass is repeated.
-    scales_before_bad_steps = states.scaling.loss_scale[:-1:2]
-    num_repeated = np.sum(scales_before_bad_steps > 1)
-    assert states.total_exhausted[-1] == num_repeated
-    assert warns_of(states) == (steps == 12 or policy == "adaptive")
+    assert states.total_exhausted[-1] == steps // 2
+    assert warns_of(states) == (steps == 12)
 
 
 def test_it_is_shown_once_and_at_the_line_that_calls_check():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from departing import adaptive
+from following import Following
 from tables import (
     assert_same_bits,
     avals,
@@ -69,7 +69,7 @@ skip_inside = jaxscale.skip_nonfinite(SGD, max_norm=7.0)
 CLIPPED = {
     "dynamic": jaxscale.loss_scaled(SGD, max_norm=MAX_NORM),
     # also needs the largest gradient
-    "adaptive": jaxscale.loss_scaled(SGD, adaptive(), max_norm=MAX_NORM),
+    "following": jaxscale.loss_scaled(SGD, Following(), max_norm=MAX_NORM),
     "safe": jaxscale.skip_nonfinite(SGD, max_norm=MAX_NORM),
     "over": jaxscale.loss_scaled(skip_inside, max_norm=MAX_NORM),
     "off": jaxscale.loss_scaled(SGD, None, max_norm=MAX_NORM, skip_nonfinite=False),
@@ -88,7 +88,7 @@ def clip(norm, debug_nans, way, name):
         if way == "accelerator":
             take_form_for_accelerators(patch)
         # On one device nothing is squared that was not asked for.
-        if name == "adaptive":
+        if name == "following":
             patch.setattr(jax, "device_count", lambda: 1)
         return update(gradients(0, norm), tx.init(PARAMS), PARAMS)
 

@@ -51,7 +51,7 @@ OPTIONS = {"max_norm": 1e9, "track_leaves": True, "check_updates": True}
 SPIKES = {"spikes": jaxscale.SpikeRule(window=8)}
 # The policy, and further arguments of `loss_scaled`.
 WRAPPERS = {name: (policy, {}) for name, policy in tables.POLICIES.items()}
-WRAPPERS["everything"] = tables.POLICIES["adaptive"], OPTIONS | SPIKES
+WRAPPERS["everything"] = tables.POLICIES["following"], OPTIONS | SPIKES
 # How half-precision parameters are kept, with an option each.
 KEPT = {
     "remainders": jaxscale.master_weights,

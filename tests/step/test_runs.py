@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tables
-from departing import adaptive
+from following import Following
 from probe import PARAMS, Batch, probe
 from step_model import Model, draw
 from tables import cases, spread
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 RULE = jaxscale.SpikeRule(window=16, sigmas=4.0, min_history=4)
 # High enough that the first steps, of which every second is bad, do not bring it to its floor.
 DYNAMIC = jaxscale.DynamicLossScale(growth_interval=6, init_scale=2.0**18)
-ADAPTIVE = adaptive(init_scale=2.0**14, memory=4, period=16)
+FOLLOWING = Following(init_scale=2.0**14)
 HYSTERESIS = jaxscale.DynamicLossScale(
     growth_interval=4, hysteresis=2, init_scale=2.0**16
 )
@@ -71,24 +71,24 @@ AT_ITS_FLOOR = jaxscale.DynamicLossScale(init_scale=1.0)
 
 SETTINGS = {
     **{name: Setting(policy) for name, policy in tables.POLICIES.items()},
-    "adaptive, checked": Setting(
-        ADAPTIVE, more={"check_updates": True, "max_norm": 1e9}
+    "following, checked": Setting(
+        FOLLOWING, more={"check_updates": True, "max_norm": 1e9}
     ),
     "refilled": Setting(REFILLED),
     "apex": Setting(APEX),
     "spikes": Setting(DYNAMIC, rule=RULE),
-    "spikes, adaptive": Setting(ADAPTIVE, rule=RULE),
+    "spikes, following": Setting(FOLLOWING, rule=RULE),
     "spikes whose squares overflow": Setting(DYNAMIC, rule=RULE, far=2.0**70),
     "spikes, no scale": Setting(jaxscale.NoOpLossScale(), rule=RULE),
     "window of 2": Setting(DYNAMIC, window=2),
     "window of 3 inside": Setting(DYNAMIC, window=3, is_inside=True),
     "window of 4, spikes": Setting(DYNAMIC, window=4, rule=RULE),
-    "window of 2 inside, adaptive": Setting(ADAPTIVE, window=2, is_inside=True),
+    "window of 2 inside, following": Setting(FOLLOWING, window=2, is_inside=True),
     "a retry": Setting(DYNAMIC, retries=1),
     "retries": Setting(DYNAMIC, retries=30),
     "retries, hysteresis": Setting(HYSTERESIS, retries=3),
     "retries, refilled": Setting(REFILLED, retries=3),
-    "retries, adaptive": Setting(ADAPTIVE, retries=3),
+    "retries, following": Setting(FOLLOWING, retries=3),
     "retries, patient": Setting(PATIENT, retries=3),
     "retries, left alone": Setting(LEFT_ALONE, retries=3),
     "retries at the floor": Setting(AT_ITS_FLOOR, retries=3),
@@ -170,7 +170,7 @@ def may_meet(name, way):
 FAST = [
     ("window of 3 inside", "apply_gradients"),
     ("spikes", "train_step"),
-    ("retries, adaptive", "train_step"),
+    ("retries, following", "train_step"),
     ("retries, window", "train_step under vmap"),
     ("hysteresis", "eager train_step"),
 ]

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from departing import adaptive
 from probe import after, simulate, texts_of_check
 from tables import cases, stack
 
@@ -93,7 +92,6 @@ def nan_where(bad):
 
 TX = dynamic()
 SAFE = jaxscale.skip_nonfinite(SGD)
-ADAPTIVE = jaxscale.loss_scaled(SGD, adaptive())
 HIGH = dynamic(init_scale=2.0**40, max_scale=2.0**40)
 HASTY = dynamic(growth_interval=3, max_scale=2.0**40)
 PATIENT = dynamic(growth_interval=3, max_scale=2.0**40, hysteresis=2)
@@ -144,7 +142,6 @@ DECAYS = {
         ["have grown"],
     ),
     "nobody knows": (TX, GROWING, ["`grad_norm`", "in the model", "doctor"], []),
-    "nobody knows, adaptive": (ADAPTIVE, SINKING, ["in the model"], ["have grown"]),
 }
 
 
@@ -182,7 +179,7 @@ BROKEN = {
         [LOSS, "no loss scale can help"],
         [GRADS],
     ),
-    "10 %, adaptive": (Run(ADAPTIVE, overflowing(every(0.1))), 1000, [GRADS], [LOSS]),
+    "10 % of gradients": (Run(TX, overflowing(every(0.1))), 1000, [GRADS], [LOSS]),
     "10 % in bfloat16": (
         Run(SAFE, overflowing(every(0.1))),
         1000,
@@ -235,7 +232,7 @@ def assert_says(text, says, says_not, names=()):
         assert words not in text
 
 
-DIVERGED = {"from the start": (TX, 2), "late": (ADAPTIVE, 5000)}
+DIVERGED = {"from the start": (TX, 2), "late": (TX, 5000)}
 
 
 @cases("name", DIVERGED)
@@ -305,24 +302,11 @@ def test_that_nothing_is_scaled_is_told_of_a_scale_that_grew_far(name):
         assert texts_of_check(jax.tree.map(lambda leaf: leaf[:steps], states)) == []
 
 
-@pytest.mark.worlds
-def test_a_window_of_zeros_is_not_blind_before_a_step_is_due():
-    for tx in (
-        jaxscale.multi_steps(ADAPTIVE, 64),
-        jaxscale.loss_scaled(optax.MultiSteps(SGD, 64), adaptive()),
-    ):
-        states = states_of(Run(tx, np.full(51 * 64, np.inf), 0.0, 0.0))
-        for step in (51, 64, 50 * 64):
-            assert texts_of_check(after(states, step)) == []
-        (text,) = texts_of_check(after(states, 51 * 64))
-        assert "All gradients were 0 in 51 steps" in text
-
-
 def test_each_member_of_a_population_is_judged_in_its_own_right():
-    fine = states_of(Run(ADAPTIVE, np.full(100, np.inf)))
-    blind = states_of(Run(ADAPTIVE, np.full(100, np.inf), 0.0, 0.0))
-    skipping = states_of(Run(ADAPTIVE, overflowing(rows(30, [70], 100))))
-    lossy = states_of(Run(ADAPTIVE, overflowing(every(0.6, 100))))
+    fine = states_of(Run(TX, np.full(100, np.inf)))
+    stuck = states_of(Run(TX, overflowing(rows(60, [40], 100))))
+    skipping = states_of(Run(TX, overflowing(rows(30, [70], 100))))
+    lossy = states_of(Run(TX, overflowing(every(0.6, 100))))
 
     def population(*members):
         """The members after 100 steps, two by two."""
@@ -332,10 +316,9 @@ def test_each_member_of_a_population_is_judged_in_its_own_right():
 
     assert texts_of_check(population(fine, fine, skipping, fine)) == []
     start = "Of a population of shape (2, 2), the member at"
-    blind_population = population(fine, skipping, blind, fine)
-    (text,) = texts_of_check(blind_population)
-    assert text.startswith(f"{start} [1, 0]: All gradients")
-    (text,) = texts_of_check(blind_population, max_consecutive=29)
+    (text,) = texts_of_check(population(fine, skipping, stuck, fine))
+    assert text.startswith(f"{start} [1, 0]: 60 steps in a")
+    (text,) = texts_of_check(population(fine, skipping, fine, fine), max_consecutive=29)
     assert text.startswith(f"{start} [0, 1]: 30 steps in a")
     (text,) = texts_of_check(population(fine, skipping, lossy, fine))
     assert "skipped lately" in text

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 import overflowing
 import pytest
-from departing import uses_what_goes
 from jaxpr_equations import numbers_reduced
 from methods import pass_gradients
 from overflowing import BAD_LOSS, BATCHES, GOOD, OVERFLOW, WINDOWS, hot, loss_fn, run
@@ -31,7 +30,7 @@ from tables import step as one_step
 
 import jaxscale
 
-pytestmark = [pytest.mark.standard_promotion, uses_what_goes]
+pytestmark = pytest.mark.standard_promotion
 
 
 def test_a_step_goes_down_the_slope_of_its_loss():
@@ -56,7 +55,7 @@ def copy(grads):
 UNCHANGING = {"no hook": None, "looks": look, "copies": copy}
 OPTIMIZERS = dict(overflowing.OPTIMIZERS)
 OPTIMIZERS["largest"] = jaxscale.loss_scaled(
-    INNERS["adam"], POLICIES["adaptive"], max_norm=1.0
+    INNERS["adam"], POLICIES["following"], max_norm=1.0
 )
 
 

@@ -21,7 +21,7 @@ NAMES = (
     "jaxscale.apply_gradients",
     "jaxscale optax wrapper",
 )
-ADAPTIVE = "jaxscale.train_step, adaptive"
+FOLLOWING = "jaxscale.train_step, following"
 
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -104,7 +104,7 @@ def norm(x):
 
 
 def main():
-    names = (*NAMES, ADAPTIVE)
+    names = (*NAMES, FOLLOWING)
     rows = [*itertools.product(names, (1, 3), ["float32"], (False, True))]
     rows += itertools.product(names, [1], ["float16", "bfloat16"], [False])
     counted = {", ".join(map(str, row)): count(*row) for row in rows}

@@ -4,8 +4,6 @@ import warnings
 
 import pytest
 
-import jaxscale
-
 GOES = r".* goes in jaxscale 0\.7\.0\."
 # The mark of a test, or of a file of tests, that uses what goes.
 uses_what_goes = pytest.mark.filterwarnings(f"ignore:{GOES}:DeprecationWarning")
@@ -15,8 +13,3 @@ def quietly(function, *args, **kwargs):
     """Calls a function for a table, which is filled before a mark holds."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return function(*args, **kwargs)
-
-
-def adaptive(**numbers):
-    """Makes an adaptive policy for a table."""
-    return quietly(jaxscale.AdaptiveLossScale, **numbers)

@@ -6,7 +6,7 @@ In a process of its own: such an option of the compiler holds for all that a pro
 import jax
 import numpy as np
 import optax
-from departing import adaptive
+from following import Following
 
 import jaxscale
 
@@ -19,7 +19,7 @@ TREE = {
 OPTIMIZERS = [
     jaxscale.skip_nonfinite(optax.identity()),
     jaxscale.skip_nonfinite(optax.identity(), max_norm=1.0),
-    jaxscale.loss_scaled(optax.identity(), adaptive()),
+    jaxscale.loss_scaled(optax.identity(), Following()),
 ]
 
 

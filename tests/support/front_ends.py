@@ -143,12 +143,20 @@ def linen(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **opt
         value, stats = loss_fn(params, fields["batch_stats"], x)
         return value, {"batch_stats": stats}
 
-    def after(state):
-        return state.replace(batch_stats=averaged(state.params, state.batch_stats))
-
     if hooks:
-        options |= {"after": after, "on_grads": frozen}
-    step = jax.jit(jaxscale.flax.train_step(cast(loss), has_state=True, **options))
+        options |= {"on_grads": frozen}
+    train_step = jaxscale.flax.train_step(cast(loss), has_state=True, **options)
+
+    @jax.jit
+    def step(state, x):
+        before = state.opt_state
+        state, loss = train_step(state, x)
+        if hooks:
+            new = averaged(state.params, state.batch_stats)
+            stats = once_made(before, state.opt_state, new, state.batch_stats)
+            state = state.replace(batch_stats=stats)
+        return state, loss
+
     state = State.create(apply_fn=None, params=params, tx=tx, batch_stats=STATS)
     return Run(step, (state,), lambda state: (state.params, state.batch_stats))
 
@@ -179,14 +187,22 @@ def objects(tx, loss_fn=loss_fn, cast=unchanged, hooks=False, params=PARAMS, **o
         model.write(stats)
         return value
 
-    def after(model):
-        model.write(averaged(*model.as_dicts()))
-
     if hooks:
-        options |= {"after": after, "on_grads": frozen}
+        options |= {"on_grads": frozen}
     model = Network(params)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = nnx.jit(jaxscale.nnx.train_step(cast(loss), **options))
+    train_step = jaxscale.nnx.train_step(cast(loss), **options)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        before = nnx.as_pure(optimizer.opt_state)
+        loss = train_step(model, optimizer, x)
+        if hooks:
+            params, stats = model.as_dicts()
+            opt_state = nnx.as_pure(optimizer.opt_state)
+            model.write(once_made(before, opt_state, averaged(params, stats), stats))
+        return loss
+
     return Run(lambda x: (step(model, optimizer, x),), (), model.as_dicts, optimizer)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from departing import adaptive
+from following import Following
 
 import jaxscale
 
@@ -81,7 +81,7 @@ BARE = "bare optax"
 METHODS = {
     BARE: bare,
     "jaxscale.train_step": train_step,
-    "jaxscale.train_step, adaptive": partial(train_step, policy=adaptive()),
+    "jaxscale.train_step, following": partial(train_step, policy=Following()),
     "jaxscale.apply_gradients": partial(apart, apply=jaxscale.apply_gradients),
     "jaxscale optax wrapper": partial(apart, apply=three_lines),
 }

@@ -8,7 +8,6 @@ import gzip
 import pathlib
 import pickle
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +25,6 @@ NEXT_FACTOR = 2.0
 HALF = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.array(0.5, jnp.bfloat16)}
 
 
-def make_adaptive():
-    with warnings.catch_warnings():  # it goes, and its states do not
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return jaxscale.loss_scaled(SGD, "adaptive")
-
-
 def make_optimizers():
     """Returns by name an optimizer, and the parameters that it starts from."""
     scaled = jaxscale.loss_scaled
@@ -42,7 +35,6 @@ def make_optimizers():
         "no scale": scaled(SGD, None),
         "tracked": scaled(SGD, max_norm=2.0, track_leaves=True),
         "window": jaxscale.multi_steps(scaled(SGD), 4),
-        "adaptive": make_adaptive(),
         "spikes": scaled(SGD, spikes=rule),
     }
     rows = {name: (tx, PARAMS) for name, tx in optimizers.items()}

@@ -63,20 +63,6 @@ def recorded():
     return traces
 
 
-def rare(usual, large, share, steps=20_000, seed=0, noise=0.0, burst=1):
-    """A run with the same gradients in all steps but a share that is drawn, and which those are.
-
-    What overflows are the gradients themselves. The logarithms of both sizes vary by `noise`, and
-    large batches come `burst` at a time.
-    """
-    rng = np.random.default_rng(seed)
-    starts = rng.random(steps) < share / burst
-    is_large = np.convolve(starts, np.ones(burst))[:steps] > 0
-    sizes = np.where(is_large, large, usual)
-    largest = np.log2(sizes) + noise * rng.standard_normal(steps)
-    return Trace(np.floor(15.999 - largest).astype(np.int32), largest), is_large
-
-
 def replay(policy, traces, retries=0):
     """A `Replay` for each of some traces, by name. All of them run in one program."""
     lengths = [len(trace.ceiling) for trace in traces.values()]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from departing import adaptive
+from following import Following
 
 import jaxscale
 
@@ -21,7 +21,7 @@ POLICIES = {
     "hysteresis": jaxscale.DynamicLossScale(
         growth_interval=3, hysteresis=2, min_scale=2.0**14
     ),
-    "adaptive": adaptive(init_scale=2.0**15, memory=4, period=8),
+    "following": Following(init_scale=2.0**15),
 }
 
 INNERS = {

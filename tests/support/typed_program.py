@@ -27,7 +27,6 @@ def loss_with_output(params: Params, x: jax.Array) -> tuple[jax.Array, dict[str,
 tx = jaxscale.loss_scaled(optax.adamw(1e-3), "dynamic", max_norm=1.0)
 others = [
     jaxscale.loss_scaled(optax.sgd(0.1), 128),
-    jaxscale.loss_scaled(optax.sgd(0.1), "adaptive"),
     jaxscale.loss_scaled(optax.sgd(0.1), None, skip_nonfinite=False),
     jaxscale.loss_scaled(
         optax.sgd(0.1), jaxscale.DynamicLossScale(growth_interval=500)

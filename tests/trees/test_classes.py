@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from departing import adaptive, uses_what_goes
+from departing import uses_what_goes
+from following import Following
 from half_programs import autocast_scaled, scaled_autocast
 from tables import assert_same_bits, cases
 
@@ -138,10 +139,6 @@ def double_weights(grads):
     return Checked(2 * grads.w, grads.b)
 
 
-def merge_state(params, state):
-    return Checked(state.w, params.b)
-
-
 ALL_OPTIONS = adam(
     spikes=jaxscale.SpikeRule(), track_leaves=True, check_updates=True, max_norm=1.0
 )
@@ -153,9 +150,8 @@ STEPS = {
     "state and aux": (adam(), STATE),
     "retries, eager": (adam(), STATE | {"retries": 1} | EAGER),
     "on_grads": (adam(), {"on_grads": double_weights}),
-    "after": (adam(), STATE | {"after": merge_state}),
     "all options": (ALL_OPTIONS, {}),
-    "adaptive": (adam(loss_scale=adaptive()), {}),
+    "following": (adam(loss_scale=Following()), {}),
     "multi_steps": (jaxscale.multi_steps(optax.adam(0.1), 2), {}),
 }
 
