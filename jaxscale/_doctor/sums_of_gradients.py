@@ -94,7 +94,7 @@ def _count(
         indices: Any = eqn.invars[1].aval
         num_slices = math.prod(indices.shape[:-1])
         numbers = target.numbers + max(slices.numbers, 1) * num_slices
-    # An addition of the model is arithmetic. Passed on by JAX, its gradient is no sum.
+    # An addition of the model is arithmetic. Passed on by JAX, its gradient is not a sum.
     elif Op.ADDS in op and Op.ELEMENTWISE in op and Op.ARITHMETIC not in op:
         numbers = sum(count.numbers for count in of_inputs)
         if any(key in makers for makers in operation.makers):

@@ -1,6 +1,6 @@
 """Facts: what one pass over the gradients of a step tells, the same on all devices.
 
-Judges, policies and clipping ask their questions together, as gradients are read once for all of
+The verdict, the policy and clipping ask their questions together, as gradients are read once for all of
 them: twice if a hook changed them, or if both the largest gradient and the norm are asked for.
 """
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._jax import AxisNames
 from .._trees.gradient_leaves import (
@@ -49,7 +48,7 @@ class Facts(NamedTuple):
     loss: Any  # the mean of all devices, `None` if no loss was passed
     # These are `None` unless they were asked for.
     norm: (
-        Any  # f32[] or wider, of the gradients after a hook, NaN if they are not finite
+        Any  # f32[] or wider, of the gradients after a hook; NaN if they are not finite
     )
     largest: Any  # f32[], before a hook; also `None` if there are no gradients
     nonfinite_leaves: Any  # like the gradients, with a bool[] for each
@@ -204,9 +203,3 @@ def named_flags(flags: PyTree) -> dict[str, Any]:
     """Returns the flags under the paths of their leaves: `params/Dense_0/kernel`."""
     pairs = jax.tree_util.tree_leaves_with_path(flags)
     return {leaf_name(path): flag for path, flag in pairs}
-
-
-def flagged_paths(flags: PyTree) -> list[str]:
-    """Returns the paths of the flags that are set, on the host, in any member of a population."""
-    named = named_flags(jax.device_get(flags))
-    return [name for name, flag in named.items() if np.any(flag)]

@@ -44,7 +44,7 @@ def read_loss_scale(call: str, spec: object) -> LossScale:
     if isinstance(spec, str) and spec == "adaptive":
         hint = f' "adaptive" is {SEE_PAGE}'
     elif isinstance(spec, SpikeRule):
-        hint = " A rule for spikes is no loss scale: pass it as `spikes=`."
+        hint = " A rule for spikes is not a loss scale: pass it as `spikes=`."
     elif isinstance(spec, type):
         hint = f" Did you mean `{spec.__name__}()`?"
     elif callable(spec):

@@ -90,7 +90,9 @@ def advance(
 
     # The facts, on which all devices agree.
     if backward_pass.facts is None:
-        backward_pass = judge_pass(optimizer, backward_pass, state, params, extra_args)
+        backward_pass = find_pass_facts(
+            optimizer, backward_pass, state, params, extra_args
+        )
     facts: Any = backward_pass.facts
 
     # The verdict. An overflow of the gradients says that the scale is too high. A bad loss or a
@@ -107,10 +109,11 @@ def advance(
 
     # Step or skip. With a window, the step is made from the mean of its micro-batches.
     grads = backward_pass.grads
-    window = state.inner_state
-    ready = Ready(good, window, grads.grads, grads.times_reciprocal, facts.loss)
+    inner_state = state.inner_state
+    ready = Ready(good, inner_state, grads.grads, grads.times_reciprocal, facts.loss)
+    window = None
     if optimizer.window is not None:
-        window, ready = optimizer.window.add(window, grads, facts.loss, good)
+        window, ready = optimizer.window.add(inner_state, grads, facts.loss, good)
     made = inner_step.make_if_due(ready, facts.norm)
     updates_finite = jnp.array(True)
     if optimizer.check_updates:
@@ -151,7 +154,7 @@ def advance(
     )
 
 
-def judge_pass(
+def find_pass_facts(
     optimizer: Options,
     backward_pass: BackwardPass,
     state: LossScaledState,

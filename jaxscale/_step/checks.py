@@ -269,7 +269,7 @@ def check_gradients(argument: str, grads: optax.Updates, params: Params) -> None
     """Raises a `ValueError` if gradients are not like the parameters.
 
     Gradients by example, as differential privacy takes them, have axes of their own in front.
-    Trees of two types of one's optimizer, as `optax.lookahead` takes them, are meant to differ.
+    Trees of two different types, as `optax.lookahead` takes them, are meant to differ.
     """
     with_paths, of_grads = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_none)
     leaves, of_params = jax.tree.flatten(params, is_leaf=is_none)

@@ -246,6 +246,6 @@ def _keep(
     if not isinstance(optimizer.weights, Rounded):
         raise TypeError(
             f"`{call}(inner)`: `inner` is wrapped in `{optimizer.weights.call}` already, and "
-            "parameters are kept in one way. Leave one of both out."
+            "parameters are kept in one way. Leave one of the two out."
         )
     return rewrap(optimizer, call, weights=weights)

@@ -103,7 +103,7 @@ def _repeat_in_program(
     def attempt_of(arrays: list[Any]) -> _Attempt:
         return program.restored(arrays)
 
-    def is_due(carry: PyTree) -> jax.Array:
+    def goes_on(carry: PyTree) -> jax.Array:
         _, arrays = carry
         return attempt_of(arrays).again
 
@@ -119,7 +119,7 @@ def _repeat_in_program(
     types = program.jaxpr.out_avals
     no_result = map(blank, types[: -len(scales) - 1])
     before_first = [*no_result, *scales, jnp.array(True)]
-    number, arrays = jax.lax.while_loop(is_due, make_pass, (number, before_first))
+    number, arrays = jax.lax.while_loop(goes_on, make_pass, (number, before_first))
     return attempt_of(arrays), number
 
 
@@ -140,8 +140,8 @@ def _lower_scale(
     """Lowers the scale after an overflow, if the policy ever does; otherwise it stays."""
 
     def goes_on(now: _Backoff) -> jax.Array:
-        is_due = overflow & ~_is_lower(now.scaling, scaling)
-        return is_due & (now.number < _MAX_BACKOFFS_PER_OVERFLOW)
+        may_help = overflow & ~_is_lower(now.scaling, scaling)
+        return may_help & (now.number < _MAX_BACKOFFS_PER_OVERFLOW)
 
     def back_off(now: _Backoff) -> _Backoff:
         lower = adjust_scale(policy, now.scaling, jnp.array(False), facts.largest)

@@ -29,7 +29,7 @@ from .._trees.params import combine, trained_params
 from .._trees.pytrees import OptState, Params, ScaleState
 from .._trees.selection import select_new
 from .._went import refuse_gone
-from .advance import judge_pass
+from .advance import find_pass_facts
 from .bare_optimizer import (
     BareOptimizer,
     as_optimizer,
@@ -364,13 +364,13 @@ def make_step(
     if not retries:
         return apply_pass(optimizer, one_pass(start), state, params, {})
 
-    def judged_pass(scaling: ScaleState) -> BackwardPass:
+    def pass_with_facts(scaling: ScaleState) -> BackwardPass:
         backward_pass = one_pass(scaling)
         trained = trained_params(params, backward_pass.grads.grads)
-        return judge_pass(optimizer, backward_pass, state, trained, {})
+        return find_pass_facts(optimizer, backward_pass, state, trained, {})
 
     backward_pass = repeat_backward(
-        call, optimizer.policy, judged_pass, start, retries, traced=traced
+        call, optimizer.policy, pass_with_facts, start, retries, traced=traced
     )
     return apply_pass(optimizer, backward_pass, state, params, {})
 

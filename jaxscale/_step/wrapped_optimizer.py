@@ -32,7 +32,7 @@ MADE_BY_INIT = (
 
 
 class WrappedOptimizer(Options):
-    """An optimizer whose bad steps are skipped.
+    """An optimizer whose bad steps are skipped, unless `skips` is false.
 
     Its methods `init` and `update` are those of the transformation that users get. The others are
     what a training step asks of an optimizer.
@@ -192,7 +192,7 @@ class WrappedOptimizer(Options):
             checks.check_not_narrower(state.inner_state, expected)
 
     def _check_has_parts(self, argument: str, state: LossScaledState) -> None:
-        """Raises a `ValueError` if a state lacks what the optimizer around it was built with.
+        """Raises an error if a state lacks what the optimizer around it was built with.
 
         It comes from a run with other options. What it lacks would be off, and nobody would notice.
         """

@@ -121,7 +121,7 @@ def _may_change(node: object) -> bool:
 
 
 def without_untrained(tree: PyTree) -> Any:
-    """Returns a tree with `None` for what variables of NNX hold that are no `nnx.Param`."""
+    """Returns a tree with `None` for what variables of NNX hold that are not an `nnx.Param`."""
     if not holds_objects(tree):
         return tree
     nnx: Any = sys.modules["flax.nnx"]

@@ -46,7 +46,9 @@ def make(name, **arguments):
 
 def test_the_presets_are_these():
     functions = {
-        name for name, value in vars(presets).items() if inspect.isfunction(value)
+        name
+        for name, value in vars(presets).items()
+        if inspect.isfunction(value) and not name.startswith("_")
     }
     assert functions == set(DEFAULTS)
 
