@@ -39,7 +39,7 @@ from .bare_optimizer import (
 )
 from .loss_calls import call_hook, explain_mistakes
 from .retry import is_traced, repeat_backward
-from .wrapped_optimizer import MADE_BY_INIT, WrappedOptimizer, find_wrapped_optimizer
+from .wrapped_optimizer import MADE_BY_INIT, WrappedOptimizer
 
 _Args = ParamSpec("_Args")
 _Params = TypeVar("_Params")
@@ -252,19 +252,20 @@ def build_step(
     transform = transform or jax.value_and_grad
     optimizer = as_optimizer(call, tx)
     _check_retries(call, optimizer, retries)
-    if find_wrapped_optimizer(tx) is None:
+    if isinstance(optimizer, BareOptimizer):
         # No `loss_scaled` is visible from outside, but there may be one inside, such as in an
         # `optax.chain`. It shows only in a state. So states are made, without a model, to warn of a
         # bare optimizer before the first step.
         for state in possible_states(tx):
-            _warn_if_bare(names, optimizer, state)
+            _warn_if_bare(names, state)
 
     def step(
         params: Params, opt_state: OptState, *args: Any, **loss_kwargs: Any
     ) -> tuple[Any, ...]:
         before = optimizer.enter(names.opt_state, opt_state, names.order)
         optimizer.check_same(names.opt_state, before, params, names.way_out)
-        _warn_if_bare(names, optimizer, before.inner_state)
+        if isinstance(optimizer, BareOptimizer):
+            _warn_if_bare(names, before.inner_state)
         carried: tuple[Any, ...] = ()  # () or (state,)
         if has_state:
             if not args:
@@ -429,13 +430,9 @@ def _check_retries(call: str, optimizer: WrappedOptimizer, retries: int) -> None
     )
 
 
-def _warn_if_bare(
-    names: StepNames, optimizer: WrappedOptimizer, opt_state: OptState
-) -> None:
-    """Warns, once in the life of a step, if nothing in an optimizer skips bad steps."""
-    if names.warnings_given or not isinstance(optimizer, BareOptimizer):
-        return
-    if holds_loss_scaled(opt_state):
+def _warn_if_bare(names: StepNames, opt_state: OptState) -> None:
+    """Warns, once in the life of a step, if nothing in a bare optimizer skips bad steps."""
+    if names.warnings_given or holds_loss_scaled(opt_state):
         return
     message = (
         f"`{names.call}`: `tx` is a bare optimizer, so the loss is not scaled, and a step with "

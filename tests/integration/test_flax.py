@@ -446,7 +446,10 @@ every_policy = cases("name", OWN, fast=["dynamic"], shared=True)
 @every_policy
 def test_every_function_takes_a_state_in_variables_as_one_without(name):
     run = skip_three_steps(name)
-    for function in CALLS.values():
+    functions = dict(CALLS)
+    if name == "following":  # the `adjust` of a user's own policy gets arrays
+        del functions["adjust"]
+    for function in functions.values():
         assert_takes_variables(function, name, [run.state, run.opaque])
 
 
