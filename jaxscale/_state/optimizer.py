@@ -20,7 +20,7 @@ class LossScaledState(NamedTuple):
       step_applied: `bool[]`, whether the last step was applied; with accumulation, whether
         the last micro-batch counted. `False` if the gradients or the loss were not finite, or
         stood out as a spike, or if `check_updates` found that the new values were not finite.
-      notfinite_count: `i32[]`, steps in a row, up to now, that were not finite. A spike ends the row.
+      notfinite_count: `i32[]`, steps in a row, up to now, that were not finite; a spike ends it.
       total_notfinite: `i32[]`, steps skipped since `init`, without spikes.
       total_notfinite_loss: `i32[]`, those of them whose loss itself was not finite.
       total_steps: `i32[]`, steps since `init`, skipped or not.

@@ -106,9 +106,9 @@ def loss_scaled(
       TypeError: if `inner` is not a gradient transformation, or is wrapped with a scale already,
         or if `loss_scale` is not a policy.
       ValueError: if `max_norm` is not above 0, or if `skip_nonfinite=False` comes with something
-        that needs a verdict: a dynamic scale, `check_updates`, `track_leaves`,
-        `spikes`, a window of `multi_steps`; at `init`, if `max_norm` would clip each micro-batch of an `optax.MultiSteps`
-        inside, and not their mean.
+        that needs a verdict: a dynamic scale, `check_updates`, `track_leaves`, `spikes`, a window
+        of `multi_steps`; at `init`, if `max_norm` would clip each micro-batch of an
+        `optax.MultiSteps` inside, and not their mean.
 
     Example:
       >>> import jax.numpy as jnp, optax
