@@ -99,9 +99,9 @@ def from_state_dict(target: PyTree, state_dict: PyTree) -> Any:
       keeps the value of `target`, and a field that `target` lacks is ignored, so that states of
       other versions and of other policies can be read. `inner_state`, `inner_opt_state` and
       `counted` have no default; they, and everything that is not jaxscale's own, must match. If a
-      `SpikeRule` has another window than the one that was saved, the newest entries are kept. A saved loss scale
-      replaces the policy's initial one, except that a `FixedLossScale` goes back to its own number
-      in the first step; `opt_state._replace(scaling=policy.init())` starts it
+      `SpikeRule` has another window than the one that was saved, the newest entries are kept. A
+      saved loss scale replaces the policy's initial one, except that a `FixedLossScale` goes back
+      to its own number in the first step; `opt_state._replace(scaling=policy.init())` starts it
       again. A run that scaled nothing, such as one with `skip_nonfinite`, saved no loss scale, so
       the policy starts with its initial one. A scale outside of the policy's bounds is brought to
       the nearest one in the first step. A float32 state is read into that of

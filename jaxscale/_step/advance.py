@@ -111,7 +111,7 @@ def advance(
     grads = backward_pass.grads
     inner_state = state.inner_state
     ready = Ready(good, inner_state, grads.grads, grads.times_reciprocal, facts.loss)
-    window = None
+    window: Any = None
     if optimizer.window is not None:
         window, ready = optimizer.window.add(inner_state, grads, facts.loss, good)
     made = inner_step.make_if_due(ready, facts.norm)
