@@ -1,7 +1,8 @@
 """Facts: what one pass over the gradients of a step tells, the same on all devices.
 
 The verdict, the policy and clipping ask their questions together, as gradients are read once for
-all of them: twice if a hook changed them, or if both the largest gradient and the norm are asked for.
+all of them: twice if a hook changed them, or if both the largest gradient and the norm are asked
+for.
 """
 
 import functools
