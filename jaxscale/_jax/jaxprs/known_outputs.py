@@ -49,11 +49,13 @@ _COMPARES = primitives_that(Op.COMPARES)
 _MULTIPLIES = primitives_that(Op.MULTIPLIES | Op.CHEAP)
 _SELECTS = primitives_that(Op.SELECTS)
 _CALLS = {Form.JIT, Form.CUSTOM_JVP}
-_LEAST_SLOPE = (
-    2.0**-8
-)  # More than that of a normal float32 number is not 0 in bfloat16.
+# More than that of a normal float32 number is not 0 in bfloat16.
+_LEAST_SLOPE = 2.0**-8
 _REDUCTIONS = primitives_that(Op.REDUCTION)
 _SMALL = 16  # times as large is what it stands beside
+# Of so many numbers a statistic is made, at least. A GPU reduces fewer again, as those of a softmax
+# over some keys, for less than it costs to read them apart from what reads the result.
+_REDUCED = 512
 
 
 def size_of(aval: Any) -> int:
@@ -62,16 +64,17 @@ def size_of(aval: Any) -> int:
 
 
 def is_small(aval: Any, other: Any) -> bool:
-    """Returns whether an array is so small beside another that it costs little to keep it."""
+    """Tells an array that is so small beside another that it costs little to keep it."""
     return _SMALL * size_of(aval) <= size_of(other)
 
 
 def is_statistic(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation makes few numbers of many, not in half precision."""
+    """Tells a reduction of many numbers to few, not in half precision."""
     if eqn.primitive.name not in _REDUCTIONS:
         return False
     result = eqn.outvars[0].aval
-    return not holds_half(result) and is_small(result, eqn.invars[0].aval)
+    is_of_many = _REDUCED * size_of(result) <= size_of(eqn.invars[0].aval)
+    return is_of_many and not holds_half(result)
 
 
 def find_known(program: ClosedJaxpr, count: int) -> dict[int, int]:
