@@ -89,12 +89,12 @@ class BareOptimizer(WrappedOptimizer):
     def find_start_scale(self, state: LossScaledState) -> Any:
         if not states_in(state.inner_state, is_scaling):
             return state.scaling
-        return find_scale("train_step", "opt_state", state.inner_state)
+        return find_scale(self.call, "opt_state", state.inner_state)
 
     def find_verdict(self, state: LossScaledState) -> LossScaledState | None:
         if not holds_loss_scaled(state.inner_state):
             return None
-        return find_optimizer_state("train_step", state.inner_state)
+        return find_optimizer_state(self.call, state.inner_state)
 
     def expected_types(self, params: optax.Params) -> TreeTypes:
         return types_of(jax.eval_shape(self.inner.init, params))
@@ -110,7 +110,7 @@ def as_optimizer(call: str, tx: object) -> WrappedOptimizer:
     if wrapped is not None:
         return wrapped
     inner = as_transformation(f"{call}(tx, ...)", tx)
-    return BareOptimizer(inner, NoOpLossScale(), skips=False)
+    return BareOptimizer(inner, NoOpLossScale(), call=call, skips=False)
 
 
 def holds_loss_scaled(state: OptState) -> bool:

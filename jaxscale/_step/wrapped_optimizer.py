@@ -10,7 +10,7 @@ import optax
 from .._gradients.facts import flags_by_leaf
 from .._gradients.scaled import Scaled
 from .._gradients.value_and_grad import BackwardPass
-from .._policies.fixed import FixedLossScale, NoOpLossScale
+from .._policies.fixed import FixedLossScale
 from .._state.optimizer import LossScaledState, MultiStepsState
 from .._trees.gradient_leaves import (
     holds_overwrites,
@@ -53,7 +53,8 @@ class WrappedOptimizer(Options):
     @property
     def can_back_off(self) -> bool:
         """The scale moves, so that a retry may help."""
-        return not isinstance(self.policy, NoOpLossScale | FixedLossScale)
+        # A subclass may have an `adjust` of its own.
+        return type(self.policy).adjust is not FixedLossScale.adjust
 
     def init(self, params: optax.Params) -> LossScaledState:
         # `update` passes the parameters to the inner optimizer in float32 or wider, so its moments

@@ -267,7 +267,7 @@ def test_a_fixed_policy_with_an_adjust_of_its_own_moves():
 
     tx = jaxscale.loss_scaled(optax.sgd(0.1), Annealed(128.0))
     params = jnp.ones(2)
-    step = jaxscale.train_step(jnp.sum, tx)
+    step = jaxscale.train_step(jnp.sum, tx, retries=1)
     _, state = tx.update(params, tx.init(params), params)
     assert state.scaling.loss_scale == 64
     _, state, _ = step(params, state)
