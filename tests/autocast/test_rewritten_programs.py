@@ -125,17 +125,17 @@ def scanned_silu_layer(w):
 
 
 # The types of what has a barrier around it. On a CPU, XLA would take what the forward pass
-# computed, and keep it. In a loop it cannot. On a GPU it would keep what is slow to compute, so a
-# barrier is around what that is computed from in half precision, and not around cotangents.
+# computed, and keep it. In a loop it cannot. On a GPU it would keep in float32 what it computed, so
+# a barrier is around what that is computed from in half precision, and not around cotangents.
 X_TYPE, GATED_TYPE = "4x8xf16", "4x4xf16"
 BARRIERS = {
     (apply_layer, "cpu"): {X_TYPE, "f32"},
     (attend, "cpu"): {"5x8x8xf16", "5x8x8xf32"},
     (silu_layer, "cpu"): {X_TYPE, GATED_TYPE, "1x8xf32", "f32"},
     (scan_layers, "cpu"): set(),
-    (apply_layer, "cuda"): set(),
-    (attend, "cuda"): set(),
-    (relu_layer, "cuda"): set(),
+    (apply_layer, "cuda"): {X_TYPE},
+    (attend, "cuda"): {"5x8x8xf16"},
+    (relu_layer, "cuda"): {X_TYPE},
     (scanned_silu_layer, "cuda"): set(),
     (silu_layer, "cuda"): {X_TYPE},
     (mapped_silu_layer, "cuda"): {f"2x{X_TYPE}"},
