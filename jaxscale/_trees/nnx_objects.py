@@ -43,7 +43,7 @@ def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def holds_objects(tree: PyTree) -> bool:
-    """Returns whether there are objects of NNX in a tree."""
+    """True if there are objects of NNX in a tree."""
     return "flax.nnx" in sys.modules and len(_list_objects(tree)) > 0
 
 
@@ -104,7 +104,7 @@ def _call_beside_objects(
 
 
 def _may_change(node: object) -> bool:
-    """Returns whether all variables of an object are of this level of tracing."""
+    """True if all variables of an object are of this level of tracing."""
     nnx: Any = sys.modules["flax.nnx"]
     if isinstance(node, nnx.Variable):
         members = [node]

@@ -1,4 +1,4 @@
-"""What a derivative reads from the outputs of its function, rather than compute it again.
+"""Outputs of a function that its derivative reads, rather than compute them again.
 
 *Statistics*: the derivative of a norm asks for the mean and the variance. They are so small that
 the forward pass returns them, and the backward pass reads its large inputs no more often for them.
