@@ -288,7 +288,7 @@ def large_epsilons(x=normal(51, 5, 3, zero=0), *, w=normal(50, 3, 4)):
         "This batch needs no loss scale",
         "is not low for gradients as large as these, up to 6.74e+03",
         "From 2**15, the default rule skips the first steps, 12 in all: write",
-        "(init_scale=2**3))`, or use `retries=12` or",
+        "(init_scale=2**3))`, or use `retries=12`.",
     ],
     never=["low:", "shrink", "costs next to nothing"],
 )
