@@ -120,9 +120,8 @@ class _Carry(NamedTuple):
 
     progress: _Progress
     last: list[Any]  # the scaled gradients of the last pass
-    kept: list[
-        Any
-    ]  # those of the stage before, or before a larger scale, if there was one
+    # Those of the stage before, or before a larger scale, if there was one.
+    kept: list[Any]
 
 
 def pull_back(
