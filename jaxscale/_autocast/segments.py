@@ -264,9 +264,9 @@ def _bind_adding_in_float32(
         (half,) = bind(eqn, [view.half for view in views])
         (wide,) = bind(eqn, [view.wide for view in views])
         return [Narrow(half, wide)]
-    output: Any = eqn.outvars[0]
     for number, is_repeated in enumerate(find_repeated(eqn)):
         if is_repeated:
+            output: Any = eqn.outvars[0]
             views = _view_twice(values[eqn.invars[number]])
             inputs[number] = _repeat(views, output.aval.shape)
     return bind(eqn, inputs)
