@@ -800,7 +800,7 @@ OF_ONE_PASS = sorted(
 @cases("name", OF_ONE_PASS, fast=["attention", "lstm"])
 def test_an_ordinary_program_makes_one_backward_pass(name):
     if name == "lstm" and jax.__version_info__ < (0, 12):
-        pytest.skip("JAX 0.10 has no transpose of a stack of carries that is not read")
+        pytest.skip("an error there: its stack of carries is not read, as Limits says")
     fun, args = half_programs.PROGRAMS[name]
     loss = half_programs.loss_of(scaled_autocast(fun))
     with reported() as reports:
